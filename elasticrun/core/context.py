@@ -47,7 +47,7 @@ class JobContext:
 
     def broadcast(self, nodes: Iterable[str], order: m.Order) -> None:
         """An order to those of these nodes that can be reached."""
-        found = (self.membership.session_of(node) for node in nodes)
+        found = (self.nodes[node].session for node in nodes if node in self.nodes)
         sessions = tuple(session for session in found if session is not None)
         if sessions:
             self.out.append(fx.Tell(sessions, order))

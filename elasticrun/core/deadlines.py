@@ -73,13 +73,14 @@ class Deadlines(Generic[Key]):
     def pop_due(self, now: float) -> list[Key]:
         """Take out and return every key that is due at `now`, earliest first."""
         due: list[Key] = []
-        while True:
+        while self._heap and self._heap[0][0] <= now:  # no entry is later than its key's deadline
             when = self.next()
             if when is None or when > now:
-                return due
+                break
             key = heapq.heappop(self._heap)[2]
             self.disarm(key)
             due.append(key)
+        return due
 
     def _push(self, key: Key, when: float) -> None:
         if len(self._heap) > 2 * len(self._when) + 64:  # left-overs of keys moved earlier

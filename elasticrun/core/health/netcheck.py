@@ -82,7 +82,7 @@ class Check:
         self._failed: list[FailedGroup] = []  # in all passes
         self._just_failed: list[FailedGroup] = []  # in the last one
         self._proved: set[frozenset[str]] = set()  # pairs that have worked with each other
-        self._found: dict[str, list[str]] = {}  # nodes, by kind of verdict
+        self._found: list[tuple[str, str]] = []  # kinds of verdict, or "lost", and the nodes
 
     def plan(self) -> list[Nodes]:
         """The groups of the next pass; none if the check is over."""
@@ -130,7 +130,7 @@ class Check:
         trial = self.trials.get(node)
         if trial is not None and not trial.out:
             trial.out = True
-            self._found.setdefault("lost", []).append(node)
+            self._found.append(("lost", node))
 
     def forget(self, node: str) -> None:
         """It is suspected for some other reason: it must pass once more."""
@@ -209,7 +209,7 @@ class Check:
         self._tell("failed", trial.node, words.failed(trial, self.trials))
 
     def _tell(self, kind: str, node: str, reason: str) -> None:
-        self._found.setdefault(kind, []).append(node)
+        self._found.append((kind, node))
         self.verdicts.append(NodeVerdict(node, kind, reason))
 
 
@@ -219,70 +219,11 @@ TRIES = 2
 
 @dataclass(slots=True)
 class _Visit:
-    """A node that is probed alone."""
+    """A node at the door, which is probed alone."""
 
     group: ProbeGroup
     failures: list[str]
     again: bool = False  # its next probe is to be ordered
-
-
-class Doors:
-    """The nodes at the door whose probes are under way."""
-
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
-        self._visits: dict[str, _Visit] = {}
-        self._due: Deadlines[str] = Deadlines()
-        self._again: list[str] = []  # in order of their answers
-
-    def group_of(self, node: str) -> ProbeGroup | None:
-        """The probe of this node whose answer is awaited."""
-        visit = self._visits.get(node)
-        return None if visit is None or visit.again else visit.group
-
-    def probe(self, group: ProbeGroup, now: float) -> None:
-        """This group of one is probed, for the first time or again."""
-        node = group.nodes[0]
-        visit = self._visits.get(node)
-        self._visits[node] = _Visit(group, [] if visit is None else visit.failures)
-        self._due.arm(node, now + self._limit + PROBE_ANSWER_SLACK)
-
-    def answered(self, node: str, said: Probed) -> bool | str:
-        """Its answer: True if it passed, why it is convicted, or False: nothing yet."""
-        visit = self._visits.get(node)
-        if visit is None or visit.again or visit.group.check != said.check:
-            return False
-        self._due.disarm(node)
-        if said.ok:
-            del self._visits[node]
-            return True
-        visit.failures.append(f"in {said.phase} ({quoted(said.reason)})")
-        if len(visit.failures) < TRIES:
-            visit.again = True
-            self._again.append(node)
-            return False
-        del self._visits[node]
-        return f"{node} failed its own probes twice: {', and '.join(visit.failures)}"
-
-    def gone(self, node: str) -> None:
-        """It is not probed here any more."""
-        if self._visits.pop(node, None) is not None:
-            self._due.disarm(node)
-
-    def next_deadline(self) -> float | None:
-        """When an answer is overdue."""
-        return self._due.next()
-
-    def overdue(self, now: float) -> list[tuple[str, Probed]]:
-        """What stands for the answers that did not come."""
-        late = self._due.pop_due(now)
-        return [(node, overdue(self._visits[node].group.check, self._limit)) for node in late]
-
-    def take_again(self) -> list[str]:
-        """Who is to be probed once more; each is told once."""
-        nodes = [node for node in self._again if node in self._visits and self._visits[node].again]
-        self._again.clear()
-        return nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +296,7 @@ class _Known:
     rate: Rate | None = None  # of its last all_reduce
     trouble: str = ""  # what its last probes had against it
     stuck_with: frozenset[int] = frozenset()  # lives that could not help to judge it
+    visit: _Visit | None = None
 
 
 class NetCheck:
@@ -366,7 +308,8 @@ class NetCheck:
         self._mint = mint
         self._lives = 0
         self._known: dict[str, _Known] = {}
-        self._doors = Doors(checks.probe_limit)
+        self._due: Deadlines[str] = Deadlines()  # of answers of nodes at the door
+        self._again: list[str] = []  # of these, who failed once, in order of their answers
         self._check: Check | None = None
         self._pass: Pass | None = None  # of the check, or of the perf test
         self._ranks: Mapping[str, int] = {}
@@ -417,7 +360,12 @@ class NetCheck:
     def group_of(self, node: str) -> ProbeGroup | None:
         """The group whose answer of this node is awaited: told again to an agent that attaches."""
         group = None if self._pass is None else self._pass.group_of(node)
-        return group or self._doors.group_of(node)
+        visit = self._visit(node)
+        return group or (None if visit is None or visit.again else visit.group)
+
+    def _visit(self, node: str) -> _Visit | None:
+        known = self._known.get(node)
+        return None if known is None else known.visit
 
     # ------------------------------------------------------------ a check
 
@@ -436,7 +384,7 @@ class NetCheck:
             return ()
         self._ranks = ranks or {}
         for node in ready:
-            self._doors.gone(node)
+            self._leave_door(node)
         if not self._to_probe(ready):
             self._reason = "the comm perf test measures all nodes together before training starts"
             return self._launch([tuple(ready)], now, perf=True)
@@ -453,10 +401,20 @@ class NetCheck:
         under_way = self.group_of(node)
         if under_way is not None:
             return under_way
-        self._doors.gone(node)
+        self._leave_door(node)
+        return self._probe_alone(node, [], now)
+
+    def _probe_alone(self, node: str, failures: list[str], now: float) -> ProbeGroup:
         group = ProbeGroup(self._mint(), (node,))
-        self._doors.probe(group, now)
+        self._of(node).visit = _Visit(group, failures)
+        self._due.arm(node, now + self._checks.probe_limit + PROBE_ANSWER_SLACK)
         return group
+
+    def _leave_door(self, node: str) -> None:
+        """It is not probed there any more."""
+        self._due.disarm(node)
+        if (known := self._known.get(node)) is not None:
+            known.visit = None
 
     def answered(self, node: str, said: Probed, now: float) -> None:
         """A node's answer. Of a check that is over, or of no group of ours: ignored."""
@@ -473,8 +431,8 @@ class NetCheck:
     def lost(self, node: str, reason: str, now: float) -> None:
         """The node has gone, or its stream is broken for good, or it may not be awaited further.
         All that is known of it is forgotten, and its partners are not awaited either."""
+        self._leave_door(node)
         self._known.pop(node, None)
-        self._doors.gone(node)
         if self._check is not None:
             self._check.lost(node)
         if self._pass is not None:
@@ -482,17 +440,21 @@ class NetCheck:
 
     def next_deadline(self) -> float | None:
         """When `proceed` must be called at the latest: an answer is overdue."""
-        times = [self._doors.next_deadline(), self._pass.next_deadline() if self._pass else None]
+        times = [self._due.next(), self._pass.next_deadline() if self._pass else None]
         return min((time for time in times if time is not None), default=None)
 
     def proceed(self, now: float) -> tuple[ProbeGroup, ...]:
         """To be called after each of the events above and at the deadline: the groups of the next
         pass if this one is over and the check is not. Empty otherwise."""
-        for node, said in self._doors.overdue(now):
-            self._at_door(node, said)
-        groups = [ProbeGroup(self._mint(), (node,)) for node in self._doors.take_again()]
-        for group in groups:
-            self._doors.probe(group, now)
+        for node in self._due.pop_due(now):
+            if (visit := self._visit(node)) is not None:
+                self._at_door(node, overdue(visit.group.check, self._checks.probe_limit))
+        again, self._again = self._again, []
+        groups = []
+        for node in again:
+            visit = self._visit(node)
+            if visit is not None and visit.again:
+                groups.append(self._probe_alone(node, visit.failures, now))
         if self._pass is not None:
             self._pass.overdue(now)
             if self._pass.over:
@@ -564,6 +526,7 @@ class NetCheck:
         """Take over what a pass has shown."""
         for verdict in check.verdicts:
             if verdict.kind == "failed":
+                self._leave_door(verdict.node)
                 self._known.pop(verdict.node, None)
             elif verdict.node in self._known:
                 self._known[verdict.node].trouble = verdict.reason
@@ -585,12 +548,22 @@ class NetCheck:
                 known.standing = Standing.UNKNOWN
 
     def _at_door(self, node: str, said: Probed) -> None:
-        found = self._doors.answered(node, said)
-        if found is True:
-            self._of(node).standing = Standing.ALONE
-        elif found:
-            self._known.pop(node, None)
-            self._verdicts.append(NodeVerdict(node, "failed", words.cut(str(found))))
+        """The answer of a node that is probed alone; it has passed, or failed TRIES times."""
+        known = self._known[node]
+        visit = known.visit
+        assert visit is not None
+        self._due.disarm(node)
+        if said.ok:
+            known.standing, known.visit = Standing.ALONE, None
+            return
+        visit.failures.append(f"in {said.phase} ({quoted(said.reason)})")
+        if len(visit.failures) < TRIES:
+            visit.again = True
+            self._again.append(node)
+            return
+        del self._known[node]
+        twice = f"{node} failed its own probes twice: {', and '.join(visit.failures)}"
+        self._verdicts.append(NodeVerdict(node, "failed", words.cut(twice)))
 
     def _remember(self, node: str, nodes: Nodes, said: Probed) -> None:
         known = self._of(node)

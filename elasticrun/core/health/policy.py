@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from elasticrun.core.context import JobContext
 from elasticrun.core.health.groups import NodeVerdict, ProbeGroup, Standing
 from elasticrun.core.health.netcheck import NetCheck
-from elasticrun.core.health.speed import Slowness, Stragglers
+from elasticrun.core.health.speed import Stragglers
 from elasticrun.core.nodes.admission import FAILED, SLOW
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import lay_out, store_host
@@ -53,16 +53,15 @@ class HealthPolicy:
         self._membership, self._nodes, self._rdzv = ctx.membership, ctx.nodes, ctx.rdzv
         self._netcheck: NetCheck | None = None
         self._stragglers: Stragglers | None = None
-        self._pending: dict[str, None] = {}  # nodes at the gate, probed by themselves
-        self._probe_orders: dict[str, m.Probe] = {}  # the last one of each node
-        self._answered: list[str] = []  # of these, until it is known what it came to
+        self._answered: list[str] = []  # nodes at the gate, until it is known what it came to
         self._stirred = False  # something has happened to the check in this step
         self._unresolved: dict[str, str] = {}  # nobody can tell whether they are at fault, and why
-        self._suspicions: dict[str, str] = {}  # nodes that are slow and stay, with the evidence
         self._examined: RoundName | None = None  # whose failure's node has been doubted
         self._watched: RoundName | None = None  # whose steps are compared
         self._is_checking = False  # a check was begun whose end was not told of
         self._is_perf_told = False
+        self.unfit = ""
+        """Why the job must not start; empty if it may."""
         self._checks = checks = ctx.spec.checks
         round_ = ctx.round
         perf = checks.perf and round_ is None  # the perf test was before the first round
@@ -75,10 +74,6 @@ class HealthPolicy:
         due = self._netcheck.next_deadline() if self._netcheck is not None else None
         return None if due is None else due + self._ctx.away
 
-    def perf_failure(self) -> str:
-        """Why the job must not start; empty if it may."""
-        return self._netcheck.perf.failure if self._netcheck is not None else ""
-
     def summary(self) -> str:
         """The check, for the status page; empty without one."""
         return self._netcheck.summary() if self._netcheck is not None else ""
@@ -86,7 +81,7 @@ class HealthPolicy:
     def health(self, node: str) -> str:
         """What its probes and steps have shown, for the status page."""
         parts = (
-            self._suspicions.get(node, ""),
+            self._nodes[node].slow,
             self._netcheck.health(node) if self._netcheck else "",
             self._stragglers.health(node) if self._stragglers else "",
         )
@@ -117,7 +112,7 @@ class HealthPolicy:
             self._is_checking = True
             for node in ready:
                 if check.standing(node) is not Standing.GOOD:
-                    self._suspicions.pop(node, None)
+                    self._nodes[node].slow = ""
             self._order(check.begin(ready, self._time(), ranks=ranks))
         return Decision(Verb.WAIT, check.reason(), self.due())
 
@@ -169,11 +164,10 @@ class HealthPolicy:
 
     def _tell_why_kept_out(self, node: str) -> None:
         """Why this one waits, whatever the others wait for; once per sentence."""
-        entry, session = self._nodes[node], self._membership.session_of(node)
-        why = self._rdzv.reason_of(node, self._ctx.now)
-        if session is not None and entry.told != why:
-            entry.told = why
-            self._ctx.tell(session, m.Wait(why))
+        one, why = self._nodes[node], self._rdzv.reason_of(node, self._ctx.now)
+        if one.session is not None and one.told != why:
+            one.told = why
+            self._ctx.tell(one.session, m.Wait(why))
 
     # ------------------------------------------------------------ at the gate of a running round
 
@@ -206,8 +200,8 @@ class HealthPolicy:
                 self._probe_at_door(check, node)
 
     def _probe_at_door(self, check: NetCheck, node: str) -> None:
-        if node not in self._pending:
-            self._pending[node] = None
+        if not self._nodes[node].at_gate:
+            self._nodes[node].at_gate = True
             self._order((check.at_door(node, self._time()),))
 
     def _passed_door(self) -> None:
@@ -216,7 +210,7 @@ class HealthPolicy:
         self._answered = []
         for node in answered:
             if check is not None and check.standing(node) is not Standing.UNKNOWN:
-                self._pending.pop(node, None)
+                self._nodes[node].at_gate = False
                 if self._rdzv.admit(node):
                     self._joined(node)
 
@@ -242,7 +236,7 @@ class HealthPolicy:
         if self._netcheck is not None:
             self._netcheck.answered(node, answer, self._time())
             self._stirred = True
-            if node in self._pending:
+            if self._nodes[node].at_gate:
                 self._answered.append(node)
 
     def pursue(self) -> None:
@@ -260,6 +254,7 @@ class HealthPolicy:
         for _ in range(MAX_TURNS):
             self._stirred = False
             groups = check.proceed(time)
+            self.unfit = check.perf.failure
             self._order(groups)
             self._judge(check.verdicts())
             if not groups and not self._stirred:
@@ -281,15 +276,15 @@ class HealthPolicy:
     def _order(self, groups: tuple[ProbeGroup, ...]) -> None:
         for group in groups:
             for node, probe in self._probes(group):
-                self._probe_orders[node] = probe
-                session = self._membership.session_of(node)
-                if session is not None:  # else it is told when it attaches
-                    self._ctx.tell(session, probe)
+                one = self._nodes[node]
+                one.probe = probe
+                if one.session is not None:  # else it is told when it attaches
+                    self._ctx.tell(one.session, probe)
 
     def probe_again(self, session: int, node: str) -> None:
         """An agent has attached: if its answer is awaited it may not know."""
         group = self._netcheck.group_of(node) if self._netcheck is not None else None
-        order = self._probe_orders.get(node)
+        order = self._nodes[node].probe
         if group is not None and order is not None and order.check == group.check:
             self._ctx.tell(session, order)
 
@@ -318,8 +313,9 @@ class HealthPolicy:
 
     def gone(self, node: str, reason: str) -> None:
         """The node has gone, or its present life has."""
-        for book in (self._pending, self._unresolved, self._suspicions, self._probe_orders):
-            book.pop(node, None)
+        self._unresolved.pop(node, None)
+        one = self._nodes[node]
+        one.probe, one.at_gate, one.slow = None, False, ""
         if self._stragglers is not None:
             self._stragglers.gone(node)
         if self._netcheck is not None:
@@ -359,33 +355,32 @@ class HealthPolicy:
         if not why_not:
             self._exclude([(node, SLOW, reason)])
             return
-        known = node in self._suspicions  # told of before; it may have become sparable, or not
-        self._suspicions[node] = reason
+        known = self._nodes[node].slow  # told of before; it may have become sparable, or not
+        self._nodes[node].slow = reason
         if not known:
             self._ctx.note(f"{reason}; {why_not}", "warning")
 
     # ------------------------------------------------------------ while training
 
-    def stepped(self, node: str, report: m.Steps) -> None:
-        """How training goes on a member of the running round."""
+    def stepped(self, node: str, report: m.Steps) -> bool:
+        """How training goes on a member of the running round; whether a node is suspected."""
         round_ = self._ctx.round
         if round_ is None or self._rdzv.phase is not Phase.RUNNING:
-            return
+            return False
         if self._stragglers is None:
             self._stragglers = Stragglers(self._checks)
         if self._watched != round_.name:
             self._watched = round_.name
-            self._suspicions.clear()
+            for one in self._nodes.values():
+                one.slow = ""
             self._stragglers.new_round(tuple(round_.members))
         slow = self._stragglers.heard(node, report, self._ctx.now)
-        if slow is not None:
-            self._suspect(slow)
-
-    def _suspect(self, slow: Slowness) -> None:
-        """It is probed again before the next round, if it is there then."""
-        if slow.node not in self._suspicions:
+        if slow is None:
+            return False
+        if not self._nodes[slow.node].slow:  # it is probed again before the next round
             self.doubt(slow.node)
         self._found_slow(slow.node, f"{slow.node} is slow in training: {slow.evidence}")
+        return True
 
 
 def _partners(nodes: tuple[str, ...], at: int) -> str:

@@ -275,15 +275,6 @@ class _Pace:
         """Seconds from one report to the next, as they usually are."""
         return median(one.steps * one.seconds for one in self.reports)
 
-    def well(self) -> None:
-        self.judgements = 0
-
-    def silent(self) -> None:
-        """What it has reported does not count any more."""
-        self.reports.clear()
-        self.fresh = False
-        self.well()
-
 
 class Stragglers:
     """The step times of the nodes of one round; see the module's head."""
@@ -296,7 +287,7 @@ class Stragglers:
     def new_round(self, nodes: Sequence[str]) -> None:
         """A round begins with these nodes: what was measured in the last one is forgotten."""
         self._paces = {node: _Pace() for node in nodes}
-        self._comparable: set[str] = set()  # nodes with reports that tell their own part
+        self._comparable = 0  # nodes with reports that tell their own part
         self._fresh = 0  # of these
         self._first_fresh = 0.0
         self._judged_at = -math.inf
@@ -311,12 +302,12 @@ class Stragglers:
             return None
         pace.newest = steps
         if steps.own > 0.0:
-            self._compare(node, pace, steps, now)
+            self._compare(pace, steps, now)
         else:
-            self._drop(node, pace)
+            self._drop(pace)
         covered = steps.steps * steps.seconds
         late = now - self._first_fresh >= max(PATIENCE, 2.0 * covered)
-        complete = self._fresh == len(self._comparable)
+        complete = self._fresh == self._comparable
         if self._fresh and (complete or late) and now - self._judged_at >= JUDGE_EVERY:
             self._judge(now)
         return self._suspects.popleft() if self._suspects else None
@@ -325,7 +316,7 @@ class Stragglers:
         """It is no member any more."""
         pace = self._paces.pop(node, None)
         if pace is not None:
-            self._drop(node, pace)
+            self._drop(pace)
         self._suspects = deque(one for one in self._suspects if one.node != node)
 
     def health(self, node: str) -> str:
@@ -342,40 +333,41 @@ class Stragglers:
 
     # ------------------------------------------------------------ judging
 
-    def _compare(self, node: str, pace: _Pace, steps: Steps, now: float) -> None:
+    def _compare(self, pace: _Pace, steps: Steps, now: float) -> None:
+        self._comparable += not pace.reports
         pace.reports.append(steps)
-        self._comparable.add(node)
         if not pace.fresh:
             pace.fresh = True
             if not self._fresh:
                 self._first_fresh = now
             self._fresh += 1
 
-    def _drop(self, node: str, pace: _Pace) -> None:
-        self._comparable.discard(node)
+    def _drop(self, pace: _Pace) -> None:
+        """What it has reported does not count any more."""
+        self._comparable -= bool(pace.reports)
         self._fresh -= pace.fresh
-        pace.silent()
+        pace.reports.clear()
+        pace.fresh, pace.judgements = False, 0
 
     def _judge(self, now: float) -> None:
         """Compare those that have reported since the last time; the others are silent."""
         gap, self._judged_at = now - self._judged_at, now
-        for node in [one for one in self._comparable if not self._paces[one].fresh]:
-            self._drop(node, self._paces[node])
-        self._fresh = 0
         warm: list[tuple[str, _Pace]] = []
-        for node in self._paces:  # in the order of the round, so that a replay says the same
-            pace = self._paces[node]
+        for node, pace in self._paces.items():  # as in the round, so that a replay says the same
+            if pace.reports and not pace.fresh:
+                self._drop(pace)
             pace.fresh = False
             if len(pace.reports) >= WARM:
                 warm.append((node, pace))
+        self._fresh = 0
         found = outliers([pace.own() for _, pace in warm], self._ratio)
         for index, (node, pace) in enumerate(warm):
             outlier = found.get(index)
             if outlier is None or not self._costs(pace, outlier.value - outlier.median):
-                pace.well()
+                pace.judgements = 0
                 continue
             if gap > max(PATIENCE, 2.0 * pace.covered()):
-                pace.well()  # a pause: what was before it is no part of this
+                pace.judgements = 0  # a pause: what was before it is no part of this
             if not pace.judgements:
                 pace.slow_since = now
             pace.judgements += 1

@@ -103,12 +103,12 @@ def waiting(number: int, groups: Sequence[Sequence[str]]) -> str:
 
 def outcome(
     trials: Mapping[str, Trial],
-    found: Mapping[str, Sequence[str]],
+    found: Sequence[tuple[str, str]],
     groups: Iterable[FailedGroup],
     passes: int,
     seconds: float,
 ) -> str:
-    """What a check found; `found`: nodes by kind of verdict."""
+    """What a check found; `found`: kinds of verdict and nodes."""
     clauses = []
     for kind, one, more in (
         ("failed", "failed", "failed"),
@@ -116,11 +116,10 @@ def outcome(
         ("unresolved", "did not pass", "did not pass"),
         ("slow", "is slow", "are slow"),
     ):
-        nodes = found.get(kind, ())
-        if nodes:
+        if nodes := [node for what, node in found if what == kind]:
             clauses.append(f"{names(nodes)} {one if len(nodes) == 1 else more}")
     clauses += _links(trials, groups)
-    bad = {node for kind, nodes in found.items() if kind != "slow" for node in nodes}
+    bad = {node for kind, node in found if kind != "slow"}
     rest = len(trials) - len(bad)
     if rest:
         whom = "all passed" if not bad else f"{some(rest, 'node')} passed"

@@ -9,6 +9,7 @@ name. Time is `now`, monotonic seconds of the master; nonces come from `mint`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -25,7 +26,7 @@ from elasticrun.core.rounds.attribution import Cause
 from elasticrun.core.rounds.budget import Bill, Judgement
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
-from elasticrun.core.rounds.round import Round, begin
+from elasticrun.core.rounds.round import Round, Stage, begin
 from elasticrun.core.snapshots.policy import SnapshotPolicy
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.words import some
@@ -38,6 +39,9 @@ MAX_DECISIONS = 8
 ALL_LEFT = "every node has left"
 
 _OF_A_ROUND = m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished | m.Steps
+
+_AFTER_HOLDINGS = m.Join | m.Running | m.Stopped | m.Finished
+"""An agent that says one of these has said before what snapshots it holds."""
 
 
 class Job:
@@ -66,6 +70,7 @@ class Job:
         self._saving: SnapshotPolicy
         self._streams: Streams
 
+        self._calm_until = -math.inf  # when something is due, if nothing has happened since
         self._reason = ""  # what the job waits for
         self._ends: float | None = None  # when that wait is over at the latest
         self._until: float | None = None  # when it is looked at again
@@ -98,7 +103,9 @@ class Job:
             self._streams.health.due(),
             self._snapshots.next_deadline(),
         )
-        return min((when for when in deadlines if when is not None), default=None)
+        found = min((when for when in deadlines if when is not None), default=None)
+        self._calm_until = math.inf if found is None else found
+        return found
 
     def status(self) -> m.JobStatus:
         """The job as one page; O(nodes)."""
@@ -115,12 +122,14 @@ class Job:
         )
 
     def step(self, event: fx.JobEvent, now: float) -> list[fx.JobEffect]:
-        """Take in one event at monotonic time `now`; what is to be done, in order."""
+        """Take in one event at monotonic time `now`; what is to be done, in order. A report that
+        changes nothing makes no part decide anew, unless something is due."""
         out: list[fx.JobEffect] = []
         if not self._begun and not self._wake(event, now, out):
             return out
         ctx, streams = self._ctx, self._streams
         ctx.now, ctx.out = now, out
+        joined = None
         match event:
             case fx.Attached():
                 streams.attached(event.session, event.hello)
@@ -129,18 +138,22 @@ class Job:
                 if node is None or isinstance(event.report, m.Beat):
                     return out
                 if ctx.outcome is None:
-                    self._heard(node, event.report)
+                    is_news = self._heard(node, event.report)
+                    if not is_news and now < self._calm_until:
+                        return out
+                    joined = node if isinstance(event.report, m.Join) else None
             case fx.Detached():
                 streams.detached(event)
             case fx.Overslept():
                 self._overslept(event.by)
+        self._calm_until = -math.inf
         if ctx.outcome is None:
             streams.bury()
             streams.health.pursue()
             self._saving.pursue()
             self._advance()
-            if isinstance(event, fx.Heard) and isinstance(event.report, m.Join):
-                self._tell_to_wait(ctx.membership.node_of(event.session))
+            if joined is not None:
+                self._tell_to_wait(joined)
             due = self._recorder.due(waiting=self._until is not None)
             if due is not None and now >= due:  # changed without an order, or grown old
                 self._recorder.record()
@@ -176,21 +189,25 @@ class Job:
         ctx.membership.overslept(by, beat)
         ctx.rdzv.overslept(by + beat)
         ctx.restarts.window.overslept(by + beat)
-        self._snapshots.overslept(by + beat)
+        self._saving.overslept(by + beat)
         ctx.away += by
         ctx.note(f"the master was away for {by:.1f} s; no silence counts", "warning")
 
     # ------------------------------------------------------------ reports
 
-    def _heard(self, node: str, report: m.Report) -> None:
-        if isinstance(report, m.Join | m.Running | m.Stopped | m.Finished):
+    def _heard(self, node: str, report: m.Report) -> bool:
+        """Whether anything may have changed by which something is decided."""
+        is_news = node in self._snapshots.points.away and isinstance(report, _AFTER_HOLDINGS)
+        if is_news:
             self._snapshots.points.has_said_all(node)
         health = self._ctx.nodes[node].health
         if health is Health.PARKED and isinstance(report, m.Leaving):
-            return  # told when its stream ends
+            return True  # told when its stream ends
         is_out = health in (Health.LEFT, Health.PARKED)
         if is_out and isinstance(report, m.Join | m.Probed | m.Steps):
-            return  # an excluded node that has not read it yet
+            return True  # an excluded node that has not read it yet
+        if isinstance(report, _OF_A_ROUND):
+            return self._heard_of_round(node, report) or is_news
         match report:
             case m.Join():
                 self._ctx.nodes.joined(node, report.store)
@@ -203,8 +220,7 @@ class Job:
                 self._saving.heard(node, report)
             case m.Leaving():
                 self._leaving(node, report)
-            case _:
-                self._heard_of_round(node, report)
+        return True
 
     def _leaving(self, node: str, report: m.Leaving) -> None:
         ctx, rdzv = self._ctx, self._ctx.rdzv
@@ -216,19 +232,19 @@ class Job:
         ctx.flaps.over(node)
         rdzv.leaving(node, ctx.now, report.reason)
         self._streams.health.gone(node, f"left: {report.reason}")
-        self._all_left = ctx.membership.present() == 0
+        self._all_left = not ctx.membership.present
         ctx.note(f"node {node} leaves: {report.reason}")
 
-    def _heard_of_round(self, node: str, report: m.Report) -> None:
-        """Of the present round; of one that is over nothing is of interest."""
+    def _heard_of_round(self, node: str, report: _OF_A_ROUND) -> bool:
+        """Of the present round; of one that is over nothing is of interest. Whether it is news."""
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
-        if not isinstance(report, _OF_A_ROUND) or ctx.round is None:
-            return
-        if report.round != ctx.round.name:
-            return
+        if ctx.round is None or report.round != ctx.round.name:
+            return False
         match report:
             case m.Running():
                 ctx.nodes[node].pids = report.pids
+                if rdzv.last.stages.get(node) is not Stage.STARTING:
+                    return False
                 rdzv.last.running(node)
             case m.RanksFailed():
                 self._ranks_failed(node, report)
@@ -237,10 +253,11 @@ class Job:
             case m.Stopped():
                 rdzv.stopped(node, now)
             case m.Steps():
-                self._saving.step_told(report.step)
-                self._streams.health.stepped(node, report)
+                self._saving.newest_step = max(self._saving.newest_step, report.step)
+                return self._streams.health.stepped(node, report)
             case m.Finished():
                 rdzv.last.finished(node)
+        return True
 
     def _ranks_failed(self, node: str, report: m.RanksFailed) -> None:
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
@@ -262,13 +279,13 @@ class Job:
 
     def _advance(self) -> None:
         """Ask what is to be done until it is nothing."""
-        ctx, restarts = self._ctx, self._ctx.restarts
+        ctx, restarts, health = self._ctx, self._ctx.restarts, self._streams.health
         for _ in range(MAX_DECISIONS):
             if (end := self._due_end()) is not None:
                 self._conclude(*end)
                 return
-            gate = None
-            if restarts.window.opened_at is not None:
+            gate, has_failed = None, restarts.window.opened_at is not None
+            if has_failed:
                 gate = restarts.judge(self._trouble(), ctx.rdzv.formed_at, ctx.now)
             if gate is not None and gate.end:
                 self._conclude(gate.code, gate.end)
@@ -279,11 +296,11 @@ class Job:
             if decision.verb is Verb.FORM and gate is not None:
                 decision = Decision(Verb.WAIT, gate.reason, gate.until)
             if decision.verb is Verb.FORM:
-                if self._reconsider():
+                if has_failed and self._reconsider():
                     continue
-                held = self._streams.health.hold()
+                held = health.hold()
                 if held is None:
-                    if not self._streams.health.keep_out_the_doubted():
+                    if not health.keep_out_the_doubted():
                         self._form(decision.nodes)
                     continue
                 decision, gate = held, None
@@ -302,10 +319,10 @@ class Job:
         if self._sentence is not None:
             code, reason = self._sentence
             return (self._code_of_loss() if reason == ALL_LEFT else code, reason)  # it may be saved
-        here = self._ctx.membership.present()
-        if self._all_left and here == 0 and not self._ctx.rdzv.succeeded:
+        gone = self._all_left and not self._ctx.membership.present
+        if gone and not self._ctx.rdzv.succeeded:
             return (self._code_of_loss(), ALL_LEFT)
-        unfit = self._streams.health.perf_failure()
+        unfit = self._streams.health.unfit
         return (code_of(Ending.BELOW_FLOOR), unfit) if unfit else None
 
     def _code_of_loss(self) -> int:
@@ -318,12 +335,14 @@ class Job:
 
     def _trouble(self) -> str:
         """Which member has gone or may have gone, in words; empty if all are well."""
-        rdzv = self._ctx.rdzv
-        if rdzv.loss:
-            return rdzv.loss
+        rdzv, restarts = self._ctx.rdzv, self._ctx.restarts
+        if loss := rdzv.loss:
+            return loss
         for node in self._ctx.membership.suspects:
             if rdzv.last.is_concerned(node):
                 return f"node {node} is suspect"
+        if restarts.window.opened_at is None:
+            return ""
         cause, why = self._suspect_cause()
         return f"node {cause.node} is left out: {why}" if cause else ""
 
@@ -337,14 +356,10 @@ class Job:
         return (cause, why) if why and self._ctx.rdzv.can_spare(cause.node) else (None, "")
 
     def _reconsider(self) -> bool:
-        """A round could form. Whether that has to be asked again, because a node is left out or an
-        innocent one let in."""
-        ctx, rdzv, now, attribution = (
-            self._ctx,
-            self._ctx.rdzv,
-            self._ctx.now,
-            self._ctx.restarts.attribution,
-        )
+        """A round could form after one that failed. Whether that has to be asked again, because a
+        node is left out or an innocent one let in."""
+        ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
+        attribution = ctx.restarts.attribution
         if rdzv.loss:
             return False
         cause, why = self._suspect_cause()
@@ -379,19 +394,17 @@ class Job:
         if ctx.outcome is not None:
             return
         if only is not None and rdzv.is_held_back(only):
-            session, why = ctx.membership.session_of(only), rdzv.reason_of(only, ctx.now)
-            if session is not None and ctx.nodes[only].told != why:
-                ctx.tell(session, m.Wait(why))
+            one, why = ctx.nodes[only], rdzv.reason_of(only, ctx.now)
+            if one.session is not None and one.told != why:
+                ctx.tell(one.session, m.Wait(why))
         if not self._reason:
             return
         sessions = []
         for node in rdzv.ready if only is None else (only,):
-            if node not in rdzv.ready:
-                continue
-            entry, session = ctx.nodes[node], ctx.membership.session_of(node)
-            if session is not None and entry.told != self._reason:
-                entry.told = self._reason
-                sessions.append(session)
+            one = ctx.nodes[node]
+            if node in rdzv.ready and one.session is not None and one.told != self._reason:
+                one.told = self._reason
+                sessions.append(one.session)
         if sessions:
             left = 0.0 if self._ends is None else max(0.0, self._ends - ctx.now)
             ctx.out.append(fx.Tell(tuple(sessions), m.Wait(self._reason, left)))
@@ -415,12 +428,13 @@ class Job:
         """Settle what the last round costs, and give every member its place in the next."""
         ctx, rdzv, restarts, now = self._ctx, self._ctx.rdzv, self._ctx.restarts, self._ctx.now
         trouble, points, last = self._trouble(), self._snapshots.points, self._ctx.round
-        failed = restarts.window.opened_at is not None or bool(trouble)
-        failed = failed or points.looks_back  # nobody was there to hear of it
+        has_failed = restarts.window.opened_at is not None
+        to_save = has_failed or bool(trouble) or points.looks_back  # nobody was there to hear of it
         choice = self._saving.choose(trouble)
-        why = trouble or restarts.ended_by(now)
-        if note := restarts.settle(trouble, rdzv.formed_at, now):
-            ctx.note(note)
+        why = trouble
+        if has_failed:
+            why = trouble or restarts.verdict("", now).reason
+            ctx.note(restarts.settle(trouble, rdzv.formed_at, now))
             self._last_failure = trouble or self._last_failure  # a suspicion has become a fact
         ctx.number += 1
         name = RoundName(ctx.term, ctx.number, ctx.mint())
@@ -447,10 +461,11 @@ class Job:
         self._recorder.record()
         self._saving.round_begins(round_)
         for node in round_.members:
-            start = round_.start(node)
+            start, session = round_.start(node), ctx.nodes[node].session
             assert start is not None
-            ctx.broadcast((node,), start)
-        if failed:
+            if session is not None:
+                ctx.out.append(fx.Tell((session,), start))
+        if to_save:
             self._saving.save_at_breakpoint(round_)
         self._streams.health.probe_the_left_out()
 

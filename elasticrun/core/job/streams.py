@@ -97,7 +97,7 @@ class Streams:
             self._rdzv.reborn(node)
         if admission.newer:
             self.health.gone(node, replaced)
-            self._saving.gone(node, replaced)
+            self._saving.gone(node, replaced, reborn=True)
             self.health.doubt(node)
         if admission.forgotten:
             self.health.doubt(admission.forgotten)
@@ -209,7 +209,7 @@ class Streams:
         if members := len(rdzv.last.stages):
             deaths = self._membership.due(now, rdzv.last.is_member, members)
         else:
-            deaths = self._membership.due(now, lambda _: True, self._membership.present())
+            deaths = self._membership.due(now, lambda _: True, len(self._membership.present))
         for death in deaths:
             node, reason = death.node, f"is dead: {death.reason}"
             # where a round needed it, every agent says so itself (Start.why, Wait)
@@ -251,7 +251,7 @@ class Streams:
             ctx.exclusions.add(node, host, kind=kind, reason=reason, seconds=seconds, now=now)
             ctx.note(f"node {node} is excluded for {seconds:g} s: {reason}", "warning")
         self._saving.going(node for node, _, _ in sentences)
-        told = [(node, self._membership.session_of(node), why) for node, _, why in sentences]
+        told = [(node, self._nodes[node].session, why) for node, _, why in sentences]
         for node, _, reason in sentences:
             self._membership.left(node, f"it is excluded: {reason}")
             ctx.flaps.over(node)

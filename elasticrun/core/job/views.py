@@ -42,7 +42,7 @@ def picture(
     phase = rdzv.phase.value
     if ctx.outcome is not None:
         phase = "ended"
-    elif rdzv.phase is Phase.GATHERING and rdzv.is_waiting_for_survivors():
+    elif rdzv.phase is Phase.GATHERING and rdzv.awaits_survivors:
         phase = "stopping"
     rest = f"; at most {max(0.0, ends - now):.0f} s more" if ends is not None else ""
     waits = reason and ctx.outcome is None

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elasticrun.config import (
@@ -46,37 +46,28 @@ def backoff_length(times: int) -> float:
     return min(BACKOFF_UNIT * 2.0 ** min(times - 1, 30), BACKOFF_LONGEST)
 
 
-class Backoffs:
-    """The nodes that wait at the door although there is room for them."""
+class Backoffs(dict[str, str]):
+    """The nodes that wait at the door although there is room for them, and why, in a clause."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._until: Deadlines[str] = Deadlines()
-        self._why: dict[str, str] = {}
-
-    def __contains__(self, node: object) -> bool:
-        return node in self._why
-
-    def __len__(self) -> int:
-        return len(self._why)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._why)
 
     def put(self, node: str, until: float, why: str) -> None:
-        """`node` waits until then. `why`: a clause for people."""
+        """`node` waits until then."""
         self._until.arm(node, until)
-        self._why[node] = why
+        self[node] = why
 
     def lift(self, node: str) -> None:
         """It need not wait, or has gone; harmless if it did not."""
         self._until.disarm(node)
-        self._why.pop(node, None)
+        self.pop(node, None)
 
     def due(self, now: float) -> list[str]:
         """Take out and return those whose time is over."""
         found = self._until.pop_due(now)
         for node in found:
-            del self._why[node]
+            del self[node]
         return found
 
     def next(self) -> float | None:
@@ -87,7 +78,7 @@ class Backoffs:
         """Why a node that backs off waits, and how long."""
         until = self._until.when(node)
         assert until is not None
-        return f"left out: {self._why[node]}; let in again in {max(0.0, until - now):.0f} s"
+        return f"left out: {self[node]}; let in again in {max(0.0, until - now):.0f} s"
 
 
 MEMORY = 600.0

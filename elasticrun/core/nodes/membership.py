@@ -26,7 +26,7 @@ Every report costs O(1). The caller owes `due` a look whenever `next_deadline` h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from elasticrun.config import (
@@ -65,8 +65,9 @@ class MassSilence:
     """Whether verdicts are held back; times are monotonic seconds."""
 
     def __init__(self) -> None:
-        self._until: float | None = None
-        self._silent: set[str] = set()  # who is silent while verdicts are held back
+        self.until: float | None = None
+        """Until when verdicts are held back; None: they are not."""
+        self._silent: set[str] = set()  # who is silent meanwhile
 
     def holds_until(self, silent: Collection[str], size: int, now: float) -> float | None:
         """Until when nobody is given up, now that these of the round's `size` nodes are silent too;
@@ -75,26 +76,26 @@ class MassSilence:
         if size < SMALLEST or 2 * len(self._silent) <= size:
             self._over()
             return None
-        if self._until is None:
-            self._until = now + MASS_SILENCE_HOLD
-        return self._until if now < self._until else None
+        if self.until is None:
+            self.until = now + MASS_SILENCE_HOLD
+        return self.until if now < self.until else None
 
     def overslept(self, by: float) -> None:
         """The master did not listen for so many seconds: they do not count."""
-        if self._until is not None:
-            self._until += by
+        if self.until is not None:
+            self.until += by
 
     def settled(self, node: str) -> None:
         """It is heard again, or has gone. Of the last of them: the next mass silence is another
         one. O(1)."""
-        if self._until is not None:
+        if self.until is not None:
             self._silent.discard(node)
             if not self._silent:
                 self._over()
 
     def reason(self) -> str:
         """Why no verdict is given although nodes are silent; empty if none is held back."""
-        if self._until is None:
+        if self.until is None:
             return ""
         return (
             "more than half of the nodes fell silent together, so it is the master that may be cut "
@@ -102,7 +103,7 @@ class MassSilence:
         )
 
     def _over(self) -> None:
-        self._until = None
+        self.until = None
         self._silent.clear()
 
 
@@ -148,8 +149,10 @@ class Membership:
         self._timeout = heartbeat_timeout
         self._sessions: dict[int, Node] = {}
         self._superseded: dict[str, None] = {}
-        self._suspects: dict[str, None] = {}
-        self._present: dict[str, None] = {}  # alive or suspect
+        self.suspects: dict[str, None] = {}
+        """Nodes whose stream is broken and whose fate is open."""
+        self.present: dict[str, None] = {}
+        """Nodes that are alive or suspect."""
         self._deadlines: Deadlines[str] = Deadlines()
         self._mass_silence = MassSilence()
         self._past: dict[str, Deaths] = {}  # from the record: nodes that have not attached yet
@@ -161,23 +164,9 @@ class Membership:
         node = self._sessions.get(session)
         return None if node is None else node.id
 
-    def session_of(self, node: str) -> int | None:
-        """The stream of `node`, None if none stands."""
-        known = self._nodes.get(node)
-        return None if known is None else known.session
-
     def sessions(self) -> tuple[int, ...]:
         """Every stream that stands, in the order of attaching."""
         return tuple(self._sessions)
-
-    @property
-    def suspects(self) -> Mapping[str, None]:
-        """Nodes whose stream is broken and whose fate is open."""
-        return self._suspects
-
-    def present(self) -> int:
-        """How many nodes are alive or suspect."""
-        return len(self._present)
 
     def beat_interval(self) -> float:
         """How often agents are to say that they live, in seconds."""
@@ -246,12 +235,12 @@ class Membership:
 
     def _stands(self, node: Node, session: int, now: float) -> None:
         self._sessions[session] = node
-        self._present[node.id] = None
-        self._suspects.pop(node.id, None)
+        self.present[node.id] = None
+        self.suspects.pop(node.id, None)
         self._mass_silence.settled(node.id)
         self._deadlines.arm(node.id, now + SLUGGISH_DEAD)
-        if len(self._present) == 2:  # one that fell silent is no longer the only node
-            for first in map(self._nodes.__getitem__, self._suspects):
+        if len(self.present) == 2:  # one that fell silent is no longer the only node
+            for first in map(self._nodes.__getitem__, self.suspects):
                 if first.said is not None:
                     until = first.broke_at + self._patience(first)
                     self._deadlines.arm(first.id, max(now, until))
@@ -264,7 +253,8 @@ class Membership:
         node.last_heard = now
         if node.health is Health.ALIVE:
             self._deadlines.arm(node.id, now + SLUGGISH_DEAD)
-        self._mass_silence.settled(node.id)
+        if self._mass_silence.until is not None:
+            self._mass_silence.settled(node.id)
         return node.id
 
     def detached(self, event: Detached, now: float, *, corroborated: bool) -> str | None:
@@ -279,7 +269,7 @@ class Membership:
             node.reason = "its connection was closed" if event.clean else "its connection broke"
             node.broke_at, node.silent, node.quiet = now, event.silent, event.quiet
             node.corroborated = corroborated
-            self._suspects[node.id] = None
+            self.suspects[node.id] = None
             self._deadlines.arm(node.id, now + self._patience(node))
         return node.id
 
@@ -288,13 +278,13 @@ class Membership:
         if node.corroborated:
             closed = node.quiet < STOPPED_AFTER  # by its kernel: no ping was missed
             return min(SUSPECT_CONFIRM, confirm) if closed else confirm
-        if len(self._present) == 1 and node.quiet >= STOPPED_AFTER:
+        if len(self.present) == 1 and node.quiet >= STOPPED_AFTER:
             return max(confirm, max(self._timeout, SLUGGISH_DEAD) - node.quiet)
         return max(confirm, self._timeout - node.silent)
 
     def corroborate(self, reporter: str, concerned: Callable[[str], bool], now: float) -> None:
         """Ranks failed on `reporter`: suspects for whom `concerned` holds have a second witness."""
-        for node in map(self._nodes.__getitem__, self._suspects):
+        for node in map(self._nodes.__getitem__, self.suspects):
             if node.id != reporter and not node.corroborated and concerned(node.id):
                 node.corroborated = True
                 self._deadlines.arm(node.id, max(now, node.broke_at + self._patience(node)))
@@ -307,8 +297,8 @@ class Membership:
         self._has_gone(node)
 
     def _has_gone(self, node: str) -> None:
-        self._suspects.pop(node, None)
-        self._present.pop(node, None)
+        self.suspects.pop(node, None)
+        self.present.pop(node, None)
         self._mass_silence.settled(node)
 
     def parked(self, but: str = "") -> int:
@@ -330,7 +320,7 @@ class Membership:
         nodes = self._nodes
         silent = [node for node in due if not nodes[node].corroborated]
         if silent:
-            waiting = [node for node in self._suspects if not nodes[node].corroborated]
+            waiting = [node for node in self.suspects if not nodes[node].corroborated]
             together = {node for node in (*silent, *waiting) if concerned(node)}
             until = self._mass_silence.holds_until(together, size, now)
             if until is not None:
@@ -380,8 +370,8 @@ class Membership:
         known.health = Health.SUSPECT
         known.reason = "it was not heard since the master came back"
         known.broke_at = now + max(0.0, redial - SUSPECT_CONFIRM)
-        self._present[node] = None
-        self._suspects[node] = None
+        self.present[node] = None
+        self.suspects[node] = None
         self._deadlines.arm(node, now + REATTACH_GRACE)
 
     def remember(self, left_out: Iterable[LeftOut], now: float) -> None:
@@ -394,7 +384,7 @@ class Membership:
             *self._past.items(),
             *((one.id, one.silences) for one in self._nodes.values()),
         ]
-        found = [one for one in found if one[1].matter(now)]
+        found = [one for one in found if one[1].times and one[1].matter(now)]
         found.sort(key=lambda one: one[1].times[-1])
         return tuple(silences.fact(node, now) for node, silences in found[-MAX_LEFT_OUT:])
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import count
 
 from elasticrun.core.nodes.admission import Deaths
-from elasticrun.wire.messages import CheckSpec, Hello, JobSpec, SaveSpec
+from elasticrun.wire.messages import CheckSpec, Hello, JobSpec, Probe, SaveSpec
 from elasticrun.wire.types import Endpoint
 
 MAX_HOST_ADDRESSES = 4
@@ -45,6 +45,9 @@ class Node:
     order: int = -1  # of first join, over all lives
     pids: tuple[int, ...] = ()
     told: str = ""  # the sentence it was last told to wait for
+    probe: Probe | None = None  # the last that it was ordered
+    at_gate: bool = False  # it is probed by itself, before the rendezvous may know of it
+    slow: str = ""  # the evidence that it is slow, where it stays all the same
 
     @property
     def hello(self) -> Hello:

@@ -57,6 +57,15 @@ class Verdict:
     until: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A failure, and who reported it."""
+
+    node: str
+    failure: Failure
+    by_itself: bool  # nobody had stopped the rank
+
+
 class Window:
     """The failures of one round from the first report until the next round forms.
 
@@ -74,23 +83,22 @@ class Window:
         self._adopted = adopted
         self.excused = ""
         """Why what fails from here on costs nothing; empty if it may cost."""
-        self._failures: dict[int, Failure] = {}
-        self._cause: Failure | None = None
-        self._final: tuple[str, Failure] | None = None
-        self._reporters: set[str] = set()
-        self._by_themselves: set[str] = set()  # nodes on which a rank died that nobody had stopped
-        self._cause_node = ""
+        self._told: dict[int, _Told] = {}  # by rank
+        self._cause: _Told | None = None
+        self._final = ""  # what the first failure was that no try can help, in words
+        self.story = ""
+        """The cause as things stand, in words; empty if there is none."""
         self.opened_at: float | None = None
 
     @property
     def failures(self) -> tuple[Failure, ...]:
         """All that failed, root cause first."""
-        return cause_first(tuple(self._failures.values()))
+        return cause_first([one.failure for one in self._told.values()])
 
     def excuse(self, reason: str) -> None:
         """The round is being closed for another reason: what fails from here on is an echo.
         Without effect once a failure was reported."""
-        if not self._failures and not self.excused:
+        if not self._told and not self.excused:
             self.excused = reason
 
     def overslept(self, by: float) -> None:
@@ -99,71 +107,65 @@ class Window:
             self._doubt += by
 
     @property
-    def story(self) -> str:
-        """The cause as things stand, in words; empty if there is none."""
-        return "" if self._cause is None else self._say(self._cause_node, self._cause)
-
-    @property
     def cause(self) -> tuple[str, Failure] | None:
         """The root cause as things stand, and its node; None if it is a mere echo."""
-        if self._cause is None or self._cause.kind in ECHOES:
+        if self._cause is None or self._cause.failure.kind in ECHOES:
             return None
-        return self._cause_node, self._cause
+        return self._cause.node, self._cause.failure
 
     @property
     def failed_by_itself(self) -> bool:
         """Whether the round is over because of what a rank did, and nothing came from outside."""
-        told = [one for one in self._failures.values() if one.kind not in ECHOES]
+        failures = [one.failure for one in self._told.values()]
+        told = [one for one in failures if one.kind not in ECHOES]
         return bool(told) and not self.excused and all(map(is_of_its_own, told))
 
     def others_failed(self, node: str) -> bool:
         """Whether ranks of a node other than `node` died by themselves."""
-        return len(self._by_themselves) > (1 if node in self._by_themselves else 0)
+        return any(one.by_itself and one.node != node for one in self._told.values())
 
     def add(
         self, node: str, failures: Iterable[Failure], now: float, *, stopped: bool = False
     ) -> bool:
         """Note what `node` reported; whether any of it was new. `stopped`: its ranks were being
         stopped, so that whatever they died of proves nothing."""
-        before = len(self._failures)
+        before = len(self._told)
         for failure in failures:
             if failure.kind is FailureKind.FINAL:
-                self._final = self._final or (node, failure)
-            cause = root_cause([one for one in (self._cause, failure) if one])
-            full = len(self._failures) >= MAX_RANKS_REMEMBERED and cause is not failure
-            if not full and failure.rank not in self._failures:
-                self._failures[failure.rank] = failure
-                if cause is failure:
-                    self._cause_node = node
-                self._cause = cause
-                if not stopped and failure.kind not in ECHOES:
-                    self._by_themselves.add(node)
-        if len(self._failures) > before:
-            self._reporters.add(node)
-            if self.opened_at is None:
-                self.opened_at = now
-        return len(self._failures) > before
+                self._final = self._final or self._say(node, failure)
+            known = [] if self._cause is None else [self._cause.failure]
+            is_cause = root_cause([*known, failure]) is failure
+            full = len(self._told) >= MAX_RANKS_REMEMBERED and not is_cause
+            if full or failure.rank in self._told:
+                continue
+            told = _Told(node, failure, not stopped and failure.kind not in ECHOES)
+            self._told[failure.rank] = told
+            if is_cause:
+                self._cause, self.story = told, self._say(node, failure)
+        is_new = len(self._told) > before
+        if is_new and self.opened_at is None:
+            self.opened_at = now
+        return is_new
 
     def reported_by_another(self, node: str) -> bool:
         """Whether a node other than `node` has lost ranks in this round."""
-        return len(self._reporters) > (1 if node in self._reporters else 0)
+        return any(one.node != node for one in self._told.values())
 
     def verdict(self, *, membership: str, restarts_left: int) -> Verdict:
         """The bill. `membership` says which member has gone or is suspect, empty if none."""
-        cause = self._cause
-        if self._final is not None:
+        if self._final:
             told = "the script says that trying again cannot help"
-            return Verdict(Bill.FINAL, f"{self._say(*self._final)}: {told}")
-        if cause is None or self.excused or membership:
+            return Verdict(Bill.FINAL, f"{self._final}: {told}")
+        if self._cause is None or self.excused or membership:
             return Verdict(Bill.NOTHING, membership or self.excused)
-        story = self._say(self._cause_node, cause)
-        if cause.kind is FailureKind.STOPPED:
+        kind, story = self._cause.failure.kind, self.story
+        if kind is FailureKind.STOPPED:
             return Verdict(Bill.NOTHING, story)
-        if cause.kind is FailureKind.PEER_LOST and self._adopted:
+        if kind is FailureKind.PEER_LOST and self._adopted:
             return Verdict(Bill.NOTHING, f"{story} while another master served")
         if restarts_left > 0:
             return Verdict(Bill.CHARGE, story)
-        if cause.kind is FailureKind.PEER_LOST and self.opened_at is not None:
+        if kind is FailureKind.PEER_LOST and self.opened_at is not None:
             return Verdict(Bill.DOUBT, story, self.opened_at + self._doubt)
         return Verdict(Bill.HOPELESS, story)
 
@@ -287,16 +289,11 @@ class Restarts:
         """What it costs as things stand; `membership` says which member has gone or may have."""
         return self.window.verdict(membership=membership, restarts_left=self.budget.left(now))
 
-    def ended_by(self, now: float) -> str:
-        """What the present round ended by, if ranks failed; empty if none did."""
-        return "" if self.window.opened_at is None else self.verdict("", now).reason
-
     def judge(self, membership: str, formed_at: float, now: float) -> Judgement | None:
-        """Whether failures end the job or hold the next round back. `formed_at`: when the round
-        that failed began."""
+        """Ranks have failed: whether that ends the job or holds the next round back. `formed_at`:
+        when the round that failed began."""
         opened = self.window.opened_at
-        if opened is None:
-            return None
+        assert opened is not None
         verdict = self.verdict(membership, now)
         if verdict.bill is Bill.FINAL:
             return Judgement(end=verdict.reason, code=code_of(Ending.FINAL))
@@ -319,10 +316,10 @@ class Restarts:
         return None
 
     def settle(self, membership: str, formed_at: float, now: float) -> str:
-        """The next round forms: charge what the last one cost. A line for the log, or empty."""
+        """The next round forms: charge what the one cost in which ranks failed. A line for the
+        log."""
         opened = self.window.opened_at
-        if opened is None:
-            return ""
+        assert opened is not None
         verdict = self.verdict(membership, now)
         if verdict.bill is not Bill.CHARGE:
             return f"no restart is charged: {verdict.reason}"

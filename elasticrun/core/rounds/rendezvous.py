@@ -128,7 +128,8 @@ class Rendezvous:
         self._storm = Burst(least=min(spec.heartbeat_timeout, STORM_QUIET))
         self._struck: list[str] = []  # nodes just lost, until `decide` knows when
         self._recount = False  # whether there are nodes enough is to be asked again
-        self._formed_at: float | None = None
+        self.formed_at = 0.0
+        """When the last round was formed; 0.0 if there was none."""
         self._starved_since: float | None = now
         self._count = Count()
 
@@ -147,17 +148,13 @@ class Rendezvous:
         return node in self.backing_off or node in self._kept
 
     @property
-    def formed_at(self) -> float:
-        """When the last round was formed; 0.0 if there was none."""
-        return 0.0 if self._formed_at is None else self._formed_at
-
-    @property
     def succeeded(self) -> bool:
         """Whether every rank of the last round ended with 0."""
         last = self.last
         return 0 < len(last.stages) <= len(last.completed) and self.is_whole
 
-    def is_waiting_for_survivors(self) -> bool:
+    @property
+    def awaits_survivors(self) -> bool:
         """Whether members of the last round are still to stop or to come back."""
         return len(self._awaited) > 0
 
@@ -192,7 +189,7 @@ class Rendezvous:
         """The numbers behind the reason, for the status page."""
         ready, low, high = len(self.ready), self._spec.min_nodes, self._spec.max_nodes
         text = f"{ready} ready, {low} needed, {high} at most"
-        if self.phase is Phase.GATHERING and self.is_waiting_for_survivors():
+        if self.phase is Phase.GATHERING and self.awaits_survivors:
             text += f"; waiting for {', '.join(sorted(self._awaited)[:5])}"
             text += f" and {len(self._awaited) - 5} more" if len(self._awaited) > 5 else ""
         return text
@@ -289,8 +286,7 @@ class Rendezvous:
         last = self.last
         if node in self.takeover.unseen:
             del self.takeover.unseen[node]
-            if not reborn:
-                self.takeover.vanished.add(node)
+            self.takeover.vanished += not reborn
         self._away_from_door(node)
         self._awaited.disarm(node)
         self.ready.pop(node, None)
@@ -306,7 +302,8 @@ class Rendezvous:
     def _away_from_door(self, node: str) -> None:
         self._announced.pop(node, None)
         self._kept.pop(node, None)
-        self.backing_off.lift(node)
+        if node in self.backing_off:
+            self.backing_off.lift(node)
         self._recount = True
 
     def _lose(self, node: str, reason: str) -> None:
@@ -387,7 +384,7 @@ class Rendezvous:
         members = dict.fromkeys(nodes, Stage.STARTING)
         for node in members:
             del self.ready[node]
-        first = self._formed_at is None
+        first = self.takeover.is_first
         self._begin(members, now)
         self.takeover.elsewhere.clear()
         if first:
@@ -404,7 +401,7 @@ class Rendezvous:
         self._young_since(now)
 
     def _young_since(self, now: float) -> None:
-        self._formed_at = now
+        self.formed_at = now
         self._door.formed(now, announced=bool(self._announced))
 
     def reopen(self, now: float) -> tuple[str, ...]:
@@ -502,33 +499,30 @@ class Rendezvous:
     def decide(self, now: float) -> Decision:
         """What is to be done at `now`."""
         takeover, last = self.takeover, self.last
-        self._note_losses(now)
-        for node in self.backing_off.due(now):
-            self._door.appeared(node, now)
-            self.join(node, now, not_before=now)
-        decision = self._success(now)
+        if self._struck:
+            self._note_losses(now)
+        if self.backing_off:
+            for node in self.backing_off.due(now):
+                self._door.appeared(node, now)
+                self.join(node, now, not_before=now)
+        decision = self._success(now) if last.completed else None
         if takeover.unseen_ranks and now >= self._unseen_until(now):
             last.lost.append(self.loss)
             takeover.give_up_unseen()
             self._recount = True
-        settled = (
-            now >= takeover.grace_until
-        )  # not while those who are to dial again are waited for
+        settled = now >= takeover.grace_until  # those who are to dial again have had their time
         if decision is None and self._recount and last.lost and self._impatient and settled:
             self._recount = False
-            within_reach = self.last.staying().union(
-                self.ready, self._announced, self.backing_off, self._kept
-            )
-            if len(within_reach) < self._spec.min_nodes:
+            here = last.staying().union(self.ready, self._announced, self.backing_off, self._kept)
+            if len(here) < self._spec.min_nodes:
                 return Decision(Verb.GIVE_UP, self.loss)
         if decision is None:
             running = self.phase is Phase.RUNNING
             decision = self._running(now) if running else self._gathering(now)
+        if decision.verb is not Verb.WAIT or (settled and not self.backing_off):
+            return decision
         wakes = [decision.wake, self.backing_off.next(), None if settled else takeover.grace_until]
-        wake = min((when for when in wakes if when is not None), default=None)
-        if decision.verb is Verb.WAIT and wake is not None:
-            return replace(decision, wake=wake)
-        return decision
+        return replace(decision, wake=min(when for when in wakes if when is not None))
 
     def _note_losses(self, now: float) -> None:
         for node in self._struck:
@@ -537,31 +531,25 @@ class Rendezvous:
 
     def _success(self, now: float) -> Decision | None:
         completed, vanished = self.last.completed, self.takeover.vanished
-        if not completed or len(completed) + len(vanished) < len(self.last.stages):
+        if len(completed) + vanished < len(self.last.stages):
             return None
         if self.is_whole and not vanished:
             return Decision(Verb.SUCCEED, "every rank ended with 0")
         if now < self.takeover.grace_until:
             return None
-        return Decision(
-            Verb.SUCCEED, "every rank that was heard of ended with 0; the others' result is unknown"
-        )
+        reason = "every rank that was heard of ended with 0; the others' result is unknown"
+        return Decision(Verb.SUCCEED, reason)
 
     def _running(self, now: float) -> Decision:
         if self.last.lost or self.last.broken:
             return Decision(Verb.REOPEN, self.loss or self.last.broken)
         if self.takeover.is_incomplete(now):
-            return Decision(
-                Verb.WAIT,
-                "the master is new and waits for the nodes of the round that runs",
-                self._unseen_until(now),
-            )
-        return self._at_the_door(now)
+            reason = "the master is new and waits for the nodes of the round that runs"
+            return Decision(Verb.WAIT, reason, self._unseen_until(now))
+        return self._at_the_door(now) if self.ready else Decision(Verb.WAIT, "")
 
     def _at_the_door(self, now: float) -> Decision:
         """Newcomers and a running round."""
-        if not self.ready:
-            return Decision(Verb.WAIT, "")
         if self.last.completed:
             return Decision(Verb.WAIT, "at the door: the job is finishing")
         size = len(self.last.stages)
@@ -584,28 +572,19 @@ class Rendezvous:
     def _gathering(self, now: float) -> Decision:
         takeover, last = self.takeover, self.last
         for node in self._awaited.pop_due(now):  # its time is over; it comes back as a newcomer
-            if self.last.is_member(node) and last.stages[node] in (Stage.STARTING, Stage.RUNNING):
+            if last.is_member(node) and last.stages[node] in (Stage.STARTING, Stage.RUNNING):
                 self._lose(node, "does not answer")
                 self._note_losses(now)
-        if self.takeover.is_incomplete(now):
-            return Decision(
-                Verb.WAIT,
-                "the master is new and waits for the other nodes of the last round",
-                takeover.grace_until,
-            )
+        if takeover.is_incomplete(now):
+            reason = "the master is new and waits for the other nodes of the last round"
+            return Decision(Verb.WAIT, reason, takeover.grace_until)
         expected = takeover.expected_until
         if expected is not None and now < expected:
-            return Decision(
-                Verb.WAIT,
-                "the master is new and waits for the nodes of a round that may run",
-                expected,
-            )
-        if len(self._awaited):
-            return Decision(
-                Verb.WAIT,
-                "waiting for the other nodes of the last round to stop their ranks and join",
-                self._awaited.next(),
-            )
+            reason = "the master is new and waits for the nodes of a round that may run"
+            return Decision(Verb.WAIT, reason, expected)
+        if (until := self._awaited.next()) is not None:
+            reason = "waiting for the other nodes of the last round to stop their ranks and join"
+            return Decision(Verb.WAIT, reason, until)
         fence = 0.0 if last.fenced or not last.stages else last.last_word + self._silence()
         if now < fence:
             return Decision(
@@ -614,12 +593,13 @@ class Rendezvous:
                 f"round waits until they have stopped by themselves ({self._silence():g} s)",
                 fence,
             )
-        self._call_in_those_backing_off(now)
+        if self.backing_off:
+            self._call_in_those_backing_off(now)
         usable = self._usable(len(self.ready))
         if usable < self._spec.min_nodes:
             return self._starve(now)
         self._starved_since = None
-        if now < self._stopped_by() and self._others_may_train():
+        if self._others_may_train() and now < self._stopped_by():
             return Decision(
                 Verb.WAIT,
                 "the master is new and half of the last round's ranks or more were not heard: they "
@@ -628,11 +608,8 @@ class Rendezvous:
             )
         storm = self._storm.holds() if len(last.stages) >= STORM_NODES else None
         if storm is not None and now < storm:
-            return Decision(
-                Verb.WAIT,
-                "nodes are lost one after another: the next round waits until no more are lost",
-                storm,
-            )
+            reason = "nodes are lost one after another: the next round waits until no more are lost"
+            return Decision(Verb.WAIT, reason, storm)
         if usable >= self._largest or last.stages:
             return Decision(Verb.FORM, "", nodes=usable)
         self._call.begin(now)

@@ -42,20 +42,21 @@ class Takeover:
         many ranks are in no later one."""
         self._ranks = 0  # of the round taken over
         self.round_began()
-        self._is_first = True  # no round was formed, restored or adopted
+        self.is_first = True
+        """No round was formed, restored or adopted."""
 
     def round_began(self) -> None:
         """Nothing is known of the members of the last round yet."""
         self.unseen: dict[str, None] = {}
         """Members of a restored round that have not been heard yet."""
-        self.vanished: set[str] = set()
-        """Of these, the ones that were given up."""
+        self.vanished = 0
+        """How many of these were given up."""
         self.unseen_ranks = 0
         """Of a round that was adopted: how many were not heard of yet."""
         self.is_begun = False
         """Whether one of a restored round's members was told its place only now."""
         self._given_up_ranks = 0  # that were not heard in time
-        self._is_first, self.expected_until = False, None
+        self.is_first, self.expected_until = False, None
 
     def round_taken(self, ranks: int, unseen_ranks: int, unseen: Iterable[str], now: float) -> None:
         """A round of so many ranks was restored or adopted: who is missing."""
@@ -81,7 +82,7 @@ class Takeover:
 
     def expect_round(self, now: float) -> None:
         """Another master served this job before: there may be a round that nobody reported yet."""
-        if self._is_first and self.expected_until is None:
+        if self.is_first and self.expected_until is None:
             self.expected_until = now + REATTACH_GRACE
 
     @property

@@ -25,6 +25,9 @@ from elasticrun.wire.types import Endpoint, RoundName
 MOST_ENDED = 3
 """Attempts whose ends a node is told again when it attaches; more do not end while it is away."""
 
+MOST_NODES = 20_000
+"""Nodes of which that is remembered, though they may never come back; the oldest are forgotten."""
+
 WAIT_FOR_ALL = 5.0
 """Seconds for which a whole step that is to be written waits for ranks that may hold it soon: their
 own items would be missing."""
@@ -172,9 +175,11 @@ class Checkpoints:
             if one.wanted and self._is_passed((one.round, one.step)):
                 self._tell_released(node, one.round, one.step, "")
 
-    def node_gone(self, node: str, how: str, now: float) -> None:
-        """It does not come back."""
-        self._ended.pop(node, None)
+    def node_gone(self, node: str, how: str, now: float, *, reborn: bool = False) -> None:
+        """It is waited for no more. `reborn`: a newer agent of it is there, which knows of no
+        attempt; the same one may yet come back, and holds what it was not told the end of."""
+        if reborn:
+            self._ended.pop(node, None)
         if self._attempt is not None and self._attempt.needs(node):
             self._fail(f"node {node} {how}", now, blameless=True)
 
@@ -448,6 +453,8 @@ class Checkpoints:
         here = tuple(node for node in attempt.parts if node in self._points.reports)
         for node in attempt.parts:
             self._ended[node] = [*self._ended.get(node, ()), order][-MOST_ENDED:]
+        while len(self._ended) > MOST_NODES:
+            self._ended.pop(next(iter(self._ended)))
         if here:
             self._outbox.tell(order, *here)
         self._points.stay_no_longer(attempt.parts)

@@ -78,7 +78,8 @@ class RestorePoints:
         self.ledgers: list[Ledger] = []  # of the present round, and of the one before
         self.reports: dict[str, m.Holdings] = {}  # what each living node said last
         self.going: dict[str, Key | None] = {}  # nodes that are to go, and what each stays for
-        self._away: dict[str, None] = {}  # nodes that may come back with what they hold
+        self.away: dict[str, None] = {}
+        """Nodes that may come back with what they hold."""
         self._has_obeyed = False  # a round that went on from it has a whole step of its own
         self._began = False  # a round of this master, or one that it was told of as such
         self._last: m.LastRound | None = None  # of another master, as agents have noted it
@@ -144,18 +145,18 @@ class RestorePoints:
 
     def expect(self, nodes: Iterable[str]) -> None:
         """Nodes that have yet to say what they hold."""
-        self._away.update(dict.fromkeys(nodes))
+        self.away.update(dict.fromkeys(nodes))
 
     def has_said_all(self, node: str) -> None:
         """It has told of other things by now: what it holds, if anything, was said before."""
-        if node in self._away:
-            del self._away[node]
+        if node in self.away:
+            del self.away[node]
             self.answer()
 
     def heard(self, node: str, report: m.Holdings) -> None:
         """This is what a living node holds."""
         self.reports[node] = report
-        self._away.pop(node, None)
+        self.away.pop(node, None)
         self._look_back(report.last)
         went_on = report.went_on
         if went_on is not None and self.ledgers and went_on.round == self.ledgers[0].name:
@@ -165,10 +166,10 @@ class RestorePoints:
     def forget(self, node: str, *, for_good: bool) -> None:
         """What this node holds cannot be had, for a moment or `for_good`."""
         self.reports.pop(node, None)
-        self._away[node] = None
+        self.away[node] = None
         self._count(node)
         if for_good:
-            del self._away[node]
+            del self.away[node]
             self.going.pop(node, None)
             self._waiting = {one: None for one in self._waiting if one[0] != node}
             self.answer()
@@ -376,7 +377,7 @@ class RestorePoints:
                 self._named[node, key, asked.rank] = (holder, rank)
                 return m.Holder(*key, asked.rank, rank, report.saver, ""), True
         why = "no node holds it any more" if not places else "its holder cannot serve it just now"
-        may_come = ledger is not None and bool(others or self._away)
+        may_come = ledger is not None and bool(others or self.away)
         return m.Holder(*key, asked.rank, -1, None, why), may_come
 
     # ------------------------------------------------------------ the record

@@ -28,13 +28,16 @@ class SnapshotPolicy:
         self._ctx = ctx
         self._rdzv = ctx.rdzv
         self._saves = snapshots
-        self._newest_step = -1  # that ranks of the present round have told of
+        self.newest_step = -1
+        """That ranks of the present round have told of."""
         self._left_behind: Key | None = None  # the newest of all that nodes had as they left
         self._ends_since: float | None = None  # the job is to end
         self._is_last_saved = False  # what that leaves is being written out, or was
         self._save_by = 0.0  # when that is given up
         self.trouble = ""
         """Why the present round cannot go on from its snapshot."""
+        self._is_stirred = True  # something was heard or done since it was last seen what follows
+        self._due: float | None = None  # when anything follows by itself
 
     # ------------------------------------------------------------ nodes
 
@@ -79,16 +82,15 @@ class SnapshotPolicy:
         self._saves.departing(node, report, round_.name, members)
         self._send()
 
-    def step_told(self, step: int) -> None:
-        self._newest_step = max(self._newest_step, step)
-
     def lost_contact(self, node: str) -> None:
         """Its stream broke: it will say again what it holds."""
         self._saves.forget(node, self._ctx.now)
+        self._is_stirred = True
 
-    def gone(self, node: str, reason: str) -> None:
-        """The node has gone, as `reason` says in a clause."""
-        self._saves.forget(node, self._ctx.now, gone=reason)
+    def gone(self, node: str, reason: str, *, reborn: bool = False) -> None:
+        """The node has gone, as `reason` says in a clause. `reborn`: a newer agent of it is
+        there."""
+        self._saves.forget(node, self._ctx.now, gone=reason, reborn=reborn)
         self._send()
 
     # ------------------------------------------------------------ rounds
@@ -111,14 +113,14 @@ class SnapshotPolicy:
             else_ = f"unless storage has a checkpoint below step {saves.points.rewound_from}"
             note(f"ranks try step {step} in memory again, {else_}", "warning")
         elif choice.restore is not None:
-            step, newest = choice.restore.step, self._newest_step
+            step, newest = choice.restore.step, self.newest_step
             told = f"; step {newest} was the newest that was told of" if newest > step else ""
             left = ", as agents before these have left it" if saves.points.looks_back else ""
             note(f"ranks go on from step {step} in memory{left}{told}")
         elif (round_ := self._ctx.round) and (saves.points.watermark >= 0 or round_.facts.restore):
             nothing = "nothing in memory can be restored: ranks load the newest checkpoint"
             note(nothing, "warning")
-        self._newest_step = -1
+        self.newest_step = -1
         return choice
 
     def round_begins(self, round_: Round) -> None:
@@ -132,6 +134,7 @@ class SnapshotPolicy:
     def round_adopted(self, report: m.RoundReport, round_: Round) -> None:
         """An agent runs a round of which nobody had told this master."""
         points = self._saves.points
+        self._is_stirred = True
         self.trouble = ""
         points.rewound_from, points.restore_step = report.rewound_from, -1
         self._saves.begin_round(report.round, report.world_size, report.restore, round_.seats)
@@ -145,8 +148,19 @@ class SnapshotPolicy:
 
     def pursue(self) -> None:
         """Begin what is due, end what is late."""
-        self._saves.proceed(self._ctx.now)
-        self._send()
+        now, outbox = self._ctx.now, self._saves.outbox
+        late = self._due is not None and now >= self._due
+        if self._is_stirred or late or outbox.orders:
+            self._is_stirred = False
+            self._saves.proceed(now)
+            if outbox.orders or outbox.news:  # which may lead to more
+                self._send()
+            self._due = self._saves.next_deadline()
+
+    def overslept(self, by: float) -> None:
+        """The master did not listen for `by` seconds: no answer is late by that."""
+        self._saves.overslept(by)
+        self._is_stirred = True
 
     # ------------------------------------------------------------ the end
 
@@ -178,7 +192,7 @@ class SnapshotPolicy:
             self._send()
         stopped = self._ends_since + self._ctx.spec.restart_grace + SURVIVOR_SLACK
         if self.is_to_be_saved(exit_code) and not self._is_last_saved:
-            if self._rdzv.is_waiting_for_survivors() and now < stopped:
+            if self._rdzv.awaits_survivors and now < stopped:
                 reason = "ranks are stopped, so that their last snapshot can be saved"
                 return Decision(Verb.WAIT, f"{reason} before the job ends", stopped)
             self._is_last_saved = True
@@ -198,6 +212,7 @@ class SnapshotPolicy:
 
     def _send(self) -> None:
         """Pass on what came of it."""
+        self._is_stirred = True
         outbox = self._saves.outbox
         news, outbox.news = outbox.news, []
         orders, outbox.orders = outbox.orders, []

@@ -87,11 +87,12 @@ class Snapshots:
         self.checkpoints.asked = self.departures.asked
         self.departures.saved(self.checkpoints.written)
 
-    def forget(self, node: str, now: float, *, gone: str = "") -> None:
-        """Its stream broke: it will say again what it holds. `gone`: it will not, and why."""
+    def forget(self, node: str, now: float, *, gone: str = "", reborn: bool = False) -> None:
+        """Its stream broke: it will say again what it holds. `gone`: it will not, and why;
+        `reborn`: since a newer agent of it is there."""
         self.points.forget(node, for_good=bool(gone))
         if gone:
-            self.checkpoints.node_gone(node, gone, now)
+            self.checkpoints.node_gone(node, gone, now, reborn=reborn)
 
     def going(self, nodes: Iterable[str], now: float, *, signalled: bool = False) -> None:
         """These nodes are to be told to go, or have said that they do (`signalled`: for a death

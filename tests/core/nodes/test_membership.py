@@ -170,7 +170,7 @@ def test_the_dead_may_come_back_unless_superseded() -> None:
 def test_a_leaving_node_keeps_its_name_while_its_stream_stands() -> None:
     crowd = Crowd("a", "b")
     crowd.m.left("a", "received SIGTERM")
-    assert crowd.m.present() == 1
+    assert len(crowd.m.present) == 1
     assert "leaving" in crowd.attach("a", life="2", now=1.0).refusal
     crowd.breaks("a", 2.0)
     assert crowd.health("a") is Health.LEFT

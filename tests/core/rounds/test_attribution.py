@@ -13,10 +13,10 @@ def cause(node: str, rank: int = 3, *, first: int = 2, others: bool = False) -> 
 
 
 def after(*causes: Cause) -> Attribution:
-    attribution = Attribution(3)
+    past = Attribution(3)
     for one in causes:
-        attribution.settled(one)
-    return attribution
+        past.settled(one)
+    return past
 
 
 def test_a_node_is_blamed_after_three_rounds_in_a_row() -> None:
@@ -41,39 +41,39 @@ def test_unless_it_held_other_ranks_and_was_the_first_all_the_same() -> None:
 
 
 def test_it_waits_longer_each_time_and_is_on_probation_when_it_is_back() -> None:
-    attribution = after(cause("b"), cause("b"))
-    assert attribution.leave_out(cause("b"), 100.0) == 120.0
-    assert attribution.backoff_until("b", 110.0) == 220.0
-    assert attribution.backoff_until("b", 500.0) == 500.0
-    attribution.settled(cause("c", 0))
-    assert "fail again" in attribution.why_suspect(cause("b"), 500.0)
-    assert attribution.leave_out(cause("b"), 500.0) == 240.0
+    past = after(cause("b"), cause("b"))
+    assert past.leave_out(cause("b"), 100.0) == 120.0
+    assert past.backoff_until("b", 110.0) == 220.0
+    assert past.backoff_until("b", 500.0) == 500.0
+    past.settled(cause("c", 0))
+    assert "fail again" in past.why_suspect(cause("b"), 500.0)
+    assert past.leave_out(cause("b"), 500.0) == 240.0
     late = 740.0 + PROBATION + 1.0
-    attribution.settled(cause("c", 0))
-    assert not attribution.why_suspect(cause("b"), late), "an hour later its record is clean"
+    past.settled(cause("c", 0))
+    assert not past.why_suspect(cause("b"), late), "an hour later its record is clean"
     for _ in range(8):
-        attribution.leave_out(cause("b"), late)
-    assert attribution.leave_out(cause("b"), late) == BACKOFF_LONGEST
+        past.leave_out(cause("b"), late)
+    assert past.leave_out(cause("b"), late) == BACKOFF_LONGEST
 
 
 def test_the_same_rank_elsewhere_acquits_it() -> None:
-    attribution = after(cause("b"), cause("b"))
-    attribution.leave_out(cause("b", 3), 100.0)
-    assert attribution.cleared(cause("c", 1), 130.0) == ""
-    assert attribution.cleared(cause("b", 3), 130.0) == ""
-    assert attribution.cleared(cause("c", 3), 130.0) == "b"
-    assert attribution.cleared(cause("c", 3), 130.0) == "", "once"
-    assert attribution.backoff_until("b", 130.0) == 130.0
+    past = after(cause("b"), cause("b"))
+    past.leave_out(cause("b", 3), 100.0)
+    assert past.cleared(cause("c", 1), 130.0) == ""
+    assert past.cleared(cause("b", 3), 130.0) == ""
+    assert past.cleared(cause("c", 3), 130.0) == "b"
+    assert past.cleared(cause("c", 3), 130.0) == "", "once"
+    assert past.backoff_until("b", 130.0) == 130.0
 
 
 def test_the_node_that_got_the_rank_is_not_left_out_in_its_turn() -> None:
     """Leaving a node out charges no restart, so a script that always fails must not have the nodes
     take turns. That the rank failed once elsewhere, some time ago, does not make it the script."""
-    attribution = after(cause("b", 3), cause("b", 3))
-    attribution.leave_out(cause("b", 3), 100.0)
+    past = after(cause("b", 3), cause("b", 3))
+    past.leave_out(cause("b", 3), 100.0)
     for count in range(5):
-        assert not attribution.why_suspect(cause("c", 3), 101.0 + count)
-        attribution.settled(cause("c", 3))
+        assert not past.why_suspect(cause("c", 3), 101.0 + count)
+        past.settled(cause("c", 3))
     again = after(cause("b", 3), cause("c", 3), cause("c", 3))
     assert again.why_suspect(cause("c", 3), 100.0)
 
@@ -92,35 +92,33 @@ def test_what_the_rounds_say_together() -> None:
 
 
 def test_a_successor_counts_on() -> None:
-    attribution = after(cause("b"))
-    attribution.leave_out(cause("x", 9), 0.0)
-    attribution.settled(cause("b"))
-    attribution.settled(cause("b"))
+    past = after(cause("b"))
+    past.leave_out(cause("x", 9), 0.0)
+    past.settled(cause("b"))
+    past.settled(cause("b"))
     heir = Attribution(3)
-    heir.restore(attribution.record(50.0), 1000.0)
+    heir.restore(past.record(50.0), 1000.0)
     assert heir.backoff_until("x", 1000.0) == 1070.0
     assert heir.why_suspect(cause("b"), 1000.0)
     assert heir.cleared(cause("b", 9), 1001.0) == "x"
 
 
 def test_it_is_bounded() -> None:
-    attribution = Attribution(3)
+    past = Attribution(3)
     for number in range(3 * MAX_RECORDS):
-        attribution.leave_out(cause(f"n{number}"), float(number))
-    assert len(attribution.record(3.0 * MAX_RECORDS)) <= MAX_RECORDS + 1
+        past.leave_out(cause(f"n{number}"), float(number))
+    assert len(past.record(3.0 * MAX_RECORDS)) <= MAX_RECORDS + 1
     for _ in range(3 * TRAIL):
-        attribution.settled(cause("b"))
-    entry = attribution.record(3.0 * MAX_RECORDS)[-1]
+        past.settled(cause("b"))
+    entry = past.record(3.0 * MAX_RECORDS)[-1]
     assert (entry.node, entry.rounds) == ("b", TRAIL)
 
 
 def test_failures_that_are_days_apart_are_no_row() -> None:
-    attribution = Attribution(after=3)
+    past = Attribution(after=3)
     for at in (0.0, 86_400.0):
-        attribution.settled(replace(cause("b"), at=at))
-    assert not attribution.why_suspect(replace(cause("b"), at=2 * 86_400.0), 2 * 86_400.0)
-    attribution.settled(replace(cause("b"), at=2 * 86_400.0))
-    attribution.settled(replace(cause("b"), at=2 * 86_400.0 + 60.0))
-    assert attribution.why_suspect(
-        replace(cause("b"), at=2 * 86_400.0 + 120.0), 2 * 86_400.0 + 120.0
-    )
+        past.settled(replace(cause("b"), at=at))
+    assert not past.why_suspect(replace(cause("b"), at=2 * 86_400.0), 2 * 86_400.0)
+    past.settled(replace(cause("b"), at=2 * 86_400.0))
+    past.settled(replace(cause("b"), at=2 * 86_400.0 + 60.0))
+    assert past.why_suspect(replace(cause("b"), at=2 * 86_400.0 + 120.0), 2 * 86_400.0 + 120.0)
