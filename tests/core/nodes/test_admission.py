@@ -60,11 +60,7 @@ def stay(flaps: FlapHistory, node: str, began: float, seconds: float) -> float:
 def test_the_third_brief_stay_is_one_too_many_and_each_further_one_costs_double() -> None:
     flaps = FlapHistory()
     waits = [stay(flaps, "x", 40.0 * time, 10.0) for time in range(EXCLUDE_BRIEF_AFTER + 2)]
-    assert waits == [0.0] * (EXCLUDE_BRIEF_AFTER - 1) + [
-        BACKOFF_UNIT,
-        2 * BACKOFF_UNIT,
-        4 * BACKOFF_UNIT,
-    ]
+    assert [one / BACKOFF_UNIT for one in waits] == [0] * (EXCLUDE_BRIEF_AFTER - 1) + [1, 2, 4]
     assert flaps.backoff_until("other", 0.0) == 0.0
 
 
