@@ -119,7 +119,7 @@ def start(
         raise ValueError(f"nodes={nodes}: a job without a master of its own begins with a node")
     job = ElasticJob(plan, scratch, hosts=hosts, timeout=timeout)
     register(job)  # from here on the fixture ends it, whatever comes
-    job.begin(count, master=master, master_options=master_options, together=together)
+    job.begin(count, master_options if master else None, together=together)
     return job
 
 
@@ -154,24 +154,17 @@ class ElasticJob:
 
     # ------------------------------------------------------------ nodes come
 
-    def begin(
-        self,
-        count: int,
-        *,
-        master: bool,
-        master_options: Sequence[str],
-        together: bool,
-    ) -> None:
-        """Start the master, then `count` nodes; called once by `start`."""
-        if master:
-            self.master_node = self._made("master")
-            self._plan.place(self.master_node.host)
-            command = self._plan.master_command(master_options)
-            self._start(self.master_node, command, {})
-            self._await_master(self.master_node)
+    def begin(self, count: int, master: Sequence[str] | None, *, together: bool) -> None:
+        """Start a master by hand where it has options, then `count` nodes; called by `start`."""
+        if master is not None:
+            node = self.master_node = self._made("master")
+            self._plan.place(node.host)
+            node.command = self._plan.master_command(master)
+            self._start(node)
+            self._await_master(node)
         for number in range(count):
             node = self.add_node()
-            if not master and number == (count - 1 if together else 0):
+            if master is None and number == (count - 1 if together else 0):
                 self._await_master(node)
 
     def add_node(
@@ -186,16 +179,13 @@ class ElasticJob:
         if not self.nodes and self.master_node is None:
             self._plan.place(node.host)
         self.nodes.append(node)
-        command = self._plan.agent_command(
-            node.name, options, None if nproc_per_node is None else str(nproc_per_node)
-        )
-        node.command = command
+        node.command = self._plan.agent_command(node.name, options, nproc_per_node)
         node.env = variables(env)
         if self._plan.cpus is not None or self._plan.memory is not None:
             node.group = Group(node.name)
             node.group.cpus(self._plan.cpus)
             node.group.memory(self._plan.memory)
-        self._start(node, command, node.env)
+        self._start(node)
         return node
 
     def restart_node(self, number: int) -> JobNode:
@@ -206,7 +196,7 @@ class ElasticJob:
         if node.off and self.lab is not None:
             self.lab.plug(node.name)
             node.off = False
-        self._start(node, node.command, node.env)
+        self._start(node)
         return node
 
     def _made(self, name: str) -> JobNode:
@@ -215,9 +205,9 @@ class ElasticJob:
         host = self.lab.add(name) if self.lab else None
         return JobNode(name, f"{self._plan.job_id}.{name}", console, host)
 
-    def _start(self, node: JobNode, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def _start(self, node: JobNode) -> None:
         own = self._scratch / (node.name if self.lab else "host")
-        told = {**self._plan.env, **env, STEP_LOG: self._log.path}
+        told = {**self._plan.env, **node.env, STEP_LOG: self._log.path}
         if node in self.nodes:
             told[STEP_NODE] = str(self.nodes.index(node))
         environ = environment(own, node.mark, told)
@@ -226,7 +216,7 @@ class ElasticJob:
             self._runs[folder] = None
             self._said.folder(str(folder))
         prefix = self.lab.prefix(node.name) if self.lab else []
-        node.start([*ELASTICRUN, *command], environ, prefix)
+        node.start([*ELASTICRUN, *node.command], environ, prefix)
         self._said.process(node.pid)
         self._stepped.process(node.pid)
 

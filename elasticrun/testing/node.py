@@ -227,13 +227,14 @@ class JobPlan:
         return ["master", *where, *map(str, options)]
 
     def agent_command(
-        self, node_id: str, options: Sequence[str], nproc_per_node: str | None
+        self, node_id: str, options: Sequence[str], nproc_per_node: str | int | None
     ) -> list[str]:
         """The words after `elasticrun` that run one agent."""
+        ranks = self.nproc_per_node if nproc_per_node is None else nproc_per_node
         local = ("--local-addr=127.0.0.1",) if self._host == LOOPBACK else ()
         return [
             f"--nnodes={self.nnodes}",
-            f"--nproc-per-node={nproc_per_node or self.nproc_per_node}",
+            f"--nproc-per-node={ranks}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={self._host}:{self._port}",
             f"--rdzv-id={self.job_id}",
