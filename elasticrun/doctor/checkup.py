@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from elasticrun.doctor import disk, kernel, names, reach, resources, software
@@ -39,8 +38,8 @@ class Subject:
 
     nproc: ranks on this node, 0: not known. ranks: of the whole job at its largest, as far as is
     known. several: whether the job has more nodes than this one. accelerator: its name, "" for the
-    one that is found. root: where the kernel's files are. starts: an agent starts now, to which
-    processes that the kernel has killed before are no matter."""
+    one that is found. starts: an agent starts now, to which processes that the kernel has killed
+    before are no matter."""
 
     nproc: int = 0
     ranks: int = 1
@@ -48,22 +47,21 @@ class Subject:
     folders: tuple[JobFolder, ...] = ()
     accelerator: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
-    root: Path = Path("/")
     starts: bool = False
 
 
 def checks(subject: Subject) -> list[Checks]:
     """Those that need nobody but this machine."""
-    root, environ = subject.root, subject.environ
+    environ = subject.environ
     return [
-        Checks(software.CHECK, lambda: software.examine(root)),
+        Checks(software.CHECK, software.examine),
         *(_disk(folder) for folder in subject.folders),
-        Checks(resources.SHM, lambda: resources.examine_shm(subject.nproc, root)),
-        Checks("limits", lambda: resources.examine_limits(subject.ranks, root)),
-        Checks(resources.CORES, lambda: resources.examine_cores(subject.nproc, environ, root)),
+        Checks(resources.SHM, lambda: resources.examine_shm(subject.nproc)),
+        Checks("limits", lambda: resources.examine_limits(subject.ranks)),
+        Checks(resources.CORES, lambda: resources.examine_cores(subject.nproc, environ)),
         Checks(names.CHECK, lambda: names.examine(subject.several, environ)),
         Checks(names.REVERSE, names.reverse),
-        Checks(kernel.CHECK, lambda: kernel.examine(root, starts=subject.starts)),
+        Checks(kernel.CHECK, lambda: kernel.examine(starts=subject.starts)),
         Checks("accelerator", lambda: _accelerator(subject), ACCELERATOR_LIMIT, Level.FAILED),
     ]
 

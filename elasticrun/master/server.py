@@ -18,7 +18,6 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -81,33 +80,23 @@ class Wrong(Exception):
         self.code = code
 
 
-@dataclass(slots=True)
 class Allowance:
     """A bucket that fills with RATE reports a second up to BURST."""
 
-    clock: Callable[[], float] = time.monotonic
-    left: float = BURST
-    at: float = field(init=False)
-    since: float = field(init=False)
-    """When the bucket was last seen with something to spare."""
-
-    def __post_init__(self) -> None:
-        self.at = self.since = self.clock()
+    def __init__(self) -> None:
+        self.left = BURST
+        self.at = self.since = time.monotonic()
+        """`since`: when the bucket was last seen with something to spare."""
 
     def take(self) -> float:
         """Use one report's worth: the seconds after which the next may be read, 0.0 for at once."""
-        now = self.clock()
+        now = time.monotonic()
         self.left = min(BURST, self.left + (now - self.at) * RATE) - 1
         self.at = now
         if self.left >= 1:
             self.since = now
             return 0.0
         return (1 - self.left) / RATE
-
-    @property
-    def empty_for(self) -> float:
-        """For how many seconds there was nothing to spare."""
-        return self.at - self.since
 
 
 class Servicer:
@@ -299,7 +288,7 @@ class Servicer:
             self._loop.put(Heard(session, report))
             self._listening.heard()
             if pause := allowance.take():
-                if allowance.empty_for > FLOOD_LIMIT:
+                if allowance.at - allowance.since > FLOOD_LIMIT:
                     reason = f"more than {RATE:.0f} reports a second"
                     raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
                 # Unread, they fill the stream's window and then the sender's own memory.
