@@ -199,8 +199,7 @@ class LaunchParser(Parser):
         return " " not in word and not self._negative_number_matcher.match(word)
 
     def _takes_the_next(self, word: str) -> bool:
-        """Whether the value of this flag is the next word. Of one that argparse will refuse, it
-        does not matter."""
+        """Whether its value is the next word; of no matter for a flag that argparse refuses."""
         known = self._option_string_actions
         if word in known:
             return known[word].nargs != 0

@@ -47,8 +47,7 @@ _OF_A_SHELL: Final = (PTY, "SLURM_PTY_WIN_COL", "SLURM_PTY_WIN_ROW")
 def become_srun(
     words: Sequence[str], dry: bool, environ: Mapping[str, str], say: Callable[[str], None]
 ) -> int:
-    """Say the command and become it, or print it for a dry run: only then it returns, with the exit
-    code. UsageError where it cannot be."""
+    """Say the command and become it, or print it where it is `dry`; the exit code. UsageError."""
     interactive = sys.stdin is not None and sys.stdin.isatty()
     command = srun_command(words, environ, interactive=interactive)
     if dry:

@@ -325,8 +325,7 @@ class Asked:
 
 
 class Setting(NamedTuple):
-    """A row of what is shown to people: a flag without its dashes, its value as text, and where
-    that comes from."""
+    """A row for people: a flag without its dashes, its value as text, and where that is from."""
 
     name: str
     value: str

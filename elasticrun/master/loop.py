@@ -318,8 +318,7 @@ class Mailbox:
         self._changed = asyncio.Event()
 
     def put(self, about: str, order: bytes) -> None:
-        """Leave an encoded order; it replaces one about the same (`subject`) that was not sent
-        yet."""
+        """Leave an encoded order, in the place of one about the same (`subject`) not sent yet."""
         if self._closed:
             return
         self._orders.pop(about, None)  # the newest goes last: a Start after the Stop it answers
@@ -403,8 +402,7 @@ class Figures:
         self.failures += len(new)
 
     def _came_to(self, name: RoundName, step: int) -> None:
-        """Ranks of this round have told of a step, or hold it; a later life may begin further
-        back."""
+        """Ranks of this round are at a step, or hold it; a later life may begin further back."""
         if self._round in (None, name) and (name != self._stepped_in or step > self._step):
             self._step, self._stepped, self._stepped_in = step, self._clock(), name
 

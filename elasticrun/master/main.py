@@ -278,8 +278,8 @@ class Master:
         self._term = time.time_ns() // 10**6
 
     async def run(self) -> int:
-        """Serve; the exit code. ListenError if the port cannot be had, StoreRefused if the record
-        cannot, BrainFault on a defect."""
+        """Serve; the exit code. ListenError without the port, StoreRefused without the record,
+        BrainFault on a defect."""
         config = self._config
         life = Lifetime(config, hosted=self._hosted)
         self._watch(life)
@@ -326,8 +326,7 @@ class Master:
                 await _anyway("removing the record", records.remove)
 
     async def _serve(self, loop: Loop, records: Records, life: Lifetime) -> tuple[int, str]:
-        """Turn until the lifetime is over, or the brain or the leadership is lost; exit code and
-        why."""
+        """Turn until the lifetime, the brain or the leadership is over; exit code and why."""
         turning = asyncio.ensure_future(loop.run())
         ends: set[asyncio.Future[Any]] = {turning, life.done}
         if records.store is not None:

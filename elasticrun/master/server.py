@@ -111,8 +111,7 @@ class Servicer:
         term: int = 0,
         on_count: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`token`: what a peer must prove, "" for nothing; `term`: this master's, a part of what
-        is proved."""
+        """`token`: what a peer must prove, "" for nothing; `term`: this master's, proved too."""
         self._loop = loop
         self._job_id = job_id
         self._token = token
@@ -341,8 +340,7 @@ class PendingHandshakes:
 
     @contextlib.asynccontextmanager
     async def step(self, awaits: Callable[[], str]) -> AsyncIterator[None]:
-        """For as long as a stream introduces itself. Wrong when it has to go; `awaits`: what of
-        it is still to come."""
+        """While a stream introduces itself. Wrong when it has to go; `awaits`: what is to come."""
         limit = asyncio.timeout(PROVE_LIMIT)
         try:
             async with limit:

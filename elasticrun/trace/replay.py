@@ -135,8 +135,7 @@ def _read_file(path: Path, file: BinaryIO, *, first: bool) -> Iterator[Item]:
 
 
 def _is_cut(file: BinaryIO) -> bool:
-    """Whether a master that began after this line found it unfinished: it ended the line, and the
-    next one is its head."""
+    """Whether a master that found this line unfinished ended it: the next one is its head."""
     here = file.tell()
     following = file.readline(64)
     file.seek(here)

@@ -139,8 +139,7 @@ def _heard(asked: Asked, signal: str) -> list[str]:
 
 
 def _understood(launch: Launch) -> list[str]:
-    """Have the launcher read the command as a node will; what it has to say. Raises what it raises
-    there."""
+    """Have the launcher read the command as a node will, raising what it raises; what it says."""
     files = tuple(f"--{dest.replace('_', '-')}=" for dest in ELSEWHERE)
     words = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.nproc_per_node}"]
     words += [f"--rdzv-id={launch.job_id or 'id'}"]
