@@ -8,9 +8,15 @@ caller never holds grpc, and an end that is not a good one is raised.
 from __future__ import annotations
 
 if __name__ == "__main__":  # python -m elasticrun.run is the command, agent and all
+    import _signal  # type: ignore[import-not-found]
+    import os
+
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # as in __main__.py
+        first = os.getpid() == 1
+        _signal.signal(_signal.SIGINT, (lambda *_: os._exit(130)) if first else _signal.SIG_DFL)
     import sys
 
-    from elasticrun.__main__ import main as command_line  # first: it sees to Ctrl-C
+    from elasticrun.cli.main import main as command_line
 
     sys.exit(command_line())
 
