@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import re
 import shutil
@@ -27,8 +26,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import report
 from nodes import FIRST_STEP_LIMIT, Nodes
-from report import RESULTS, machine
 from rows import last
 from stage import COMMANDS, ELASTICRUN, MARK, SCRIPTS, Job, TookTooLong, free_port, job
 
@@ -213,9 +212,7 @@ def main() -> int:
     parser.add_argument("--dlrover", default=DLROVER, help="its program; default: that on PATH")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
-    about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    about["machine"] = machine()
-    print(f"{about['date']}: {about['machine']}\n")
+    about = report.begin()
     plain, checked, checks = list[float](), list[float](), list[Check]()
     for _ in range(options.rounds):
         plain.append(ours(options.agents)[0])
@@ -237,9 +234,8 @@ def main() -> int:
         print(_row("– the whole check", [c.whole for _, c in peer]))
         print(_row("– its timed work", [c.timed for _, c in peer]))
         print(_row("– commands → its result", [waited for waited, _ in peer]))
-    target = options.json or RESULTS / f"netcheck-{about['date'][:19].replace(':', '')}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
     samples = {
+        "agents": options.agents,
         "beyond": [c.beyond for c in checks],
         "whole": [c.whole for c in checks],
         "timed": [c.timed for c in checks],
@@ -248,8 +244,7 @@ def main() -> int:
         "without": plain,
         DLROVER: [{"beyond": c.beyond, "whole": c.whole, "timed": c.timed} for _, c in peer],
     }
-    target.write_text(json.dumps({**about, "agents": options.agents, **samples}, indent=1) + "\n")
-    print(f"\nwritten to {target}")
+    report.write("netcheck", about, samples, options.json)
     return 0 if max(c.beyond for c in checks) <= BAR else 1
 
 

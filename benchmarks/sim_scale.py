@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import math
 import platform
 import random
@@ -28,10 +27,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import report
 from msgspec.structs import replace
 from simulator import DEFAULT_SPEC, NodeSetup, Rank, World, Worlds
 
-RESULTS = Path(__file__).parent / "results"
 SIZES = (64, 256, 1000, 4000, 10_000)
 DEATHS_PER_NODE_HOUR = 419 / (54 * 24) / 2048
 AWAY = (120.0, 900.0)
@@ -161,7 +160,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
     return above / sum((x - middle_x) ** 2 for x in xs)
 
 
-def draw(report: dict[str, object], hours: Sequence[Hour], target: Path) -> None:
+def draw(found: dict[str, object], hours: Sequence[Hour], target: Path) -> None:
     """CPU per virtual hour over nodes, with the fitted lines and the bar."""
     import matplotlib
 
@@ -173,9 +172,7 @@ def draw(report: dict[str, object], hours: Sequence[Hour], target: Path) -> None
     for colour, factor in zip(("#33658a", "#d1495b", "#7a9e3a"), factors, strict=False):
         mine = [one for one in hours if one.factor == factor]
         xs, ys = [one.nodes for one in mine], [one.cpu / one.hours for one in mine]
-        label = (
-            f"{factor:g} × the published rate: exponent {report['exponents'][f'{factor:g}']:.2f}"  # type: ignore[index]
-        )
+        label = f"{factor:g} × the published rate: exponent {found['exponents'][f'{factor:g}']:.2f}"  # type: ignore[index]
         axes.loglog(xs, ys, "o-", color=colour, label=label, markersize=4)
     anchor = hours[0]
     xs = [min(one.nodes for one in hours), max(one.nodes for one in hours)]
@@ -183,7 +180,7 @@ def draw(report: dict[str, object], hours: Sequence[Hour], target: Path) -> None
     axes.loglog(xs, ys, ":", color="#777777", label=f"exponent {BAR:g}, the bar")
     axes.set_xlabel("nodes")
     axes.set_ylabel("CPU seconds per virtual hour")
-    axes.set_title(f"{str(report['date'])[:10]}, {report['machine']}", fontsize=7)
+    axes.set_title(f"{str(found['date'])[:10]}, {found['machine']}", fontsize=7)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     figure.savefig(target, dpi=150)
@@ -218,14 +215,11 @@ def main() -> int:
         f"{factor:g}": exponent([(h.nodes, h.cpu) for h in hours if h.factor == factor])
         for factor in sorted({one.factor for one in hours})
     }
-    report: dict[str, object] = {"date": date, "machine": machine, "exponents": exponents}
-    report["rows"] = [asdict(one) for one in hours]
-    target = options.json or RESULTS / f"sim-scale-{date[:19].replace(':', '')}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"\nwritten to {target}")
+    about = {"date": date, "machine": machine}
+    found = {"exponents": exponents, "rows": [asdict(one) for one in hours]}
+    report.write("sim-scale", about, found, options.json)
     if options.png:
-        draw(report, hours, options.png)
+        draw({**about, **found}, hours, options.png)
         print(f"drawn into {options.png}")
     for factor, slope in exponents.items():
         verdict = "met" if slope <= BAR else "missed"

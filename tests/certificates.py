@@ -21,7 +21,6 @@ class Authority:
         return str(self.folder / f"{self.name}.pem")
 
     def create(self) -> Authority:
-        """Make the CA's key and certificate."""
         self._openssl(
             *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
             *("-subj", f"/CN={self.name}", "-days", "2"),

@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from elasticrun.testing.job import ElasticJob
 from elasticrun.testing.steps import World, story
 from tests.harness import SCRIPTS, shm_entries, shm_since
@@ -53,6 +51,14 @@ class Counting:
         self._first = self.job.wait_for_world(world_size)
         return self._first
 
+    def place(self, name: str) -> Path:
+        return self._folder / name
+
+    @property
+    def endpoint(self) -> str:
+        words = (word.partition("=") for word in self.job.nodes[0].command)
+        return next(value for flag, _, value in words if flag == "--rdzv-endpoint")
+
     def let_fail(self) -> None:
         """Ranks that were told to fail later ($COUNTS_FAILS_LATER) do so from now on."""
         (self._folder / "fails").touch()
@@ -80,9 +86,11 @@ class Counting:
         return [world for world in self.job.worlds() if world.began >= began]
 
     def said(self, *numbers: int) -> str:
-        """What these nodes have said so far; all of them where none is named."""
-        chosen = numbers or range(len(self.job.nodes))
-        return "\n".join(self.job.output(number) for number in chosen)
+        """What these nodes have said so far; all of them and the master by hand where none is
+        named."""
+        nodes = [self.job.nodes[number] for number in numbers] or [*self.job.nodes]
+        by_hand = [] if numbers or self.job.master_node is None else [self.job.master_node]
+        return "\n".join(node.output() for node in (*nodes, *by_hand))
 
     def close(self) -> None:
         """End the job before the fixture does, so that what it left can be seen."""
@@ -90,6 +98,11 @@ class Counting:
         assert not complaint, complaint
         left = shm_since(self._shm)
         assert not left, f"left in /dev/shm: {left}"
+
+
+def rank_on(world: World, number: int) -> int:
+    """The rank on this node, one each."""
+    return next(rank for rank, node in world.nodes.items() if node == number)
 
 
 def keeps_ranks(before: World, after: World) -> bool:
@@ -102,11 +115,3 @@ def keeps_ranks(before: World, after: World) -> bool:
 def let_pass(seconds: float) -> None:
     """Nothing but time: for schedules of harm and for how long it lasts, never for an event."""
     time.sleep(max(0.0, seconds))  # the moment is what is tested
-
-
-def tell(request: pytest.FixtureRequest, what: str, seconds: float) -> None:
-    """Print a figure and keep it in the report. A figure is not an assertion: what a machine that
-    does other things as well may take is no promise; benchmarks/ measures."""
-    name = request.node.name
-    request.node.user_properties.append((what, round(seconds, 3)))
-    print(f"[{name}] {what}: {seconds:.2f} s")

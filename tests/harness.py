@@ -32,6 +32,7 @@ import pytest
 from inotify_simple import INotify, flags
 
 from elasticrun.testing import node, plugin, processes
+from elasticrun.testing.hosts import Lab
 
 LIMIT = 240.0
 """Seconds any awaited event may take before the test fails; generous, the machine is shared."""
@@ -250,7 +251,6 @@ class Hub:
         return result
 
     def lost(self, peers: Iterable[Peer], limit: float = LIMIT) -> None:
-        """Wait until all of these have gone."""
         peers = list(peers)
         self.until(lambda: all(p.gone for p in peers), "end of the peers", limit)
 
@@ -290,7 +290,6 @@ class Launched:
 
     @property
     def stderr(self) -> str:
-        """The same for standard error."""
         return self._err.read_text(errors="replace") if self._err.exists() else ""
 
     def wait(self, limit: float = LIMIT) -> int:
@@ -303,11 +302,9 @@ class Launched:
             ) from None
 
     def ended(self) -> bool:
-        """Whether it has exited."""
         return self.process.poll() is not None
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the launcher alone."""
         self.process.send_signal(signum)
 
     def signal_group(self, signum: int) -> None:
@@ -315,7 +312,6 @@ class Launched:
         os.killpg(self.pid, signum)
 
     def below(self) -> list[psutil.Process]:
-        """Its descendants now."""
         return processes_of(processes.below(self.pid))
 
     def children(self) -> list[psutil.Process]:
@@ -329,8 +325,18 @@ class Launched:
         )
 
 
+def own_folders(folder: Path) -> dict[str, str]:
+    """The variables of a host that has these folders for itself."""
+    for name in ("tmp", "run"):
+        (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+    return {"TMPDIR": str(folder / "tmp"), "XDG_RUNTIME_DIR": str(folder / "run")}
+
+
+def host_of(peer: Peer, lab: Lab) -> str:
+    return next(name for name, host in lab.hosts.items() if peer.pid in host.pids())
+
+
 def agent_of(peer: Peer, jobs: Iterable[Launched]) -> Launched:
-    """The agent that has a rank."""
     return next(job for job in jobs if peer.pid in processes.below(job.pid))
 
 
@@ -441,10 +447,6 @@ class World:
                 return
             processes.kill_all(lambda: [process.pid for process in self.survivors()], 5)
 
-    def new_shm(self) -> list[str]:
-        """Entries of /dev/shm younger than this world that no living process has mapped."""
-        return shm_since(self._shm)
-
     def close(self, *, strict: bool) -> None:
         """End everything; with `strict`, complain about what had not ended by itself."""
         try:
@@ -454,7 +456,7 @@ class World:
                     job.process.wait()
             if strict:
                 self.nothing_left()
-                left = self.new_shm()
+                left = shm_since(self._shm)
                 assert not left, f"left in /dev/shm: {left}"
         finally:
             self.kill_all()
@@ -478,7 +480,6 @@ def describe(process: psutil.Process) -> str:
 
 
 def shm_entries() -> set[str]:
-    """What is in /dev/shm now."""
     return set(os.listdir(SHM)) if SHM.is_dir() else set()
 
 

@@ -25,7 +25,6 @@ LIKELY = re.compile(r"\.md|ecisions? \d|COORDINATIO[N]|DROP-I[N]|DESIG[N]|HOUS[E
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of code."""
     return BLOCK.sub("", page.read_text(encoding="utf-8"))
 
 

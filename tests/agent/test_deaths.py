@@ -120,7 +120,7 @@ def one_of_two(world: World) -> Launched:
     return job
 
 
-@further("e2e/test_kills::test_an_agent_at_any_moment")
+@further("e2e/test_lives::test_an_agent_at_any_moment")
 def test_kill_9_of_the_agent_before_its_ranks_leaves_nothing(world: World) -> None:
     job = one_of_two(world)
     job.until_text("the job's page: http://")
@@ -194,7 +194,7 @@ def test_a_job_may_end_while_its_master_is_dead(world: World) -> None:
     assert job.wait() == 0
 
 
-@further("e2e/test_kills::test_descendants_of_a_dead_rank")
+@further("e2e/test_lives::test_descendants_of_a_dead_rank")
 def test_a_dead_ranks_descendants_are_gone_before_the_next_life(world: World) -> None:
     job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0")
     children = with_children(world, ranks[1])

@@ -84,12 +84,6 @@ def trapping(
     return launched, peers
 
 
-def new_ranks(world: World, old: list[Peer], count: int) -> list[Peer]:
-    """The ranks of the next life."""
-    pids = {p.pid for p in old}
-    return world.hub.ranks(count, pid=lambda pid: pid not in pids)
-
-
 def allreduce(world: World, peers: list[Peer], limit: float = LIMIT) -> list[int]:
     """Let all of these puppets sum up ones; what each of them got."""
     which = [1 + sum(said.get("what") == "allreduce" for said in peer.said) for peer in peers]

@@ -66,7 +66,6 @@ class Outcome:
 
     @property
     def code(self) -> int:
-        """The first agent's exit code."""
         return self.codes[0]
 
     def plain(self, text: str) -> str:
@@ -78,7 +77,6 @@ class Outcome:
 
 
 def fill(words: tuple[str, ...], world: World, port: int) -> list[str]:
-    """The words of a command with its placeholders filled in."""
     return [w.replace("{port}", str(port)).replace("{scratch}", str(world.scratch)) for w in words]
 
 
@@ -214,7 +212,6 @@ class Pairs:
         self._runs = 0
 
     def __call__(self, case: Case) -> tuple[Outcome, Outcome]:
-        """torchrun's outcome and ours."""
         if case not in self._known:
             self._known[case] = self._run(case)
         return self._known[case]
@@ -223,44 +220,27 @@ class Pairs:
         self._runs += 1
         folder = self._base / f"pair-{self._runs}"
         if recording.HOW == "record":
-            return self._record(case, World(folder / "t"))
-        kept = self._recorded.get(name_of(case))
-        theirs = World(folder / "t")
-        try:
-            with world_in(folder / "e") as ours:
-                ports = free_port(), free_port()
-                running = [(ELASTICRUN, ours, begin(ELASTICRUN, case, ours, ports[1]), ports[1])]
-                if kept is None:
-                    jobs = begin(TORCHRUN, case, theirs, ports[0])
-                    running.insert(0, (TORCHRUN, theirs, jobs, ports[0]))
-                found = [collect(n, case, w, jobs, p) for n, w, jobs, p in running]
-            first = found[0] if kept is None else recalled(case, kept, theirs)
-        finally:
-            theirs.close(strict=False)
-        return self._until_met(case, first, folder), found[-1]
+            return (self._theirs(case, folder),) * 2
+        with world_in(folder / "e") as ours:
+            port = free_port()
+            jobs = begin(ELASTICRUN, case, ours, port)
+            theirs = self._theirs(case, folder)
+            return theirs, collect(ELASTICRUN, case, ours, jobs, port)
 
-    def _until_met(self, case: Case, first: Outcome, folder: Path) -> Outcome:
-        for number in range(1, TRIES):
-            if not any(NOT_MET in text for text in first.stderr):
-                break
-            first = self._torchrun_again(case, World(folder / f"t{number}"))
-        return first
-
-    def _record(self, case: Case, world: World) -> tuple[Outcome, Outcome]:
-        port = free_port()
-        try:
-            theirs = collect(TORCHRUN, case, world, begin(TORCHRUN, case, world, port), port)
-            if any(NOT_MET in text for text in theirs.stderr):
-                raise AssertionError("torchrun's agents have not met: record it again")
-            recording.keep(name_of(case), record(case, theirs, world))
-        finally:
-            world.close(strict=False)
-        return theirs, theirs
-
-    @staticmethod
-    def _torchrun_again(case: Case, world: World) -> Outcome:
-        port = free_port()
-        try:
-            return collect(TORCHRUN, case, world, begin(TORCHRUN, case, world, port), port)
-        finally:
-            world.close(strict=False)
+    def _theirs(self, case: Case, folder: Path) -> Outcome:
+        kept = None if recording.HOW == "record" else self._recorded.get(name_of(case))
+        for number in range(TRIES):
+            world = World(folder / f"t{number}")
+            try:
+                if kept is not None:
+                    return recalled(case, kept, world)
+                port = free_port()
+                found = collect(TORCHRUN, case, world, begin(TORCHRUN, case, world, port), port)
+                if not any(NOT_MET in text for text in found.stderr):
+                    if recording.HOW == "record":
+                        recording.keep(name_of(case), record(case, found, world))
+                    return found
+            finally:
+                world.close(strict=False)
+        assert recording.HOW != "record", "torchrun's agents have not met: record it again"
+        return found

@@ -45,7 +45,6 @@ def known() -> dict[str, Any]:
 
 
 def keep(name: str, recorded: Mapping[str, Any]) -> None:
-    """Put a case into the file."""
     text = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
     cases = text.get("cases", {}) if text.get("versions") == VERSIONS else {}
     cases[name] = recorded

@@ -60,7 +60,7 @@ def test_restarts_again_and_again(world: World) -> None:
         ELASTICRUN,
         *("--nproc-per-node=2", "--max-restarts=4", "--restart-backoff=0"),
         *(str(SCRIPTS / "crash_cycles.py"), "4"),
-        env=PATIENT,
+        env={"LOGLEVEL": "INFO", **PATIENT},
     )
     assert launched.wait() == 0, launched.stderr
     for life in range(5):

@@ -1,13 +1,17 @@
-"""What a container lacks: shared memory, a root that can be written, a user with a name."""
+"""What a container lacks: shared memory, a root that can be written, a user with a name, cores and
+memory."""
 
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 from tests.compat.live import PUPPET, finish, summing
 from tests.containers.conftest import Box
+from tests.containers.container import MIB
+from tests.further import further
 from tests.harness import SCRIPTS, World
 
 pytestmark = pytest.mark.slow
@@ -43,3 +47,46 @@ def test_nobody_on_a_root_that_cannot_be_written(box: Box, world: World) -> None
     again = summing(world, 2, restart=1)
     finish(again, container.launched)
     assert "Traceback" not in container.launched.stderr
+
+
+OOM = "the kernel was out of memory and killed it"
+
+
+def test_an_out_of_memory_kill_is_told_from_a_crash(box: Box) -> None:
+    """The cgroup's own count says so; the kernel's log is not to be seen in a container."""
+    eats = (str(SCRIPTS / "eats.py"), "1")
+    container = box("--standalone", "--nproc-per-node=2", *eats, memory=700 * MIB)
+    assert container.launched.wait() == 1
+    said = container.launched.stderr
+    assert "rank 1: killed by SIGKILL: the kernel was out of memory" in said
+    assert OOM in said
+
+
+@further(
+    "agent/snapshots/test_segments::test_a_cgroup_has_what_its_page_cache_could_give_back",
+    "containers/test_surroundings::test_a_small_dev_shm",
+)
+def test_no_room_for_snapshots_within_the_limit(box: Box, world: World) -> None:
+    """/dev/shm would have it, the cgroup has not: nobody is killed for snapshots, and one sentence
+    says that they are not taken."""
+    holds = (str(SCRIPTS / "holds.py"), str(world.scratch / "ckpt"), "250", "3", "9")
+    container = box("--standalone", *holds, memory=900 * MIB, shm=2048 * MIB)
+    assert container.launched.wait() == 0, container.launched.stderr
+    said = container.launched.stderr
+    assert "training goes on without snapshots: 500 MiB are needed, and the cgroup" in said
+    assert OOM not in said
+
+
+def test_a_share_of_the_cores(box: Box, world: World) -> None:
+    """One core's worth of time: as many ranks as that where the cores are to be counted, and a word
+    about threads that are more."""
+    container = box("--standalone", "--nproc-per-node=cpu", "--max-restarts=1", PUPPET, cpus=1.0)
+    (peer,) = world.hub.ranks(1)
+    assert peer.world_size == 1
+    peer.order("die", signum=signal.SIGKILL)
+    (again,) = world.hub.ranks(1, restart=1)
+    finish([again], container.launched)
+    said = container.launched.stderr
+    assert "this container has CPU time for 1: they count as 1" in said
+    assert OOM not in said, "a SIGKILL that the kernel has not sent for want of memory"
+    assert "set OMP_NUM_THREADS=1" in said

@@ -7,7 +7,6 @@ never was.
 from __future__ import annotations
 
 import ast
-import contextlib
 import difflib
 import functools
 import importlib.metadata
@@ -23,9 +22,8 @@ from types import MappingProxyType
 
 import pytest
 
-from elasticrun.testing.processes import Deadline, Waiter
 from tests.further import further
-from tests.harness import ELASTICRUN, LIMIT, PATIENT, SCRIPTS, TORCHRUN, Launched, World
+from tests.harness import ELASTICRUN, LIMIT, PATIENT, SCRIPTS, TORCHRUN, Launched, World, await_true
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("ddp", "fsdp2")
@@ -137,7 +135,8 @@ def test_a_second_job_goes_on_from_storage_and_torch_reads_it(world: World, shm:
     folder = world.scratch / "cwd"
     own = {"ELASTICRUN_SHM_DIR": shm}
     first = run(world, folder, ELASTICRUN, "snapshots_ddp.py", steps="100000", env=own)
-    until_committed(folder / "runs/ddp", 100)
+    written = folder / "runs/ddp"
+    await_true(lambda: max(committed(written), default=0) >= 100, "marker of step 100 or later")
     first.signal(signal.SIGKILL)
     first.wait()
     world.nothing_left()
@@ -155,23 +154,6 @@ def test_a_second_job_goes_on_from_storage_and_torch_reads_it(world: World, shm:
     steps = [int(step) for step in re.findall(r"step=(\d+) life=0", second.stdout)]
     assert steps
     assert min(steps) > step
-
-
-def until_committed(folder: Path, step: int) -> None:
-    """Wait until the marker of this step is there, or of a later one: it may be gone by then."""
-    folder.mkdir(parents=True, exist_ok=True)
-    deadline, watched = Deadline(LIMIT), set[Path]()
-    with contextlib.closing(Waiter()) as watch:
-        watch.folder(str(folder))
-        while max(committed(folder), default=-1) < step:
-            new = set(folder.glob("step-*")) - watched
-            for place in new:
-                with contextlib.suppress(OSError):
-                    watch.folder(str(place))
-            watched |= new
-            if not new:
-                watch.wait(deadline.left())
-            assert not deadline.over(), f"step {step} was never committed: {os.listdir(folder)}"
 
 
 @further(

@@ -19,7 +19,7 @@ from elasticrun.wire.types import Endpoint
 from tests.aio import run
 from tests.certificates import Authority
 from tests.compat.live import PUPPET, agents, allreduce, finish, job, summing
-from tests.further import cases, further
+from tests.further import cases
 from tests.harness import COMMANDS, ELASTICRUN, LIMIT, Launched, World, await_true, free_port, ran
 
 pytestmark = pytest.mark.slow
@@ -112,18 +112,6 @@ def test_without_the_token_a_node_ends_with_a_sentence_and_the_job_goes_on(world
     assert len(world.hub.peers) == 2
 
 
-@further("agent/link/test_trust::test_at_first_contact_it_is_one_sentence")
-def test_a_node_with_a_token_does_not_follow_a_master_without(world: World) -> None:
-    port = free_port()
-    (first,) = agents(world, ELASTICRUN, 1, "2", port)
-    first.until_text("wait")
-    (second,) = agents(world, ELASTICRUN, 1, "2", port, env={"ELASTICRUN_TOKEN": SECRET})
-    assert second.wait() == EXIT_FAILED
-    assert "the master has none, so it is not followed" in second.stderr
-    (third,) = agents(world, ELASTICRUN, 1, "2", port)
-    finish(world.hub.ranks(2), first, third)
-
-
 def masters(launched: Launched) -> list[psutil.Process]:
     return [p for p in launched.below() if processes.is_master(p.pid)]
 
@@ -190,15 +178,3 @@ def test_a_job_over_tls(world: World, static: bool) -> None:
         assert asked.returncode == bool(said)
         assert said in asked.stderr
     finish(peers, *jobs)
-
-
-@further(
-    "agent/link/test_trust::test_the_master_bears_the_name_that_the_user_gave",
-    "agent/link/test_trust::test_tls_that_does_not_fit_is_one_sentence",
-)
-def test_the_certificate_must_bear_the_name_that_the_user_gave(world: World) -> None:
-    port = free_port()
-    (launched,) = agents(world, ELASTICRUN, 1, "1", port, *tls_flags(world, "DNS:elsewhere"))
-    assert launched.wait() == EXIT_FAILED
-    assert "certificate is not valid for '127.0.0.1'" in launched.stderr
-    assert "Traceback" not in launched.stderr

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.counting import Counting, keeps_ranks, let_pass, tell, times
+from tests.counting import Counting, keeps_ranks, let_pass, times
 from tests.further import further
 from tests.harness import LIMIT
 
@@ -15,15 +15,11 @@ pytestmark = pytest.mark.slow
 
 
 @further("e2e/test_surroundings::test_behind_a_proxy")
-def test_nodes_that_start_together_make_one_world(
-    counting: Counting, request: pytest.FixtureRequest
-) -> None:
+def test_nodes_that_start_together_make_one_world(counting: Counting) -> None:
     """2 agents of 1:4: nobody waits for nodes that do not exist, and nobody begins alone, unless a
     busy machine has held the other one up until then."""
-    began = time.monotonic()
     job = counting.start("1:4", nodes=2, together=True)
-    first = counting.first(2)
-    tell(request, "start of 2 agents to the first step of both", first.began - began)
+    counting.first(2)
     assert len(counting.finish()) == 1
     for early in job.worlds()[:-1]:
         (late,) = {0, 1} - set(early.nodes.values())
@@ -40,14 +36,13 @@ def said_at(words: str, text: str) -> str:
 
 
 @further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
-def test_a_node_joins_a_young_round(counting: Counting, request: pytest.FixtureRequest) -> None:
+def test_a_node_joins_a_young_round(counting: Counting) -> None:
     """In at once, the survivors' ranks unchanged, and no restart is charged."""
     job = counting.start("1:3", nodes=2)
     first = counting.first(2)
     began = time.monotonic()
     job.add_node()
     second = job.wait_for_world(3, since=began)
-    tell(request, "start of a late agent to the first step of 3", second.began - began)
     assert second.restarts == 0
     assert keeps_ranks(first, second)
     assert second.nodes[2] == 2
@@ -74,9 +69,7 @@ def test_a_node_that_finds_an_old_round_waits(counting: Counting) -> None:
 
 @further("sim/test_storms::test_eight_agents_started_unevenly_over_forty_seconds")
 @pytest.mark.parametrize("spread", [10.0, 40.0])
-def test_eight_agents_started_one_after_another(
-    counting: Counting, request: pytest.FixtureRequest, spread: float
-) -> None:
+def test_eight_agents_started_one_after_another(counting: Counting, spread: float) -> None:
     """8 agents of 2:8: at most two worlds."""
     began = time.monotonic()
     job = counting.start("2:8", nodes=1)
@@ -84,7 +77,6 @@ def test_eight_agents_started_one_after_another(
         let_pass(began + number * spread / 7 - time.monotonic())
         job.add_node()
     whole = job.wait_for_world(8, timeout=2 * LIMIT)
-    tell(request, "first start to the first step of 8", whole.began - began)
     assert whole.restarts == 0
     assert len(counting.finish()) <= 2
 

@@ -8,7 +8,7 @@ import pytest
 
 from elasticrun.testing import processes
 from elasticrun.testing.steps import World
-from tests.counting import QUICK, Counting, keeps_ranks
+from tests.counting import QUICK, Counting, keeps_ranks, rank_on
 from tests.harness import LIMIT
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def test_one_job_of_three_bears_one_harm_after_another(counting: Counting) -> No
     job.restart_node(0)
     world = became(3, world.began)
 
-    rank = next(rank for rank, node in world.nodes.items() if node == 2)
+    rank = rank_on(world, 2)
     at = job.kill_agent(2)
     assert not processes.await_end([world.pids[rank]], LIMIT)
     world = became(2, at, but=(2,))
@@ -58,7 +58,7 @@ def test_one_job_of_three_bears_one_harm_after_another(counting: Counting) -> No
     world = became(2, at, but=(1,))
     world = became(3, job.thaw_node(1))
 
-    rank = next(rank for rank, node in world.nodes.items() if node == 2)
+    rank = rank_on(world, 2)
     silent, at = world.pids[rank], job.freeze_node(2)
     world = became(2, at, but=(2,))
     at = job.thaw_node(2)

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from elasticrun.config import HEARTBEAT_TIMEOUT
 from elasticrun.testing import processes
-from tests.counting import Counting, keeps_ranks, tell, times
+from tests.counting import Counting, keeps_ranks, times
 from tests.further import further
 from tests.harness import LIMIT
 
@@ -60,9 +61,7 @@ def test_below_min_ends_with_a_sentence(counting: Counting) -> None:
     assert len(counting.check()) == 2
 
 
-def test_a_spare_takes_the_place_of_a_lost_node_at_once(
-    counting: Counting, request: pytest.FixtureRequest
-) -> None:
+def test_a_spare_takes_the_place_of_a_lost_node_at_once(counting: Counting) -> None:
     job = counting.start("2", max_restarts=1)
     first = counting.first(2)
     assert set(first.nodes.values()) == {0, 1}
@@ -70,7 +69,6 @@ def test_a_spare_takes_the_place_of_a_lost_node_at_once(
     job.wait_for_output(2, "spare: the round is full, with 2 nodes")
     at = job.kill_node(1)
     second = job.wait_for_world(2, since=at)
-    tell(request, "kill -9 to the first step with the spare", second.began - at)
     assert set(second.nodes.values()) == {0, 2}
     assert keeps_ranks(first, second)
     assert second.restarts == 0
@@ -120,3 +118,22 @@ def test_a_fixed_job_without_restarts_ends_at_once(counting: Counting) -> None:
     assert time.monotonic() - began < 600  # it did not wait for a replacement
     for survivor in (0, 2):
         assert "node1" in job.output(survivor)
+
+
+USUAL = times(heartbeat_timeout=HEARTBEAT_TIMEOUT)
+"""A node of several would be given up by then."""
+
+
+def test_an_agent_that_was_stopped_goes_on(counting: Counting) -> None:
+    """Ctrl-Z, and `fg` later: the ranks, which nobody stopped here, are the same, and so is the
+    round."""
+    job = counting.start("1", USUAL)
+    world = counting.first(1)
+    job.freeze_node(0, agent_only=True)
+    job.wait_for(lambda status: [node.state for node in status.nodes] == ["suspect"])
+    counting.goes_on(world, 300)  # six seconds at least: a node of several has five left
+    assert [node.state for node in job.status().nodes] == ["suspect"]
+    job.thaw_node(0)
+    job.wait_for(lambda status: [node.state for node in status.nodes] == ["alive"])
+    (only,) = counting.finish()
+    assert only.pids == world.pids

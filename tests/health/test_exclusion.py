@@ -1,18 +1,18 @@
-"""What follows from a verdict: the list, who is refused and for how long, the way back, and a job
-that has too few nodes left."""
+"""What follows from a verdict: the list, who is refused and for how long, the way back, a job that
+has too few nodes left; and all that with kill -9 of the master in the middle."""
 
 from __future__ import annotations
 
 import json
 import re
 import urllib.request
-from typing import Any
 
 import pytest
 
 from elasticrun.wire.messages import JobStatus
+from tests.counting import times
 from tests.further import further
-from tests.health.jobs import CHECK, Health
+from tests.health.conftest import CHECK, Health
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +24,9 @@ def test_the_list_is_served_to_schedulers(health: Health) -> None:
     health.start("1:2", CHECK, fault=BAD)
     health.excluded(1)
     health.world_of(0)
-    url = _page(health.said(0))
-    page = _json(f"{url}status")
+    url = re.findall(r"http://[^\s/]+/", health.said(0))[0]
+    with urllib.request.urlopen(f"{url}status", timeout=240) as answer:
+        page = json.loads(answer.read())
     (listed,) = page["excluded"]
     assert listed["node"] == "node1"
     assert listed["host"] == next(n["host"] for n in page["nodes"] if n["node"] == "node0")
@@ -38,25 +39,18 @@ def test_the_list_is_served_to_schedulers(health: Health) -> None:
     health.finish(0, 75)
 
 
-@further("core/nodes/test_admission", "test_the_list_is_served_to_schedulers")
-def test_an_excluded_node_is_refused(health: Health) -> None:
-    """It says for how long; the round of the others is not disturbed."""
-    job = health.start("1:2", CHECK, fault=BAD)
-    health.excluded(1)
-    world = health.world_of(0)
-    job.nodes[1].env = {}  # mended, but that is not asked
-    for _ in range(2):
-        job.restart_node(1)
-        assert re.search(r"excluded .*\d+ s\b", health.excluded(1)), health.said(1)
-    health.goes_on(world)
-    health.finish(0, 75)
-
-
 def test_a_node_that_gets_well(health: Health) -> None:
-    """When its time is over it is probed anew, alone and with a partner, and let in."""
+    """When its time is over and its fault is not, it is excluded again, at the door, and no round
+    ends. Well, it is probed anew, alone and with a partner, and let in."""
     job = health.start("1:2", CHECK, "--exclude-for=4", "--grow=now", fault=BAD)
     health.excluded(1)
     first = health.world_of(0)
+    job.wait_for(lambda status: not status.excluded)
+    before = len(health.said(1))
+    job.restart_node(1)
+    health.excluded(1)
+    assert "compute" in health.said(1)[before:]
+    health.goes_on(first)
     job.wait_for(lambda status: not status.excluded)
     job.nodes[1].env = {"ELASTICRUN_FAULT": ""}
     job.restart_node(1)
@@ -65,41 +59,18 @@ def test_a_node_that_gets_well(health: Health) -> None:
     health.finish(0, 0)
 
 
-@further("test_a_node_that_gets_well")
-def test_a_node_that_is_still_bad(health: Health) -> None:
-    """Its time is over, its fault is not: it is excluded again, at the door, and no round ends."""
-    job = health.start("1:2", CHECK, "--exclude-for=4", fault=BAD)
-    health.excluded(1)
-    world = health.world_of(0)
-    job.wait_for(lambda status: not status.excluded)
-    before = len(health.said(1))
-    job.restart_node(1)
-    health.excluded(1)
-    assert "compute" in health.said(1)[before:]
-    health.goes_on(world)
-    health.finish(0, 75)
-
-
 @further("core/job/test_health", "sim/test_chaos::test_invariants_hold_with_the_network_check")
-def test_a_bad_newcomer_stops_nobody(health: Health) -> None:
-    """Two train; the third is probed at the door, and the round goes on without a pause."""
-    job = health.start("1:3", CHECK, nodes=2)
+def test_newcomers_are_probed_at_the_door(health: Health) -> None:
+    """Two train; the third is bad, and the round goes on without a pause. The fourth is good, and
+    paired at the next gathering."""
+    job = health.start("1:4", CHECK, "--grow=now", nodes=2)
     world = health.world_of(0, 1)
     job.add_node(env={"ELASTICRUN_FAULT": "probe-fail=compute@node2"})
     health.excluded(2)
     health.goes_on(world)
-    health.finish(0, 0, 75)
-
-
-@further("core/job/test_health")
-def test_a_good_newcomer_is_let_in(health: Health) -> None:
-    """Probed at the door, paired at the next gathering."""
-    job = health.start("1:3", CHECK, "--grow=now", nodes=2)
-    first = health.world_of(0, 1)
     job.add_node()
-    world = health.world_of(0, 1, 2, since=first.began)
-    assert world.restarts == 0
-    health.finish(0, 0, 0)
+    assert health.world_of(0, 1, 3, since=world.began).restarts == 0
+    health.finish(0, 0, 75, 0)
 
 
 @further("core/nodes/test_admission")
@@ -130,18 +101,6 @@ def test_a_node_whose_rank_failed_is_probed(health: Health) -> None:
     for number in (0, 1):
         job.wait_for_output(number, re.compile("(?s)(this machine is being probed with node.*){2}"))
     health.finish(0, 0)
-
-
-def _page(said: str) -> str:
-    found = re.search(r"http://[^\s/]+/", said)
-    assert found, said
-    return found[0]
-
-
-def _json(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url, timeout=240) as answer:
-        page: dict[str, Any] = json.loads(answer.read())
-    return page
 
 
 # ---------------------------------------------------------------- quarantine by occupation
@@ -183,3 +142,55 @@ def test_it_stays_no_longer_than_it_is_excluded(health: Health) -> None:
     assert "it has been parked for long enough" in health.excluded(1)
     health.goes_on(world)
     health.finish(0, 75)
+
+
+@further("sim/test_chaos::test_invariants_hold_with_the_network_check")
+def test_killed_in_the_middle_of_a_check(health: Health) -> None:
+    """A probe hangs, so that the moment can be met. The next master checks anew, and comes to the
+    same."""
+    job = health.start("2:3", CHECK, times(probe_timeout=15), fault="probe-hang=comm@node2")
+    job.wait_for(lambda s: "check" in s.reason)
+    job.kill_master()
+    assert re.search(r"in comm with .*hung", health.excluded(2))
+    health.world_of(0, 1)
+    health.finish(0, 0, 75)
+
+
+@further("core/nodes/test_admission", "core/job/test_facts")
+def test_killed_after_a_verdict(health: Health) -> None:
+    """Ranks do not notice, the list is the same, and who stands on it is refused as before. (A
+    record lasts as long as the agent that started the first master: not the bad one's.)"""
+    job = health.start("1:2", CHECK, fault="probe-fail=compute@node1", together=False)
+    health.excluded(1)
+    world = health.world_of(0)
+    before = health.listed()
+    job.nodes[1].env = {"ELASTICRUN_FAULT": ""}  # mended, but that is not asked
+    refused(health)
+    job.kill_master()
+    job.wait_for_output(0, "the master answers again")
+    job.wait_for(lambda s: bool(s.excluded))
+    after = health.listed()
+    assert (after.node, after.host, after.reason) == (before.node, before.host, before.reason)
+    assert after.remaining <= before.remaining
+    refused(health)
+    health.goes_on(world)
+    health.finish(0, 75)
+
+
+def refused(health: Health) -> None:
+    """Node 1, which says for how long."""
+    before = len(health.said(1))
+    health.job.restart_node(1)
+    health.excluded(1)
+    assert re.search(r"excluded .*\d+ s\b", health.said(1)[before:]), health.said(1)
+
+
+@further("sim/test_chaos::test_invariants_hold_with_the_network_check")
+def test_killed_while_checked_nodes_train(health: Health) -> None:
+    """Who trains is trusted: no round ends, and nobody is probed again."""
+    job = health.start("2", CHECK)
+    world = health.world_of(0, 1)
+    job.kill_master()
+    job.wait_for_output(0, "the master answers again")
+    health.goes_on(world, 20)
+    health.finish(0, 0)

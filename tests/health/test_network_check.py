@@ -11,7 +11,7 @@ import pytest
 from tests.counting import times
 from tests.further import cases, further
 from tests.harness import clean_environment, ran
-from tests.health.jobs import CHECK, Health
+from tests.health.conftest import CHECK, Health
 
 pytestmark = pytest.mark.slow
 
@@ -100,15 +100,6 @@ def test_a_job_of_one_bad_node(health: Health) -> None:
     health.start("1", CHECK, fault="probe-fail=compute@node0")
     assert re.search(r"node0\b.*compute", health.excluded(0))
     assert health.trained() == set()
-
-
-@further("agent/workers/test_probing::test_two_nodes_of_two_ranks_measure_the_worst_of_theirs")
-def test_every_local_rank_is_probed(health: Health) -> None:
-    """Two ranks a node: the world of a probe has both of each node."""
-    job = health.start("2", CHECK, nproc_per_node=2)
-    job.wait_for_world(4)
-    assert all("with node" in node.health for node in job.status().nodes), job.status()
-    health.finish(0, 0)
 
 
 # ---------------------------------------------------------------- --comm-perf-test

@@ -9,7 +9,7 @@ import pytest
 
 from tests.counting import times
 from tests.further import cases, further
-from tests.health.jobs import CHECK, PACES, Health
+from tests.health.conftest import CHECK, PACES, Health
 
 pytestmark = pytest.mark.slow
 

@@ -2,20 +2,70 @@
 
 After every schedule: by the step logs there was one world at most at any time (the fixture looks),
 and when the network has healed the job is whole again, or says what would end its wait.
+
+An agent cannot tell a lost master from a partition, nor a master a lost node from one that trains
+on. Nothing begins before the old world is known to have ended, or, where nobody can be heard,
+before every agent of it has given the master up and stopped its ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
+from elasticrun.config import EXIT_FAILED
 from elasticrun.testing.job import ElasticJob
 from elasticrun.testing.steps import Step
-from tests.further import further
-from tests.partitions.conftest import LIMIT, Build, times, whole_again
+from tests import counting
+from tests.further import cases, further
+from tests.harness import SCRIPTS, await_exit
 
 pytestmark = pytest.mark.slow
+
+LIMIT = 240.0
+"""Seconds that healing may take on a busy machine, with back-offs of a minute that are not ours."""
+
+Build = Callable[..., ElasticJob]
+
+
+def times(**seconds: float) -> str:
+    """--rdzv-conf with times at which a schedule is over in seconds, but no agent that merely
+    stands still for a while on a busy machine is given up; and whatever differs."""
+    return counting.times(**{"last_call_timeout": 2.0, "heartbeat_timeout": 8.0, **seconds})
+
+
+@pytest.fixture
+def cluster(elastic_job: Any) -> Iterator[Build]:
+    """Makes a job of hosts that sums; after every schedule no two of its worlds overlapped."""
+    jobs: list[ElasticJob] = []
+
+    def build(nnodes: str, nodes: int, *, conf: str = times(), **more: Any) -> ElasticJob:
+        job: ElasticJob = elastic_job(
+            str(SCRIPTS / "sums.py"),
+            100_000,
+            more.pop("pause", 0.02),
+            nnodes=nnodes,
+            nodes=nodes,
+            hosts=True,
+            options=["--grow=now", "--restart-grace=20", conf],
+            **more,
+        )
+        jobs.append(job)
+        job.wait_for(step=3, world_size=nodes, timeout=LIMIT)
+        return job
+
+    yield build
+    for job in jobs:
+        job.one_world()
+
+
+def whole_again(job: ElasticJob, size: int, since: float) -> None:
+    """The network has healed: a world of all nodes trains, and none of this cost a restart."""
+    job.wait_for(step=3, world_size=size, since=since, timeout=LIMIT)
+    assert job.wait_for(world_size=size).restart_count == 0
 
 
 def test_one_of_three_lost_by_a_cut_cable_and_by_a_kill(cluster: Build) -> None:
@@ -143,3 +193,59 @@ def test_a_link_that_flaps_slowly(cluster: Build) -> None:
     began = job.steps()[-1]
     job.mend()
     job.wait_for(step=began.step + 20, world_size=2)
+
+
+LOST = 10.0
+"""master_lost_timeout of these jobs, seconds; ranks are ended, too, where an agent stands still for
+so long."""
+
+BARRED = (
+    "no node of the last round can be heard, so its ranks may still run; the next round waits "
+    "until they have stopped by themselves"
+)
+
+
+def fence(job: ElasticJob, at: float, newcomer: int) -> None:
+    """The old world goes on unheard since `at`; the newcomer waits, says for what, and begins only
+    when the last rank of the old world has stopped for good."""
+    job.wait_for(phase="gathering", reason=BARRED, timeout=LIMIT)
+    job.wait_for_output(newcomer, BARRED)  # the waiting agent tells its user
+    first = job.wait_for(step=0, since=at, timeout=LIMIT)
+    last = max(record.time for record in job.steps() if record.world != first.world)
+    assert last - at >= LOST, "the old world trains on until its agents give the master up"
+    assert first.time > last
+    assert first.world_size == 1
+
+
+@pytest.mark.parametrize("size", cases([1, 2], kept=[1]))
+def test_nodes_that_are_cut_off_train_on_alone(cluster: Build, size: int) -> None:
+    """1:4 with a master outside; the links of its nodes to that are cut, of two not those to each
+    other, and one more stands at the door."""
+    job = cluster("1:4", size, master=True, conf=times(master_lost_timeout=LOST))
+    at = job.cut(0) if size == 1 else job.cut(0, "master")
+    if size == 2:
+        job.cut(1, "master")
+    job.add_node()
+    fence(job, at, newcomer=size)
+    heal(job, *range(size), whole=size + 1)
+
+
+def heal(job: ElasticJob, *given_up: int, whole: int) -> None:
+    """These agents have ended with the code for it; started again, they make the job whole."""
+    at = job.mend()
+    for number in given_up:
+        assert not await_exit([job.nodes[number].pid])
+        assert job.nodes[number].exit_code == EXIT_FAILED
+        assert f"no master answered for {LOST:g} s" in job.output(number)
+        job.restart_node(number)
+    whole_again(job, whole, at)
+
+
+@further("test_nodes_that_are_cut_off_train_on_alone")
+def test_a_word_of_one_member_is_enough(cluster: Build) -> None:
+    """A collective needs every rank, so once one member of a world has stopped, the others need not
+    wait for a node that is cut off: with the default of 600 s nobody does."""
+    job = cluster("1:4", 2, master=True, conf=times(master_lost_timeout=600))
+    at = job.cut(1)
+    job.wait_for(step=0, world_size=1, since=at, timeout=LIMIT)
+    whole_again(job, 2, job.mend())

@@ -18,7 +18,7 @@ import pytest
 
 from elasticrun.testing import processes
 from elasticrun.testing.hosts import Lab
-from tests.harness import SCRIPTS, Launched, World, world_in
+from tests.harness import SCRIPTS, Launched, World, own_folders, world_in
 
 pytestmark = pytest.mark.slow
 
@@ -42,13 +42,9 @@ class Machines:
         """Have a person type the command on this machine."""
         if name not in self.lab.hosts:
             self.lab.add(name)
-        own = self.world.scratch / name
-        for folder in ("tmp", "run"):
-            (own / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         env = {
             **QUICK,
-            "TMPDIR": str(own / "tmp"),
-            "XDG_RUNTIME_DIR": str(own / "run"),
+            **own_folders(self.world.scratch / name),
             **({"ELASTICRUN_SHARED": str(self.folder)} if shared else {}),
         }
         argv = [*self.lab.prefix(name), sys.executable, "-m", "elasticrun"]

@@ -4,29 +4,23 @@ Argument: a folder, with `checkpoint`, and `stop` when the script is to end. The
 step is written after the all-reduce of the next one, when every rank has said its step.
 
 $COUNTS_PAUSE: seconds between two steps. $COUNTS_TELLS: set where each step is told to the agent as
-progress, by which stragglers are found. $COUNTS_FAILS: set for a node whose ranks die right after
-their first step. $COUNTS_FAILING_RANKS: group ranks one of which does, wherever it is: they take
-turns with every restart. $COUNTS_FAILS_LATER: set where all that waits until the file `fails` is in
-the folder.
-
-Under a test that listens (tests/harness.py) it obeys between two steps: die · ignore (SIGTERM) ·
-slow(seconds, until): to need so long to end when told to, and until there is such a file · chat
+progress, by which stragglers are found. $COUNTS_PRINTS: set where each is printed, at length.
+$COUNTS_FAILS: set for a node whose ranks die right after their first step. $COUNTS_FAILING_RANKS:
+group ranks one of which does, wherever it is: they take turns with every restart.
+$COUNTS_FAILS_LATER: set where all that waits until the file `fails` is in the folder. $COUNTS_ENDS:
+how ranks obey SIGTERM: `never`, after so many seconds, or `later`: when `may-end` is in the folder.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from stage import Stage
 
 from elasticrun.testing import step
 
@@ -37,45 +31,21 @@ TURN = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) % len(FAILING)
 FAILS = "COUNTS_FAILS" in os.environ or os.environ["GROUP_RANK"] == FAILING[TURN]
 LATER = "COUNTS_FAILS_LATER" in os.environ
 TELLS = "COUNTS_TELLS" in os.environ
-ORDERS: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-doing: set[str] = set()
+ENDS = os.environ.get("COUNTS_ENDS", "")
 
 
-def listen(stage: Stage) -> None:
-    """From a thread of its own."""
-    for order in stage.orders():
-        ORDERS.put(order)
-
-
-def obey(stage: Stage) -> None:
-    while not ORDERS.empty():
-        order = ORDERS.get()
-        do = order["do"]
-        if do == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif do == "ignore":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        elif do == "slow":
-            end_late(**order)
-        doing.add(do)
-        stage.say("done", what=do)
-
-
-def end_late(do: str, seconds: float, until: str = "") -> None:
-    def late(*_: object) -> None:
-        time.sleep(seconds)
-        while until and not Path(until).exists():
-            time.sleep(0.02)
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, late)
+def end_late(*_: object) -> None:
+    time.sleep(0 if ENDS == "later" else float(ENDS))
+    while ENDS == "later" and not (FOLDER / "may-end").exists():
+        time.sleep(0.02)
+    os._exit(0)
 
 
 def sum_up(word: torch.Tensor) -> None:
     try:
         dist.all_reduce(word)
     except RuntimeError:
-        while "slow" in doing:  # a peer has gone; this one ends when it is told to, and not before
+        while ENDS:  # a peer has gone; this one ends when it is told to, and not before
             signal.pause()
         raise
 
@@ -98,9 +68,8 @@ def save(number: int) -> None:
         draft.rename(FOLDER / "checkpoint")
 
 
-stage = Stage() if "ELASTICRUN_TEST_SOCKET" in os.environ else None
-if stage is not None:
-    threading.Thread(target=listen, args=(stage,), daemon=True).start()
+if ENDS:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if ENDS == "never" else end_late)
 if TELLS:
     from elasticrun.training import progress
 dist.init_process_group("gloo")
@@ -115,12 +84,10 @@ while not stop:
     number += 1
     if TELLS:
         progress(number)
-    if "chat" in doing:
+    if "COUNTS_PRINTS" in os.environ:
         print(f"rank {dist.get_rank()} step {number} " + "x" * 2000, flush=True)
     if FAILS and (not LATER or (FOLDER / "fails").exists()):
         os._exit(13)
-    if stage is not None:
-        obey(stage)
     time.sleep(PAUSE)
 dist.barrier()
 save(number)

@@ -1,9 +1,9 @@
 """The real command line in a process whose loop, or whose interpreter, a test can block.
 
-The test finds it at its hub by the name in $STALLING_NAME. Orders: loop(seconds) blocks the event
-loop's thread (a file system that hangs, a long garbage collection); gil(seconds) holds the
-interpreter's lock, so that no Python thread of the process runs at all (a C extension that does
-not let go).
+The test finds it at its hub by its node's id, or as `master`. Orders: loop(seconds) blocks the
+event loop's thread (a file system that hangs, a long garbage collection); gil(seconds) holds the
+interpreter's lock, so that no Python thread of the process runs at all (a C extension that does not
+let go).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def listen() -> None:
     def say(**what: object) -> None:
         connection.sendall(json.dumps(what).encode() + b"\n")
 
-    say(event="hello", rank=-1, name=os.environ["STALLING_NAME"])
+    ids = [word.partition("=")[2] for word in sys.argv if word.startswith("--node-id=")]
+    say(event="hello", rank=-1, name=ids[-1] if ids else "master")
     for line in connection.makefile("r"):
         order = json.loads(line)
         seconds = float(order["seconds"])

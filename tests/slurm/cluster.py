@@ -75,7 +75,6 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 
 
 def missing() -> list[str]:
-    """The programs that are not here."""
     return [name for name in PROGRAMS if _program(name) is None]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests import needs
 from tests.compat.live import PUPPET
-from tests.harness import LIMIT, Launched, Peer, World, passed, until_file
+from tests.harness import LIMIT, Launched, Peer, World, host_of, passed, until_file
 from tests.slurm.cluster import Cluster, missing
 
 NODES = 4
@@ -58,7 +58,6 @@ class Slurm:
         return self.submits(*options, str(path), env=env)
 
     def submits(self, *words: str, env: dict[str, str] | None = None) -> Batch:
-        """`sbatch` with these words."""
         console = self.folder / f"batch-{self._scripts}.txt"
         console.touch()
         self._scripts += 1
@@ -83,11 +82,7 @@ class Slurm:
         assert self.srun(f"--dependency=afterany:{job.number}", "true").wait(2 * LIMIT) == 0
 
     def host_of(self, peer: Peer) -> str:
-        """The name of the machine on which a rank runs."""
-        for name in self.cluster.nodes:
-            if peer.pid in self.cluster.host(name).pids():
-                return name
-        raise AssertionError(f"{peer.hello} is on no machine of the cluster")
+        return host_of(peer, self.cluster.lab)
 
     def show(self) -> None:
         """For a test that failed: what everybody has said."""
@@ -105,7 +100,6 @@ class Batch:
         self.console = console
 
     def until_text(self, text: str) -> str:
-        """Wait until its console shows `text`; everything that it shows then."""
         return until_file(self.console, lambda shown: text in shown)
 
 

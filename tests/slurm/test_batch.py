@@ -1,4 +1,6 @@
-"""Batch jobs that Slurm ends: they save first, and go on where they were."""
+"""Batch jobs that Slurm ends, whose time is over for instance: they save first, and go on where
+they were. `scontrol` moves the end of jobs that run, and the controller, which looks at them every
+30 s, does the rest."""
 
 from __future__ import annotations
 
@@ -10,20 +12,94 @@ import pytest
 from elasticrun.config import EXIT_SAVED
 from tests.further import further
 from tests.harness import until_file
+from tests.render.rendered import render
 from tests.slurm import page
-from tests.slurm.conftest import Slurm
-from tests.slurm.training import (
-    UNHURRIED,
-    begun,
-    goes_on_from,
-    markers,
-    saved,
-    second_life,
-    trains,
-    two_lives,
-)
+from tests.slurm.conftest import Batch, Slurm, meeting
+from tests.snapshots.conftest import TRAIN, ends, starts, until_printed
 
 pytestmark = pytest.mark.slow
+
+ASKED = re.compile(r"every rank is asked to save step (\d+)")
+
+RANKS = (0, 1)
+
+UNHURRIED = "--departure-grace=100"
+"""Less than KillWait and GraceTime; that a save is quick is nothing that this machine promises."""
+
+LIVES = """
+import os, runpy, sys
+first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+sys.argv += ["--steps", str(10**9 if first else 1)]
+runpy.run_path({train!r}, run_name="__main__")
+"""
+"""The first life is without an end, which somebody must make; the second has nothing left to do."""
+
+
+def two_lives(slurm: Slurm, persist_every: int = 0) -> list[str]:
+    """A training that ends in its second life: a script and its arguments."""
+    script = slurm.folder / "train.py"
+    script.write_text(LIVES.format(train=str(TRAIN)))
+    out, ckpt = slurm.folder / "out", slurm.folder / "ckpt"
+    out.mkdir()
+    persist = ("--persist-every", str(persist_every)) if persist_every else ()
+    every = ("--every", "5", "--print-at", "5")
+    return [str(script), *every, *persist, "--out", str(out), "--ckpt", str(ckpt)]
+
+
+def trains(slurm: Slurm, *options: str, flags: str = "", persist_every: int = 0) -> Batch:
+    """Such a training on two nodes, whose script requeues it; returns when it has begun."""
+    job = slurm.sbatch(
+        f"srun --ntasks-per-node=1 --no-kill {meeting('2', '$(hostname)')} {UNHURRIED} {flags} "
+        f"{' '.join(two_lives(slurm, persist_every))}\n"
+        'code=$?; echo "over $code"\n'
+        '[ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"',
+        *("-N2", "--requeue", *options),
+    )
+    begun(slurm)
+    return job
+
+
+def begun(slurm: Slurm) -> None:
+    """Wait until every rank has taken a snapshot: before its first step it has nothing to save."""
+    for rank in RANKS:
+        until_printed(slurm.folder / "out", rank)
+
+
+def markers(slurm: Slurm) -> list[int]:
+    """The steps that are in storage."""
+    found = (slurm.folder / "ckpt").glob("step-*/.metadata")
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
+
+
+def saved(slurm: Slurm, job: Batch) -> int:
+    """The step that all ranks were asked for; it is the only one in storage."""
+    step = int(ASKED.findall(job.console.read_text())[-1])
+    assert markers(slurm) == [step]
+    return step
+
+
+def second_life(slurm: Slurm) -> None:
+    """Wait until every rank has begun it."""
+    for rank in RANKS:
+        told = slurm.folder / "out" / f"rank-{rank}.jsonl"
+        until_file(told, lambda text: text.count('"start"') == 2)
+
+
+def goes_on(slurm: Slurm, job: Batch) -> None:
+    """The second life begins, and takes up what the first one has saved."""
+    second_life(slurm)
+    goes_on_from(slurm, job, saved(slurm, job))
+
+
+def goes_on_from(slurm: Slurm, job: Batch, step: int) -> None:
+    """The second life takes up this step, on whatever nodes it is given, and ends well."""
+    slurm.await_end(job)
+    assert slurm.told(job, "JobState") == "COMPLETED"
+    assert slurm.told(job, "Restarts") == "1"
+    for rank in RANKS:
+        assert starts(slurm.folder / "out", rank) == [0, step]
+        assert len(ends(slurm.folder / "out", rank)) == 1
+
 
 WRITTEN = re.compile(r"the checkpoint of step \d+ is written")
 TOLD = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -33,8 +109,7 @@ def test_a_requeued_job_goes_on_where_it_was(slurm: Slurm) -> None:
     """Slurm signals every process of the step, and they save one step."""
     job = trains(slurm)
     slurm.cluster.run("scontrol", "requeue", str(job.number))
-    second_life(slurm)
-    goes_on_from(slurm, job, saved(slurm, job))
+    goes_on(slurm, job)
 
 
 @further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")
@@ -44,7 +119,7 @@ def test_a_job_makes_room_for_an_urgent_one(slurm: Slurm) -> None:
     urgent = slurm.srun("--partition=urgent", "-N4", "--exclusive", "true")
     second_life(slurm)
     assert urgent.wait() == 0
-    goes_on_from(slurm, job, saved(slurm, job))
+    goes_on(slurm, job)
 
 
 @further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")
@@ -58,8 +133,7 @@ def test_the_script_of_the_page(slurm: Slurm) -> None:
     job = slurm.sbatch(page.script("#!/bin/bash", here))
     begun(slurm)
     slurm.cluster.run("scancel", "--signal=TERM", str(job.number))
-    second_life(slurm)
-    goes_on_from(slurm, job, saved(slurm, job))
+    goes_on(slurm, job)
 
 
 @further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")
@@ -68,8 +142,7 @@ def test_a_signal_before_the_end(slurm: Slurm, name: str, flags: str) -> None:
     """`--signal=USR1@...`: the step gets it, so many seconds before the time limit. Agents are told
     that it ends them (SIGTERM does anyway)."""
     job = trains(slurm, "--time=1", f"--signal={name}@30", flags=flags)
-    second_life(slurm)
-    goes_on_from(slurm, job, saved(slurm, job))
+    goes_on(slurm, job)
     assert f"\nover {EXIT_SAVED}\n" in job.console.read_text()
 
 
@@ -107,3 +180,39 @@ def test_the_machine_of_the_batch_script_loses_power(slurm: Slurm, no_kill: bool
     step = markers(slurm)[-1]
     assert first not in slurm.nodes_of(job)
     goes_on_from(slurm, job, step)
+
+
+LEAD = 150
+
+
+def ends_in(slurm: Slurm, job: Batch, seconds: int) -> None:
+    """Its time is over then."""
+    slurm.cluster.run("scontrol", "update", f"jobid={job.number}", f"EndTime=now+{seconds}seconds")
+
+
+@further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")
+def test_two_jobs_whose_time_is_over(slurm: Slurm) -> None:
+    """Without `--signal`: SIGTERM to every process at the end, twice within milliseconds, SIGKILL
+    when KillWait is over. By then a step that all ranks have is in storage; but the batch script is
+    ended too, and nothing requeues the job.
+
+    As `render slurm --signal` has it: the signal comes before the end. The nodes save a step and
+    leave, the script puts its job back into the queue, and it goes on where it was."""
+    (slurm.folder / "rendered").mkdir()
+    other = Slurm(slurm.cluster, slurm.world, slurm.folder / "rendered")
+    script = render(
+        "slurm", "--name", "tr", "--nnodes", "2", "--time", "30", "--signal", f"USR1@{LEAD}",
+        "--requeue", "1", *UNHURRIED.split("="), "--", *two_lives(other),
+    ).out  # fmt: skip
+    rendered, plain = other.sbatch(script), trains(slurm)
+    begun(other)
+    ends_in(other, rendered, LEAD + 20)
+    ends_in(slurm, plain, 1)
+
+    slurm.await_end(plain)
+    assert slurm.told(plain, "JobState") == "TIMEOUT"
+    assert "DUE TO TIME LIMIT" in plain.console.read_text()
+    saved(slurm, plain)
+
+    goes_on(other, rendered)
+    assert "DUE TO TIME LIMIT" not in rendered.console.read_text()

@@ -1,11 +1,19 @@
-"""Steps: srun with one agent a node, and several jobs at a time."""
+"""Steps: srun with one agent a node, several jobs at a time, what `elasticrun render slurm` prints,
+and machines that lose power: with `--no-kill` Slurm lets the others be, and they go on long before
+Slurm knows."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import psutil
 import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.further import further
+from tests.harness import Peer, until_file
+from tests.render.rendered import render
+from tests.slurm import page
 from tests.slurm.conftest import Slurm, agent
 
 pytestmark = pytest.mark.slow
@@ -76,3 +84,90 @@ def test_a_node_is_excluded_and_the_job_is_done(
     slurm.await_end(job)
     assert slurm.told(job, "JobState") == state
     assert slurm.told(job, "ExitCode") == code
+
+
+@further("render/test_slurm", "render/test_goldens")
+def test_a_rendered_script_runs_with_a_spare(slurm: Slurm) -> None:
+    """Three nodes are allocated, two train, and the one that waits ends well with the job."""
+    script = render(
+        "slurm", "--name", "tr", "--nnodes", "2", "--spares", "1", "--cpus-per-task", "2",
+        "--time", "30", "--requeue", "1", "--env", "NOTE=it's", "--max-restarts", "1",
+        "--save-at-breakpoint", "--", PUPPET,
+    ).out  # fmt: skip
+    job = slurm.sbatch(script)
+    peers = slurm.world.hub.ranks(2, world_size=2)
+    assert {peer.run_id for peer in peers} == {str(job.number)}
+    assert allreduce(slurm.world, peers) == [2, 2]
+    until_file(job.console, lambda shown: "spare: the round is full" in shown)
+    finish(peers)
+    slurm.await_end(job)
+    assert slurm.told(job, "JobState") == "COMPLETED"
+    assert slurm.told(job, "ExitCode") == "0:0"
+
+
+@further("render/test_slurm", "slurm/test_steps::test_a_step_whose_ranks_fail")
+def test_the_script_ends_with_the_code_of_the_job(slurm: Slurm) -> None:
+    """An agent is killed, a spare takes its place, and the training is done: srun ends with 137,
+    the job with 0."""
+    script = render(
+        "slurm", "--name", "tr", "--nnodes", "2", "--spares", "1", "--max-restarts", "0",
+        "--rdzv-conf", "last_call_timeout=1,heartbeat_timeout=10", "--", PUPPET,
+    ).out  # fmt: skip
+    job = slurm.sbatch(
+        script.replace("\ncode=$?\nown_code", '\ncode=$?; echo "srun $code"\nown_code')
+    )
+    peers = slurm.world.hub.ranks(2, world_size=2)
+    first = slurm.nodes_of(job)[0]
+    lost = next(peer for peer in peers if slurm.host_of(peer) != first)
+    above = [psutil.Process(lost.pid), *psutil.Process(lost.pid).parents()]
+    agent = next(one for one, parent in pairwise(above) if parent.name() == "bash")
+    agent.kill()
+    old = {peer.pid for peer in peers}
+    peers = slurm.world.hub.ranks(2, world_size=2, pid=lambda pid: pid not in old)
+    finish(peers)
+    slurm.await_end(job)
+    assert "srun 137\n" in job.console.read_text()
+    assert slurm.told(job, "JobState") == "COMPLETED"
+    assert slurm.told(job, "ExitCode") == "0:0"
+
+
+QUICK = "--rdzv-conf=heartbeat_timeout=10,last_call_timeout=1"
+"""A node that stands still for a shorter while has not lost its power."""
+
+
+def next_world(slurm: Slurm, size: int, old: set[int]) -> list[Peer]:
+    """The ranks of the world that comes after these processes, which sums."""
+    peers = slurm.world.hub.ranks(size, world_size=size, pid=lambda pid: pid not in old)
+    assert allreduce(slurm.world, peers) == [size] * size
+    return peers
+
+
+@further(
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
+    "partitions/test_partitions::test_one_of_three_lost_by_a_cut_cable_and_by_a_kill",
+)
+def test_nodes_lose_power_one_after_the_other(slurm: Slurm) -> None:
+    """2:3 on four nodes. The spare takes the place of the first that is lost; without another, the
+    two that are left go on. No restart is charged, and Slurm has noticed nothing. When it does,
+    that disturbs nobody."""
+    here = {"train.py": f"{QUICK} {PUPPET}"}
+    step = slurm.types(*page.command("srun -N4 --no-kill", here))
+    peers = next_world(slurm, 3, set())
+    busy = [slurm.host_of(peer) for peer in peers]
+    (spare,) = set(slurm.cluster.nodes) - set(busy)
+    lost = []
+    for size in (3, 2):
+        lost.append(next(name for name in reversed(busy) if name != "n1"))
+        # a late node's first world may have been one of two: those have gone
+        known = {peer.pid for peer in slurm.world.hub.peers}
+        slurm.cluster.power_off(lost[-1])
+        peers = next_world(slurm, size, known)
+        busy = [slurm.host_of(peer) for peer in peers]
+        assert lost[-1] not in busy
+        assert (spare in busy) is (size == 3) or spare not in lost
+    assert all("down" not in slurm.cluster.state(name) for name in lost)
+    for name in lost:
+        slurm.cluster.run("scontrol", "update", f"nodename={name}", "state=down", "reason=power")
+    assert allreduce(slurm.world, peers) == [2, 2]
+    finish(peers, step)
+    assert "(no restart used)" in step.stderr

@@ -63,7 +63,6 @@ class Example:
 
 
 def words_of(folder: Path, lines: int, vocabulary: int) -> str:
-    """Made-up text."""
     drawn = random.Random(1)
     text = "\n".join(
         " ".join(f"w{drawn.randrange(vocabulary)}" for _ in range(20)) for _ in range(lines)

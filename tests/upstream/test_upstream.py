@@ -83,6 +83,5 @@ def test_torchs_own_tests(name: str, folder: Path, tmp_path: Path) -> None:
 
 
 def classes(file: Path) -> list[str]:
-    """The classes of tests in a file."""
     lines = file.read_text().splitlines()
     return [line[6:].partition("(")[0] for line in lines if line.startswith("class ")]
