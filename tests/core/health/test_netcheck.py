@@ -402,16 +402,6 @@ def test_a_failure_that_passes_the_second_time_convicts_nobody() -> None:
     assert netcheck.standing("n1") is Standing.GOOD
 
 
-def test_a_convicted_node_that_comes_back_well_is_probed_and_let_in() -> None:
-    netcheck = fresh()
-    drive(netcheck, names(4), Machines((Fault("comm", "n1"),)), 0.0)
-    assert netcheck.standing("n1") is Standing.UNKNOWN
-    netcheck.lost("n1", "excluded", 10.0)
-    outcome = drive(netcheck, names(4), Machines(()), 4000.0)
-    assert [group.nodes for group in outcome.groups[0]] == [("n0", "n1")]
-    assert netcheck.standing("n1") is Standing.GOOD
-
-
 def test_a_node_that_is_suspected_during_the_check_is_probed_before_it_ends() -> None:
     netcheck = fresh()
     netcheck.trust(["n0", "n1"])

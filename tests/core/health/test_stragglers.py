@@ -60,18 +60,6 @@ class Training:
         return list(dict.fromkeys(slowness.node for _, slowness in self.found))
 
 
-def test_a_slow_node_is_suspected_after_it_was_slow_for_long_enough() -> None:
-    training = Training(("n0", "n1", "n2", "n3"))
-    training.run(60.0, {"n0": 0.1, "n1": 0.1, "n2": 0.31, "n3": 0.11})
-    ((when, slowness),) = training.found
-    assert slowness.node == "n2"
-    assert 30.0 <= when <= 30.0 + WARM + 2
-    assert slowness.evidence == (
-        "its own part of a step takes 0.31 s, the others' 0.1 s (median of 3 nodes), for 30 s; it "
-        "waits 3% of its time, the others 69%"
-    )
-
-
 def test_a_node_that_stays_slow_is_suspected_again_and_again() -> None:
     """Whether it can be spared may have changed meanwhile."""
     training = Training(("n0", "n1", "n2", "n3"))

@@ -167,15 +167,6 @@ def test_a_partner_that_has_another_life_is_not_waited_for() -> None:
     assert [type(order) for order in master.orders(1)] == [m.Start]
 
 
-def test_no_answer_is_late_while_the_master_did_not_listen() -> None:
-    master, orders = gathered()
-    master.now = 300.0
-    master.feed(fx.Overslept(299.0))
-    master.feed(fx.Tick())
-    passed(master, orders)
-    assert [type(order) for order in master.orders(1)] == [m.Start]
-
-
 def test_no_answer_within_the_limit_is_a_failure() -> None:
     master, orders = gathered()
     master.hear(1, answer(orders["a"]))
@@ -238,17 +229,6 @@ def test_an_excluded_node_is_refused_on_its_host_and_probed_on_another() -> None
     assert [order for order in master.orders(13) if isinstance(order, m.Probe)]
 
 
-def test_when_its_time_is_over_it_may_come_back_and_is_probed() -> None:
-    master, orders = gathered(4)
-    convict(master, orders, "b")
-    master.feed(fx.Detached(2, clean=True))
-    master.now = 50.0
-    attach(master, 12, "b", incarnation="life-2")
-    assert isinstance(master.orders(12)[0], m.Welcome)
-    master.hear(12, m.Join(Endpoint("10.0.0.2", 4001)))
-    assert [order for order in master.orders(12) if isinstance(order, m.Probe)]
-
-
 def test_the_job_waits_below_its_smallest_size_and_names_who_is_missing() -> None:
     master, orders = gathered(4)
     convict(master, orders, "b")
@@ -281,20 +261,6 @@ def train(master: Master, name: RoundName, slow: str, seconds: int, nodes: int) 
             master.hear(session_of(node), m.Steps(name, number, 1, 0.9, own, 0.9 - own))
             said += notes(master)
     return said
-
-
-@pytest.mark.parametrize(
-    ("unwanted", "why"), [(False, "--exclude-straggler"), (True, "no node to spare")]
-)
-def test_a_straggler_is_named_and_stays(unwanted: bool, why: str) -> None:
-    checks = structs.replace(CHECKS, exclude_stragglers=unwanted)
-    master, name = training(3, structs.replace(CHECKED, checks=checks))
-    (told,) = train(master, name, "c", 60, 3)
-    assert told.startswith("c is slow in training: ")
-    assert why in told
-    status = master.job.status()
-    assert (status.phase, status.excluded) == ("running", ())
-    assert any(told.startswith(n.health.split(";")[0]) for n in status.nodes)
 
 
 def test_steps_of_an_older_round_say_nothing() -> None:

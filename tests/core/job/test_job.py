@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from elasticrun.config import EXIT_FAILED
 from elasticrun.core import events as fx
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
@@ -139,15 +138,3 @@ def test_after_the_end_whoever_comes_is_told_it() -> None:
     master.feed(fx.Detached(1, True))
     assert master.job.next_deadline() is None
     assert master.job.status().phase == "ended"
-
-
-def test_a_refused_stream_is_told_why_and_closed() -> None:
-    master = Master()
-    master.running()
-    master.feed(fx.Attached(5, hello("a", incarnation="another")))
-    (refused,) = master.orders(5)
-    assert isinstance(refused, m.Refused)
-    assert refused.exit_code == EXIT_FAILED
-    assert fx.Hangup(5) in master.effects
-    master.hear(5, m.Join(Endpoint("10.0.0.9", 1)))
-    assert master.effects == []
