@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -41,7 +40,7 @@ from tests.detection.environments import (
 )
 from tests.doctor.child import finding, one
 from tests.harness import clean_environment, free_port
-from tests.master.people import LIMIT, serving, status
+from tests.master.people import LIMIT, serving, status, told
 
 pytestmark = pytest.mark.slow
 
@@ -89,19 +88,6 @@ def doctor(
         timeout=LIMIT,
         check=False,
     )
-
-
-async def beside(*words: str, environ: dict[str, str]) -> tuple[int, str, str]:
-    """The command while this process serves: exit code, stdout, stderr."""
-    made = await asyncio.create_subprocess_exec(
-        *WITH_TIME,
-        *words,
-        env=environ,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await asyncio.wait_for(made.communicate(), LIMIT)
-    return made.returncode or 0, out.decode(), err.decode()
 
 
 def findings(text: str) -> list[Finding]:
@@ -297,7 +283,7 @@ async def test_what_the_master_says(environ: dict[str, str]) -> None:
     environ["ELASTICRUN_TOKEN"] = TOKEN
     async with serving(token=TOKEN) as served:
         where = f"--rdzv-endpoint={served.endpoint}"
-        code, out, err = await beside("--json", where, environ=environ)
+        code, out, err = await told(*WITH_TIME, "--json", where, **environ)
         assert (code, err) == (0, "")
         found = findings(out)
         assert "the master of job 'job' answers" in one(found, "master").seen
@@ -312,7 +298,7 @@ async def test_a_second_host_of_our_name_in_the_job(environ: dict[str, str]) -> 
         other = replace(node, host=socket.gethostname(), address="198.51.100.9")
         served.brain.page = status(nodes=(other,))
         where = f"--rdzv-endpoint={served.endpoint}"
-        _, out, _ = await beside("--json", where, environ=environ)
+        _, out, _ = await told(*WITH_TIME, "--json", where, **environ)
         twice = one(findings(out), "host name in the job")
         assert twice.state is Level.WARNING
         assert "198.51.100.9" in twice.seen
@@ -329,7 +315,7 @@ def test_a_master_that_does_not_answer(environ: dict[str, str]) -> None:
 async def test_a_master_that_refuses_us(environ: dict[str, str]) -> None:
     async with serving(token=TOKEN) as served:
         where = f"--rdzv-endpoint={served.endpoint}"
-        code, out, _ = await beside("--json", where, environ=environ)
+        code, out, _ = await told(*WITH_TIME, "--json", where, **environ)
         assert code == 1
         assert TOKEN_WANTED in one(findings(out), "master").seen
 
@@ -339,10 +325,10 @@ async def test_over_tls(environ: dict[str, str], tmp_path: Path) -> None:
     flags = (f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}")
     async with serving(tls=auth.read_pem(files)) as served:
         where = f"--rdzv-endpoint={served.endpoint}"
-        code, out, err = await beside("--json", where, *flags, environ=environ)
+        code, out, err = await told(*WITH_TIME, "--json", where, *flags, **environ)
         assert (code, err) == (0, "")
         assert one(findings(out), "ports").state is Level.OK
-        code, out, err = await beside("--json", where, environ=environ)
+        code, out, err = await told(*WITH_TIME, "--json", where, **environ)
         assert (code, err) == (1, "")
         master = one(findings(out), "master")
         assert "speaks TLS and this node does not" in master.seen

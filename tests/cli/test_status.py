@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,8 @@ from elasticrun.wire.messages import ExcludedNode
 from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.certificates import Authority
-from tests.master.people import LIMIT, Recorder, Served, serving, status as page
+from tests.harness import free_port
+from tests.master.people import LIMIT, Recorder, Served, serving, status as page, told
 
 
 @pytest.fixture
@@ -32,23 +31,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def _status(*words: str, **variables: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the verb in a process of its own, which has time: the master
-    is this process, that stands still now and then."""
+    """The verb in a process of its own, which has time: the master is this process, that stands
+    still now and then."""
     code = (
         "import sys; from elasticrun.cli.verbs import status; "
         f"status.ANSWER_LIMIT = {LIMIT}; sys.exit(status.main(sys.argv[1:]))"
     )
-    made = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        code,
-        *words,
-        env={**os.environ, **variables},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await asyncio.wait_for(made.communicate(), LIMIT)
-    return made.returncode or 0, out.decode(), err.decode()
+    return await told(sys.executable, "-c", code, *words, **{**os.environ, **variables})
 
 
 def _entry(served: Served, pid: int | None = None) -> run_folder.Published:
@@ -259,9 +248,7 @@ async def test_over_tls(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nobody_there_is_one_sentence(home: Path) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        dead = f"127.0.0.1:{sock.getsockname()[1]}"
+    dead = f"127.0.0.1:{free_port()}"
     code, out, err = aio.run(_status(dead))
     assert (code, out) == (1, "")
     assert dead in err

@@ -13,27 +13,15 @@ from elasticrun.core.worker.group import WorkerGroup
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
+from tests.master import people
 from tests.simulator.script import DEFAULT_SPEC
 
 SPEC = replace(DEFAULT_SPEC, min_nodes=2, max_nodes=2, max_restarts=3, restart_backoff=0.0)
 
 
 def hello(node: str, **changes: object) -> m.Hello:
-    one = m.Hello(
-        protocol=m.PROTOCOL_VERSION,
-        version="x",
-        node=node,
-        incarnation=f"life-{node}",
-        host=f"host-{node}",
-        address="10.0.0.1",
-        pid=7,
-        node_rank=-1,
-        local_world_size=2,
-        role="default",
-        spec=SPEC,
-        attached=None,
-    )
-    return replace(one, **changes)  # type: ignore[arg-type]
+    own = {"incarnation": f"life-{node}", "host": f"host-{node}", "address": "10.0.0.1"}
+    return people.hello(node, **{**own, "spec": SPEC, **changes})
 
 
 class Master:

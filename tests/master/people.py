@@ -196,6 +196,14 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+async def told(*command: str, **variables: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command that runs while this process serves."""
+    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+    made = await asyncio.create_subprocess_exec(*command, env=variables, **pipes)
+    out, err = await asyncio.wait_for(made.communicate(), LIMIT)
+    return made.returncode or 0, out.decode(), err.decode()
+
+
 @contextlib.asynccontextmanager
 async def serving(
     brain: Any = None,

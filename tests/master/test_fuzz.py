@@ -9,6 +9,7 @@ import random
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -17,6 +18,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.rpc.channel import LinkError, attend, open_channel
 from tests import aio
 from tests.harness import await_true
+from tests.master import raw
 from tests.master.people import LIMIT, ROUND, SPEC, enter, hear, hello, serving
 from tests.master.test_process import Process, home, started
 from tests.wire import strategies as draw
@@ -25,8 +27,7 @@ pytestmark = pytest.mark.slow
 
 __all__ = ["home"]
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
+HELLO = raw.PREFACE + raw.settings()
 
 
 async def _is_well(master: Process) -> None:
@@ -47,17 +48,6 @@ def _shout(port: int, data: bytes) -> None:
             pass
 
 
-def _fds(master: Process) -> int:
-    return len(list(Path(f"/proc/{master.popen.pid}/fd").iterdir()))
-
-
-def _rss_kb(master: Process) -> int:
-    for line in Path(f"/proc/{master.popen.pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1])
-    raise AssertionError("no VmRSS")
-
-
 def test_noise_at_both_ports(home: Path) -> None:
     """Random bytes, bare and behind a valid preface, and frames that promise 16 MB."""
     chance = random.Random(4711)
@@ -66,15 +56,16 @@ def test_noise_at_both_ports(home: Path) -> None:
         aio.run(_is_well(master))
         for port in ports:  # what the first visitor makes it import is not growth
             _shout(port, b"GET /status HTTP/1.0\r\n\r\n")
-        before, fds = _rss_kb(master), _fds(master)
+        process = psutil.Process(master.popen.pid)
+        before, fds = process.memory_info().rss, process.num_fds()
         for turn in range(150):
             noise = chance.randbytes(chance.choice((1, 9, 100, 5000, 70_000)))
-            head = (b"", PREFACE, PREFACE + SETTINGS, PREFACE + SETTINGS + b"\xff\xff\xff\0\0")
+            head = (b"", raw.PREFACE, HELLO, HELLO + b"\xff\xff\xff\0\0")
             _shout(ports[turn % 2], chance.choice(head) + noise)
         aio.run(_is_well(master))
         # gRPC closes them in threads of its own
-        await_true(lambda: _fds(master) <= fds + 4, "end of the strangers' descriptors")
-        assert _rss_kb(master) < before + 20_000
+        await_true(lambda: process.num_fds() <= fds + 4, "end of the strangers' descriptors")
+        assert process.memory_info().rss < before + 20_000 * 1024
         master.cut()
         assert master.ended() == (0, "")  # and not a word of it on the user's terminal
 
@@ -84,7 +75,7 @@ def test_dribblers_hold_up_nobody(home: Path) -> None:
         for number in range(100):
             port = master.answer["port"]
             sock = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=LIMIT))
-            sock.sendall((PREFACE + SETTINGS)[: number % 30])
+            sock.sendall(HELLO[: number % 30])
         aio.run(_is_well(master))
 
 

@@ -22,7 +22,7 @@ from elasticrun.core.persisted import Facts, aged
 from elasticrun.master import records, sqlite_store
 from elasticrun.master.sqlite_store import SqliteStore
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import Endpoint, dumps, loads
+from elasticrun.wire.types import Endpoint, dumps
 from tests import aio
 from tests.master.facts import facts
 from tests.master.people import LIMIT, ROUND, Recorder, hear, serving
@@ -389,11 +389,6 @@ def test_a_kill_at_any_moment_leaves_whole_facts(tmp_path: Path, after: int) -> 
     found = aio.run(_load(tmp_path))
     assert found.number in (told, told + 1)
     assert set(found.order) == {f"{found.number}-{i}" for i in range(50)}
-
-
-def test_facts_survive_their_text() -> None:
-    made = facts(2, nodes=3, outcome=m.End(1, "over", ()))
-    assert loads(dumps(made), Facts) == made
 
 
 # ---------------------------------------------------------------- a folder that answers too late

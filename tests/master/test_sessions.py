@@ -24,7 +24,6 @@ from elasticrun.wire.rpc.channel import (
     ATTEND,
     SERVER_OPTIONS,
     LinkError,
-    get_status,
     grpc,
     open_channel,
 )
@@ -35,12 +34,10 @@ from tests.master.people import (
     SPEC,
     Served,
     asking,
-    at_once,
     enter,
     hear,
     hello,
     serving,
-    status,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -315,8 +312,3 @@ async def test_orders_to_a_slow_reader_are_coalesced_and_the_stream_stands() -> 
                 seen += 1
             assert seen < count  # of 3000 that were told
             await served.is_well()
-
-
-async def test_get_status() -> None:
-    async with serving() as served:
-        assert at_once(await get_status(served.endpoint, LIMIT)) == status()
