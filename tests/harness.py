@@ -97,17 +97,22 @@ def await_exit(pids: Iterable[int], limit: float = LIMIT) -> set[int]:
     return processes.await_end(pids, limit)
 
 
-def ran(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """`elasticrun` with these words, which ends by itself; what it printed."""
+def program(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Python with these words, which ends by itself; what it printed."""
     return subprocess.run(
-        [*COMMANDS[ELASTICRUN], *words],
-        env=clean_environment() if env is None else env,
+        [sys.executable, *words],
+        env=env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=LIMIT,
         check=False,
     )
+
+
+def ran(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`elasticrun` with these words, which ends by itself; what it printed."""
+    return program("-m", "elasticrun", *words, env=clean_environment() if env is None else env)
 
 
 def status_of(*words: str, env: Mapping[str, str] | None = None) -> str:

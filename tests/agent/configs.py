@@ -1,12 +1,23 @@
-"""Configurations for tests of the agent."""
+"""Configurations for tests of the agent, and what such tests have of one: waits, spawners."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
+import pytest
+
+from elasticrun.agent.boot import Reaper, start_spawner
+from elasticrun.agent.spawner import Spawners
 from elasticrun.config import AgentConfig, LogPlan, MasterPlace
 from elasticrun.wire.messages import JobSpec, Start
 from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint, RoundName
+from tests.harness import LIMIT
+
+T = TypeVar("T")
 
 
 def job_spec(**changes: Any) -> JobSpec:
@@ -60,3 +71,39 @@ def start(**changes: Any) -> Start:
         **changes,
     }
     return Start(**values)
+
+
+class Waiting:
+    """Whom a test waits for: whatever comes sets `changed`."""
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+
+    async def until(self, good: Callable[[], T]) -> T:
+        async with asyncio.timeout(LIMIT):
+            while not (found := good()):
+                self.changed.clear()
+                await self.changed.wait()
+        return found
+
+
+@asynccontextmanager
+async def reaping() -> AsyncIterator[Reaper]:
+    """Reaps the children of this process, of which none is left."""
+    reaper, loop = Reaper(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGCHLD, reaper.reap)
+    try:
+        yield reaper
+    finally:
+        await reaper.sweep(keep=(), limit=LIMIT)
+        loop.remove_signal_handler(signal.SIGCHLD)
+
+
+def spawners(
+    config: AgentConfig, reaper: Reaper, lost: Callable[[str], Any] = pytest.fail
+) -> Spawners:
+    """With a real fork server; `lost` is told why it ended."""
+    first = start_spawner(config, ())
+    return Spawners(
+        config, first, reaper, ignored=(), spared=set, lost=lost, fatal=lambda why: pytest.fail(why)
+    )

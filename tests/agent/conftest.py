@@ -13,7 +13,7 @@ from tests.harness import LIMIT
 
 
 @pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+def unhurried(monkeypatch) -> None:
     """A machine that stands still for seconds is no file system that hangs."""
     monkeypatch.setattr(segments, "OPEN_LIMIT", LIMIT)
     monkeypatch.setattr(segments, "REMOVE_LIMIT", LIMIT)

@@ -19,12 +19,10 @@ from elasticrun.doctor.verdict import failed, ok, warning
 from elasticrun.master import server
 from elasticrun.wire.auth import reader_token
 from elasticrun.wire.types import Endpoint, Finding
-from tests import aio
 from tests.agent.configs import agent_config
 from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, Launched, World, free_port
 from tests.master.people import LIMIT, serving
 
-HERE = MasterPlace("elastic", "localhost", 29400)
 SCRIPT = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('it ran')"
 TOKEN = "what the nodes of the job know"
 FEW = 'ulimit -Sn 100; exec "$@"'
@@ -78,7 +76,7 @@ def test_a_machine_that_is_well_says_nothing(world: World) -> None:
 # ---------------------------------------------------------------- beside the start
 
 
-def found(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
+def found(monkeypatch, *findings: Finding) -> None:
     """Have the machine show these findings."""
     monkeypatch.setattr(checkup, "checks", lambda _: [Checks("planted", lambda: findings)])
 
@@ -86,20 +84,14 @@ def found(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
 @pytest.mark.parametrize(
     ("level", "then"), [(0, "; the agent goes on: --precheck=1 would end it"), (1, ""), (2, "")]
 )
-def test_what_is_told(
-    level: int, then: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_is_told(level: int, then: str, monkeypatch, caplog) -> None:
     found(monkeypatch, ok("a", "well"), warning("b", "so so", "mend"), failed("c", "bad", "leave"))
 
-    async def run() -> str:
-        mine = Checkup(agent_config(precheck=level))
-        mine.begin()
-        assert mine._findings is not None
-        await mine._findings
-        return await mine.unfit()
-
+    mine = Checkup(agent_config(precheck=level))
     with caplog.at_level(logging.INFO, "elasticrun"):
-        unfit = aio.run(run())
+        mine.begin()
+        await mine._findings
+        unfit = await mine.unfit()
     assert caplog.messages == [
         "this machine: b: so so; mend",
         f"this machine is unfit: c: bad; leave{then}",
@@ -108,36 +100,26 @@ def test_what_is_told(
 
 
 @pytest.mark.parametrize(("level", "unfit"), [(0, False), (1, True), (2, True)])
-def test_only_precheck_ends_an_agent(
-    monkeypatch: pytest.MonkeyPatch, level: int, unfit: bool
-) -> None:
+async def test_only_precheck_ends_an_agent(monkeypatch, level: int, unfit: bool) -> None:
     found(monkeypatch, failed("c", "bad", "leave"), failed("d", "worse", ""))
 
-    async def run() -> str:
-        mine = Checkup(agent_config(precheck=level))
-        mine.begin()
-        said = await mine.unfit()
-        mine.close()  # the loop goes on in the next test
-        return said
-
-    said = aio.run(run())
+    mine = Checkup(agent_config(precheck=level))
+    mine.begin()
+    said = await mine.unfit()
+    mine.close()  # the loop goes on in the next test
     assert said.endswith("c: bad; leave (and 1 more)") is unfit
     assert bool(said) is unfit
 
 
-def test_nobody_waits_for_a_check_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_waits_for_a_check_that_hangs(monkeypatch) -> None:
     """Without --precheck; and the agent's end does not either."""
     go = threading.Event()
     monkeypatch.setattr(checkup, "checks", lambda _: [Checks("hangs", lambda: [go.wait(LIMIT)])])
-
-    async def run() -> None:
-        mine = Checkup(agent_config())
-        mine.begin()
-        await asyncio.sleep(0)
-        assert await mine.unfit() == ""
-        mine.close()
-
-    aio.run(run())
+    mine = Checkup(agent_config())
+    mine.begin()
+    await asyncio.sleep(0)
+    assert await mine.unfit() == ""
+    mine.close()
     assert not go.is_set()
     go.set()
 
@@ -147,87 +129,74 @@ def test_what_an_agent_wants_of_its_machine(tmp_path: Path) -> None:
     wanted = subject(agent_config({"max_nodes": 100}, rendezvous=several))
     assert (wanted.nproc, wanted.ranks, wanted.several) == (2, 200, True)
     assert "log" not in [folder.role for folder in wanted.folders]  # /dev/null
-    assert not subject(agent_config({"max_nodes": 2}, rendezvous=HERE)).several
+    here = MasterPlace("elastic", "localhost", 29400)
+    assert not subject(agent_config({"max_nodes": 2}, rendezvous=here)).several
     assert not subject(agent_config()).several
 
 
 # ---------------------------------------------------------------- from the master's side
 
 
-def test_the_master_is_asked_for_its_view(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def at_once(monkeypatch) -> MasterPlace:
+    """A master is asked as soon as it has welcomed the agent; where it is."""
+    monkeypatch.setattr(own, "ASK_AFTER", 0.0)
+    monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
+    return MasterPlace("elastic", "localhost", 29400)
+
+
+async def test_the_master_is_asked_for_its_view(monkeypatch) -> None:
     monkeypatch.setattr(server, "DIAL_LIMIT", LIMIT)
     monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
-
-    async def run() -> None:
-        async with serving(token=TOKEN) as served:
-            answers, dialled = await own.ask(served.endpoint, reader_token(TOKEN), None)
-        assert dialled == "127.0.0.1"
-        assert [answer.reached.ok for answer in answers] == [True, True]
-        assert len({answer.port for answer in answers}) == 2
-        checks = [finding.check for finding in checkup.of_the_master(answers, dialled)]
-        assert checks == ["clock", "ports", "packet size"]
-
-    aio.run(run())
+    async with serving(token=TOKEN) as served:
+        answers, dialled = await own.ask(served.endpoint, reader_token(TOKEN), None)
+    assert dialled == "127.0.0.1"
+    assert [answer.reached.ok for answer in answers] == [True, True]
+    assert len({answer.port for answer in answers}) == 2
+    checks = [finding.check for finding in checkup.of_the_master(answers, dialled)]
+    assert checks == ["clock", "ports", "packet size"]
 
 
 @pytest.mark.parametrize("several", [True, False])
-def test_an_agent_of_several_asks_a_while_after_its_welcome(
-    several: bool, monkeypatch: pytest.MonkeyPatch
+async def test_an_agent_of_several_asks_a_while_after_its_welcome(
+    several: bool, at_once: MasterPlace, monkeypatch
 ) -> None:
     """One of a single node has nobody to hear of its ports."""
-    monkeypatch.setattr(own, "ASK_AFTER", 0.0)
-    monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
     told: list[list[Finding]] = []
     monkeypatch.setattr(own, "tell", lambda findings, _: told.append(list(findings)))
-
-    async def run() -> None:
-        async with serving(token=TOKEN) as served:
-            most = 2 if several else 1
-            mine = Checkup(agent_config({"max_nodes": most}, rendezvous=HERE, token=TOKEN))
-            mine.welcomed(served.endpoint)
-            assert (mine._asking is not None) is several
-            if mine._asking is not None:
-                await asyncio.wait_for(mine._asking, LIMIT)
-                assert [finding.check for finding in told[0]] == ["clock", "ports", "packet size"]
-
-    aio.run(run())
+    async with serving(token=TOKEN) as served:
+        spec = {"max_nodes": 2 if several else 1}
+        mine = Checkup(agent_config(spec, rendezvous=at_once, token=TOKEN))
+        mine.welcomed(served.endpoint)
+        assert (mine._asking is not None) is several
+        if mine._asking is not None:
+            await asyncio.wait_for(mine._asking, LIMIT)
+            assert [finding.check for finding in told[0]] == ["clock", "ports", "packet size"]
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_what_the_master_finds_ends_no_agent(
-    level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_its_findings_end_no_agent(
+    level: int, at_once: MasterPlace, monkeypatch, caplog
 ) -> None:
     """With --precheck neither, and the line promises nothing else."""
-    monkeypatch.setattr(own, "ASK_AFTER", 0.0)
-    monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
     monkeypatch.setattr(checkup, "of_the_master", lambda *_: [failed("c", "bad", "leave")])
-
-    async def run() -> None:
-        async with serving(token=TOKEN) as served:
-            spec = {"max_nodes": 2}
-            mine = Checkup(agent_config(spec, rendezvous=HERE, token=TOKEN, precheck=level))
-            mine.welcomed(served.endpoint)
-            assert mine._asking is not None
-            await asyncio.wait_for(mine._asking, LIMIT)
-
+    config = agent_config({"max_nodes": 2}, rendezvous=at_once, token=TOKEN, precheck=level)
     with caplog.at_level(logging.WARNING, "elasticrun"):
-        aio.run(run())
+        async with serving(token=TOKEN) as served:
+            mine = Checkup(config)
+            mine.welcomed(served.endpoint)
+            await asyncio.wait_for(mine._asking, LIMIT)
     assert "this machine is unfit: c: bad; leave; the agent goes on" in caplog.messages
 
 
-def test_a_master_that_does_not_answer_is_no_finding(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_master_that_is_silent_is_no_finding(
+    at_once: MasterPlace, caplog, monkeypatch
 ) -> None:
-    monkeypatch.setattr(own, "ASK_AFTER", 0.0)
-
-    async def run() -> None:
-        mine = Checkup(agent_config({"max_nodes": 2}, rendezvous=HERE))
-        mine.welcomed(Endpoint("127.0.0.1", free_port()))
-        assert mine._asking is not None
-        await asyncio.wait_for(mine._asking, LIMIT)
-
+    monkeypatch.setattr(own, "ANSWER_LIMIT", 6.0)
     with caplog.at_level(logging.INFO, "elasticrun"):
-        aio.run(run())
+        mine = Checkup(agent_config({"max_nodes": 2}, rendezvous=at_once))
+        mine.welcomed(Endpoint("127.0.0.1", free_port()))
+        await asyncio.wait_for(mine._asking, LIMIT)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert "the master was not asked about this node's ports" in record.getMessage()

@@ -32,6 +32,7 @@ from tests.harness import (
 )
 
 PUPPET = str(SCRIPTS / "puppet.py")
+ONE_RESTART = ("--max-restarts=1", "--restart-backoff=0")
 
 
 def helper(job: Launched, kind: Callable[[int], bool]) -> psutil.Process:
@@ -64,10 +65,16 @@ def puppets(
     return job, world.hub.ranks(2, restart=0)
 
 
-def finish(world: World, job: Launched, ranks: list[Peer]) -> None:
+def finish_all(jobs: list[Launched], ranks: list[Peer]) -> None:
     for rank in ranks:
         rank.order("exit")
-    assert job.wait() == 0
+    assert {job.wait() for job in jobs} == {0}
+
+
+def trap(world: World, rank: Peer, signum: signal.Signals, **how: str) -> None:
+    """Have the rank handle a signal."""
+    rank.order("trap", signums=[signum], **how)
+    world.hub.word(rank, "done", what="trap")
 
 
 def with_children(world: World, rank: Peer) -> list[int]:
@@ -86,36 +93,30 @@ def with_children(world: World, rank: Peer) -> list[int]:
 # ---------------------------------------------------------------- kill -9
 
 
-@further("test_kill_9_of_the_agent_while_its_fork_server_is_stopped_leaves_nothing")
-def test_kill_9_of_the_agent_leaves_nothing(world: World) -> None:
+@pytest.mark.parametrize("stopped", cases([True, False], soaked=[False]))
+def test_kill_9_of_the_agent_while_its_fork_server_is_stopped_leaves_nothing(
+    world: World, stopped: bool
+) -> None:
+    """Nor while it runs."""
     job, ranks = puppets(world)
     children = with_children(world, ranks[1])
     everything = [*all_of(job), *children]
+    if stopped:
+        os.kill(helper(job, is_fork_server).pid, signal.SIGSTOP)
     job.process.kill()
     assert await_exit(everything) == set()
     world.nothing_left()
 
 
-def test_kill_9_of_the_agent_while_its_fork_server_is_stopped_leaves_nothing(world: World) -> None:
-    job, ranks = puppets(world)
-    children = with_children(world, ranks[1])
-    everything = [*all_of(job), *children]
-    os.kill(helper(job, is_fork_server).pid, signal.SIGSTOP)
-    job.process.kill()
-    assert await_exit(everything) == set()
-    world.nothing_left()
+def of_two(*more: str) -> tuple[str, ...]:
+    """The words for each of two nodes, with one rank each."""
+    where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}")
+    return ("--nnodes=2", "--nproc-per-node=1", *where, *more, PUPPET)
 
 
 def one_of_two(world: World) -> Launched:
     """An agent that waits for a second node, which never comes."""
-    job = world.launch(
-        ELASTICRUN,
-        "--nnodes=2",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{free_port()}",
-        PUPPET,
-        env={"LOGLEVEL": "INFO"},
-    )
+    job = world.launch(ELASTICRUN, *of_two(), env={"LOGLEVEL": "INFO"})
     job.until_text("waiting for nodes")
     return job
 
@@ -131,7 +132,7 @@ def test_kill_9_of_the_agent_before_its_ranks_leaves_nothing(world: World) -> No
 def restarted(world: World, victim: Callable[[psutil.Process], Any], **env: str) -> Launched:
     """A job of which `victim` of its fork server was killed, to its end: what a rank has started in
     a session of its own goes, too, and only then comes the next life."""
-    job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0", **env)
+    job, ranks = puppets(world, *ONE_RESTART, **env)
     children = with_children(world, ranks[0])
     server = helper(job, is_fork_server)
     below = [process.pid for process in server.children(recursive=True)]
@@ -142,7 +143,7 @@ def restarted(world: World, victim: Callable[[psutil.Process], Any], **env: str)
     assert await_exit([server.pid, *below]) == set()
     again = world.hub.ranks(2, restart=1)
     assert helper(job, is_fork_server).pid != server.pid
-    finish(world, job, again)
+    finish_all([job], again)
     return job
 
 
@@ -169,7 +170,7 @@ def test_kill_9_of_the_fork_server_without_restarts_ends_the_job(world: World) -
 
 
 def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
-    job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0", patient=False)
+    job, ranks = puppets(world, *ONE_RESTART, patient=False)
     master = helper(job, is_master)
     assert command(master.pid).startswith("elasticrun: master of ")
     master.kill()
@@ -180,7 +181,7 @@ def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
     ranks[1].order("die")
     again = world.hub.ranks(2, restart=1)
     assert {rank.world_size for rank in again} == {2}
-    finish(world, job, again)
+    finish_all([job], again)
 
 
 @further("test_kill_9_of_the_master_is_not_felt_by_the_ranks")
@@ -196,19 +197,19 @@ def test_a_job_may_end_while_its_master_is_dead(world: World) -> None:
 
 @further("e2e/test_lives::test_descendants_of_a_dead_rank")
 def test_a_dead_ranks_descendants_are_gone_before_the_next_life(world: World) -> None:
-    job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0")
+    job, ranks = puppets(world, *ONE_RESTART)
     children = with_children(world, ranks[1])
     ranks[1].order("die")
     again = world.hub.ranks(2, restart=1)
     assert [pid for pid in children if is_alive(pid)] == []
     assert not any(is_alive(rank.pid) for rank in ranks)
-    finish(world, job, again)
+    finish_all([job], again)
 
 
 def test_what_finished_ranks_leave_behind_goes_with_the_job(world: World) -> None:
     job, ranks = puppets(world)
     children = with_children(world, ranks[0])
-    finish(world, job, ranks)
+    finish_all([job], ranks)
     assert [pid for pid in children if is_alive(pid)] == []
 
 
@@ -224,8 +225,7 @@ def test_a_signal_to_every_process_at_once_lets_the_script_save(
     job, ranks = puppets(world)
     saved = [world.scratch / f"saved-{rank.rank}" for rank in ranks]
     for rank, path in zip(ranks, saved, strict=True):
-        rank.order("trap", signums=[signum], how="save", path=str(path))
-        world.hub.word(rank, "done", what="trap")
+        trap(world, rank, signum, how="save", path=str(path))
         rank.order("wait")
     signal_all(job, signum)
     assert job.wait() == 1
@@ -238,12 +238,11 @@ def test_a_signal_to_every_process_at_once_lets_the_script_save(
 def test_sigusr1_is_forwarded_and_the_agent_lives_on(world: World) -> None:
     job, ranks = puppets(world)
     for rank in ranks:
-        rank.order("trap", signums=[signal.SIGUSR1])
-        world.hub.word(rank, "done", what="trap")
+        trap(world, rank, signal.SIGUSR1)
     job.signal(signal.SIGUSR1)
     for rank in ranks:
         world.hub.word(rank, "signal", signum=signal.SIGUSR1.value)
-    finish(world, job, ranks)
+    finish_all([job], ranks)
 
 
 def test_sigusr1_to_every_process_at_once_is_no_failure(world: World) -> None:
@@ -252,7 +251,7 @@ def test_sigusr1_to_every_process_at_once_is_no_failure(world: World) -> None:
     old = {rank.hello["pid"] for rank in ranks}
     signal_all(job, signal.SIGUSR1)
     again = world.hub.ranks(2, pid=lambda pid: pid not in old)
-    finish(world, job, again)
+    finish_all([job], again)
     assert "restarting the ranks with 1 node, world size 2 (no restart used)" in job.stderr
 
 
@@ -260,8 +259,7 @@ def test_sigusr1_to_every_process_at_once_is_no_failure(world: World) -> None:
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_timeout(world: World) -> None:
     job, ranks = puppets(world, "--shutdown-timeout=1", LOGLEVEL="INFO")
     for rank in ranks:
-        rank.order("trap", signums=[signal.SIGTERM], how="ignore")
-        world.hub.word(rank, "done", what="trap")
+        trap(world, rank, signal.SIGTERM, how="ignore")
     job.signal(signal.SIGTERM)
     assert job.wait() == 1
     for rank in ranks:
@@ -348,71 +346,44 @@ def test_the_port_is_free_again_when_the_command_returns(world: World) -> None:
 
 @further("e2e/test_surroundings::test_behind_a_proxy")
 def test_two_agents_of_one_endpoint_form_one_job(world: World) -> None:
-    command = (
-        "--nnodes=2",
-        "--nproc-per-node=1",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{free_port()}",
-        "--rdzv-id=two",
-        "--max-restarts=1",
-        "--restart-backoff=0",
-        PUPPET,
-    )
+    command = of_two("--rdzv-id=two", *ONE_RESTART)
     jobs = [world.launch(ELASTICRUN, *command, env=PATIENT) for _ in range(2)]
     ranks = world.hub.ranks(2, restart=0, world_size=2)
     assert {rank.rank for rank in ranks} == {0, 1}
     ranks[1].order("die")
-    again = world.hub.ranks(2, restart=1)
-    for rank in again:
-        rank.order("exit")
-    assert [job.wait() for job in jobs] == [0, 0]
+    finish_all(jobs, world.hub.ranks(2, restart=1))
 
 
 @further("compat/test_environment::test_every_variable_is_torchruns")
 def test_a_static_job_has_the_port_that_was_named(world: World) -> None:
     port = free_port()
-    common = ("--nnodes=2", "--nproc-per-node=1", f"--master-port={port}", "--max-restarts=1")
-    common = (*common, "--restart-backoff=0")
+    common = ("--nnodes=2", "--nproc-per-node=1", f"--master-port={port}", *ONE_RESTART)
     jobs = [
         world.launch(ELASTICRUN, *common, f"--node-rank={rank}", PUPPET, env=PATIENT)
         for rank in (1, 0)
     ]
-    ranks = world.hub.ranks(2, restart=0)
-    assert [(rank.rank, rank.master_port) for rank in ranks] == [(0, port), (1, port)]
-    for rank in ranks:
-        rank.order("allreduce")
-    assert {world.hub.word(rank, "done", what="allreduce")["sum"] for rank in ranks} == {2}
-    ranks[0].order("die")
-    again = world.hub.ranks(2, restart=1)
-    assert [rank.group_rank for rank in again] == [0, 1]
-    for rank in again:
-        rank.order("allreduce")
-    assert {world.hub.word(rank, "done", what="allreduce")["sum"] for rank in again} == {2}
-    for rank in again:
-        rank.order("exit")
-    assert [job.wait() for job in jobs] == [0, 0]
+    for life in (0, 1):
+        ranks = world.hub.ranks(2, restart=life)
+        assert [(rank.group_rank, rank.master_port) for rank in ranks] == [(0, port), (1, port)]
+        for rank in ranks:
+            rank.order("allreduce")
+        assert {world.hub.word(rank, "done", what="allreduce")["sum"] for rank in ranks} == {2}
+        if life == 0:
+            ranks[0].order("die")
+    finish_all(jobs, ranks)
 
 
 def test_standard_streams_may_be_closed(world: World) -> None:
     script = 'exec "$0" -m elasticrun --nproc-per-node=2 "$1" <&- >&- 2>&-'
     job = world.command(["/bin/sh", "-c", script, sys.executable, PUPPET], env=PATIENT)
     ranks = world.hub.ranks(2)
-    finish(world, job, ranks)
+    finish_all([job], ranks)
 
 
 @further("master/test_return::test_a_master_that_outlives_its_agent_takes_its_record_with_it")
 def test_the_hosting_agents_death_is_one_lost_node(world: World) -> None:
     """Its master lives on for the others, and a new agent finds it."""
-    command = (
-        "--nnodes=2",
-        "--nproc-per-node=1",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{free_port()}",
-        "--rdzv-id=hosted",
-        "--max-restarts=2",
-        "--restart-backoff=0",
-        PUPPET,
-    )
+    command = of_two("--rdzv-id=hosted", "--max-restarts=2", "--restart-backoff=0")
     host = world.launch(ELASTICRUN, *command, env={"LOGLEVEL": "INFO", **PATIENT})
     host.until_text("serving job")
     other = world.launch(ELASTICRUN, *command, env=PATIENT)
@@ -421,9 +392,7 @@ def test_the_hosting_agents_death_is_one_lost_node(world: World) -> None:
     replacement = world.launch(ELASTICRUN, *command, env=PATIENT)
     known = {rank.pid for rank in first}
     again = world.hub.ranks(2, world_size=2, pid=lambda pid: pid not in known)
-    for rank in again:
-        rank.order("exit")
-    assert [job.wait() for job in (other, replacement)] == [0, 0]
+    finish_all([other, replacement], again)
 
 
 def test_a_master_that_cannot_start_is_one_sentence(world: World) -> None:

@@ -20,12 +20,9 @@ from elasticrun.agent.workers.exits import describe
 from elasticrun.config import LogPlan
 from elasticrun.master.main import _anyway
 from elasticrun.wire.messages import Failure, FailureKind
-from tests.aio import run
 
 
-def test_a_step_that_fails_or_is_late_is_told_and_the_next_is_done(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_step_that_fails_or_is_late_is_told_and_the_next_is_done(caplog) -> None:
     done: list[str] = []
 
     async def broken() -> None:
@@ -37,21 +34,18 @@ def test_a_step_that_fails_or_is_late_is_told_and_the_next_is_done(
     def defect() -> None:
         raise KeyError("defect")
 
-    async def body() -> None:
-        end = Clearing()
-        end.begin()
-        end.now("the first", defect)
-        await end.step("the second", broken(), 5.0)
-        await end.step("the third", asyncio.Event().wait(), 0.01)
-        await end.step("the fourth", sound(), 5.0)
-
-    run(body())
+    end = Clearing()
+    end.begin()
+    end.now("the first", defect)
+    await end.step("the second", broken(), 5.0)
+    await end.step("the third", asyncio.Event().wait(), 0.01)
+    await end.step("the fourth", sound(), 5.0)
     assert done == ["sound"]
     for told in ("the first failed", "the second failed", "the third took longer than 0.01 s"):
         assert told in caplog.text
 
 
-def test_the_steps_have_one_bound_and_each_its_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_steps_have_one_bound_and_each_its_least(monkeypatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     end = Clearing()
@@ -63,9 +57,7 @@ def test_the_steps_have_one_bound_and_each_its_least(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("took", "bound"), [(1.0, 20.0), (15.0, 14.0), (26.0, 4.0), (90.0, 4.0)])
-def test_what_ranks_took_of_a_pods_grace_is_not_there_any_more(
-    took: float, bound: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ranks_took_of_a_pods_grace_is_gone(took: float, bound: float, monkeypatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     end = Clearing()
@@ -77,9 +69,7 @@ def test_what_ranks_took_of_a_pods_grace_is_not_there_any_more(
     assert end.left(1e6) == bound
 
 
-def test_output_is_shown_until_a_death_signal_bounds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_output_is_shown_until_a_death_signal(tmp_path: Path, monkeypatch, caplog) -> None:
     """A console that nobody reads, with an endless patience: the signal alone ends the wait."""
     monkeypatch.setattr(farewell, "SHOW_LIMIT", 0.1)
     monkeypatch.setattr(farewell, "SHOW_PATIENCE", 3600.0)
@@ -89,34 +79,28 @@ def test_output_is_shown_until_a_death_signal_bounds_it(
     logs = output.open_attempt(0, {0: {}})
     Path(logs[0].stdout).write_bytes(b"line\n" * 100_000)
 
-    async def body() -> float:
-        end = Clearing()
-        end._until = 0.0
-        showing = asyncio.create_task(end.output(output, hurried=False))
-        done, _ = await asyncio.wait({showing}, timeout=0.5)
-        assert not done  # the bound of the other steps is over, and does not count here
-        hurried_at = time.monotonic()
-        end.hurry()
-        await showing
-        return time.monotonic() - hurried_at
-
-    assert run(body()) < farewell.SHOW_PATIENCE
+    end = Clearing()
+    end._until = 0.0
+    showing = asyncio.create_task(end.output(output, hurried=False))
+    done, _ = await asyncio.wait({showing}, timeout=0.5)
+    assert not done  # the bound of the other steps is over, and does not count here
+    hurried_at = time.monotonic()
+    end.hurry()
+    await showing
+    assert time.monotonic() - hurried_at < farewell.SHOW_PATIENCE
     assert "because the time to end was up" in caplog.text
     os.close(out)
     os.close(into)
 
 
-def test_the_master_takes_every_step_of_its_end_too(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_master_takes_every_step_of_its_end_too(caplog) -> None:
     done: list[str] = []
 
     async def broken() -> None:
         raise OSError("the disk is gone")
 
-    async def body() -> None:
-        await _anyway("the first", broken)
-        await _anyway("the second", lambda: done.append("sound"))
-
-    run(body())
+    await _anyway("the first", broken)
+    await _anyway("the second", lambda: done.append("sound"))
     assert done == ["sound"]
     assert "the first failed" in caplog.text
 
@@ -161,7 +145,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_text_is_torchs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_is_torchs(name: str, tmp_path: Path, monkeypatch) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     monkeypatch.setattr("time.time", lambda: NOON + 0.5)
@@ -199,15 +183,11 @@ def test_the_headline_is_what_people_search_for() -> None:
     assert title == "a.py FAILED"
 
 
-def test_the_root_is_the_one_handed_in_whatever_the_times() -> None:
+def test_the_root_is_the_one_handed_in_whatever_the_times_and_of_whichever_node() -> None:
     early, late = failure(0), failure(1, time_us=(NOON + 9) * SECOND)
     text = format_failures("a.py", [early, late], late)
-    assert text.index("Root Cause") < text.index("m1")
-    assert text.index("m0") < text.index("Root Cause")
-
-
-def test_a_root_of_another_node_is_added() -> None:
-    text = format_failures("a.py", [failure(0)], failure(7, host="elsewhere"))
+    assert text.index("m0") < text.index("Root Cause") < text.index("m1")
+    text = format_failures("a.py", [early], failure(7, host="elsewhere"))
     assert text.index("Root Cause") < text.index("elsewhere")
 
 

@@ -3,10 +3,9 @@ goes on."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.harness import program
 
 AGENT = "elasticrun.__main__, elasticrun.cli.resolve, elasticrun.agent.main, \
 elasticrun.agent.link.master_process"
@@ -24,5 +23,5 @@ def test_nothing_heavy_comes_first(imported: str, too_soon: tuple[str, ...]) -> 
     code = (
         f"import sys, {imported}\nprint([name for name in {too_soon!r} if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    done = program("-c", code)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

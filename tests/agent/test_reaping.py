@@ -20,7 +20,7 @@ from elasticrun.agent.spawner import Spawner
 from elasticrun.system.processes import below
 from elasticrun.wire import frames
 from elasticrun.wire.spawning import Notice
-from tests.harness import LIMIT
+from tests.harness import program
 
 
 def in_child(tmp_path: Path, body: str) -> dict[str, object]:
@@ -34,17 +34,13 @@ def in_child(tmp_path: Path, body: str) -> dict[str, object]:
             SLEEP = [sys.executable, "-c", "import signal; signal.pause()"]
             def started(code):
                 process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-                assert process.stdout is not None
                 return process, json.loads(process.stdout.readline())
             """)
         + textwrap.dedent(body)
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    done = program(str(script))
     assert done.returncode == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 NEST = """
@@ -133,38 +129,43 @@ def test_below_names_grandchildren() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
-        assert child.stdout is not None
         child.stdout.readline()
         found = below(os.getpid())
         assert child.pid in found
         assert len(below(child.pid)) == 1
         assert below(child.pid) <= found
         assert below(os.getpid(), without={child.pid}).isdisjoint(below(child.pid) | {child.pid})
-        assert child.stdin is not None
         child.stdin.close()
 
 
 # ---------------------------------------------------------------- signals
 
 
-def test_signals_from_before_the_loop_are_handed_over_in_order() -> None:
-    inbox = SignalInbox(("SIGTERM", "SIGHUP"))
+@pytest.mark.parametrize(
+    ("deaths", "early", "late"),
+    [
+        (("SIGTERM", "SIGHUP"), ("SIGHUP", "SIGUSR1", "SIGTERM"), "SIGUSR2"),
+        (("SIGUSR1",), (), "SIGUSR1"),
+    ],
+)
+def test_signals_from_before_the_loop_are_handed_over_in_order(
+    deaths: tuple[str, ...], early: tuple[str, ...], late: str
+) -> None:
+    """A listed one is a death signal, and no other."""
+    inbox = SignalInbox(deaths)
     before = signal.getsignal(signal.SIGTERM)
     inbox.install()
     try:
-        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
-            os.kill(os.getpid(), number)
-        seen: list[tuple[int, bool]] = []
-        inbox.attach(lambda number, death: seen.append((number, death)), lambda: None)
-        os.kill(os.getpid(), signal.SIGUSR2)
+        for name in early:
+            os.kill(os.getpid(), signal.Signals[name])
+        seen: list[tuple[str, bool]] = []
+        inbox.attach(
+            lambda number, death: seen.append((signal.Signals(number).name, death)), lambda: None
+        )
+        os.kill(os.getpid(), signal.Signals[late])
     finally:
         inbox.restore()
-    assert seen == [
-        (signal.SIGHUP, True),
-        (signal.SIGUSR1, False),
-        (signal.SIGTERM, True),
-        (signal.SIGUSR2, False),
-    ]
+    assert seen == [(name, name in deaths) for name in (*early, late)]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -174,18 +175,6 @@ def test_what_cannot_be_handled_is_named(name: str) -> None:
     inbox.install()
     inbox.restore()
     assert inbox.unknown == [name]
-
-
-def test_a_listed_sigusr1_is_a_death_signal() -> None:
-    inbox = SignalInbox(("SIGUSR1",))
-    inbox.install()
-    seen: list[tuple[int, bool]] = []
-    try:
-        inbox.attach(lambda number, death: seen.append((number, death)), lambda: None)
-        os.kill(os.getpid(), signal.SIGUSR1)
-    finally:
-        inbox.restore()
-    assert seen == [(signal.SIGUSR1, True)]
 
 
 def test_a_hung_thread_does_not_hold_up_the_loop() -> None:

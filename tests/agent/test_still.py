@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from elasticrun.agent import spawner
-from elasticrun.agent.boot import Reaper, start_spawner
-from elasticrun.agent.spawner import Child, Spawners
+from elasticrun.agent.boot import Reaper
+from elasticrun.agent.spawner import Child
 from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnRank
 from elasticrun.wire.types import EntryKind, Entrypoint
-from tests.agent.configs import agent_config
+from tests.agent.configs import agent_config, reaping, spawners
 from tests.harness import LIMIT, await_exit
 
 
 class Node:
     """As much of an agent as spawners need; `ranks` that sleep."""
 
-    def __init__(self) -> None:
+    pid: int  # of the fork server that it has at first
+    first: Spawned
+    second: Spawned
+
+    def __init__(self, reaper: Reaper) -> None:
         self.said: list[FromSpawner] = []
         self.reasons: list[str] = []
         self.children: dict[int, Child] = {}
         self._changed = asyncio.Event()
-        self._reaper = Reaper()
-
-    async def __aenter__(self) -> Node:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._reaper.reap)
-        config = agent_config(launch="exec")
-        self.spawners = Spawners(
-            config, start_spawner(config, ()), self._reaper, ignored=(), spared=set,
-            lost=self._lost, fatal=lambda why: pytest.fail(why),
-        )  # fmt: skip
-        await self.until(lambda: self.server.ready is not None)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.spawners.close(LIMIT)
-        await self._reaper.sweep(keep=(), limit=LIMIT)
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+        self.spawners = spawners(agent_config(launch="exec"), reaper, self._lost)
 
     def heard(self, child: Child, message: FromSpawner) -> None:
         self.said.append(message)
@@ -82,83 +71,69 @@ class Node:
         return [message for message in self.said if isinstance(message, Exited)]
 
 
-def play(
-    monkeypatch: pytest.MonkeyPatch, body: Callable[[Node, int, list[Spawned]], Awaitable[None]]
-) -> None:
-    """`body` is called with ranks' orders answered; from then on answers are wanted within 1 s."""
-
-    async def whole() -> None:
-        async with Node() as node:
-            pid = node.server.process.pid
-            assert pid is not None
-            ranks = await node.ranks(2)
+@contextlib.asynccontextmanager
+async def begun(monkeypatch) -> AsyncIterator[Node]:
+    """The orders of two ranks are answered; from then on answers are wanted within 1 s."""
+    async with reaping() as reaper:
+        node = Node(reaper)
+        try:
+            await node.until(lambda: node.server.ready is not None)
+            node.pid = node.server.process.pid
+            node.first, node.second = await node.ranks(2)
             await node.until(lambda: node.server._silence is None)
             monkeypatch.setattr(spawner, "ANSWER_LIMIT", 1.0)
-            await body(node, pid, ranks)
+            yield node
+        finally:
+            await node.spawners.close(LIMIT)
 
-    asyncio.run(whole())
+
+@pytest.fixture
+def node(monkeypatch) -> contextlib.AbstractAsyncContextManager[Node]:
+    return begun(monkeypatch)
 
 
-def test_a_rank_that_dies_beside_a_stopped_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_that_dies_beside_a_stopped_fork_server(node: Node) -> None:
     """It is killed and replaced, its other rank with it, and the agent's brain is told why."""
-
-    async def body(node: Node, server: int, ranks: list[Spawned]) -> None:
-        first, second = ranks
-        os.kill(server, signal.SIGSTOP)
-        os.kill(first.pid, signal.SIGKILL)
-        await node.until(lambda: node.reasons)
-        assert "stands still (SIGSTOP, a debugger): no answer for 1 s" in node.reasons[0]
-        assert await_exit([server, second.pid]) == set()
-        assert node.server.process.pid != server
-        assert not node.exits()
-
-    play(monkeypatch, body)
+    os.kill(node.pid, signal.SIGSTOP)
+    os.kill(node.first.pid, signal.SIGKILL)
+    await node.until(lambda: node.reasons)
+    assert "stands still (SIGSTOP, a debugger): no answer for 1 s" in node.reasons[0]
+    assert await_exit([node.pid, node.second.pid]) == set()
+    assert node.server.process.pid != node.pid
+    assert not node.exits()
 
 
-def test_an_order_to_a_stopped_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(node: Node, server: int, ranks: list[Spawned]) -> None:
-        rank = ranks[0]
-        os.kill(server, signal.SIGSTOP)
-        node.children[rank.key].signal(signal.SIGTERM)
-        await node.until(lambda: node.reasons)
-        assert await_exit([server, rank.pid]) == set()
-
-    play(monkeypatch, body)
+async def test_an_order_to_a_stopped_fork_server(node: Node) -> None:
+    os.kill(node.pid, signal.SIGSTOP)
+    node.children[node.first.key].signal(signal.SIGTERM)
+    await node.until(lambda: node.reasons)
+    assert await_exit([node.pid, node.first.pid]) == set()
 
 
-def test_a_fork_server_that_nobody_needs_may_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fork_server_that_nobody_needs_may_stand_still(node: Node, monkeypatch) -> None:
     """Its ranks train on; and one that answers late, within the limit, is kept."""
-
-    async def body(node: Node, server: int, ranks: list[Spawned]) -> None:
-        first, second = ranks
-        os.kill(server, signal.SIGSTOP)
-        still = asyncio.get_running_loop().time() + 1.5 * spawner.ANSWER_LIMIT
-        await node.until(lambda: asyncio.get_running_loop().time() > still)
-        assert not node.reasons
-        monkeypatch.setattr(spawner, "ANSWER_LIMIT", LIMIT)
-        os.kill(first.pid, signal.SIGKILL)
-        await node.until(lambda: node.server._silence is not None)
-        os.kill(server, signal.SIGCONT)
-        await node.until(node.exits)
-        await node.until(lambda: node.server._silence is None)
-        assert not node.reasons
-        assert node.server.process.pid == server
-        os.kill(second.pid, 0)
-
-    play(monkeypatch, body)
+    os.kill(node.pid, signal.SIGSTOP)
+    still = asyncio.get_running_loop().time() + 1.5 * spawner.ANSWER_LIMIT
+    await node.until(lambda: asyncio.get_running_loop().time() > still)
+    assert not node.reasons
+    monkeypatch.setattr(spawner, "ANSWER_LIMIT", LIMIT)
+    os.kill(node.first.pid, signal.SIGKILL)
+    await node.until(lambda: node.server._silence is not None)
+    os.kill(node.pid, signal.SIGCONT)
+    await node.until(node.exits)
+    await node.until(lambda: node.server._silence is None)
+    assert not node.reasons
+    assert node.server.process.pid == node.pid
+    os.kill(node.second.pid, 0)
 
 
-def test_an_agent_that_stood_still_itself_gives_the_fork_server_another_limit(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_an_agent_that_stood_still_gives_the_fork_server_another_limit(
+    node: Node,
 ) -> None:
-    async def body(node: Node, server: int, ranks: list[Spawned]) -> None:
-        rank = ranks[0]
-        os.kill(server, signal.SIGSTOP)
-        node.children[rank.key].signal(0)
-        node.server._due -= spawner.STALLED + 0.1  # as after a Ctrl-Z of both
-        node.server._silent()
-        os.kill(server, signal.SIGCONT)
-        await node.until(lambda: node.server._silence is None)
-        assert not node.reasons
-
-    play(monkeypatch, body)
+    os.kill(node.pid, signal.SIGSTOP)
+    node.children[node.first.key].signal(0)
+    node.server._due -= spawner.STALLED + 0.1  # as after a Ctrl-Z of both
+    node.server._silent()
+    os.kill(node.pid, signal.SIGCONT)
+    await node.until(lambda: node.server._silence is None)
+    assert not node.reasons

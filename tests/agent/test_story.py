@@ -59,7 +59,7 @@ class Told:
 def after(start: Start, **more: object) -> Start:
     """The next round."""
     number = start.round.number + 1
-    return structs.replace(start, round=RoundName(1, number, "n"), **more)  # type: ignore[arg-type]
+    return structs.replace(start, round=RoundName(1, number, "n"), **more)
 
 
 def test_a_job_of_one_node_begins_without_a_word() -> None:
@@ -103,16 +103,12 @@ def test_a_failure() -> None:
     ]
 
 
-def test_a_script_that_tells_no_steps() -> None:
-    """Nobody knows whether it goes on: only that it was started again."""
-    again = after(FIRST, restart_count=1, why="rank 0: exit code 7")
-    assert Told().restart(again) == ["restarted in 0.41 s: restart 1 of 3 (rank 0: exit code 7)"]
-
-
 def test_ranks_that_die_before_they_go_on_are_not_recovered() -> None:
+    again = after(FIRST, restart_count=1, why="rank 0: exit code 7")
+    # of a script that tells no steps nobody knows: only that it was started again
+    assert Told().restart(again) == ["restarted in 0.41 s: restart 1 of 3 (rank 0: exit code 7)"]
     told = Told()
     told.story.resumed(0, NOTHING)
-    again = after(FIRST, restart_count=1, why="rank 0: exit code 7")
     assert told.restart(again) == []
     more = after(again, restart_count=2, why="rank 0: exit code 7")
     assert told.restart(more, step=5, newest=5) == [
@@ -166,53 +162,45 @@ def test_in_words(status: GroupStatus, said: str) -> None:
     assert story.in_words(status, "host:29400", 107.0) == said
 
 
-def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch) -> None:
     for name in ("SOON", "AGAIN"):
         monkeypatch.setattr(story, name, 0.0)
     monkeypatch.setattr(story, "LATE", 3600.0)
+    said: list[str] = []
+    twice = asyncio.Event()
 
-    async def waits() -> list[str]:
-        said: list[str] = []
-        twice = asyncio.Event()
+    def say(status: GroupStatus) -> None:
+        said.append(story.in_words(status, "host:1", 0.0))
+        if len(said) == 2:
+            twice.set()
 
-        def say(status: GroupStatus) -> None:
-            said.append(story.in_words(status, "host:1", 0.0))
-            if len(said) == 2:
-                twice.set()
-
-        waits = story.LongWaits(say)
-        waits.look(replace(ALONE, reason="the store for the next round is being made ready"))
-        waits.look(ALONE)
-        waits.look(replace(ALONE, wait_ends=3.0))  # the same wait
-        await twice.wait()
-        waits.look(replace(ALONE, state=State.RUNNING))
-        told = len(said)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert len(said) == told
-        return said[:2]
-
-    assert asyncio.run(waits()) == ["rendezvous host:1: 1 of 2 nodes, 3 s left"] * 2
+    waits = story.LongWaits(say)
+    waits.look(replace(ALONE, reason="the store for the next round is being made ready"))
+    waits.look(ALONE)
+    waits.look(replace(ALONE, wait_ends=3.0))  # the same wait
+    await twice.wait()
+    waits.look(replace(ALONE, state=State.RUNNING))
+    told = len(said)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(said) == told
+    assert said[:2] == ["rendezvous host:1: 1 of 2 nodes, 3 s left"] * 2
 
 
-def test_a_node_that_has_left_within_a_second_says_nothing_before(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("seconds", "told"), [(1.0, []), (0.0, [LEAVES])])
+async def test_a_node_that_has_left_within_a_second_says_nothing_before(
+    seconds: float, told: list[GroupStatus], monkeypatch
 ) -> None:
     monkeypatch.setattr(story, "AGAIN", 3600.0)
-
-    async def told(seconds: float) -> list[GroupStatus]:
-        monkeypatch.setattr(story, "LEAVING", seconds)
-        said: list[GroupStatus] = []
-        waits = story.LongWaits(said.append)
-        waits.look(LEAVES)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        waits.look(replace(ALONE, state=State.ENDING, reason="received SIGINT"))
-        waits.close()
-        return said
-
-    assert asyncio.run(told(1.0)) == []
-    assert asyncio.run(told(0.0)) == [LEAVES]
+    monkeypatch.setattr(story, "LEAVING", seconds)
+    said: list[GroupStatus] = []
+    waits = story.LongWaits(said.append)
+    waits.look(LEAVES)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waits.look(replace(ALONE, state=State.ENDING, reason="received SIGINT"))
+    waits.close()
+    assert said == told
 
 
 def test_a_master_that_does_not_answer() -> None:
@@ -224,12 +212,13 @@ def test_a_master_that_does_not_answer() -> None:
 
     silent = "f names the job master at h:1 (b), which does not answer this node; it is asked again"
     assert directed(silent, "h:1").endswith(": elasticrun doctor --rdzv-endpoint=h:1")
+    assert directed(BAD_LUCK) == BAD_LUCK, "other ends name no doctor"
 
 
 def test_the_brains_own_warning_is_directed_where_it_is_printed() -> None:
     """What is for people alone: scripts and pages have the brain's sentence as it is."""
     node = object.__new__(Node)
-    node._meeting = SimpleNamespace(dial="h:1")  # type: ignore[assignment]
+    node._meeting = SimpleNamespace(dial="h:1")
     said = "no master answers (reset); this node goes on for 60 s"
     assert node._directed(Note(said, "warning")) == (
         f"{said}; to find out why, run here: elasticrun doctor --rdzv-endpoint=h:1"
@@ -243,10 +232,4 @@ def test_a_node_that_is_not_heard() -> None:
     assert told.restart(after(FIRST, why=why))[0] == (
         f"{why}; restarting the ranks with 1 node, world size 2 (no restart used); to find out why,"
         " run on that node: elasticrun doctor"
-    )
-
-
-def test_other_ends_name_no_doctor() -> None:
-    assert directed("rank 3 on node b: ValueError: bad luck") == (
-        "rank 3 on node b: ValueError: bad luck"
     )

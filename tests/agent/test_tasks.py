@@ -16,15 +16,7 @@ from elasticrun.agent import node, runtime
 from elasticrun.agent.link import identity, master_process
 from elasticrun.agent.runtime import AgentLoop, NoThread, Tasks, in_thread, own_defect
 from elasticrun.config import EXIT_FAILED
-from elasticrun.core.events import (
-    AgentEffect,
-    AgentEvent,
-    Exit,
-    Note,
-    ReleaseStore,
-    SweepRanks,
-    Tick,
-)
+from elasticrun.core import events as fx
 from elasticrun.operator_log import StderrWriter
 from elasticrun.wire import run_folder
 from tests.agent.configs import agent_config
@@ -35,9 +27,9 @@ AGENT = Path(runtime.__file__).parent
 # ---------------------------------------------------------------- threads
 
 
-def no_threads(monkeypatch: pytest.MonkeyPatch, failures: float) -> list[str]:
+def no_threads(monkeypatch, failures: float) -> list[str]:
     """The first so many starts fail, as where pids.max is reached; the names of those."""
-    really, failed = threading.Thread.start, []  # type: ignore[var-annotated]
+    really, failed = threading.Thread.start, []
 
     def start(thread: threading.Thread) -> None:
         if thread.name.startswith("elasticrun-") and len(failed) < failures:
@@ -49,14 +41,14 @@ def no_threads(monkeypatch: pytest.MonkeyPatch, failures: float) -> list[str]:
     return failed
 
 
-def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch) -> None:
     monkeypatch.setattr(runtime, "FIRST_TRY", 0.001)
     failed = no_threads(monkeypatch, 3)
     assert asyncio.run(in_thread(lambda: "done", name="some")) == "done"
     assert failed == ["elasticrun-some"] * 3
 
 
-def test_without_threads_there_is_an_end_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_threads_there_is_an_end_with_a_sentence(monkeypatch) -> None:
     monkeypatch.setattr(runtime, "THREAD_LIMIT", 0.01)
     no_threads(monkeypatch, float("inf"))
     with pytest.raises(NoThread, match="too many processes or threads"):
@@ -65,29 +57,25 @@ def test_without_threads_there_is_an_end_with_a_sentence(monkeypatch: pytest.Mon
         asyncio.run(in_thread(lambda: "done", limit=0.005))
 
 
-def test_what_comes_too_late_is_given_back() -> None:
+async def test_what_comes_too_late_is_given_back() -> None:
     """While the loop runs; the next test has one that is over by then."""
     go = threading.Event()
     back: list[str] = []
+    given = asyncio.Event()
+    loop = asyncio.get_running_loop()
 
-    async def body() -> None:
-        given = asyncio.Event()
-        loop = asyncio.get_running_loop()
+    def late(result: str) -> None:
+        back.append(result)
+        loop.call_soon_threadsafe(given.set)
 
-        def late(result: str) -> None:
-            back.append(result)
-            loop.call_soon_threadsafe(given.set)
-
-        with pytest.raises(TimeoutError):
-            await in_thread(lambda: str(go.wait(LIMIT)), limit=0.01, late=late)
-        go.set()
-        await asyncio.wait_for(given.wait(), LIMIT)
-
-    asyncio.run(body())
+    with pytest.raises(TimeoutError):
+        await in_thread(lambda: str(go.wait(LIMIT)), limit=0.01, late=late)
+    go.set()
+    await asyncio.wait_for(given.wait(), LIMIT)
     assert back == ["True"]
 
 
-def test_a_place_of_a_node_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_of_a_node_that_does_not_answer(monkeypatch) -> None:
     """A dead file server holds the lock of the node's id: it starts without, and says so."""
     go, released = threading.Event(), threading.Event()
 
@@ -97,7 +85,7 @@ def test_a_place_of_a_node_that_does_not_answer(monkeypatch: pytest.MonkeyPatch)
 
     def identify(*_: object) -> identity.Identity:
         go.wait(LIMIT)
-        return identity.Identity("late", Slot())  # type: ignore[arg-type]
+        return identity.Identity("late", Slot())
 
     monkeypatch.setattr(identity, "identify", identify)
     monkeypatch.setattr(node, "SLOT_LIMIT", 0.01)
@@ -111,9 +99,7 @@ def test_a_place_of_a_node_that_does_not_answer(monkeypatch: pytest.MonkeyPatch)
     assert released.wait(LIMIT)
 
 
-def test_a_record_on_a_disk_that_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_record_on_a_disk_that_does_not_answer(monkeypatch, caplog) -> None:
     """A hosted master runs without one, and says so."""
     go = threading.Event()
 
@@ -131,25 +117,22 @@ def test_a_record_on_a_disk_that_does_not_answer(
 # ---------------------------------------------------------------- tasks
 
 
-def test_a_task_that_fails_ends_the_node_or_is_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_task_that_fails_ends_the_node_or_is_told(caplog) -> None:
     async def failing(error: Exception) -> None:
         raise error
 
-    async def body() -> None:
-        tasks = Tasks(ends.append)
-        tasks.start(failing(KeyError("it")), "reporting")
-        tasks.start(failing(NoThread("no thread")), "starting")
-        tasks.start(failing(ValueError("x")), "copying", tell=told.append)
-        waiting = tasks.start(asyncio.Event().wait(), "waiting")
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        tasks.close()
-        await asyncio.wait({waiting})
-        assert waiting.cancelled()
-
     ends: list[str] = []
     told: list[str] = []
-    asyncio.run(body())
+    tasks = Tasks(ends.append)
+    tasks.start(failing(KeyError("it")), "reporting")
+    tasks.start(failing(NoThread("no thread")), "starting")
+    tasks.start(failing(ValueError("x")), "copying", tell=told.append)
+    waiting = tasks.start(asyncio.Event().wait(), "waiting")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    tasks.close()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
     assert ends == ["reporting failed: KeyError('it')", "starting failed: no thread"]
     assert told == ["copying failed: ValueError('x')"]
     assert "a defect of elasticrun: reporting failed" in caplog.text
@@ -188,11 +171,11 @@ def test_every_task_has_an_owner() -> None:
 class Brain:
     """Says what it is told to, or raises it."""
 
-    def __init__(self, *answers: list[AgentEffect] | Exception) -> None:
+    def __init__(self, *answers: list[fx.AgentEffect] | Exception) -> None:
         self._answers = list(answers)
 
-    def step(self, event: AgentEvent, now: float) -> list[AgentEffect]:
-        answer = self._answers.pop(0) if self._answers else [Exit(0, "over", (), 0)]
+    def step(self, event: fx.AgentEvent, now: float) -> list[fx.AgentEffect]:
+        answer = self._answers.pop(0) if self._answers else [fx.Exit(0, "over", (), 0)]
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -201,24 +184,24 @@ class Brain:
         return time.monotonic()
 
 
-def end_of(brain: Brain, perform: Callable[[AgentEffect], None]) -> Exit:
-    async def body() -> Exit:
+def end_of(brain: Brain, perform: Callable[[fx.AgentEffect], None]) -> fx.Exit:
+    async def whole() -> fx.Exit:  # the loop is made where one runs
         return await AgentLoop(brain, perform).run()
 
-    return asyncio.run(body())
+    return asyncio.run(whole())
 
 
 def test_a_brain_that_fails_ends_the_node() -> None:
     outcome = end_of(Brain(KeyError("a fact")), lambda effect: None)
     assert outcome.code == EXIT_FAILED
     assert outcome.reason.startswith("a defect of elasticrun, please report it: Tick was not")
-    assert isinstance(Tick(), Tick)
+    assert isinstance(fx.Tick(), fx.Tick)
 
 
-def failing_at(kind: type) -> tuple[list[str], Callable[[AgentEffect], None]]:
+def failing_at(kind: type) -> tuple[list[str], Callable[[fx.AgentEffect], None]]:
     done: list[str] = []
 
-    def perform(effect: AgentEffect) -> None:
+    def perform(effect: fx.AgentEffect) -> None:
         if isinstance(effect, kind):
             raise ValueError("a defect")
         done.append(type(effect).__name__)
@@ -226,12 +209,10 @@ def failing_at(kind: type) -> tuple[list[str], Callable[[AgentEffect], None]]:
     return done, perform
 
 
-def test_an_effect_that_fails_is_told_and_the_next_is_carried_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    note = Note("info", "x")
-    done, perform = failing_at(ReleaseStore)
-    effects: list[AgentEffect] = [ReleaseStore(None), note]  # type: ignore[arg-type]
+def test_an_effect_that_fails_is_told_and_the_next_is_carried_out(caplog) -> None:
+    note = fx.Note("info", "x")
+    done, perform = failing_at(fx.ReleaseStore)
+    effects: list[fx.AgentEffect] = [fx.ReleaseStore(None), note]
     assert end_of(Brain(effects), perform).reason == "over"
     assert done == ["Note"]
     assert "ReleaseStore could not be carried out" in caplog.text
@@ -240,24 +221,21 @@ def test_an_effect_that_fails_is_told_and_the_next_is_carried_out(
 
 
 def test_an_effect_that_the_brain_waits_for_ends_the_node_if_it_fails() -> None:
-    _, perform = failing_at(SweepRanks)
-    outcome = end_of(Brain([SweepRanks(1.0)]), perform)
+    _, perform = failing_at(fx.SweepRanks)
+    outcome = end_of(Brain([fx.SweepRanks(1.0)]), perform)
     assert outcome.code == EXIT_FAILED
     assert "SweepRanks could not be carried out" in outcome.reason
 
 
-def test_a_callback_of_ours_is_told_from_one_of_others() -> None:
+async def test_a_callback_of_ours_is_told_from_one_of_others() -> None:
     seen: list[Exception | None] = []
-
-    async def body() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: seen.append(own_defect(context)))
-        loop.call_soon(runtime.own_defect, None)  # fails in a file of ours
-        loop.call_soon(int, "x")
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-
-    asyncio.run(body())
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: seen.append(own_defect(context)))
+    loop.call_soon(runtime.own_defect, None)  # fails in a file of ours
+    loop.call_soon(int, "x")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    loop.set_exception_handler(None)  # it goes on in the next test
     ours, others = seen
     assert isinstance(ours, AttributeError)
     assert others is None
@@ -266,9 +244,7 @@ def test_a_callback_of_ours_is_told_from_one_of_others() -> None:
 # ---------------------------------------------------------------- the log folder
 
 
-def test_a_log_folder_that_does_not_answer_ends_the_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_folder_that_does_not_answer_ends_the_start(monkeypatch, caplog) -> None:
     go = threading.Event()
     monkeypatch.setattr(node, "DISK_LIMIT", 0.1)
     monkeypatch.setattr(runtime, "SLOW_DISK", 0.01)
@@ -281,15 +257,12 @@ def test_a_log_folder_that_does_not_answer_ends_the_start(
     class Checkup:
         def begin(self) -> None: ...
 
-    async def body() -> None:
-        one = object.__new__(node.Node)
-        one._config = agent_config()
-        one._checkup, one._output = Checkup(), Output()  # type: ignore[assignment]
-        one._fatal = fatal.append  # type: ignore[method-assign]
-        await one._set_out()
-
+    one = object.__new__(node.Node)
+    one._config = agent_config()
+    one._checkup, one._output = Checkup(), Output()
+    one._fatal = fatal.append
     with caplog.at_level(logging.WARNING, logger="elasticrun"):
-        asyncio.run(body())
+        asyncio.run(one._set_out())
     go.set()
     assert fatal == ["--log-dir /dev/null: the disk has not answered for 0.1 s"]
     assert "the disk does not answer" in caplog.text

@@ -30,9 +30,7 @@ def ours() -> set[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def clean(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+def clean(monkeypatch, tmp_path_factory) -> Iterator[None]:
     """No settings from outside, logs in a folder of the test's own, no process left. (That folder's
     name is short: multiprocessing's fork server has a Unix socket in it.)"""
     import os

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import signal
-import subprocess
 import sys
 from typing import Any
 
@@ -20,7 +19,7 @@ from elasticrun.launcher import LaunchConfig, agent_config_of, elastic_launch, e
 from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import EntryKind, dumps, loads
 from tests.api import functions
-from tests.harness import LIMIT
+from tests.harness import program
 
 
 def one_node(**more: Any) -> LaunchConfig:
@@ -39,7 +38,7 @@ def test_fields_and_defaults_are_torchs() -> None:
     assert list(ours.items())[: len(theirs)] == list(theirs.items())
 
 
-def test_what_post_init_makes_of_them_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_post_init_makes_of_them_is_torchs(monkeypatch) -> None:
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
     for more in ({}, {"rdzv_timeout": 5}, {"rdzv_configs": {"timeout": 3}}):
         words = {"min_nodes": 1, "max_nodes": 2, "nproc_per_node": 3}
@@ -52,7 +51,7 @@ def test_what_post_init_makes_of_them_is_torchs(monkeypatch: pytest.MonkeyPatch)
         one_node(shutdown_timeout=-1)
 
 
-def test_unknown_fields_are_ignored_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_ignored_and_named(caplog) -> None:
     with caplog.at_level("WARNING", logger="elasticrun"):
         config = one_node(of_torch_3="x")
     assert config.nproc_per_node == 2
@@ -60,8 +59,12 @@ def test_unknown_fields_are_ignored_and_named(caplog: pytest.LogCaptureFixture) 
     assert dataclasses.replace(config, role="r").role == "r"
 
 
+def configured(**more: Any) -> AgentConfig:
+    return agent_config_of(one_node(**more), functions.echo, [])
+
+
 def test_the_default_backend_on_one_node_needs_no_endpoint() -> None:
-    found = agent_config_of(one_node(run_id="me"), functions.echo, [])
+    found = configured(run_id="me")
     assert found.rendezvous.kind == "standalone"
     assert found.spec.job_id == "me"
     assert found.spec.max_restarts == 3
@@ -71,27 +74,20 @@ def test_the_default_backend_on_one_node_needs_no_endpoint() -> None:
 
 def test_more_nodes_need_one() -> None:
     with pytest.raises(ValueError, match="rdzv_endpoint='HOST:PORT'"):
-        agent_config_of(one_node(max_nodes=2), functions.echo, [])
-    config = one_node(max_nodes=2, rdzv_endpoint="there:1234", rdzv_backend="c10d")
-    place = agent_config_of(config, functions.echo, []).rendezvous
+        configured(max_nodes=2)
+    config = configured(max_nodes=2, rdzv_endpoint="there:1234", rdzv_backend="c10d")
+    place = config.rendezvous
     assert (place.kind, place.host, place.port) == ("elastic", "there", 1234)
 
 
 def test_an_etcd_is_an_etcd() -> None:
-    config = one_node(max_nodes=2, rdzv_endpoint="e0:2379", rdzv_backend="etcd-v2", run_id="j")
-    found = agent_config_of(config, functions.echo, [])
+    found = configured(max_nodes=2, rdzv_endpoint="e0:2379", rdzv_backend="etcd-v2", run_id="j")
     assert (found.rendezvous.kind, found.master_store) == ("etcd", "etcd://e0:2379")
 
 
 def test_static() -> None:
-    config = one_node(
-        min_nodes=2,
-        max_nodes=2,
-        rdzv_backend="static",
-        rdzv_endpoint="a:5",
-        rdzv_configs={"rank": 1},
-    )
-    found = agent_config_of(config, functions.echo, [])
+    where = {"rdzv_backend": "static", "rdzv_endpoint": "a:5", "rdzv_configs": {"rank": 1}}
+    found = configured(min_nodes=2, max_nodes=2, **where)
     assert (found.rendezvous.kind, found.rendezvous.port, found.node_rank) == ("static", 5, 1)
     assert found.spec.join_timeout == 900.0
 
@@ -101,7 +97,7 @@ def test_a_logs_specs_of_the_callers_own_is_refused_in_a_sentence() -> None:
         pass
 
     with pytest.raises(ValueError, match=r"logs_specs is a Mine: register .* torchrun.logs_specs"):
-        agent_config_of(one_node(logs_specs=Mine()), functions.echo, [])
+        configured(logs_specs=Mine())
 
 
 @pytest.mark.parametrize(
@@ -180,7 +176,7 @@ def test_other_ends() -> None:
 
 
 def test_without_torch_the_shape_is_the_same() -> None:
-    program = (
+    code = (
         "import sys, pickle\n"
         "from elasticrun import errors\n"
         "from elasticrun.wire.messages import Failure, FailureKind\n"
@@ -193,9 +189,7 @@ def test_without_torch_the_shape_is_the_same() -> None:
         "assert str(pickle.loads(pickle.dumps(error))) == str(error)\n"
         "assert 'torch' not in sys.modules and 'grpc' not in sys.modules\n"
     ).replace("<FailureKind.SCRIPT: 'script'>", "FailureKind.SCRIPT")
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    done = program("-c", code)
     assert done.stderr == ""
     first, second = done.stdout.splitlines()
     assert first == "3 9 <N/A> 1795229851"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness import LIMIT
+from tests.harness import program
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
 
-CALLER = """
+WAITS = """
 import gc, os
 import torch.distributed as dist
 from elasticrun.launcher import LaunchConfig, elastic_launch
@@ -88,25 +86,21 @@ os._exit(0)
 """
 
 
-def run(caller: str) -> subprocess.CompletedProcess[str]:
-    """A caller's program, to its end."""
-    return subprocess.run(
-        [sys.executable, "-c", caller], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=LIMIT,
-    )  # fmt: skip
+PROGRAMS = {
+    "what waits for a thread is not collected": (
+        *(WAITS, "{0: (True, True), 1: (True, True)} True\n", ""),
+    ),
+    "what another thread keeps is not ended": (IN_A_THREAD, "{0: 'here', 1: 'here'}\n", ""),
+    # the store host was forked once, and the rank
+    "a store host that dies as a fork is executed": (
+        *(CRASHES, "{0: 'here'} 2\n", "it ended before it listened"),
+    ),
+}
 
 
-def test_what_waits_for_a_thread_of_the_caller_is_not_collected_in_its_forks() -> None:
-    done = run(CALLER)
-    assert done.stdout == "{0: (True, True), 1: (True, True)} True\n", done.stderr
-
-
-def test_what_another_thread_of_the_caller_keeps_is_not_ended_in_its_forks() -> None:
-    done = run(IN_A_THREAD)
-    assert done.stdout == "{0: 'here', 1: 'here'}\n", done.stderr
-
-
-def test_a_store_host_that_dies_as_a_fork_is_executed() -> None:
-    done = run(CRASHES)
-    assert done.stdout == "{0: 'here'} 2\n", done.stderr  # the store host once, the rank
-    assert "it ended before it listened" in done.stderr
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_forks_of_a_caller_leave_to_it(name: str) -> None:
+    code, said, told = PROGRAMS[name]
+    done = program("-c", code, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.stdout == said, done.stderr
+    assert told in done.stderr

@@ -28,6 +28,8 @@ from tests.harness import LIMIT, await_exit, free_port, until_file
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
+METHODS = ("fork", "spawn", "forkserver")
+IN_BOTH_WAYS = pytest.mark.parametrize("method", cases(METHODS[:2], kept=["fork"]))
 
 
 def config(nproc: int = 2, **more: Any) -> LaunchConfig:
@@ -36,16 +38,13 @@ def config(nproc: int = 2, **more: Any) -> LaunchConfig:
     return LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=nproc, **words)
 
 
-@pytest.mark.parametrize(
-    "method", ["fork", "spawn",
-               pytest.param("forkserver", marks=pytest.mark.soak)],
-)  # fmt: skip
+@pytest.mark.parametrize("method", cases(METHODS, soaked=["forkserver"]))
 def test_ranks_meet_and_return(method: str) -> None:
     results = elastic_launch(config(start_method=method), functions.reduce_sum)(10)
     assert results == {0: (0, 21.0), 1: (1, 21.0)}
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
+@IN_BOTH_WAYS
 def test_what_a_rank_sees(method: str) -> None:
     results = elastic_launch(
         config(start_method=method, role="trainer", max_restarts=3), functions.places
@@ -64,7 +63,7 @@ def test_what_a_rank_sees(method: str) -> None:
     assert results[0]["MASTER_PORT"] == results[1]["MASTER_PORT"]
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
+@IN_BOTH_WAYS
 def test_no_rank_ends_before_all_have_returned(method: str, tmp_path: Path) -> None:
     results = elastic_launch(config(start_method=method), functions.return_before_the_other)(
         str(tmp_path)
@@ -87,18 +86,13 @@ assert float(open(f"{folder}/ended").read()) > returned
 
 @further("test_no_rank_ends_before_all_have_returned")
 def test_no_rank_of_two_nodes_ends_before_all_of_its_node_have_returned(tmp_path: Path) -> None:
-    port = str(free_port())
-    nodes = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        nodes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", NODE, port, str(tmp_path / name)],
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )
-        )
+    port, folders = str(free_port()), [tmp_path / name for name in ("a", "b")]
+    env, how = {**os.environ, "PYTHONPATH": str(ROOT)}, {"stderr": subprocess.PIPE, "text": True}
+    nodes: list[subprocess.Popen[str]] = []
+    for folder in folders:
+        folder.mkdir()
+        command = [sys.executable, "-c", NODE, port, str(folder)]
+        nodes.append(subprocess.Popen(command, env=env, **how))
     ends = [(node.communicate(timeout=LIMIT)[1], node.returncode) for node in nodes]
     assert [code for _, code in ends] == [0, 0], ends
 
@@ -130,7 +124,7 @@ def launch_failing(entry: Callable[..., Any], *args: Any, **more: Any) -> Any:
     return caught.value
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
+@IN_BOTH_WAYS
 def test_an_exception_in_a_rank(method: str) -> None:
     error = launch_failing(functions.fail_on_rank, "1", start_method=method)
     assert list(error.failures) == [1]
@@ -151,12 +145,9 @@ def test_an_exit_code_of_its_own() -> None:
     assert error.failures[0].exitcode == 7
 
 
-def test_a_result_that_cannot_be_sent() -> None:
-    error = launch_failing(functions.no_pickle, nproc=1)
-    assert "pickle" in str(error)
-
-
-def test_a_function_that_cannot_be_spawned() -> None:
+def test_what_cannot_be_sent() -> None:
+    """A result, and a function to a rank that is spawned."""
+    assert "pickle" in str(launch_failing(functions.no_pickle, nproc=1))
     error = launch_failing(lambda: None, nproc=1, start_method="spawn")
     assert "the function cannot be started" in str(error)
 
@@ -166,9 +157,7 @@ def test_a_restart() -> None:
     assert results == {0: ("0", "1"), 1: ("1", "1")}
 
 
-def test_output_goes_where_torchs_logs_specs_say(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_output_goes_where_torchs_logs_specs_say(tmp_path: Path, capfd) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
     specs = DefaultLogsSpecs(
@@ -189,7 +178,7 @@ def test_what_a_rank_leaves_behind_is_ended() -> None:
     assert await_exit(results.values()) == set()
 
 
-def test_in_another_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_in_another_thread(caplog) -> None:
     results: list[Any] = []
     thread = threading.Thread(
         target=lambda: results.append(elastic_launch(config(), functions.echo)(1))
@@ -235,10 +224,7 @@ def start_caller(folder: Path, method: str) -> tuple[subprocess.Popen[str], list
     return caller, pids
 
 
-@pytest.mark.parametrize(
-    "method", ["fork", pytest.param("spawn", marks=pytest.mark.soak),
-               pytest.param("forkserver", marks=pytest.mark.soak)],
-)  # fmt: skip
+@pytest.mark.parametrize("method", cases(METHODS, kept=["fork"]))
 def test_sigterm_to_the_caller(method: str, tmp_path: Path) -> None:
     caller, pids = start_caller(tmp_path, method)
     caller.send_signal(signal.SIGTERM)
@@ -250,10 +236,7 @@ def test_sigterm_to_the_caller(method: str, tmp_path: Path) -> None:
     assert await_exit(pids) == set()
 
 
-@pytest.mark.parametrize(
-    "method", ["fork", pytest.param("spawn", marks=pytest.mark.soak),
-               pytest.param("forkserver", marks=pytest.mark.soak)],
-)  # fmt: skip
+@pytest.mark.parametrize("method", cases(METHODS, kept=["fork"]))
 def test_kill_9_of_the_caller(method: str, tmp_path: Path) -> None:
     caller, pids = start_caller(tmp_path, method)
     below = psutil.Process(caller.pid).children(recursive=True)
@@ -275,9 +258,7 @@ def test_kill_9_of_the_agent(tmp_path: Path) -> None:
     assert await_exit(pids) == set()
 
 
-def test_an_agent_that_does_not_read_holds_its_caller_up_nowhere(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_agent_that_does_not_read_holds_its_caller_up_nowhere(caplog) -> None:
     caller = FunctionSpawner(functions.places, (), "fork", b"")
     caller._selector.register(caller._line, selectors.EVENT_READ, caller._converse)
     caller.agents_end.setblocking(False)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import secrets
 import selectors
 import signal
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -22,26 +22,13 @@ from elasticrun.caller.function_spawner import FunctionSpawner
 from elasticrun.caller.helpers import Helpers
 from elasticrun.shm.segment import VERSION
 from elasticrun.system.processes import below
-from elasticrun.wire.frames import FrameBuffer, encode
-from elasticrun.wire.snapshots import Checked, CheckSnapshot, FromSaver, SaverHere
-from elasticrun.wire.spawning import (
-    CloseStore,
-    Exited,
-    FromSpawner,
-    Keepalive,
-    ProbePlan,
-    ProbeSaid,
-    SendSignal,
-    Spawned,
-    SpawnFailed,
-    SpawnProbe,
-    SpawnSaver,
-    SpawnStore,
-    StoreListening,
-)
+from elasticrun.wire import spawning as sp
+from elasticrun.wire.snapshots import SaverHere
 from tests.api import functions
 from tests.forkserver.driver import LIMIT, Conversation, gone
+from tests.forkserver.test_probe import a_plan
 from tests.forkserver.test_server import held_port
+from tests.saver import play
 
 pytestmark = pytest.mark.slow
 
@@ -53,8 +40,7 @@ class Agent(Conversation):
 
     def __init__(self, spawner: FunctionSpawner) -> None:
         self._life, self._end = socket.socketpair()
-        super().__init__(spawner.agents_end.dup(), FromSpawner)
-        self._keys = 0
+        super().__init__(spawner.agents_end.dup(), sp.FromSpawner)
 
     def fileno(self) -> int:
         return self._life.fileno()
@@ -69,45 +55,27 @@ class Agent(Conversation):
         self.socket.close()
         self._end.close()
 
-    def key(self) -> int:
-        self._keys += 1
-        return self._keys
-
-    def spawned(self, key: int) -> Spawned:
-        return self.wait(Spawned, lambda said: said.key == key)
-
-    def hears(self, key: int, *, done: bool) -> ProbeSaid:
-        return self.wait(ProbeSaid, lambda said: said.key == key and said.done == done)
-
-    def exited(self, key: int) -> int:
-        return self.wait(Exited, lambda said: said.key == key).code
+    def hears(self, key: int, *, done: bool) -> sp.ProbeSaid:
+        return self.wait(sp.ProbeSaid, lambda said: said.key == key and said.done == done)
 
     def probe(self, store_port: int, rank: int, fault: str = "", check: str = "c") -> int:
-        key = self.key()
+        key = self.new_key()
         self.tell(order(key, store_port, rank, fault, check))
         return key
 
 
-def order(key: int, store_port: int, rank: int, fault: str = "", check: str = "c") -> SpawnProbe:
-    plan = ProbePlan(
-        check=check,
+def order(key: int, store_port: int, rank: int, fault: str = "", check: str = "c") -> sp.SpawnProbe:
+    plan = replace(
+        a_plan(check, store_port),
         rank=rank,
-        world_size=2,
-        store_host="127.0.0.1",
-        store_port=store_port,
-        device="cpu",
-        device_index=0,
-        backend="gloo",
+        fault=fault,
         matrix=64,
         dtype="float32",
         matmuls=2,
         sizes=(4096,),
         transfers=2,
-        warmup=1,
-        limit=LIMIT,
-        fault=fault,
     )
-    return SpawnProbe(key, plan, {"OMP_NUM_THREADS": "1"}, ("PYTHONHOME",), ())
+    return sp.SpawnProbe(key, plan, {"OMP_NUM_THREADS": "1"}, ("PYTHONHOME",), ())
 
 
 @contextmanager
@@ -129,9 +97,9 @@ def calling(start_method: str) -> Iterator[Agent]:
 def test_a_caller_s_probes_meet_fail_and_end() -> None:
     holder, port = held_port()
     with holder, calling("spawn") as agent:
-        store = agent.key()
-        agent.tell(SpawnStore(store, port))
-        agent.wait(StoreListening)
+        store = agent.new_key()
+        agent.tell(sp.SpawnStore(store, port))
+        agent.wait(sp.StoreListening)
 
         keys = [agent.probe(port, rank) for rank in (0, 1)]
         for key in keys:
@@ -140,16 +108,16 @@ def test_a_caller_s_probes_meet_fail_and_end() -> None:
             assert result.ok, result.reason
             assert result.compute > 0
             assert result.transfers[0] > 0
-            assert agent.exited(key) == 0
+            assert agent.exited(key).code == 0
 
         bad = agent.probe(port, 0, "probe-hang=compute", "again")
         assert agent.hears(bad, done=False).phase == "compute"
-        agent.tell(SendSignal(bad, signal.SIGKILL))
+        agent.tell(sp.SendSignal(bad, signal.SIGKILL))
         result = agent.hears(bad, done=True)
         assert (result.own, result.reason) == (True, "it was killed by SIGKILL")
-        assert agent.exited(bad) == -signal.SIGKILL
+        assert agent.exited(bad).code == -signal.SIGKILL
 
-        agent.tell(CloseStore(store))
+        agent.tell(sp.CloseStore(store))
         agent.exited(store)
 
 
@@ -166,74 +134,49 @@ def test_a_caller_s_probes_end_with_the_conversation() -> None:
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-def test_a_probe_that_cannot_be_watched_is_not_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_probe_that_cannot_be_watched_is_not_left_alone(monkeypatch) -> None:
     def refuse(pid: int) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    said: list[FromSpawner] = []
+    said: list[sp.FromSpawner] = []
     before = below(os.getpid())
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with selectors.DefaultSelector() as selector:
         Helpers(selector, said.append).start(order(1, 1, 0, "probe-hang=compute"))
-    assert said == [SpawnFailed(1, "no probe could be started: Too many open files")]
+    assert said == [sp.SpawnFailed(1, "no probe could be started: Too many open files")]
     assert below(os.getpid()) <= before
 
 
 # ---------------------------------------------------------------- the saver
 
 
-class Saver:
-    """One that has dialled the agent's socket."""
-
-    def __init__(self, agent: Agent) -> None:
-        place = f"elasticrun-test-{secrets.token_hex(8)}"
-        self.key = agent.key()
-        self._frames = FrameBuffer(FromSaver)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind("\0" + place)
-            listener.listen()
-            listener.settimeout(LIMIT)
-            agent.tell(SpawnSaver(self.key, place, "", "5ec2e7", {"MARK": "x"}, ("HOME",), ()))
-            born = agent.spawned(self.key)
-            assert not born.forked
-            self.pid = born.pid
-            self.socket, _ = listener.accept()
-        self.socket.settimeout(LIMIT)
-        assert self.hear() == SaverHere(VERSION, self.key, 0)
-
-    def hear(self) -> FromSaver:
-        for message in self._frames.feed(self.socket.recv(65536)):
-            assert isinstance(message, FromSaver)
-            return message
-        raise AssertionError("half a message came")
-
-    def answers(self) -> bool:
-        self.socket.sendall(encode(CheckSnapshot(1, 0, 1)))
-        return isinstance(self.hear(), Checked)
+def a_saver(agent: Agent) -> play.Agent:
+    made = play.Agent(agent, secret="5ec2e7", env={"MARK": "x"}, unset=("HOME",))
+    assert not made.spawned_as.forked
+    assert made.here == SaverHere(VERSION, made.key, 0)
+    return made
 
 
 def test_a_caller_s_saver_lives_as_long_as_its_conversation() -> None:
     with calling("spawn") as agent:
-        first = Saver(agent)
-        agent.tell(Keepalive(0.01))
-        assert first.answers()
+        first = a_saver(agent)
+        agent.tell(sp.Keepalive(0.01))
+        first.check()
         environ = Path(f"/proc/{first.pid}/environ").read_bytes().split(b"\0")
         assert b"MARK=x" in environ
         assert not any(line.startswith(b"HOME=") for line in environ)
         assert b"5ec2e7" not in Path(f"/proc/{first.pid}/cmdline").read_bytes()
         first.socket.close()
-        assert agent.exited(first.key) == 0
+        assert agent.exited(first.key).code == 0
 
 
 def test_a_caller_s_saver_is_replaced_and_ends_with_the_agent() -> None:
     gc.collect()  # what earlier tests have left must not be closed in between
     descriptors = len(os.listdir("/proc/self/fd"))
     with calling("spawn") as agent:
-        first, second = Saver(agent), Saver(agent)
-        assert agent.exited(first.key) == -9
-        assert second.answers()
+        first, second = a_saver(agent), a_saver(agent)
+        assert agent.exited(first.key).code == -9
+        second.check()
     assert gone([first.pid, second.pid]) == []
     first.socket.close()
     second.socket.close()

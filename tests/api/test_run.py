@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import io
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from elasticrun import run
 from elasticrun.launcher import LaunchConfig, LaunchError, elastic_launch
-from tests.harness import LIMIT
+from tests.harness import program
 
 pytestmark = pytest.mark.slow
 
@@ -52,39 +50,40 @@ def test_main(script: Path, tmp_path: Path) -> None:
     assert written(tmp_path) == {rank: [["--lr", "1"], "2", "mine"] for rank in (0, 1)}
 
 
-def test_run_with_torchs_own_namespace(script: Path, tmp_path: Path) -> None:
-    args = torch_run.get_args_parser().parse_args(
-        ["--standalone", "--nproc_per_node", "2", str(script), str(tmp_path)]
-    )
-    run.run(args)
+def of_torchs_parser(script: str, folder: str) -> argparse.Namespace:
+    words = ["--standalone", "--nproc_per_node", "2", script, folder]
+    return torch_run.get_args_parser().parse_args(words)
+
+
+def that_lacks_most(script: str, folder: str) -> argparse.Namespace:
+    words = {"nproc_per_node": "2", "training_script": script, "training_script_args": [folder]}
+    return argparse.Namespace(**words)
+
+
+def as_accelerate_makes_it(script: str, folder: str) -> argparse.Namespace:
+    """Defaults of the parser, overwritten by a namespace of another parser."""
+    args, _ = run.get_args_parser().parse_known_args([script])
+    words = {"nproc_per_node": "2", "training_script_args": [folder], "nnodes": "1"}
+    vars(args).update(words, monitor_interval=0.1)
+    return args
+
+
+@pytest.mark.parametrize("made", [of_torchs_parser, that_lacks_most, as_accelerate_makes_it])
+def test_run_with_a_namespace(made: Any, script: Path, tmp_path: Path) -> None:
+    run.run(made(str(script), str(tmp_path)))
     assert sorted(written(tmp_path)) == [0, 1]
 
 
-def test_run_with_a_namespace_that_lacks_most(script: Path, tmp_path: Path) -> None:
-    args = argparse.Namespace(
-        nproc_per_node="1", training_script=str(script), training_script_args=[str(tmp_path)]
-    )
-    run.run(args)
-    assert sorted(written(tmp_path)) == [0]
-
-
-def test_a_failing_script_raises_once(
-    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_failing_script_raises_once_and_leaves_an_error_file(
+    script: Path, tmp_path: Path, monkeypatch, capfd
 ) -> None:
+    own = tmp_path / "own.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(own))
     with pytest.raises(ChildFailedError) as caught:
         run.main(["--nproc-per-node=2", str(script), str(tmp_path), "fail"])
     assert "this rank was told to fail" in str(caught.value)
     assert str(caught.value).splitlines()[2] == f"{script} FAILED"
     assert "Root Cause" not in capfd.readouterr().err, "the exception tells, the agent does not"
-
-
-def test_the_launchers_own_error_file(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = tmp_path / "own.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(own))
-    with pytest.raises(ChildFailedError):
-        run.main(["--nproc-per-node=2", str(script), str(tmp_path), "fail"])
     message = json.loads(own.read_text())["message"]
     assert message["message"] == "RuntimeError: this rank was told to fail"
     assert message["errorCode"] == 1
@@ -107,9 +106,7 @@ def test_elastic_launch_of_a_command(tmp_path: Path) -> None:
     assert {failure.exitcode for failure in caught.value.failures.values()} == {5}
 
 
-def test_teed_output_is_seen_by_whoever_has_replaced_stdout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_teed_output_is_seen_by_whoever_has_replaced_stdout(monkeypatch) -> None:
     """Notebooks and redirect_stdout: what torch's launcher prints in this process, so does ours."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     shown, wrong = io.StringIO(), io.StringIO()
@@ -142,7 +139,7 @@ def test_wishes_that_cannot_be_met(wrong: list[str]) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_config_from_args_is_torchs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_from_args_is_torchs(script: Path, monkeypatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torch would set it in this process
     lines = [
         ["--nproc-per-node=2", str(script), "a", "b"],
@@ -172,45 +169,27 @@ def test_config_from_args_is_torchs(script: Path, monkeypatch: pytest.MonkeyPatc
             assert getattr(ours, name) == getattr(theirs, name), (line, name)
 
 
-@pytest.mark.parametrize("text", ["1", "2:4", "3:1", "1:2:3", "x", "1:", ""])
-def test_parse_min_max_nnodes(text: str) -> None:
+NUMBERS = {
+    "parse_min_max_nnodes": ("1", "2:4", "3:1", "1:2:3", "x", "1:", ""),
+    "determine_local_world_size": ("1", "7", "cpu", "auto", "gpu", "xpu", "nonsense"),
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(n, text) for n in NUMBERS for text in NUMBERS[n]])
+def test_numbers_are_read_as_torch_reads_them(name: str, text: str) -> None:
+    ours = getattr(run, name)
     try:
-        expected: Any = torch_run.parse_min_max_nnodes(text)
+        expected = getattr(torch_run, name)(text)
     except Exception as error:
         with pytest.raises(type(error)):
-            run.parse_min_max_nnodes(text)
+            ours(text)
     else:
-        assert run.parse_min_max_nnodes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["1", "7", "cpu", "auto", "gpu", "xpu", "nonsense"])
-def test_determine_local_world_size(text: str) -> None:
-    try:
-        expected = torch_run.determine_local_world_size(text)
-    except ValueError:
-        with pytest.raises(ValueError):
-            run.determine_local_world_size(text)
-    else:
-        assert run.determine_local_world_size(text) == expected
-
-
-def test_accelerates_way(script: Path, tmp_path: Path) -> None:
-    """Defaults of the parser, overwritten by a namespace of another parser, then run(args)."""
-    parser = run.get_args_parser()
-    args, _ = parser.parse_known_args([str(script)])
-    for key, value in {"nproc_per_node": "2", "training_script_args": [str(tmp_path)],
-                       "monitor_interval": 0.1, "nnodes": "1"}.items():  # fmt: skip
-        setattr(args, key, value)
-    run.run(args)
-    assert sorted(written(tmp_path)) == [0, 1]
+        assert ours(text) == expected
 
 
 def test_as_a_command(script: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "elasticrun.run", "--nproc-per-node=2", str(script), str(tmp_path),
-         "fail"],
-        capture_output=True, text=True, timeout=LIMIT, env=dict(os.environ), check=False,
-    )  # fmt: skip
+    words = ("--nproc-per-node=2", str(script), str(tmp_path), "fail")
+    done = program("-m", "elasticrun.run", *words)
     assert done.returncode == 1
     assert "torch.distributed.elastic.multiprocessing.errors.ChildFailedError" in done.stderr
     assert sorted(written(tmp_path)) == [0, 1]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticrun.checkpointing import choosing, line
+from elasticrun.training import Checkpointer
 from tests.checkpointing.played import PlayedAgent, playing
 from tests.harness import LIMIT
 
 
 @pytest.fixture(autouse=True)
-def as_if_just_born(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_if_just_born(monkeypatch) -> Iterator[None]:
     """Nothing is known of the agent that another test has played. A storage is not taken for away
     because this machine stands still."""
     monkeypatch.setattr(choosing, "LOOK_LIMIT", LIMIT)
@@ -21,7 +25,18 @@ def as_if_just_born(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedAgent]:
+def new(tmp_path: Path) -> Iterator[Callable[..., Checkpointer]]:
+    """Makes Checkpointers, which are closed at the end of the test."""
+    with contextlib.ExitStack() as ends:
+
+        def made(**words: Any) -> Checkpointer:
+            return ends.enter_context(contextlib.closing(Checkpointer(tmp_path, **words)))
+
+        yield made
+
+
+@pytest.fixture
+def agent(monkeypatch) -> Iterator[PlayedAgent]:
     """The agent of this process, which is its only rank."""
     with playing() as played:
         monkeypatch.setenv("ELASTICRUN_SNAPSHOTS", played.place(0))

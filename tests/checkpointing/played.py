@@ -14,28 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticrun.shm.segment import Segment, begin, segment_bytes
+from elasticrun.wire import snapshots as s
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.progress import address, mint_name, place
-from elasticrun.wire.snapshots import (
-    NO_ROUND,
-    AwaitRoom,
-    CannotRestore,
-    Committed,
-    FromPeer,
-    IsWhole,
-    NeedSegment,
-    RankHere,
-    Restored,
-    Resume,
-    RoomThere,
-    SegmentHere,
-    ShardHere,
-    WantShard,
-    Whole,
-)
 from elasticrun.wire.types import RoundName
 
-NOTHING = Resume(RoundName(1, 1, "a"), NO_ROUND, -1, 0, False)
+NOTHING = s.Resume(RoundName(1, 1, "a"), s.NO_ROUND, -1, 0, False)
 
 
 @dataclass
@@ -56,8 +40,8 @@ class Memory:
 @dataclass
 class Peer:
     sock: socket.socket
-    buffer: FrameBuffer = field(default_factory=lambda: FrameBuffer(FromPeer))
-    here: RankHere | None = None
+    buffer: FrameBuffer = field(default_factory=lambda: FrameBuffer(s.FromPeer))
+    here: s.RankHere | None = None
 
 
 class PlayedAgent:
@@ -73,7 +57,7 @@ class PlayedAgent:
         self.no_shard: set[int] = set()
         self.segments: dict[tuple[int, int], Memory] = {}  # local rank, layout
         self.current: dict[int, Memory] = {}
-        self.held: dict[tuple[str, int, int], tuple[Memory, Committed]] = {}  # round, step, rank
+        self.held: dict[tuple[str, int, int], tuple[Memory, s.Committed]] = {}  # round, step, rank
         self.said: list[tuple[int, Any]] = []
         self._news = threading.Condition()
         self._listener = socket.socket(socket.AF_UNIX)
@@ -113,7 +97,7 @@ class PlayedAgent:
         with self._news:
             assert self._news.wait_for(lambda: self.held.keys() >= set(held), 240), self.said
         same = ranks is None or ranks == world
-        self.resume = Resume(RoundName(1, number, "a"), old, step, world, same)
+        self.resume = s.Resume(RoundName(1, number, "a"), old, step, world, same)
         self.ranks = ranks if ranks is not None else self.ranks
         for memory in self.segments.values():
             for snapshot in memory.segment.snapshots():
@@ -145,9 +129,8 @@ class PlayedAgent:
         except OSError:
             return False
         for message in peer.buffer.feed(data):
-            if isinstance(message, RankHere):
+            if isinstance(message, s.RankHere):
                 peer.here = message
-            assert peer.here is not None
             self.said.append((peer.here.rank, message))
             with contextlib.suppress(OSError):
                 self._answer(peer, peer.here, message)
@@ -155,27 +138,27 @@ class PlayedAgent:
                 self._news.notify_all()
         return bool(data)
 
-    def _answer(self, peer: Peer, here: RankHere, message: Any) -> None:
-        if isinstance(message, RankHere):
+    def _answer(self, peer: Peer, here: s.RankHere, message: Any) -> None:
+        if isinstance(message, s.RankHere):
             peer.sock.sendall(encode(self.resume))
-        elif isinstance(message, NeedSegment):
+        elif isinstance(message, s.NeedSegment):
             self._give(peer, here, message)
-        elif isinstance(message, Committed):
+        elif isinstance(message, s.Committed):
             self._commit(here, message)
             self.look()
-        elif isinstance(message, AwaitRoom):
+        elif isinstance(message, s.AwaitRoom):
             with self._looking:
                 self._waiting[here.local_rank] = (peer, message.whole)
             self.look()
-        elif isinstance(message, WantShard):
+        elif isinstance(message, s.WantShard):
             self._shard(peer, message.rank)
-        elif isinstance(message, IsWhole):
+        elif isinstance(message, s.IsWhole):
             ok = message.rank not in self.unwhole
-            peer.sock.sendall(encode(Whole(message.rank, ok, "" if ok else "a byte was flipped")))
-        elif isinstance(message, CannotRestore):
+            peer.sock.sendall(encode(s.Whole(message.rank, ok, "" if ok else "a byte was flipped")))
+        elif isinstance(message, s.CannotRestore):
             peer.sock.shutdown(socket.SHUT_RDWR)
         else:
-            assert not isinstance(message, Restored) or message.step >= 0
+            assert not isinstance(message, s.Restored) or message.step >= 0
 
     def look(self) -> None:
         """Answer who waits for what has come."""
@@ -185,11 +168,11 @@ class PlayedAgent:
                 come = segment.watermark >= whole or segment.save_at > whole
                 if (come and whole >= 0) or (whole < 0 and segment.free_slot() is not None):
                     del self._waiting[local_rank]
-                    peer.sock.sendall(encode(RoomThere()))
+                    peer.sock.sendall(encode(s.RoomThere()))
 
-    def _give(self, peer: Peer, here: RankHere, need: NeedSegment) -> None:
+    def _give(self, peer: Peer, here: s.RankHere, need: s.NeedSegment) -> None:
         if self.no_segment:
-            peer.sock.sendall(encode(SegmentHere(False, self.no_segment, False)))
+            peer.sock.sendall(encode(s.SegmentHere(False, self.no_segment, False)))
             return
         key = (here.local_rank, need.layout)
         fresh = key not in self.segments
@@ -207,9 +190,9 @@ class PlayedAgent:
             memory = Memory(fd, mapping, Segment(memoryview(mapping)), need.layout)
             self.segments[key] = memory
         self.current[here.local_rank] = self.segments[key]
-        _send_fd(peer.sock, encode(SegmentHere(True, "", fresh)), self.segments[key].fd)
+        _send_fd(peer.sock, encode(s.SegmentHere(True, "", fresh)), self.segments[key].fd)
 
-    def _commit(self, here: RankHere, said: Committed) -> None:
+    def _commit(self, here: s.RankHere, said: s.Committed) -> None:
         memory = self.current[here.local_rank]
         round_ = self.resume.present
         self.held[f"{round_.number}", said.step, here.rank] = (memory, said)
@@ -225,10 +208,10 @@ class PlayedAgent:
         found = self.held.get((f"{self.resume.round.number}", self.resume.step, rank))
         if found is None or rank in self.no_shard:
             reason = f"the shard of rank {rank} is gone"
-            peer.sock.sendall(encode(ShardHere(False, reason, rank, 0, 0)))
+            peer.sock.sendall(encode(s.ShardHere(False, reason, rank, 0, 0)))
             return
         memory, said = found
-        frame = encode(ShardHere(True, "", rank, said.slot, said.sequence))
+        frame = encode(s.ShardHere(True, "", rank, said.slot, said.sequence))
         _send_fd(peer.sock, frame, memory.fd)
 
     def close(self) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,6 +14,7 @@ from multiprocessing.forkserver import _forkserver
 from typing import Any
 
 from elasticrun.testing.node import free_port
+from tests.checkpointing.played import PlayedAgent
 
 LIMIT = 240.0
 
@@ -37,7 +36,7 @@ def _rank(body: Body, env: Mapping[str, str], answer: Any, args: tuple[Any, ...]
 
     from elasticrun.checkpointing import choosing
 
-    choosing.LOOK_LIMIT = LIMIT  # type: ignore[misc]  # a machine that stands still is no storage
+    choosing.LOOK_LIMIT = LIMIT  # a machine that stands still is no storage
     torch.set_num_threads(1)
     try:
         if int(env["WORLD_SIZE"]) > 1:
@@ -50,12 +49,6 @@ def _rank(body: Body, env: Mapping[str, str], answer: Any, args: tuple[Any, ...]
     except BaseException:
         answer.send(("failed", traceback.format_exc()))
         raise
-
-
-def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """A program by itself, run to its end."""
-    command = [sys.executable, "-c", code, *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 class Ranks:
@@ -109,6 +102,12 @@ class Ranks:
             answer.close()
 
 
+def life(body: Body, *args: Any, world: int, agent: PlayedAgent | None = None) -> list[Any]:
+    """What each rank's body returns in a life of so many; with an agent each has its place."""
+    places = None if agent is None else [agent.place(rank) for rank in range(world)]
+    return Ranks(body, *args, world=world, places=places).results()
+
+
 @contextmanager
 def fork_server(*more: str) -> Iterator[None]:
     """Ends the fork server with the tests that need it. `more`: modules that their ranks need."""
@@ -118,4 +117,4 @@ def fork_server(*more: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _forkserver._stop()  # type: ignore[attr-defined]
+        _forkserver._stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +15,22 @@ import torch
 from elasticrun.checkpointing.line import AgentLine, own_place
 from elasticrun.shm.segment import NONE
 from elasticrun.training import Checkpointer
-from elasticrun.wire.snapshots import (
-    AwaitRoom,
-    CannotRestore,
-    Committed,
-    NeedSegment,
-    RankHere,
-    Remark,
-    Resume,
-    Skipped,
-)
+from elasticrun.wire import snapshots as s
 from tests.agent.snapshots.test_snapshots import at_most
 from tests.checkpointing.played import PlayedAgent
-from tests.checkpointing.ranks import python
+from tests.harness import program
+
+New = Callable[..., Checkpointer]
 
 
-def test_a_snapshot_waits_for_the_agents_word(agent: PlayedAgent, tmp_path: Path) -> None:
+def test_a_snapshot_waits_for_the_agents_word(agent: PlayedAgent, new: New) -> None:
     agent.watermark = False
-    ckpt = Checkpointer(
-        tmp_path, n={"x": 1}, every_steps=1, persist_every_seconds=None, on_busy="wait"
-    )
+    ckpt = new(n={"x": 1}, every_steps=1, persist_every_seconds=None, on_busy="wait")
     ckpt.step(1)
     ckpt.step(2)
 
     def free() -> None:
-        agent.until(AwaitRoom)
+        agent.until(s.AwaitRoom)
         agent.current[0].segment.watermark = 2
         agent.look()
 
@@ -47,8 +39,7 @@ def test_a_snapshot_waits_for_the_agents_word(agent: PlayedAgent, tmp_path: Path
     ckpt.step(3)
     thread.join(240)
     assert (ckpt.stats.snapshots, ckpt.stats.skipped) == (3, 0)
-    assert len(agent.of(AwaitRoom)) == 1  # asked once, not again and again
-    ckpt.close()
+    assert len(agent.of(s.AwaitRoom)) == 1  # asked once, not again and again
 
 
 def test_a_word_that_comes_too_late_is_no_answer_to_the_next_question(agent: PlayedAgent) -> None:
@@ -61,7 +52,7 @@ def test_a_word_that_comes_too_late_is_no_answer_to_the_next_question(agent: Pla
     assert not line.await_room(NONE, 0.05)
     agent.current[0].segment.watermark = 2
     agent.look()
-    assert line.ask(agent.of(RankHere)[0], Resume)[0].step == -1
+    assert line.ask(agent.of(s.RankHere)[0], s.Resume)[0].step == -1
     ckpt.close()
 
 
@@ -94,22 +85,21 @@ def test_a_rank_without_room_to_map_a_snapshot_says_so_and_spoils_nothing(
         again.restore()
     assert "step 1 is whole in memory, but this process cannot map" in str(caught.value)
     again.close()
-    assert agent.of(CannotRestore) == []
+    assert agent.of(s.CannotRestore) == []
 
 
-def test_what_was_skipped_is_told_once(agent: PlayedAgent, tmp_path: Path) -> None:
+def test_what_was_skipped_is_told_once(agent: PlayedAgent, new: New) -> None:
     agent.watermark = False
-    ckpt = Checkpointer(tmp_path, n={"x": 1}, every_steps=1, persist_every_steps=5, slots=2)
+    ckpt = new(n={"x": 1}, every_steps=1, persist_every_steps=5, slots=2)
     for step in range(1, 5):
         ckpt.step(step)
-    agent.until(Committed, 2)
+    agent.until(s.Committed, 2)
     agent.watermark = True
     agent.current[0].segment.watermark = 2
     ckpt.step(5)
     assert (ckpt.stats.skipped, ckpt.stats.persists) == (2, 1)
-    assert "2 snapshots were skipped before step 5" in agent.until(Remark)[0].text
-    assert [one.count for one in agent.until(Skipped, 2)] == [1, 2]
-    ckpt.close()
+    assert "2 snapshots were skipped before step 5" in agent.until(s.Remark)[0].text
+    assert [one.count for one in agent.until(s.Skipped, 2)] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -123,13 +113,12 @@ def test_what_was_skipped_is_told_once(agent: PlayedAgent, tmp_path: Path) -> No
     ],
 )
 def test_slots_are_three_where_something_takes_its_time(
-    agent: PlayedAgent, tmp_path: Path, options: dict[str, Any], asked: tuple[int, int]
+    agent: PlayedAgent, new: New, options: dict[str, Any], asked: tuple[int, int]
 ) -> None:
-    ckpt = Checkpointer(tmp_path, n={"x": 1}, every_steps=1, **options)
+    ckpt = new(n={"x": 1}, every_steps=1, **options)
     ckpt.step(1)
-    need = agent.of(NeedSegment)[0]
+    need = agent.of(s.NeedSegment)[0]
     assert (need.slots, need.least) == asked
-    ckpt.close()
 
 
 LAST = """
@@ -149,10 +138,8 @@ if wait != "end":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", ["close", "end", "neither"])
-def test_the_last_save_of_torch_is_there_or_it_is_said_that_it_is_not(
-    tmp_path: Path, wait: str
-) -> None:
-    done = python(LAST, str(tmp_path), wait)
+def test_the_last_save_of_torch_is_there_or_its_lack_is_said(tmp_path: Path, wait: str) -> None:
+    done = program("-c", LAST, str(tmp_path), wait)
     assert not done.returncode, done.stderr
     there = (tmp_path / "ckpt" / "step-000000001" / ".metadata").exists()
     said = "the checkpoint of step 1 was not finished" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +20,24 @@ from elasticrun.checkpointing.state import TrainingState
 from elasticrun.dcp.items import pieces
 from elasticrun.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep, progress
-from elasticrun.wire.snapshots import (
-    CannotRestore,
-    Committed,
-    NeedSegment,
-    RankHere,
-    Remark,
-    Restored,
-)
+from elasticrun.wire import snapshots as s
 from tests.checkpointing.played import PlayedAgent
 from tests.checkpointing.ranks import USUAL
+
+New = Callable[..., Checkpointer]
 
 
 class Training:
     """A small one whose every number follows from the step."""
 
-    def __init__(self, folder: Path, seed: int = 0, **options: Any) -> None:
+    def __init__(self, new: New, seed: int = 0, **options: Any) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.sched = torch.optim.lr_scheduler.MultiStepLR(self.optim, [2, 4])
         self.progress: dict[str, Any] = {"seen": 0, "by": {"x": torch.zeros(3)}, "none": {}}
         self.loader = {"at": 0}
-        self.ckpt = Checkpointer(
-            folder,
+        self.ckpt = new(
             model=self.model,
             optim=self.optim,
             sched=self.sched,
@@ -73,15 +68,13 @@ class Training:
         return [[t.tolist() for t in tensors], plain, sorted(self.progress)]
 
 
-def test_all_of_a_training_comes_back_and_goes_on_bit_by_bit(
-    agent: PlayedAgent, tmp_path: Path
-) -> None:
-    one = Training(tmp_path)
+def test_all_of_a_training_comes_back_and_goes_on_bit_by_bit(agent: PlayedAgent, new: New) -> None:
+    one = Training(new)
     assert one.ckpt.restore() == 0
     one.run(0, 5)
     assert one.ckpt.stats.snapshots == 5
     agent.next_life(5, 1)
-    other = Training(tmp_path, seed=1)
+    other = Training(new, seed=1)
     inner = other.progress["by"]
     weights = [p.data_ptr() for p in other.model.parameters()]
     assert other.ckpt.restore() == 5
@@ -91,53 +84,43 @@ def test_all_of_a_training_comes_back_and_goes_on_bit_by_bit(
     assert type(other.sched.milestones) is type(one.sched.milestones)
     one.ckpt.close()
     other.run(5, 9)
-    alone = Training(tmp_path, every_steps=1 << 40)
+    alone = Training(new, every_steps=1 << 40)
     alone.run(0, 9)
     assert other.all() == alone.all()
-    assert agent.of(Restored)[1] == Restored(5, "memory")
+    assert agent.of(s.Restored)[1] == s.Restored(5, "memory")
     assert other.ckpt.stats.skipped == 0
-    alone.ckpt.close()
-    other.ckpt.close()
 
 
-def test_a_snapshot_changes_nothing_of_an_optimizer_without_state(
-    agent: PlayedAgent, tmp_path: Path
-) -> None:
+def test_a_snapshot_changes_no_optimizer_without_state(agent: PlayedAgent, new: New) -> None:
     """torch's own get_optimizer_state_dict makes a step of it, and Adam counts that."""
-    one = Training(tmp_path)
+    one = Training(new)
     one.ckpt.save_now(1)
     assert not one.optim.state
     one.run(1, 4)
-    layouts = [m.layout for m in agent.of(NeedSegment)]
+    layouts = [m.layout for m in agent.of(s.NeedSegment)]
     assert len(layouts) == len(set(layouts)) == 2
-    never = Training(tmp_path, every_steps=1 << 40)
+    never = Training(new, every_steps=1 << 40)
     never.run(1, 4)
     assert one.all() == never.all()
     agent.next_life(4, 1)
-    other = Training(tmp_path, seed=1)
+    other = Training(new, seed=1)
     assert other.ckpt.restore() == 4
     assert other.all() == one.all()
-    for training in (one, never, other):
-        training.ckpt.close()
 
 
-def test_a_restore_to_before_the_first_step_of_the_optimizer(
-    agent: PlayedAgent, tmp_path: Path
-) -> None:
-    one = Training(tmp_path)
+def test_a_restore_to_before_the_first_step_of_the_optimizer(agent: PlayedAgent, new: New) -> None:
+    one = Training(new)
     one.ckpt.save_now(1)
     agent.next_life(1, 1)
-    other = Training(tmp_path, seed=1)
+    other = Training(new, seed=1)
     other.model(torch.ones(4, 8)).sum().backward()
     other.optim.step()
     assert other.ckpt.restore() == 1
     assert not other.optim.state
-    one.ckpt.close()
-    other.ckpt.close()
 
 
-def test_names_are_those_of_torchs_own_state_dicts(tmp_path: Path) -> None:
-    training = Training(tmp_path)
+def test_names_are_those_of_torchs_own_state_dicts(new: New) -> None:
+    training = Training(new)
     training.model(torch.ones(4, 8)).sum().backward()
     training.optim.step()
     state = TrainingState({"model": training.model, "optim": training.optim}, 0)
@@ -154,7 +137,7 @@ def test_names_are_those_of_torchs_own_state_dicts(tmp_path: Path) -> None:
         assert bool(same.all()) if isinstance(same, torch.Tensor) else same
 
 
-def test_objects_in_state_are_parts_by_their_keys(agent: PlayedAgent, tmp_path: Path) -> None:
+def test_objects_in_state_are_parts_by_their_keys(agent: PlayedAgent, new: New) -> None:
     """Beside plain values, and saved as if each were given by its name."""
 
     def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -167,7 +150,7 @@ def test_objects_in_state_are_parts_by_their_keys(agent: PlayedAgent, tmp_path: 
 
     (model, optim), (second, other) = made(1), made(2)
     state = {"m": model, "optim": optim, "tokens": 7, "seen": {"a": 1}}
-    one = Checkpointer(tmp_path, state=state, every_steps=1, persist_every_seconds=None)
+    one = new(state=state, every_steps=1, persist_every_seconds=None)
     one.restore()
     state["late"] = torch.ones(2)
     one.step(1)
@@ -176,10 +159,10 @@ def test_objects_in_state_are_parts_by_their_keys(agent: PlayedAgent, tmp_path: 
     assert {piece.item.fqn for piece in by_name.take().pieces} < names
     agent.next_life(1, 1)
     after: dict[str, Any] = {"m": second, "optim": other, "tokens": 0, "seen": {}, "gone": 1}
-    two = Checkpointer(tmp_path, state=after, every_steps=1, persist_every_seconds=None)
+    two = new(state=after, every_steps=1, persist_every_seconds=None)
     assert two.restore() == 1
     one.close()
-    assert torch.equal(second.weight, model.weight)  # type: ignore[arg-type]
+    assert torch.equal(second.weight, model.weight)
     assert str(other.state_dict()) == str(optim.state_dict())
     assert after["m"] is second
     rest = {key: after[key] for key in after if key not in ("m", "optim", "late")}
@@ -188,7 +171,6 @@ def test_objects_in_state_are_parts_by_their_keys(agent: PlayedAgent, tmp_path: 
     after["m"] = nn.Linear(1, 1)
     with pytest.raises(StateError, match="is not the Linear that it was when"):
         two._state.take()
-    two.close()
 
 
 def test_the_plan_is_kept_until_something_is_replaced() -> None:
@@ -205,72 +187,64 @@ def test_the_plan_is_kept_until_something_is_replaced() -> None:
     assert len(state.take().tensors) == len(again.tensors) + 1
 
 
-def test_no_slot_is_overwritten_before_a_newer_step_is_whole(
-    agent: PlayedAgent, tmp_path: Path
-) -> None:
+def test_no_slot_is_overwritten_before_a_newer_step_is_whole(agent: PlayedAgent, new: New) -> None:
     agent.watermark = False
-    one = Training(tmp_path, on_busy="skip")
+    one = Training(new, on_busy="skip")
     one.run(0, 4)
     assert (one.ckpt.stats.snapshots, one.ckpt.stats.skipped) == (2, 2)
-    assert [m.step for m in agent.until(Committed, 2)] == [1, 2]
+    assert [m.step for m in agent.until(s.Committed, 2)] == [1, 2]
     agent.current[0].segment.watermark = 2
     one.run(4, 5)
     assert one.ckpt.stats.snapshots == 3
-    one.ckpt.close()
 
 
 def test_what_is_written_out_is_pinned_and_never_in_the_way(
-    agent: PlayedAgent, tmp_path: Path
+    agent: PlayedAgent, tmp_path: Path, new: New
 ) -> None:
     agent.watermark = False
-    one = Training(tmp_path, persist_every_steps=2, slots=3)
+    one = Training(new, persist_every_steps=2, slots=3)
     one.run(0, 2)
-    first, second = agent.until(Committed, 2)
+    first, second = agent.until(s.Committed, 2)
     assert (first.persist, second.persist) == (False, True)
     segment = agent.current[0].segment
     assert [segment.pinned(slot) for slot in range(3)].count(True) == 1
     assert segment.pinned(second.slot)
     assert one.ckpt.stats.persists == 1
-    here = agent.of(RankHere)[0]
+    here = agent.of(s.RankHere)[0]
     assert (here.folder, here.keep_last, here.keep_every) == (str(tmp_path), 3, 0)
-    one.ckpt.close()
 
 
-def test_values_that_grow_out_of_their_room_get_more(agent: PlayedAgent, tmp_path: Path) -> None:
+def test_values_that_grow_out_of_their_room_get_more(agent: PlayedAgent, new: New) -> None:
     notes: dict[str, Any] = {"text": "a"}
-    ckpt = Checkpointer(tmp_path, notes=notes, every_steps=1, strict_save=True)
+    ckpt = new(notes=notes, every_steps=1, strict_save=True)
     ckpt.step(1)
     notes["text"] = "b" * 300_000
     ckpt.step(2)
-    assert len(agent.of(NeedSegment)) == 2
+    assert len(agent.of(s.NeedSegment)) == 2
     agent.next_life(2, 1)
     found: dict[str, Any] = {}
-    other = Checkpointer(tmp_path, notes=found, every_steps=1, strict_save=True)
+    other = new(notes=found, every_steps=1, strict_save=True)
     assert other.restore() == 2
     assert found == notes
     other.step(3)
-    assert len({m.layout for m in agent.of(NeedSegment)}) == 2  # the room of before
-    ckpt.close()
-    other.close()
+    assert len({m.layout for m in agent.of(s.NeedSegment)}) == 2  # the room of before
 
 
-def test_a_failed_save_is_told_and_training_goes_on(agent: PlayedAgent, tmp_path: Path) -> None:
+def test_a_failed_save_is_told_and_training_goes_on(agent: PlayedAgent, new: New) -> None:
     agent.no_segment = "there are 3 GiB in /dev/shm and 4 are needed"
-    one = Training(tmp_path, strict_save=False)
+    one = Training(new, strict_save=False)
     one.run(0, 3)
     assert one.ckpt.stats.failed == 3
-    assert len(agent.of(NeedSegment)) == 1  # it is not asked again for what was refused
-    assert "3 GiB" in agent.until(Remark)[0].text
-    assert len(agent.of(Remark)) == 1
-    one.ckpt.close()
+    assert len(agent.of(s.NeedSegment)) == 1  # it is not asked again for what was refused
+    assert "3 GiB" in agent.until(s.Remark)[0].text
+    assert len(agent.of(s.Remark)) == 1
 
 
-def test_strict_save_raises(agent: PlayedAgent, tmp_path: Path) -> None:
+def test_strict_save_raises(agent: PlayedAgent, new: New) -> None:
     agent.no_segment = "there is no room"
-    one = Training(tmp_path)
+    one = Training(new)
     with pytest.raises(StateError, match="there is no room"):
         one.run(0, 1)
-    one.ckpt.close()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -293,94 +267,80 @@ def test_a_save_that_torch_fails_at_ends_nothing(tmp_path: Path, strict: bool) -
     assert (folder / "step-000000003" / ".metadata").exists()
 
 
-def test_an_agent_that_hangs_up_ends_snapshots_and_not_training(
-    agent: PlayedAgent, tmp_path: Path
-) -> None:
-    one = Training(tmp_path, strict_save=False)
+def test_an_agent_that_hangs_up_does_not_end_training(agent: PlayedAgent, new: New) -> None:
+    one = Training(new, strict_save=False)
     one.run(0, 2)
-    agent.until(Committed, 2)
+    agent.until(s.Committed, 2)
     agent.close()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         one.run(2, 6)
     assert one.ckpt.stats.failed == 1
     assert any("no more snapshots" in str(one.message) for one in said)
-    one.ckpt.close()
 
 
-def test_steps_that_begin_anew_are_told_once(agent: PlayedAgent, tmp_path: Path) -> None:
+def test_steps_that_begin_anew_are_told_once(agent: PlayedAgent, new: New) -> None:
     """One epoch after the other, say, each counted from 0."""
-    ckpt = Checkpointer(tmp_path, n={"x": 1}, every_steps=4, strict_save=True)
+    ckpt = new(n={"x": 1}, every_steps=4, strict_save=True)
     for step in [*range(1, 6), 5, *range(4), *range(9)]:
         ckpt.step(step)
-    (said,) = agent.until(Remark)
+    (said,) = agent.until(s.Remark)
     assert "count them over the whole training, not over an epoch" in said.text
     assert ckpt.stats.snapshots == 2
-    ckpt.close()
 
 
-def test_an_unhealthy_step_is_left_out(agent: PlayedAgent, tmp_path: Path) -> None:
-    ckpt = Checkpointer(tmp_path, n={"x": 1}, every_steps=1)
+def test_an_unhealthy_step_is_left_out(agent: PlayedAgent, new: New) -> None:
+    ckpt = new(n={"x": 1}, every_steps=1)
     ckpt.step(1)
     ckpt.step(2, healthy=False)
     ckpt.step(3)
-    assert [m.step for m in agent.until(Committed, 2)] == [1, 3]
-    ckpt.close()
+    assert [m.step for m in agent.until(s.Committed, 2)] == [1, 3]
 
 
-def test_a_shard_that_is_not_whole_is_said_and_ends_the_rank(
-    agent: PlayedAgent, tmp_path: Path
-) -> None:
-    one = Training(tmp_path)
+def test_a_shard_that_is_not_whole_is_said_and_ends_the_rank(agent: PlayedAgent, new: New) -> None:
+    one = Training(new)
     one.run(0, 3)
     agent.next_life(3, 1)
     agent.unwhole = {0}
-    other = Training(tmp_path, seed=1)
+    other = Training(new, seed=1)
     with pytest.raises(RuntimeError, match="a byte was flipped"):
         other.ckpt.restore()
-    assert agent.of(CannotRestore) == [CannotRestore(0, "a byte was flipped")]
-    one.ckpt.close()
-    other.ckpt.close()
+    assert agent.of(s.CannotRestore) == [s.CannotRestore(0, "a byte was flipped")]
 
 
-def test_a_script_that_has_changed_is_told_what_is_missing(
-    agent: PlayedAgent, tmp_path: Path
-) -> None:
-    ckpt = Checkpointer(tmp_path, model=nn.Linear(2, 2), every_steps=1, strict_save=True)
+def test_a_script_that_has_changed_is_told_what_is_missing(agent: PlayedAgent, new: New) -> None:
+    ckpt = new(model=nn.Linear(2, 2), every_steps=1, strict_save=True)
     ckpt.step(1)
     agent.next_life(1, 1)
     for changed, words in (
         (nn.Linear(2, 3), r"model.(weight|bias) was saved with shape"),
         (nn.Sequential(nn.Linear(2, 2)), r"model.0.weight is not in what was saved"),
     ):
-        other = Checkpointer(tmp_path, model=changed, every_steps=1)
+        other = new(model=changed, every_steps=1)
         before = [p.clone() for p in changed.parameters()]
         with pytest.raises(RuntimeError, match=words):
             other.restore()
         assert all(map(torch.equal, before, changed.parameters()))
         other.close()
-    ckpt.close()
 
 
-def test_a_tensor_by_its_name_and_what_was_not_saved(agent: PlayedAgent, tmp_path: Path) -> None:
+def test_a_tensor_by_its_name_and_what_was_not_saved(agent: PlayedAgent, new: New) -> None:
     tensor = torch.arange(4.0)
-    ckpt = Checkpointer(tmp_path, t=tensor, every_steps=1, strict_save=True)
+    ckpt = new(t=tensor, every_steps=1, strict_save=True)
     ckpt.step(1)
     agent.next_life(1, 1)
     target, late = torch.zeros(4), {"fresh": 1}
-    other = Checkpointer(tmp_path, t=target, late=late, every_steps=1)
+    other = new(t=target, late=late, every_steps=1)
     assert other.restore() == 1
     assert torch.equal(target, tensor)
     assert late == {"fresh": 1}
-    assert "late was not saved" in agent.until(Remark)[0].text
-    ckpt.close()
-    other.close()
+    assert "late was not saved" in agent.until(s.Remark)[0].text
 
 
-def test_a_slot_holds_what_torch_would_have_written(agent: PlayedAgent, tmp_path: Path) -> None:
-    one = Training(tmp_path)
+def test_a_slot_holds_what_torch_would_have_written(agent: PlayedAgent, new: New) -> None:
+    one = Training(new)
     one.run(0, 2)
-    agent.until(Committed, 2)
+    agent.until(s.Committed, 2)
     mapped = Mapped(os.dup(agent.current[0].fd))
     layout = mapped.segment.layout()
     newest = mapped.segment.snapshots()[-1]
@@ -389,18 +349,16 @@ def test_a_slot_holds_what_torch_would_have_written(agent: PlayedAgent, tmp_path
     found = dict(zip(names, mapped.tensors(newest.slot, layout), strict=True))
     assert weights.keys() <= found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
-    one.ckpt.close()
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, 2**53, None])
-def test_what_is_no_step_is_refused(agent: PlayedAgent, tmp_path: Path, number: Any) -> None:
-    ckpt = Checkpointer(tmp_path, n={"x": 1}, every_steps=1, persist_every_seconds=None)
+def test_what_is_no_step_is_refused(agent: PlayedAgent, new: New, number: Any) -> None:
+    ckpt = new(n={"x": 1}, every_steps=1, persist_every_seconds=None)
     for call in (ckpt.step, ckpt.save_now):
         with pytest.raises(ValueError, match=r"steps are counted from 0, in whole numbers"):
             call(number)
-    ckpt.step(torch.tensor(3))  # type: ignore[arg-type]
-    assert agent.until(Committed)[0].step == 3
-    ckpt.close()
+    ckpt.step(torch.tensor(3))
+    assert agent.until(s.Committed)[0].step == 3
 
 
 def test_what_cannot_be_state_is_refused(tmp_path: Path) -> None:
@@ -445,7 +403,7 @@ def test_what_cannot_be_state_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words):
             ckpt.per_rank("n", own)
     with pytest.raises(ValueError, match="on_resize is 3"):
-        ckpt.per_rank("n", {}, on_resize=3)  # type: ignore[arg-type]
+        ckpt.per_rank("n", {}, on_resize=3)
 
 
 def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -477,7 +435,7 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="last=-1"):
         Keep(last=-1)
     with pytest.raises(TypeError, match="positional"):
-        Checkpointer(tmp_path, x={"y": 1}).step(1, 0.25)  # type: ignore[misc]
+        Checkpointer(tmp_path, x={"y": 1}).step(1, 0.25)
 
 
 def test_steps_and_seconds_are_two_options_and_the_old_form_warns(tmp_path: Path) -> None:

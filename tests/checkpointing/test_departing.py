@@ -10,7 +10,7 @@ from elasticrun.checkpointing import line
 from elasticrun.checkpointing.line import AgentLine, Departure, PutOff
 from elasticrun.shm.segment import NONE
 from elasticrun.wire.snapshots import FromRank, StepMissed
-from tests.checkpointing.ranks import python
+from tests.harness import program
 
 
 class Said:
@@ -84,7 +84,7 @@ print("went on", flush=True)
 
 def ended(body: str) -> tuple[int, list[str]]:
     """How a process ended, and what it has said."""
-    done = python(SCRIPT.format(body=body))
+    done = program("-c", SCRIPT.format(body=body))
     assert not done.stderr, done.stderr
     return done.returncode, done.stdout.splitlines()
 
@@ -322,7 +322,7 @@ with playing() as agent:
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_the_others_hears_that_another_step_is_named() -> None:
-    done = python(WITH_AN_AGENT)
+    done = program("-c", WITH_AN_AGENT)
     assert (done.returncode, done.stdout.split()) == (-15, ["2", "3", "4"]), done.stderr
 
 

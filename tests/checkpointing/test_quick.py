@@ -34,7 +34,7 @@ from elasticrun.shm.segment import VERSION
 from elasticrun.wire.snapshots import RankHere, Resume, WantShard
 from elasticrun.wire.types import RoundName
 from tests.checkpointing.played import playing
-from tests.checkpointing.ranks import python
+from tests.harness import program
 from tests.torches import fully_shard
 
 
@@ -68,7 +68,7 @@ WAYS: list[Callable[[], nn.Module]] = [
     lambda: DistributedDataParallel(small()),
     lambda: DistributedDataParallel(wrapped()),
     lambda: nn.Sequential(DistributedDataParallel(small()), nn.Linear(2, 2)),
-    lambda: torch.compile(small()),  # type: ignore[return-value]
+    lambda: torch.compile(small()),
     lambda: nn.Sequential(torch.compile(DistributedDataParallel(small())), nn.Linear(2, 2)),
 ]
 
@@ -94,7 +94,7 @@ def test_names_cost_no_import_of_the_compiler() -> None:
         "assert len(state.take().tensors) == 2\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
-    done = python(text)
+    done = program("-c", text)
     assert not done.returncode, done.stderr
 
 
@@ -227,9 +227,7 @@ def chunk(rank: int, world: int) -> Item:
 
 @pytest.mark.parametrize("here", [False, True])
 @pytest.mark.parametrize(("old", "new"), [(64, 32), (64, 63), (8, 4), (4, 8), (2, 1)])
-def test_no_more_shards_are_asked_for_than_have_what_is_needed(
-    old: int, new: int, here: bool
-) -> None:
+def test_no_more_shards_are_asked_for_than_needed(old: int, new: int, here: bool) -> None:
     """But for one that lies here."""
     shards = [lay_out([chunk(rank, old)], 4096, "2.13") for rank in range(old)]
     for rank in range(new):
@@ -301,7 +299,7 @@ def test_what_leaves_no_trace_in_a_checkpoint_comes_back_too(state: dict[str, An
     assert unflatten({flat.paths[fqn]: value for fqn, value in flat.values.items()}, state) == state
 
 
-def test_several_threads_copy_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_threads_copy_what_one_does(monkeypatch) -> None:
     monkeypatch.setattr(restore, "threads_for", lambda nbytes: 3)
     shapes = [(1000, 7), (), (0, 3), (5,), (400, 400), (3, 3)]
     for dtype in (torch.float32, torch.bfloat16):
@@ -314,13 +312,13 @@ def test_several_threads_copy_what_one_does(monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(parameter.data, sources[0].float())
 
 
-def test_what_one_thread_cannot_copy_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_thread_cannot_copy_is_raised(monkeypatch) -> None:
     monkeypatch.setattr(restore, "threads_for", lambda nbytes: 2)
     with pytest.raises(RuntimeError, match="size"):
         restore.copy_in([torch.zeros(9), torch.zeros(3)], [torch.ones(9), torch.ones(4)])
 
 
-def test_whatever_a_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_a_thread_raises_is_raised(monkeypatch) -> None:
     def fails(*_: Any) -> None:
         raise IndexError("no such place")
 
@@ -330,7 +328,7 @@ def test_whatever_a_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> 
         restore.copy_in([torch.zeros(9)], [torch.ones(9)])
 
 
-def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_cores_of_their_node(monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6))
     found = []
     for local in ("1", "2", "4", "8", "none"):

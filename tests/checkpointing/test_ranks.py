@@ -24,8 +24,8 @@ from elasticrun.storage.folder import Folder
 from elasticrun.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep
 from elasticrun.wire.snapshots import Committed, NeedSegment, Remark, Restored, WantShard
-from tests.checkpointing.played import PlayedAgent, playing
-from tests.checkpointing.ranks import USUAL, Ranks, fork_server
+from tests.checkpointing.played import playing
+from tests.checkpointing.ranks import USUAL, Ranks, fork_server, life
 from tests.checkpointing.test_stored import add_manifest
 from tests.torches import DTensor, Replicate, Shard, distribute_tensor, fully_shard
 
@@ -110,23 +110,18 @@ def restored(folder: str, step: int) -> tuple[int, list[Any]]:
     return own["rank"], [(one["rank"], one["random"].tolist()) for one in states]
 
 
-def places(agent: PlayedAgent, world: int) -> list[str]:
-    return [agent.place(rank) for rank in range(world)]
-
-
 @pytest.mark.parametrize(("old", "new"), [(2, (1, 3, 2)), (4, (2,))])
 def test_sharded_state_from_memory_at_another_number_of_ranks(
     old: int, new: tuple[int, ...], tmp_path: Path
 ) -> None:
     with playing(old) as agent:
-        taking = Ranks(two_steps, str(tmp_path), world=old, places=places(agent, old))
-        assert taking.results() == [0] * old
+        assert life(two_steps, str(tmp_path), world=old, agent=agent) == [0] * old
         first = agent.resume.present
         for number, world in enumerate(new, start=2):
             agent.next_life(2, old, number, world, of=first)
-            again = Ranks(restored, str(tmp_path), 2, world=world, places=places(agent, world))
+            again = life(restored, str(tmp_path), 2, world=world, agent=agent)
             states = [(rank, [float(rank + 2)] * 3) for rank in range(old)]
-            for rank, (own, given) in enumerate(again.results()):
+            for rank, (own, given) in enumerate(again):
                 assert own == (rank if world == old else -1)
                 assert given == ([] if world == old else states)
         assert {m.source for m in agent.of(Restored)} == {"nothing", "memory"}
@@ -135,10 +130,11 @@ def test_sharded_state_from_memory_at_another_number_of_ranks(
 def test_a_shard_that_is_gone_is_had_from_the_others_if_they_have_it_all(tmp_path: Path) -> None:
     """One rank's is lost: what is sharded cannot be had, and that is said of this rank."""
     with playing(2) as agent:
-        Ranks(two_steps, str(tmp_path), world=2, places=places(agent, 2)).results()
+        life(two_steps, str(tmp_path), world=2, agent=agent)
         agent.next_life(2, 2)
         agent.no_shard = {1}
-        ranks = Ranks(restored, str(tmp_path), 2, world=2, places=places(agent, 2))
+        places = [agent.place(rank) for rank in range(2)]
+        ranks = Ranks(restored, str(tmp_path), 2, world=2, places=places)
         with pytest.raises(AssertionError, match=r"is held by no rank that was asked"):
             ranks.results(last_first=True)
         assert {m.rank for m in agent.of(WantShard, 1)} == {0, 1}
@@ -156,11 +152,11 @@ class Mute(dist.ProcessGroup):
 
 def mute() -> None:
     """From now on no rank can call a collective."""
-    kept: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    kept: Any = dist.distributed_c10d._get_default_store()
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     make = lambda store, rank, world, limit: Mute(rank, world)  # noqa: E731
-    dist.Backend.register_backend("mute", make, devices=["cpu"])  # type: ignore[no-untyped-call]
+    dist.Backend.register_backend("mute", make, devices=["cpu"])
     store = dist.PrefixStore("mute", kept)
     dist.init_process_group("mute", store=store, rank=rank, world_size=world)
     for call in (dist.barrier, lambda: dist.all_reduce(torch.ones(1))):
@@ -194,13 +190,10 @@ def three_steps(folder: str, source: str, first: int) -> None:
 
 def test_no_collective_is_called_with_an_agent(tmp_path: Path) -> None:
     """In a restore from storage, one from memory, and snapshots after them."""
-    Ranks(three_steps, str(tmp_path), "nothing", 0, world=2).results()
+    life(three_steps, str(tmp_path), "nothing", 0, world=2)
     with playing(2) as agent:
         for source, first in (("storage", 4), ("memory", 8)):
-            lives = Ranks(
-                three_steps, str(tmp_path), source, first, world=2, places=places(agent, 2)
-            )
-            lives.results()
+            life(three_steps, str(tmp_path), source, first, world=2, agent=agent)
             if first == 4:
                 agent.next_life(8, 2)
 
@@ -240,17 +233,13 @@ def test_a_copy_of_a_shard_stands_for_it(tmp_path: Path) -> None:
     another node too, under the same content key, and either of them is as good: ranks 2 and 3 are
     lost with their memory, and 0 and 1 have the same, bit by bit."""
     with playing(4) as agent:
-        first = Ranks(
-            two_steps_of_hsdp, str(tmp_path), 1, world=4, places=places(agent, 4)
-        ).results()
+        first = life(two_steps_of_hsdp, str(tmp_path), 1, world=4, agent=agent)
         contents = [agent.of(NeedSegment, rank)[-1].content for rank in range(4)]
         assert contents[:2] == contents[2:]
         assert contents[0] != contents[1]
         agent.next_life(2, 4)
         agent.no_shard = {2, 3}
-        second = Ranks(
-            two_steps_of_hsdp, str(tmp_path), 2, world=4, places=places(agent, 4)
-        ).results()
+        second = life(two_steps_of_hsdp, str(tmp_path), 2, world=4, agent=agent)
         assert [(start, before) for start, before, _ in second] == [(2, end) for _, _, end in first]
         assert first[0][2] == first[2][2] != first[1][2] == first[3][2]
         restored = {one.source for one in agent.of(Restored)[4:]}
@@ -258,19 +247,17 @@ def test_a_copy_of_a_shard_stands_for_it(tmp_path: Path) -> None:
         assert {one.rank for one in agent.of(WantShard, 3)} >= {1, 3}
 
 
-def test_with_torch_alone_checkpoints_are_plain_and_come_back_at_any_number(
-    tmp_path: Path,
-) -> None:
+def test_with_torch_alone_checkpoints_are_plain_and_come_back_at_any_number(tmp_path: Path) -> None:
     folder = str(tmp_path / "runs")
-    assert Ranks(two_steps, folder, world=2).results() == [0, 0]
+    assert life(two_steps, folder, world=2) == [0, 0]
     found = {f"state.{name}": torch.zeros_like(tensor) for name, tensor in whole(2).items()}
     nested = {"state": {name: found[f"state.{name}"] for name in whole(2)}}
     dcp.load(nested, checkpoint_id=f"{folder}/step-000000002", no_dist=True)
     assert all(torch.equal(nested["state"][name], tensor) for name, tensor in whole(2).items())
     states = [(rank, [float(rank + 2)] * 3) for rank in range(2)]
-    assert Ranks(restored, folder, 2, world=1).results() == [(-1, states)]
-    assert Ranks(restored, folder, 2, world=2).results() == [(0, []), (1, [])]
-    assert Ranks(two_steps, folder, world=2).results() == [2, 2]
+    assert life(restored, folder, 2, world=1) == [(-1, states)]
+    assert life(restored, folder, 2, world=2) == [(0, []), (1, [])]
+    assert life(two_steps, folder, world=2) == [2, 2]
 
 
 def test_torch_alone_in_one_process_warns_once_and_keeps_the_newest(tmp_path: Path) -> None:
@@ -293,9 +280,7 @@ def test_torch_alone_in_one_process_warns_once_and_keeps_the_newest(tmp_path: Pa
     ckpt.close()
 
 
-def test_with_an_agent_the_newer_of_memory_and_storage_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newer_of_memory_and_storage_is_taken(tmp_path: Path, monkeypatch) -> None:
     state = {"x": torch.zeros(4)}
     ckpt = Checkpointer(tmp_path, state=state, persist_every_steps=5)
     state["x"].fill_(5.0)
@@ -364,7 +349,7 @@ def test_a_save_that_fails_ends_nothing_and_costs_no_other(tmp_path: Path) -> No
     """torch raises what is no Exception. Saves of several steps are never taken for one, and there
     is never a moment without a checkpoint (the newest of two that stand may be just written)."""
     folder = str(tmp_path / "runs")
-    (failed, stood, said), (other, _, _) = Ranks(fails_once, folder, world=2).results()
+    (failed, stood, said), (other, _, _) = life(fails_once, folder, world=2)
     assert failed == [0, 0, 1, 1, 1, 2]
     assert other == [0, 1, 1, 1, 1, 2]
     assert [steps[0] for steps in stood[1:]] == [1, 1, 3, 4]
@@ -372,14 +357,14 @@ def test_a_save_that_fails_ends_nothing_and_costs_no_other(tmp_path: Path) -> No
     assert "step 2 was not written (rank 1: RuntimeError('planted'))" in said[0]
     assert "a save failed: the checkpoint of step 5 was not written" in said[1]
     os.unlink(f"{folder}/step-000000005")
-    assert Ranks(restores, folder, 4, True, world=2).results() == [(4, ""), (4, "")]
+    assert life(restores, folder, 4, True, world=2) == [(4, ""), (4, "")]
 
 
 def restores(folder: str, step: int, verify: bool, away: int = -1) -> tuple[int, str]:
     """The step that is restored, with all its bits; or what is said on a rank. Rank `away` cannot
     look into storage."""
     if dist.get_rank() == away:
-        Folder.verify = refuse  # type: ignore[method-assign]
+        Folder.verify = refuse
     state = sharded(99)
     ckpt = Checkpointer(folder, state=state, persist_every_seconds=None, verify=verify)
     try:
@@ -398,7 +383,7 @@ def refuse(*_: Any) -> str:
 def test_what_one_rank_finds_spoiled_all_pass_over_in_the_same_life(tmp_path: Path) -> None:
     """Rank 1 alone compares what is changed in step 4, and rank 0 what is cut in step 3."""
     folder = Folder(str(tmp_path))
-    assert Ranks(two_steps, str(tmp_path), world=2).results() == [0, 0]
+    assert life(two_steps, str(tmp_path), world=2) == [0, 0]
     for step in (3, 4):
         shutil.copytree(folder.path(2), folder.path(step))
     for step in (2, 3, 4):
@@ -408,9 +393,9 @@ def test_what_one_rank_finds_spoiled_all_pass_over_in_the_same_life(tmp_path: Pa
     data[len(data) // 2] ^= 1
     changed.write_bytes(data)
     os.truncate(cut, 10)
-    assert Ranks(restores, str(tmp_path), 2, True, world=2).results() == [(2, ""), (2, "")]
+    assert life(restores, str(tmp_path), 2, True, world=2) == [(2, ""), (2, "")]
     assert folder.condemned() == [3, 4]
-    ours, theirs = Ranks(restores, str(tmp_path), 2, True, 1, world=2).results()
+    ours, theirs = life(restores, str(tmp_path), 2, True, 1, world=2)
     assert theirs == (-1, "StorageError: it is on fire")
     assert ours[1] == (
         "NotAgreed: step 2 in storage cannot be restored by all ranks: rank 1: it is on fire"
@@ -432,9 +417,9 @@ def restores_last(folder: str) -> tuple[int, list[str]]:
         return stands
 
     if dist.get_rank() == 0:
-        Folder.verify = verify_last  # type: ignore[method-assign]
+        Folder.verify = verify_last
     else:
-        Board.object = object_first  # type: ignore[method-assign]
+        Board.object = object_first
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found, _ = restores(folder, 99, True)
@@ -444,11 +429,11 @@ def restores_last(folder: str) -> tuple[int, list[str]]:
 def test_what_is_said_of_a_spoiled_checkpoint_is_what_was_found(tmp_path: Path) -> None:
     """However late rank 0, which says it, looks itself."""
     folder = Folder(str(tmp_path))
-    Ranks(two_steps, str(tmp_path), world=2).results()
+    life(two_steps, str(tmp_path), world=2)
     add_manifest(folder, 2)
     with open(f"{folder.path(2)}/__1_0.distcp", "r+b") as changed:
         changed.write(b"other")
-    ours, theirs = Ranks(restores_last, str(tmp_path), world=2).results()
+    ours, theirs = life(restores_last, str(tmp_path), world=2)
     found = f"step 2 in {folder.url} is spoiled: __1_0.distcp was changed between bytes 0 and "
     assert (ours[0], theirs) == (0, (0, []))
     (said,) = ours[1]
@@ -457,9 +442,7 @@ def test_what_is_said_of_a_spoiled_checkpoint_is_what_was_found(tmp_path: Path) 
     assert Path(f"{folder.path(2)}/elasticrun.bad").read_text().startswith(found)
 
 
-def test_a_rank_whose_agent_gives_it_nothing_says_so_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_agent_gives_it_nothing_says_so_itself(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("ELASTICRUN_PROGRESS", "anywhere")
@@ -490,8 +473,8 @@ def test_a_death_at_any_moment_leaves_the_step_before_whole(tmp_path: Path) -> N
     moments = random.Random(5)
     torn = 0
     with playing() as agent:
-        for life in count(1):
-            if life > 12 and torn:
+        for number in count(1):
+            if number > 12 and torn:
                 break
             seen = len(agent.of(Committed))
             ranks = Ranks(train_until_killed, str(tmp_path), world=1, places=[agent.place(0)])
@@ -508,10 +491,9 @@ def test_a_death_at_any_moment_leaves_the_step_before_whole(tmp_path: Path) -> N
                     assert torch.all(tensor == snapshot.step)
             known = agent.of(Committed)[-1].step
             assert snapshots[-1].step in (known, known + 1)  # it may have died before it said so
-            agent.held[str(life), snapshots[-1].step, 0] = (
-                agent.current[0],
-                Committed(snapshots[-1].step, snapshots[-1].slot, snapshots[-1].sequence, False),
-            )
-            agent.next_life(snapshots[-1].step, 1, life + 1)
+            newest = snapshots[-1]
+            committed = Committed(newest.step, newest.slot, newest.sequence, False)
+            agent.held[str(number), newest.step, 0] = (agent.current[0], committed)
+            agent.next_life(newest.step, 1, number + 1)
             mapped.close()
         assert not agent.of(Remark)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from elasticrun.checkpointing.state import RNG, RandomPart
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import NeedSegment, Remark
 from tests.checkpointing.played import PlayedAgent, playing
-from tests.checkpointing.ranks import USUAL, Ranks, fork_server
+from tests.checkpointing.ranks import USUAL, fork_server, life
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -54,7 +54,7 @@ def new(folder: Path, **options: Any) -> Checkpointer:
 
 @pytest.mark.parametrize("source", ["memory", "storage"])
 def test_what_is_drawn_after_a_restore_is_what_would_have_been(
-    source: str, agent: PlayedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, agent: PlayedAgent, tmp_path: Path, monkeypatch
 ) -> None:
     if source == "storage":
         monkeypatch.delenv("ELASTICRUN_SNAPSHOTS")
@@ -164,7 +164,7 @@ class Device:
         self.states[index] = state
 
 
-def test_a_rank_on_another_device_takes_its_state_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_on_another_device_takes_its_state_along(monkeypatch) -> None:
     monkeypatch.setattr(torch, "xpu", Device(0))
     saved = RandomPart(lambda _: None).loose()
     for initialised, states in ((True, [1, 0]), (False, [0, 1])):
@@ -217,29 +217,22 @@ def train(folder: str, kind: str, dies: bool) -> tuple[int, list[float]]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_training_that_was_cut_off_ends_as_one_that_was_not(
-    kind: str, server: None, tmp_path: Path
-) -> None:
-    run: Callable[..., Any] = lambda agent, *args: Ranks(  # noqa: E731
-        train, str(tmp_path), kind, *args, world=2, places=[agent.place(r) for r in range(2)]
-    ).results()
+def test_a_training_that_was_cut_off_ends_as_well(kind: str, server: None, tmp_path: Path) -> None:
     with playing(2) as agent:
-        never = run(agent, False)
+        never = life(train, str(tmp_path), kind, False, world=2, agent=agent)
     with playing(2) as agent:
-        run(agent, True)
+        life(train, str(tmp_path), kind, True, world=2, agent=agent)
         agent.next_life(DIES_AT, 2)
-        again = run(agent, False)
+        again = life(train, str(tmp_path), kind, False, world=2, agent=agent)
     assert [start for start, _ in again] == [DIES_AT] * 2
     assert [weights for _, weights in again] == [weights for _, weights in never]
 
 
 def test_another_number_of_ranks_has_fresh_ones_and_says_so(tmp_path: Path, server: None) -> None:
     with playing(2) as agent:
-        places = [agent.place(rank) for rank in range(2)]
-        Ranks(steps_of_two, str(tmp_path), world=2, places=places).results()
+        life(steps_of_two, str(tmp_path), world=2, agent=agent)
         agent.next_life(2, 2, ranks=1)
-        found = Ranks(steps_of_two, str(tmp_path), world=1, places=places).results()
-        assert found == [(2, True)]
+        assert life(steps_of_two, str(tmp_path), world=1, agent=agent) == [(2, True)]
         assert [m.text for m in agent.until(Remark)] == [
             "random states are as the script has them now, not as they were: the job had 2 ranks "
             "before"

@@ -87,7 +87,7 @@ def place() -> Iterator[Any]:
 
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_class_that_is_gone_condemns_nothing(
+def test_a_lost_class_condemns_nothing(
     tmp_path: Path, place: Any, ours: bool, verify: bool
 ) -> None:
     save(tmp_path, 1, 2, ours=ours, place={"it": place.Place()}, weights_only=False)
@@ -121,9 +121,7 @@ def test_a_cut_marker_of_torch_alone_is_spoiled(tmp_path: Path) -> None:
     assert restored(tmp_path) == 1
 
 
-def test_a_storage_full_of_spoiled_checkpoints_is_not_read_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storage_full_of_spoiled_checkpoints_is_not_read_on(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(choosing, "MOST_SPOILED", 2)
     save(tmp_path, 1, 2, 3, ours=True)
     for file in tmp_path.glob("*/*.distcp"):
@@ -133,9 +131,7 @@ def test_a_storage_full_of_spoiled_checkpoints_is_not_read_to_its_end(
     assert Folder(str(tmp_path)).condemned() == [2, 3]
 
 
-def test_what_cannot_be_condemned_is_passed_over_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_condemned_is_passed_over_all_the_same(tmp_path: Path, monkeypatch) -> None:
     """Storage that can only be read."""
 
     def refuse(*_: Any) -> None:
@@ -148,7 +144,7 @@ def test_what_cannot_be_condemned_is_passed_over_all_the_same(
         assert restored(tmp_path) == 1
 
 
-class Elsewhere(LocalFileSystem):  # type: ignore[misc]
+class Elsewhere(LocalFileSystem):
     """A storage behind a library of fsspec, and what that raises."""
 
     protocol = "elsewhere"
@@ -210,7 +206,7 @@ def in_memory(agent: PlayedAgent, folder: Path, step: int) -> None:
 
 @pytest.mark.parametrize("how", ["it raises", "it hangs"])
 def test_memory_does_not_wait_for_a_storage_that_is_away(
-    agent: PlayedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    agent: PlayedAgent, tmp_path: Path, monkeypatch, how: str
 ) -> None:
     (tmp_path / "step-000000009").mkdir()
     in_memory(agent, tmp_path, 3)
@@ -236,7 +232,7 @@ def test_memory_does_not_wait_for_a_storage_that_is_away(
 
 
 def test_memory_is_taken_where_what_is_later_in_storage_is_spoiled(
-    agent: PlayedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    agent: PlayedAgent, tmp_path: Path, monkeypatch
 ) -> None:
     save_alone(tmp_path, monkeypatch, 5, 6)
     in_memory(agent, tmp_path, 3)
@@ -249,9 +245,7 @@ def test_memory_is_taken_where_what_is_later_in_storage_is_spoiled(
     assert all(text.endswith("it will not be taken again") for text in said)
 
 
-def test_storage_that_has_nothing_later_is_listed_once(
-    agent: PlayedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storage_is_listed_once(agent: PlayedAgent, tmp_path: Path, monkeypatch) -> None:
     save_alone(tmp_path, monkeypatch, 1, 2, 3)
     in_memory(agent, tmp_path, 3)
     listed, scan = [], os.scandir
@@ -260,7 +254,7 @@ def test_storage_that_has_nothing_later_is_listed_once(
     assert [path for path in listed if path.startswith(str(tmp_path))] == [str(tmp_path)]
 
 
-def save_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+def save_alone(folder: Path, monkeypatch, *steps: int) -> None:
     with monkeypatch.context() as alone, warnings.catch_warnings():
         alone.delenv("ELASTICRUN_SNAPSHOTS")
         save(folder, *steps)

@@ -88,7 +88,7 @@ def test_a_command_line_in_torchtitans_style(world: World, torchrun_world: World
     assert seen[ELASTICRUN][1]["role"] == "rank"
 
 
-@further("api/test_run::test_accelerates_way")
+@further("api/test_run::test_run_with_a_namespace")
 def test_accelerates_own_launcher(world: World, torchrun_world: World) -> None:
     """`accelerate launch` builds its arguments with our parser and calls our run(args)."""
     words = ["accelerate", str(FOLDER / "accelerate_loop.py")]

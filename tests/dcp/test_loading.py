@@ -58,14 +58,13 @@ def test_plain_values_of_all_kinds_are_loaded() -> None:
         assert found == value
         assert type(found) is type(value)
     kept = np.random.get_state()
-    assert all(map(np.array_equal, deserialise(serialise(kept)), kept))  # type: ignore[arg-type]
+    assert all(map(np.array_equal, deserialise(serialise(kept)), kept))
     assert torch.equal(deserialise(serialise(torch.eye(3).to_sparse())).to_dense(), torch.eye(3))
     assert not any(getattr(one, "__module__", "") == "numpy" for one in _allowed_by_torch())
 
 
 def _allowed_by_torch() -> list[Any]:
-    found: list[Any] = torch.serialization.get_safe_globals()
-    return found
+    return torch.serialization.get_safe_globals()
 
 
 def test_what_needs_more_is_refused_unless_it_was_asked_for(tmp_path: Path) -> None:

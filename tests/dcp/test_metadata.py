@@ -4,8 +4,6 @@ is not committed."""
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from elasticrun.shm.layout import Layout
 from elasticrun.storage.folder import Folder
 from tests.dcp.checkpoints import bits, load, same, save
 from tests.dcp.slots import HandMade, renamed
+from tests.harness import program
 
 ROWS = torch.randn(10, 3)
 COLUMNS = torch.randn(4, 7)
@@ -38,6 +37,11 @@ KINDS = {
     "strided": torch.arange(20.0)[::3],
     "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
 }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(str(tmp_path))
 
 
 def two_ranks() -> list[HandMade]:
@@ -61,12 +65,11 @@ def expected() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("distrusted", ["", "for this test"], ids=["image", "write_data"])
-def test_every_kind_of_tensor_is_read_bit_by_bit(tmp_path: Path, distrusted: str) -> None:
+def test_every_kind_of_tensor_is_read_bit_by_bit(folder: Folder, distrusted: str) -> None:
     one = HandMade()
     for name, tensor in KINDS.items():
         one.tensor("model", name, is_=tensor)
     one.value("config", is_={"lr": 0.1, "names": ["a", "b"]})
-    folder = Folder(str(tmp_path))
     save(folder, [one], distrusted=distrusted)
     empty = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in KINDS.items()}
     found = load(folder.path(7), {"model": empty, "config": None})
@@ -75,8 +78,7 @@ def test_every_kind_of_tensor_is_read_bit_by_bit(tmp_path: Path, distrusted: str
 
 
 @pytest.mark.parametrize("distrusted", ["", "for this test"], ids=["image", "write_data"])
-def test_at_one_rank(tmp_path: Path, distrusted: str) -> None:
-    folder = Folder(str(tmp_path))
+def test_at_one_rank(folder: Folder, distrusted: str) -> None:
     save(folder, two_ranks(), distrusted=distrusted)
     wanted = expected()
     into = {name: torch.zeros_like(t) for name, t in wanted.items()} | {
@@ -97,10 +99,8 @@ def test_at_three_ranks(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path / "run"))
     save(folder, two_ranks())
     torch.save(expected(), tmp_path / "expected.pt")
-    ranks = [sys.executable, str(SCRIPT), "3", folder.path(7), str(tmp_path / "expected.pt")]
-    done = subprocess.run(
-        [*ranks, str(tmp_path / "meeting")], capture_output=True, text=True, timeout=240
-    )
+    at, meeting = str(tmp_path / "expected.pt"), str(tmp_path / "meeting")
+    done = program(str(SCRIPT), "3", folder.path(7), at, meeting)
     assert done.stdout == "[0, 0, 0]\n", done.stderr
 
 
@@ -108,10 +108,8 @@ def test_at_three_ranks(tmp_path: Path) -> None:
 def test_torchs_own_command_makes_one_file_of_it(tmp_path: Path) -> None:
     folder, out = Folder(str(tmp_path / "run")), tmp_path / "out.pt"
     save(folder, two_ranks())
-    command = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
-    done = subprocess.run(
-        [*command, folder.path(7), str(out)], capture_output=True, text=True, timeout=240
-    )
+    command = ("-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch")
+    done = program(*command, folder.path(7), str(out))
     assert done.returncode == 0, done.stderr
     found = torch.load(out, weights_only=False)
     wanted = expected()
@@ -120,7 +118,7 @@ def test_torchs_own_command_makes_one_file_of_it(tmp_path: Path) -> None:
     assert found["lr"] == 0.125
 
 
-def test_a_rank_may_give_its_own_state_alone(tmp_path: Path) -> None:
+def test_a_rank_may_give_its_own_state_alone(folder: Folder) -> None:
     ranks = [
         HandMade(r)
         .tensor("w", is_=torch.arange(3000.0))
@@ -129,7 +127,6 @@ def test_a_rank_may_give_its_own_state_alone(tmp_path: Path) -> None:
         .tensor("rng", is_=torch.full((4,), r), own=True)
         for r in range(2)
     ]
-    folder = Folder(str(tmp_path))
     parts = save(folder, ranks, alone=[1])
     assert parts[1].file.size < 8192 < parts[0].file.size
     into = {"w": torch.zeros(3000), "lr": 0, "__rank1": {"rng": torch.zeros(4).long(), "seen": 9}}
@@ -139,13 +136,12 @@ def test_a_rank_may_give_its_own_state_alone(tmp_path: Path) -> None:
     assert bits(found["__rank1"]["rng"]) == bits(torch.ones(4).long())
 
 
-def test_paths_with_numbers_and_dots_come_back_as_they_were(tmp_path: Path) -> None:
+def test_paths_with_numbers_and_dots_come_back_as_they_were(folder: Folder) -> None:
     one = (
         HandMade()
         .tensor("opt", "state", "a.b", is_=torch.ones(2))
         .tensor("list", 0, is_=KINDS["nan"])
     )
-    folder = Folder(str(tmp_path))
     save(folder, [one])
     metadata = FileSystemReader(folder.path(7)).read_metadata()
     assert metadata.planner_data == {

@@ -15,18 +15,9 @@ from typing import Any, TypeVar
 
 from elasticrun.agent.warm import WarmChild, ask, start as start_warm
 from elasticrun.testing import plugin
+from elasticrun.wire import spawning as sp
 from elasticrun.wire.env import WARM_SERVER
 from elasticrun.wire.frames import FrameBuffer, encode
-from elasticrun.wire.spawning import (
-    Configure,
-    Exited,
-    FromSpawner,
-    Spawned,
-    SpawnerReady,
-    SpawnFailed,
-    SpawnRank,
-    start_server,
-)
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 LIMIT = 240.0
@@ -43,6 +34,7 @@ class Conversation:
         self.incoming = FrameBuffer(union)
         self.heard: list[Any] = []
         self.log: list[Any] = []
+        self._key = 0
 
     def tell(self, message: Any, descriptor: int = -1) -> None:
         """Say it, with a descriptor beside it."""
@@ -61,6 +53,20 @@ class Conversation:
                     del self.heard[index]
                     return message
             self._receive(kind, deadline)
+
+    def all_of(self, kind: type[M]) -> list[M]:
+        """Every message of this kind that has been heard since the start."""
+        return [message for message in self.log if isinstance(message, kind)]
+
+    def new_key(self) -> int:
+        self._key += 1
+        return self._key
+
+    def spawned(self, key: int) -> sp.Spawned:
+        return self.wait(sp.Spawned, lambda m: m.key == key)
+
+    def exited(self, key: int) -> sp.Exited:
+        return self.wait(sp.Exited, lambda m: m.key == key)
 
     def _receive(self, kind: type, deadline: float) -> None:
         readable, _, _ = select.select([self.socket], [], [], max(0, deadline - time.monotonic()))
@@ -102,27 +108,20 @@ class Driver(Conversation):
             assert forked is not None, "the warm process refused; LOGLEVEL=INFO says why"
         elif launch == "auto" and configure and not cold:
             forked = _of_the_run(environ, ignored)
-        self.process, sock = forked or start_server(ignored=ignored, env=environ)
-        super().__init__(sock, FromSpawner)
-        self._key = 0
+        self.process, sock = forked or sp.start_server(ignored=ignored, env=environ)
+        super().__init__(sock, sp.FromSpawner)
         if configure:
             entry = entry or Entrypoint(EntryKind.SCRIPT, "none.py")
-            self.tell(Configure(launch, tuple(preload), learn, entry, "spawn", numa))
+            self.tell(sp.Configure(launch, tuple(preload), learn, entry, "spawn", numa))
 
-    # ------------------------------------------------------------ conversation
-
-    def all_of(self, kind: type[M]) -> list[M]:
-        """Every message of this kind that has been heard since the start."""
-        return [message for message in self.log if isinstance(message, kind)]
-
-    def ready(self) -> SpawnerReady:
-        return self.wait(SpawnerReady)
+    def ready(self) -> sp.SpawnerReady:
+        return self.wait(sp.SpawnerReady)
 
     # ------------------------------------------------------------ ranks
 
     def start(self, entry: Entrypoint, **more: Any) -> int:
         """Order a rank; its key."""
-        self._key += 1
+        key = self.new_key()
         fields: dict[str, Any] = {
             "local_rank": 0,
             "env": {},
@@ -133,23 +132,13 @@ class Driver(Conversation):
             "cpus": (),
             "exec_prefix": (),
         }
-        self.tell(SpawnRank(key=self._key, entry=entry, **{**fields, **more}))
-        return self._key
+        self.tell(sp.SpawnRank(key=key, entry=entry, **{**fields, **more}))
+        return key
 
-    def new_key(self) -> int:
-        self._key += 1
-        return self._key
+    def failed(self, key: int) -> sp.SpawnFailed:
+        return self.wait(sp.SpawnFailed, lambda m: m.key == key)
 
-    def spawned(self, key: int) -> Spawned:
-        return self.wait(Spawned, lambda m: m.key == key)
-
-    def exited(self, key: int) -> Exited:
-        return self.wait(Exited, lambda m: m.key == key)
-
-    def failed(self, key: int) -> SpawnFailed:
-        return self.wait(SpawnFailed, lambda m: m.key == key)
-
-    def run(self, entry: Entrypoint, **more: Any) -> Exited:
+    def run(self, entry: Entrypoint, **more: Any) -> sp.Exited:
         """Run a rank to its end."""
         return self.exited(self.start(entry, **more))
 
@@ -188,6 +177,15 @@ def forking(entry: Entrypoint, *, env: Mapping[str, str] | None = None, **more: 
     return driver
 
 
+@contextlib.contextmanager
+def started(entry: Entrypoint | None = None, **more: Any) -> Iterator[Driver]:
+    """A fork server that is ready, whatever it makes of forks; by default in a plain
+    environment."""
+    with Driver(entry, **{"env": plain_environment(), **more}) as driver:
+        driver.ready()
+        yield driver
+
+
 def _of_the_run(environ: Mapping[str, str], ignored: Sequence[int]) -> Any:
     """A fork server of the run's warm process, or None: it is started as ever."""
     place = plugin.named(environ).get(WARM_SERVER)
@@ -212,6 +210,20 @@ def script(path: Path, text: str, *args: str) -> Entrypoint:
     """Write a script and give the entry that runs it."""
     path.write_text(text)
     return Entrypoint(EntryKind.SCRIPT, str(path), args)
+
+
+SAYS = """
+def say(*words):
+    with open({pipe!r}, "w") as out:
+        print(*words, file=out)
+"""
+
+
+def tells(driver: Driver, folder: Path, text: str, *args: str, **more: Any) -> tuple[int, str]:
+    """Start a rank that calls `say(...)` once: its key, and what it said."""
+    with fifo(folder / "said") as said:
+        entry = script(folder / "tells.py", SAYS.format(pipe=str(said)) + text, *args)
+        return driver.start(entry, **more), read_line(said)
 
 
 def plain_environment(**more: str) -> dict[str, str]:

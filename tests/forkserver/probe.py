@@ -60,24 +60,9 @@ def stream(s):
     buffer = s.buffer
     raw = getattr(buffer, "raw", buffer)
     return [
-        s.line_buffering,
-        s.write_through,
-        s.encoding,
-        s.errors,
-        s.mode,
-        s.name,
-        s.newlines,
-        s.fileno(),
-        s.isatty(),
-        s.closed,
-        type(buffer).__name__,
-        type(raw).__name__,
-        raw.mode,
-        raw.closefd,
-        raw.name,
-        s.seekable(),
-        s.readable(),
-        s.writable(),
+        *(s.line_buffering, s.write_through, s.encoding, s.errors, s.mode, s.name, s.newlines),
+        *(s.fileno(), s.isatty(), s.closed, s.seekable(), s.readable(), s.writable()),
+        *(type(buffer).__name__, type(raw).__name__, raw.mode, raw.closefd, raw.name),
     ]
 
 
@@ -121,20 +106,8 @@ seen["/proc/self/status"] = [
     for line in open("/proc/self/status")
     if line.split(":")[0]
     in (
-        "Umask",
-        "Uid",
-        "Gid",
-        "Groups",
-        "NoNewPrivs",
-        "Seccomp",
-        "SigBlk",
-        "SigIgn",
-        "SigCgt",
-        "ShdPnd",
-        "SigPnd",
-        "CapEff",
-        "CapAmb",
-        "THP_enabled",
+        *("Umask", "Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "CapEff", "CapAmb"),
+        *("SigBlk", "SigIgn", "SigCgt", "ShdPnd", "SigPnd", "THP_enabled"),
     )
 ]
 

@@ -50,7 +50,7 @@ ON_PURPOSE: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory) -> Path:
     """A folder with the probe as a script, a module of a package, a folder and a zip."""
     folder = tmp_path_factory.mktemp("place")
     package = folder / "pack" / "inner"
@@ -138,8 +138,7 @@ class Pictures:
         else:
             self._fork(order, stdout, stderr, settings, self._shared())
         assert out.exists(), stderr.read_text()
-        seen: dict[str, Any] = json.loads(out.read_text())
-        return seen
+        return json.loads(out.read_text())
 
     def _shared(self) -> Path:
         """The warm process of all that ask for no settings."""

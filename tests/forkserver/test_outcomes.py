@@ -97,9 +97,7 @@ UNRUNNABLE = {
 
 
 @pytest.mark.parametrize("name", UNRUNNABLE)
-def test_what_python_says_of_a_script_that_cannot_run(
-    server: Driver, tmp_path: Path, name: str
-) -> None:
+def test_what_python_says_of_no_script(server: Driver, tmp_path: Path, name: str) -> None:
     UNRUNNABLE[name](tmp_path)
     target = str(tmp_path / ("script.zip" if "zip" in name else "script.py"))
     expected = by_exec([target], tmp_path)
@@ -120,7 +118,7 @@ MODULES = {
 
 
 @pytest.fixture(scope="module")
-def placed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, Path]]:
+def placed(tmp_path_factory) -> Iterator[tuple[Driver, Path]]:
     """A fork server that was started in a folder, for what is named from there; and the folder."""
     place = tmp_path_factory.mktemp("placed")
     with contextlib.ExitStack() as stack:
@@ -132,9 +130,7 @@ def placed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, P
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_module(
-    placed: tuple[Driver, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_module(placed: tuple[Driver, Path], tmp_path: Path, monkeypatch, name: str) -> None:
     driver, place = placed
     text, module = MODULES[name]
     package = place / f"pack{[*MODULES].index(name)}"
@@ -152,7 +148,7 @@ def test_module(
 
 @pytest.mark.parametrize("target", ["script.py", "./script.py", "sub/../script.py", "link.py"])
 def test_script_given_by_a_relative_path(
-    placed: tuple[Driver, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+    placed: tuple[Driver, Path], tmp_path: Path, monkeypatch, target: str
 ) -> None:
     driver, place = placed
     (place / "sub").mkdir(exist_ok=True)

@@ -21,15 +21,7 @@ import elasticrun
 from elasticrun.forkserver.renew import C_READS, C_READS_OF_NO_INTEREST, REREAD
 from elasticrun.wire.spawning import Learned, Notice, Stale
 from tests import planted
-from tests.forkserver.driver import (
-    LIMIT,
-    Driver,
-    fifo,
-    forking,
-    plain_environment,
-    read_line,
-    script,
-)
+from tests.forkserver.driver import LIMIT, Driver, forking, plain_environment, script, tells
 from tests.further import further
 
 pytestmark = pytest.mark.slow
@@ -206,20 +198,16 @@ def test_a_changed_file_is_run_as_it_is_now(tmp_path: Path, package: Path) -> No
 
 
 def test_learn_tells_what_ranks_import_while_they_run(tmp_path: Path, package: Path) -> None:
-    with fifo(tmp_path / "said") as said:
-        entry = script(
-            tmp_path / "s.py",
-            f"import sqlite3, psutil, {NAME}\nimport sqlite3.dbapi2\n"
-            "try:\n    import no_such_thing\nexcept ImportError:\n    pass\n"
-            f"import json, time, csv\nopen({str(said)!r}, 'w').write('on\\n')\n"
-            "while True:\n    time.sleep(0.05)\n",
-        )
-        with forking(entry, learn=True) as driver:
-            driver.start(entry)
-            read_line(said)
-            # A rank that imports slowly is told of in parts, each with all before it.
-            wanted = {"psutil", NAME}
-            learned = driver.wait(Learned, lambda said: wanted <= set(said.modules)).modules
+    text = (
+        f"import sqlite3, psutil, {NAME}\nimport sqlite3.dbapi2\n"
+        "try:\n    import no_such_thing\nexcept ImportError:\n    pass\n"
+        "import json, time, csv\nsay('on')\nwhile True:\n    time.sleep(0.05)\n"
+    )
+    with forking(script(tmp_path / "s.py", ""), learn=True) as driver:
+        tells(driver, tmp_path, text)
+        # A rank that imports slowly is told of in parts, each with all before it.
+        wanted = {"psutil", NAME}
+        learned = driver.wait(Learned, lambda said: wanted <= set(said.modules)).modules
     assert "no_such_thing" not in learned
     assert not [name for name in learned if name.startswith(("sqlite3", "torch", "json"))]
 

@@ -14,63 +14,56 @@ import pytest
 
 from elasticrun.config import PROBE_LOAD_CPU
 from elasticrun.forkserver.helpers import probe
+from elasticrun.wire import spawning as sp
 from elasticrun.wire.messages import ProbePhase
-from elasticrun.wire.spawning import (
-    SHIELDED,
-    CloseStore,
-    Exited,
-    Keepalive,
-    ProbePlan,
-    ProbeSaid,
-    SendSignal,
-    SpawnProbe,
-    SpawnStore,
-    StoreListening,
-)
-from tests.forkserver.driver import LIMIT, Driver, alive, gone, plain_environment
+from tests.forkserver.driver import LIMIT, Driver, alive, gone, started
 from tests.forkserver.test_server import held_port
 from tests.further import further
 
 pytestmark = pytest.mark.slow
 
 
+def a_plan(check: str, store_port: int) -> sp.ProbePlan:
+    """Of the first of two probes."""
+    return sp.ProbePlan(
+        check=check,
+        rank=0,
+        world_size=2,
+        store_host="127.0.0.1",
+        store_port=store_port,
+        device="cpu",
+        device_index=0,
+        backend="gloo",
+        matrix=PROBE_LOAD_CPU.matrix,
+        dtype=PROBE_LOAD_CPU.dtype,
+        matmuls=4,
+        sizes=(64 * 1024,),
+        transfers=3,
+        warmup=1,
+        limit=LIMIT,
+    )
+
+
 class Group:
     """A store, and probes that meet at it; each test is a check of its own."""
 
     def __init__(self, driver: Driver, port: int, check: str) -> None:
-        self.driver = driver
-        self.plan = ProbePlan(
-            check=check,
-            rank=0,
-            world_size=2,
-            store_host="127.0.0.1",
-            store_port=port,
-            device="cpu",
-            device_index=0,
-            backend="gloo",
-            matrix=PROBE_LOAD_CPU.matrix,
-            dtype=PROBE_LOAD_CPU.dtype,
-            matmuls=4,
-            sizes=(64 * 1024,),
-            transfers=3,
-            warmup=1,
-            limit=LIMIT,
-        )
+        self.driver, self.plan = driver, a_plan(check, port)
 
     def start(self, rank: int, fault: str = "", **changes: Any) -> int:
         env = changes.pop("env", {})
         plan = replace(self.plan, rank=rank, fault=fault, **changes)
         key = self.driver.new_key()
-        self.driver.tell(SpawnProbe(key, plan, env, (), ()))
+        self.driver.tell(sp.SpawnProbe(key, plan, env, (), ()))
         return key
 
     def pair(self, *faults: str, **changes: Any) -> list[int]:
         return [self.start(rank, fault, **changes) for rank, fault in enumerate(faults)]
 
-    def result(self, key: int) -> ProbeSaid:
-        return self.driver.wait(ProbeSaid, lambda said: said.key == key and said.done)
+    def result(self, key: int) -> sp.ProbeSaid:
+        return self.driver.wait(sp.ProbeSaid, lambda said: said.key == key and said.done)
 
-    def results(self, keys: list[int]) -> list[ProbeSaid]:
+    def results(self, keys: list[int]) -> list[sp.ProbeSaid]:
         """Every result; each process has been reaped."""
         found = [self.result(key) for key in keys]
         for key in keys:
@@ -79,11 +72,11 @@ class Group:
 
     def enters(self, key: int, phase: str) -> None:
         self.driver.wait(
-            ProbeSaid, lambda said: said.key == key and said.phase == phase and not said.done
+            sp.ProbeSaid, lambda said: said.key == key and said.phase == phase and not said.done
         )
 
     def phases(self, key: int) -> list[str]:
-        said = [m for m in self.driver.all_of(ProbeSaid) if m.key == key]
+        said = [m for m in self.driver.all_of(sp.ProbeSaid) if m.key == key]
         assert [m.done for m in said] == [False] * (len(said) - 1) + [True]
         return [m.phase for m in said]
 
@@ -93,15 +86,15 @@ def store(driver: Driver) -> Iterator[int]:
     holder, port = held_port()
     with holder:
         key = driver.new_key()
-        driver.tell(SpawnStore(key, port))
-        driver.wait(StoreListening, lambda said: said.key == key)
+        driver.tell(sp.SpawnStore(key, port))
+        driver.wait(sp.StoreListening, lambda said: said.key == key)
         yield port
-        driver.tell(CloseStore(key))
+        driver.tell(sp.CloseStore(key))
         driver.exited(key)
 
 
 @pytest.fixture
-def group(server: Driver, request: pytest.FixtureRequest) -> Iterator[Group]:
+def group(server: Driver, request) -> Iterator[Group]:
     with store(server) as port:
         yield Group(server, port, request.node.name)
 
@@ -114,8 +107,9 @@ def test_the_phases_are_those_of_the_master() -> None:
 # ---------------------------------------------------------------- what is measured
 
 
-def test_two_probes_meet_and_measure(group: Group) -> None:
-    keys = group.pair("", "", sizes=(64 * 1024, 1024 * 1024))
+@pytest.mark.parametrize("world", [2, 3])
+def test_probes_meet_and_measure(group: Group, world: int) -> None:
+    keys = group.pair(*[""] * world, world_size=world, sizes=(64 * 1024, 1024 * 1024))
     for key, said in zip(keys, group.results(keys), strict=True):
         assert said.ok, said.reason
         assert (said.own, said.excused, said.reason) == (False, False, "")
@@ -125,11 +119,6 @@ def test_two_probes_meet_and_measure(group: Group) -> None:
         assert min(said.transfers) > 0
         counted = 4 * said.compute + 3 * sum(said.transfers)
         assert said.timed == pytest.approx(counted)
-
-
-def test_three_probes_meet(group: Group) -> None:
-    keys = group.pair("", "", "", world_size=3)
-    assert all(said.ok for said in group.results(keys))
 
 
 def test_a_world_of_one_has_no_links(group: Group) -> None:
@@ -174,21 +163,15 @@ def test_who_fails_alone_excuses_the_other(group: Group, fault: str, reason: str
     assert good.compute > 0
 
 
-def test_who_fails_alone_says_so_without_a_store_too(group: Group) -> None:
-    holder, nobody = held_port()
-    with holder:
-        key = group.start(0, "probe-fail=compute", store_port=nobody, limit=1.0)
-        (bad,) = group.results([key])
-    assert (bad.own, bad.reason) == (True, "a planted fault")
-
-
-def test_telling_the_others_does_not_use_up_the_limit(group: Group) -> None:
-    """Whoever waits for a probe that has failed would take it for one that hangs."""
+@pytest.mark.parametrize("limit", [1.0, LIMIT])
+def test_who_fails_alone_says_so_without_a_store_too(group: Group, limit: float) -> None:
+    """That does not use up the limit: who waits for it would take it for one that hangs."""
     holder, nobody = held_port()
     began = time.monotonic()
     with holder:
-        (bad,) = group.results([group.start(0, "probe-fail=compute", store_port=nobody)])
-    assert bad.reason == "a planted fault"
+        key = group.start(0, "probe-fail=compute", store_port=nobody, limit=limit)
+        (bad,) = group.results([key])
+    assert (bad.own, bad.reason) == (True, "a planted fault")
     assert time.monotonic() - began < LIMIT / 2
 
 
@@ -202,18 +185,15 @@ def test_a_failure_among_them_is_no_one_s_own(group: Group) -> None:
     assert ".cc:" not in good.reason
 
 
-def test_a_store_that_nobody_serves_is_a_failure_to_meet(group: Group) -> None:
+@pytest.mark.parametrize("served", [True, False])
+def test_who_meets_no_partner_or_no_store_fails_to_meet(group: Group, served: bool) -> None:
     holder, nobody = held_port()
     with holder:
-        (said,) = group.results([group.start(0, store_port=nobody, limit=1.0)])
-    assert (said.ok, said.own, said.phase) == (False, False, "meet")
+        port = group.plan.store_port if served else nobody
+        (said,) = group.results([group.start(0, store_port=port, limit=1.0)])
+    assert (said.ok, said.own, said.excused, said.phase) == (False, False, False, "meet")
     assert "\n" not in said.reason
     assert 0 < len(said.reason) <= probe.MAX_REASON
-
-
-def test_a_partner_that_never_comes_is_a_failure_to_meet(group: Group) -> None:
-    (said,) = group.results([group.start(0, limit=1.0)])
-    assert (said.ok, said.own, said.excused, said.phase) == (False, False, False, "meet")
 
 
 def test_a_device_that_is_not_there_is_the_node_s_own_fault(group: Group) -> None:
@@ -228,7 +208,7 @@ def test_a_hung_probe_stays_where_it_is_until_it_is_killed(group: Group, phase: 
     keys = group.pair("", f"probe-hang={phase}")
     group.enters(keys[1], phase)
     for key in keys:
-        group.driver.tell(SendSignal(key, signal.SIGKILL))
+        group.driver.tell(sp.SendSignal(key, signal.SIGKILL))
     said = group.results(keys)[1]
     assert (said.ok, said.phase) == (False, phase)
     assert said.own == (phase == "compute")
@@ -245,7 +225,7 @@ def test_a_probe_has_the_variables_of_its_order(group: Group) -> None:
     with open(f"/proc/{pid}/comm") as comm:
         assert comm.read().strip() == "elasticrun-prob"
     assert os.getsid(pid) == pid
-    group.driver.tell(SendSignal(key, signal.SIGKILL))
+    group.driver.tell(sp.SendSignal(key, signal.SIGKILL))
     group.driver.exited(key)
 
 
@@ -253,12 +233,12 @@ def test_a_probe_ignores_what_is_sent_to_everybody(group: Group) -> None:
     key = group.start(0, "probe-hang=compute")
     group.enters(key, "compute")
     pid = group.driver.spawned(key).pid
-    for signum in SHIELDED:
+    for signum in sp.SHIELDED:
         os.kill(pid, signum)
     other = group.start(0, world_size=1)  # the server has gone on meanwhile, and so has time
     group.results([other])
     assert alive(pid)
-    group.driver.tell(SendSignal(key, signal.SIGKILL))
+    group.driver.tell(sp.SendSignal(key, signal.SIGKILL))
     assert group.driver.exited(key).code == -signal.SIGKILL
 
 
@@ -272,24 +252,21 @@ def test_a_probe_that_crashes_has_a_result(group: Group) -> None:
 
 @further("test_an_executed_probe_that_cannot_import_torch_says_what_it_printed")
 def test_where_forks_are_not_trusted_probes_are_executed() -> None:
-    with Driver(launch="exec", env=plain_environment()) as driver:
-        driver.ready()
-        with store(driver) as port:
-            group = Group(driver, port, "executed")
-            keys = group.pair("", "")
-            assert not any(driver.spawned(key).forked for key in keys)
-            for said in group.results(keys):
-                assert said.ok, said.reason
-                assert said.transfers[0] > 0
-            good, bad = group.results(group.pair("", "probe-fail=compute", check="again"))
-            assert (good.excused, bad.own) == (True, True)
+    with started(launch="exec") as driver, store(driver) as port:
+        group = Group(driver, port, "executed")
+        keys = group.pair("", "")
+        assert not any(driver.spawned(key).forked for key in keys)
+        for said in group.results(keys):
+            assert said.ok, said.reason
+            assert said.transfers[0] > 0
+        good, bad = group.results(group.pair("", "probe-fail=compute", check="again"))
+        assert (good.excused, bad.own) == (True, True)
 
 
 @pytest.mark.parametrize("launch", ["auto", "exec"])
 def test_probes_do_not_outlive_a_killed_fork_server(launch: str) -> None:
     holder, port = held_port()
-    with holder, Driver(launch=launch, env=plain_environment()) as driver:
-        driver.ready()
+    with holder, started(launch=launch) as driver:
         group = Group(driver, port, "orphans")
         keys = group.pair("probe-hang=compute", "probe-hang=compute")
         for key in keys:
@@ -298,27 +275,23 @@ def test_probes_do_not_outlive_a_killed_fork_server(launch: str) -> None:
         driver.process.kill()
         assert gone(pids) == []
         with pytest.raises(EOFError):
-            driver.wait(Exited)
+            driver.wait(sp.Exited)
 
 
 def test_probes_end_when_nothing_is_heard_of_the_agent() -> None:
-    with Driver(env=plain_environment()) as driver:
-        driver.ready()
-        with store(driver) as port:
-            group = Group(driver, port, "petted")
-            key = group.start(0, "probe-hang=compute", world_size=1)
-            group.enters(key, "compute")
-            driver.tell(Keepalive(0.1))
-            assert driver.exited(key).code == -signal.SIGKILL
+    with started() as driver, store(driver) as port:
+        group = Group(driver, port, "petted")
+        key = group.start(0, "probe-hang=compute", world_size=1)
+        group.enters(key, "compute")
+        driver.tell(sp.Keepalive(0.1))
+        assert driver.exited(key).code == -signal.SIGKILL
 
 
 def test_an_executed_probe_that_cannot_import_torch_says_what_it_printed() -> None:
     broken = {"PYTHONPATH": "", "PYTHONHOME": "/nowhere"}
-    with Driver(launch="exec", env=plain_environment()) as driver:
-        driver.ready()
-        with store(driver) as port:
-            group = Group(driver, port, "broken")
-            (said,) = group.results([group.start(0, env=broken)])
+    with started(launch="exec") as driver, store(driver) as port:
+        group = Group(driver, port, "broken")
+        (said,) = group.results([group.start(0, env=broken)])
     assert (said.ok, said.own, said.phase) == (False, True, "start")
     assert said.reason.startswith("it ended with code 1: ")
     assert len(said.reason) <= probe.MAX_REASON

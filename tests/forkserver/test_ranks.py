@@ -27,7 +27,10 @@ from tests.forkserver.driver import (
     plain_environment,
     read_line,
     script,
+    started,
+    tells,
 )
+from tests.harness import program
 
 pytestmark = pytest.mark.slow
 
@@ -70,12 +73,8 @@ def test_two_ranks_and_two_lives_draw_different_numbers(server: Driver, tmp_path
 
 
 def test_environment_is_the_first_one_with_changes(tmp_path: Path) -> None:
-    entry = script(
-        tmp_path / "env.py",
-        "import json, os, sys\njson.dump([dict(os.environ), os.popen('env').read()], "
-        "open(sys.argv[1], 'w'))\n",
-    )
-    entry = Entrypoint(entry.kind, entry.target, (str(tmp_path / "out"),))
+    text = "import json, os, sys\njson.dump([dict(os.environ), os.popen('env').read()], "
+    entry = script(tmp_path / "env.py", text + "open(sys.argv[1], 'w'))\n", str(tmp_path / "out"))
     with forking(entry, env=plain_environment(GONE="1", KEPT="2")) as driver:
         driver.run(entry, env={"RANK": "3", "KEPT": "4"}, unset=("GONE",))
     seen, of_child = json.loads((tmp_path / "out").read_text())
@@ -107,9 +106,7 @@ def test_environment_set_above_import_torch_is_read_again(tmp_path: Path) -> Non
     path = tmp_path / "set.py"
     entry = script(path, READ_AGAIN, str(tmp_path / "fork"))
     environ = plain_environment()
-    subprocess.run(
-        [sys.executable, str(path), str(tmp_path / "exec")], env=environ, check=True, timeout=LIMIT
-    )
+    assert program(str(path), str(tmp_path / "exec"), env=environ).returncode == 0
     with forking(entry, env=environ) as driver:
         assert driver.run(entry).code == 0
         assert driver.all_of(Notice) == []
@@ -124,39 +121,27 @@ def test_what_cannot_be_read_again_is_named_and_later_lives_are_execed(tmp_path:
     entry = script(tmp_path / "bind.py", text)
     other = script(tmp_path / "other.py", "import torch\n")
     with forking(entry) as driver:
-        first = driver.start(entry)
-        assert driver.spawned(first).forked
-        notice = driver.wait(Notice)
+        for which, forked in ((entry, True), (entry, False), (other, True)):
+            key = driver.start(which)
+            assert driver.spawned(key).forked is forked
+            assert driver.exited(key).code == 0
+        (notice,) = driver.all_of(Notice)
         assert "OMP_PROC_BIND" in notice.text
         assert "bind.py" in notice.text
-        assert driver.exited(first).code == 0
-        again = driver.start(entry)
-        assert not driver.spawned(again).forked
-        assert driver.exited(again).code == 0
-        unlike = driver.start(other)
-        assert driver.spawned(unlike).forked
-        assert driver.exited(unlike).code == 0
-        assert len(driver.all_of(Notice)) == 1
 
 
-def test_an_environment_set_after_import_torch_changes_nothing(
-    server: Driver, tmp_path: Path
-) -> None:
-    entry = script(
-        tmp_path / "after.py",
+@pytest.mark.parametrize(
+    "text",
+    [
         "import torch, os, sys\nn = torch.get_num_threads()\nos.environ['OMP_NUM_THREADS'] = '7'\n"
         "import torch.nn, numpy\nsys.exit(0 if torch.get_num_threads() == n else 1)\n",
-    )
-    assert server.run(entry).code == 0
-
-
-def test_numpy_alone_does_not_bring_torch(server: Driver, tmp_path: Path) -> None:
-    entry = script(
-        tmp_path / "np.py",
         "import sys, numpy, json\nassert 'torch' not in sys.modules\nassert numpy.ones(2).sum()\n"
         "import torch.nn.functional as F\nassert 'torch' in sys.modules\n",
-    )
-    assert server.run(entry).code == 0
+    ],
+    ids=["an environment set after import torch changes nothing", "numpy alone brings no torch"],
+)
+def test_what_holds_within_a_rank(server: Driver, tmp_path: Path, text: str) -> None:
+    assert server.run(script(tmp_path / "s.py", text)).code == 0
 
 
 # ---------------------------------------------------------------- the error file
@@ -215,25 +200,18 @@ def test_an_error_file_that_cannot_be_written_hides_nothing(server: Driver, tmp_
 
 
 def test_output_goes_to_files_and_is_unbuffered(server: Driver, tmp_path: Path) -> None:
-    with fifo(tmp_path / "said") as said:
-        entry = script(
-            tmp_path / "out.py",
-            "import sys, signal\nprint('half a line', end='')\n"
-            f"open({str(said)!r}, 'w').write('printed\\n')\nsignal.pause()\n",
-        )
-        out = tmp_path / "out"
-        key = server.start(entry, stdout=str(out), stderr="/dev/null")
-        assert read_line(said) == "printed"
-        assert out.read_text() == "half a line"
-        server.tell(SendSignal(key, signal.SIGKILL))
-        assert server.exited(key).code == -signal.SIGKILL
+    text = "import signal\nprint('half a line', end='')\nsay('printed')\nsignal.pause()\n"
+    out = tmp_path / "out"
+    key, said = tells(server, tmp_path, text, stdout=str(out), stderr="/dev/null")
+    assert (said, out.read_text()) == ("printed", "half a line")
+    server.tell(SendSignal(key, signal.SIGKILL))
+    assert server.exited(key).code == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("launch", ["auto", "exec"])
 def test_a_log_file_that_cannot_be_opened_is_one_sentence(tmp_path: Path, launch: str) -> None:
     entry = script(tmp_path / "s.py", "raise SystemExit(9)\n")
-    with Driver(entry, launch=launch, env=plain_environment()) as driver:
-        driver.ready()
+    with started(entry, launch=launch) as driver:
         key = driver.start(entry, stdout=str(tmp_path / "none" / "out"))
         reason = driver.failed(key).reason
         assert "cannot write the log file" in reason
@@ -268,40 +246,40 @@ def test_stdin_and_breakpoint_on_a_terminal(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- signals and ties
 
 
-def test_signals_reach_the_handlers_of_the_script(server: Driver, tmp_path: Path) -> None:
-    with fifo(tmp_path / "said") as said:
-        entry = script(
-            tmp_path / "s.py",
-            "import os, signal, sys\n"
-            "signal.signal(signal.SIGTERM, lambda *a: sys.exit(5))\n"
-            f"with open({str(said)!r}, 'w') as said:\n    said.write('ready\\n')\n"
-            "import time\nwhile True:\n    time.sleep(0.01)\n",
-        )
-        key = server.start(entry)
-        read_line(said)
-        server.tell(SendSignal(key, signal.SIGTERM))
-        assert server.exited(key).code == 5
+HANDLES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *a: sys.exit(5))
+try:
+    say("ready")
+    while True:
+        time.sleep(0.01)
+except KeyboardInterrupt:
+    raise SystemExit(6)
+"""
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 5), (signal.SIGINT, 6)])
+def test_signals_reach_the_script(server: Driver, tmp_path: Path, signum: int, code: int) -> None:
+    key, _ = tells(server, tmp_path, HANDLES)
+    server.tell(SendSignal(key, signum))
+    assert server.exited(key).code == code
 
 
 def test_a_signal_to_a_rank_alone(server: Driver, tmp_path: Path) -> None:
     """Its children are not hit: they are ended as ever, when it has gone."""
-    with fifo(tmp_path / "said") as said:
-        entry = script(
-            tmp_path / "s.py",
-            "import os, signal\nsignal.signal(signal.SIGTERM, lambda *a: None)\n"
-            f"out = open({str(said)!r}, 'w')\n"
-            "if os.fork() == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
-            "    print(os.getpid(), file=out, flush=True)\n"
-            "while True:\n    signal.pause()\n",
-        )
-        key = server.start(entry)
-        child = int(read_line(said))
-        server.tell(SendSignal(key, signal.SIGKILL, alone=True))
-        assert server.exited(key).code == -signal.SIGKILL
-        assert psutil.Process(child).is_running()
-        server.tell(SweepOrder((key,), 5.0))
-        assert not gone([child])
-        assert server.wait(Swept, lambda said: said.keys == (key,)).stuck == ()
+    text = (
+        "import os, signal\nsignal.signal(signal.SIGTERM, lambda *a: None)\n"
+        "if os.fork() == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "    say(os.getpid())\n"
+        "while True:\n    signal.pause()\n"
+    )
+    key, said = tells(server, tmp_path, text)
+    server.tell(SendSignal(key, signal.SIGKILL, alone=True))
+    assert server.exited(key).code == -signal.SIGKILL
+    assert psutil.Process(int(said)).is_running()
+    server.tell(SweepOrder((key,), 5.0))
+    assert not gone([int(said)])
+    assert server.wait(Swept, lambda said: said.keys == (key,)).stuck == ()
 
 
 def test_a_signal_right_after_the_start_is_not_lost(server: Driver, tmp_path: Path) -> None:
@@ -310,21 +288,6 @@ def test_a_signal_right_after_the_start_is_not_lost(server: Driver, tmp_path: Pa
         key = server.start(entry, stderr="/dev/null")
         server.tell(SendSignal(key, signum))
         assert server.exited(key).code == -signum
-
-
-def test_sigint_gives_keyboard_interrupt(server: Driver, tmp_path: Path) -> None:
-    with fifo(tmp_path / "said") as said:
-        entry = script(
-            tmp_path / "s.py",
-            "import time\ntry:\n"
-            f"    with open({str(said)!r}, 'w') as said:\n        said.write('ready\\n')\n"
-            "    while True:\n        time.sleep(0.01)\nexcept KeyboardInterrupt:\n"
-            "    raise SystemExit(6)\n",
-        )
-        key = server.start(entry)
-        read_line(said)
-        server.tell(SendSignal(key, signal.SIGINT))
-        assert server.exited(key).code == 6
 
 
 def test_what_the_agent_ignored_at_its_start_stays_ignored(tmp_path: Path) -> None:
@@ -342,19 +305,10 @@ def test_what_the_agent_ignored_at_its_start_stays_ignored(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("launch", ["auto", "exec"])
 def test_ranks_die_with_a_server_that_is_killed(tmp_path: Path, launch: str) -> None:
-    with fifo(tmp_path / "said") as said:
-        entry = script(
-            tmp_path / "s.py",
-            "import os, signal\n"
-            f"open({str(said)!r}, 'w').write(f'{{os.getpid()}}\\n')\nsignal.pause()\n",
-        )
-        driver = Driver(entry, launch=launch, env=plain_environment())
-        with driver:
-            driver.ready()
-            driver.start(entry)
-            pid = int(read_line(said))
-            driver.process.kill()
-            assert gone([pid]) == []
+    with started(launch=launch) as driver:
+        _, pid = tells(driver, tmp_path, "import os, signal\nsay(os.getpid())\nsignal.pause()\n")
+        driver.process.kill()
+        assert gone([int(pid)]) == []
 
 
 # ---------------------------------------------------------------- cores and limits
@@ -382,14 +336,12 @@ def test_placement_and_bound_cores_mean_exec(tmp_path: Path) -> None:
     entry = script(tmp_path / "s.py", "")
     with Driver(entry, env=plain_environment(OMP_PROC_BIND="true"), numa=True) as driver:
         ready = driver.ready()
-        assert ready.mode == "exec"
-        assert "OMP_PROC_BIND" in ready.reason
+        assert (ready.mode, "OMP_PROC_BIND" in ready.reason) == ("exec", True)
 
 
 def test_configure_again_is_refused(tmp_path: Path) -> None:
     entry = script(tmp_path / "s.py", "")
-    with Driver(entry, launch="exec", env=plain_environment()) as driver:
-        driver.ready()
+    with started(entry, launch="exec") as driver:
         driver.tell(Configure("exec", (), False, entry, "spawn", False))
         assert driver.process.wait(LIMIT) == 2
 
@@ -436,16 +388,16 @@ print(open("/proc/self/cmdline").read())
 """
 
 
+def shown(code: str, *words: str) -> str:
+    """The command line that this program has given itself."""
+    done = program("-c", code, *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip("\0\n")
+
+
 @pytest.mark.parametrize("words", [["python", "-u", "a.py"], ["python", "x" * 4000]])
 def test_an_old_kernel_shows_a_title(words: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FALLBACK, " " * 200, *words[:1], *words[1:]],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, done.stderr
-    title = done.stdout.strip("\0\n")
+    title = shown(FALLBACK, " " * 200, *words)
     assert " ".join(words).startswith(title)
     assert title.startswith("python")
     assert len(title) >= min(len(" ".join(words)), 200)
@@ -464,14 +416,7 @@ print(open("/proc/self/cmdline").read())
 
 @pytest.mark.parametrize("number", ["0", "99"], ids=["as it is", "an old kernel"])
 def test_what_was_forked_for_us_has_a_title(number: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TITLE, number, "--fd=4"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip("\0\n") == "elasticrun: store"
+    assert shown(TITLE, number, "--fd=4") == "elasticrun: store"
 
 
 # ---------------------------------------------------------------- what libraries count at the end
@@ -504,7 +449,7 @@ for kept in (module, Builder):
 
 
 def test_what_nanobind_counts_is_freed() -> None:
-    done = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True)
+    done = program("-c", COUNTED)
     assert (done.stdout, done.stderr) == ("freed freed ", "")
 
 

@@ -16,26 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from elasticrun.forkserver.helpers.store import libuv_takes_sockets
+from elasticrun.wire import spawning as sp
 from elasticrun.wire.frames import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
     FrameBuffer,
     FrameError,
     encode,
-)
-from elasticrun.wire.spawning import (
-    SERVER_FILE,
-    SHIELDED,
-    CloseStore,
-    Keepalive,
-    Notice,
-    Quit,
-    SendSignal,
-    SpawnStore,
-    StoreListening,
-    SweepOrder,
-    Swept,
-    ToSpawner,
 )
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import (
@@ -47,8 +34,10 @@ from tests.forkserver.driver import (
     plain_environment,
     read_line,
     script,
+    started,
 )
 from tests.further import cases, further
+from tests.harness import program
 
 pytestmark = pytest.mark.slow
 
@@ -76,25 +65,22 @@ assert store.add("count", 2) == int(sys.argv[2])
 def test_a_store_serves_and_a_new_one_is_fresh(tmp_path: Path, launch: str) -> None:
     path = tmp_path / "client.py"
     entry = script(path, CLIENT)
-    with Driver(entry, launch=launch, env=plain_environment()) as driver:
-        driver.ready()
+    with started(entry, launch=launch) as driver:
         holder, port = held_port()
         with holder:
-            for count in ("2", "4"):
-                if count == "2":
-                    key = driver.new_key()
-                    driver.tell(SpawnStore(key, port))
-                    store = driver.wait(StoreListening)
-                    assert (store.key, store.port) == (key, port)
-                client = Entrypoint(EntryKind.SCRIPT, str(path), (str(port), count))
-                assert driver.run(client).code == 0
-            driver.tell(CloseStore(key))
-            assert driver.exited(key).code == -signal.SIGKILL
-            key = driver.new_key()
-            driver.tell(SpawnStore(key, port))
-            assert driver.wait(StoreListening).pid != store.pid
-            client = Entrypoint(EntryKind.SCRIPT, str(path), (str(port), "2"))
-            assert driver.run(client).code == 0
+            pids = set()
+            for counts in (("2", "4"), ("2",)):
+                key = driver.new_key()
+                driver.tell(sp.SpawnStore(key, port))
+                store = driver.wait(sp.StoreListening)
+                assert (store.key, store.port) == (key, port)
+                pids.add(store.pid)
+                for count in counts:
+                    client = Entrypoint(EntryKind.SCRIPT, str(path), (str(port), count))
+                    assert driver.run(client).code == 0
+                driver.tell(sp.CloseStore(key))
+                assert driver.exited(key).code == -signal.SIGKILL
+            assert len(pids) == 2
 
 
 def test_a_store_on_a_port_that_is_taken_is_one_sentence(server: Driver) -> None:
@@ -102,7 +88,7 @@ def test_a_store_on_a_port_that_is_taken_is_one_sentence(server: Driver) -> None
         taken.bind(("::", 0))
         taken.listen()
         key = server.new_key()
-        server.tell(SpawnStore(key, taken.getsockname()[1]))
+        server.tell(sp.SpawnStore(key, taken.getsockname()[1]))
         reason = server.failed(key).reason
     assert "Address already in use" in reason
     assert "\n" not in reason
@@ -112,16 +98,16 @@ def test_a_store_host_ignores_what_is_sent_to_everybody(server: Driver) -> None:
     holder, port = held_port()
     with holder:
         key = server.new_key()
-        server.tell(SpawnStore(key, port))
-        pid = server.wait(StoreListening, lambda m: m.key == key).pid
-        for signum in SHIELDED:
+        server.tell(sp.SpawnStore(key, port))
+        pid = server.wait(sp.StoreListening, lambda m: m.key == key).pid
+        for signum in sp.SHIELDED:
             os.kill(pid, signum)
         with socket.create_connection(("127.0.0.1", port), LIMIT):
             pass
         assert alive(pid)
         soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         assert soft == hard
-        server.tell(CloseStore(key))
+        server.tell(sp.CloseStore(key))
         server.exited(key)
 
 
@@ -187,17 +173,16 @@ def start_family(driver: Driver, place: Path, kind: str) -> tuple[int, list[int]
 
 @pytest.mark.parametrize("how", ["eof", "quit", "rubbish"])
 def test_nothing_below_outlives_the_conversation(tmp_path: Path, how: str) -> None:
-    with Driver(env=plain_environment()) as driver:
-        driver.ready()
+    with started() as driver:
         _, pids = start_family(driver, tmp_path, "hard")
         holder, port = held_port()
-        driver.tell(SpawnStore(driver.new_key(), port))
-        pids.append(driver.wait(StoreListening).pid)
+        driver.tell(sp.SpawnStore(driver.new_key(), port))
+        pids.append(driver.wait(sp.StoreListening).pid)
         holder.close()
         if how == "eof":
             driver.socket.close()
         elif how == "quit":
-            driver.tell(Quit())
+            driver.tell(sp.Quit())
         else:
             driver.socket.sendall(b"\xff" * 64)
         code = driver.process.wait(LIMIT)
@@ -211,16 +196,13 @@ def test_a_server_whose_agent_dies_before_it_is_configured_ends() -> None:
         assert driver.process.wait(LIMIT) == 1
 
 
-def test_a_server_dies_with_an_agent_that_is_killed_while_torch_is_imported(
-    tmp_path: Path,
-) -> None:
+def test_a_server_dies_with_an_agent_that_is_killed_while_torch_is_imported(tmp_path: Path) -> None:
     text = (
         "import sys, time\nfrom elasticrun.wire.spawning import start_server\n"
         "process, sock = start_server(ignored=())\nprint(process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     agent = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
-    assert agent.stdout is not None
     pid = int(agent.stdout.readline())
     agent.kill()
     agent.wait()
@@ -232,61 +214,50 @@ def test_signals_to_everybody_do_not_end_the_server(tmp_path: Path) -> None:
     """From its first instruction on; ranks would end with it, in a handler that saves."""
     entry = script(tmp_path / "s.py", "raise SystemExit(3)\n")
     with Driver(entry, env=plain_environment(), cold=True) as driver:
-        for signum in SHIELDED:
+        for signum in sp.SHIELDED:
             os.kill(driver.process.pid, signum)
         assert driver.ready().mode == "fork"
-        for signum in SHIELDED:
+        for signum in sp.SHIELDED:
             os.kill(driver.process.pid, signum)
         assert driver.run(entry).code == 3
         assert os.getsid(driver.process.pid) == driver.process.pid
 
 
-def test_a_silent_agent_loses_its_ranks(tmp_path: Path) -> None:
-    entry = script(tmp_path / "s.py", "import time\nwhile True:\n    time.sleep(60)\n")
-    with Driver(entry, launch="exec", env=plain_environment()) as driver:
-        driver.ready()
+@pytest.mark.parametrize(
+    ("pets", "sleeps", "code", "told"),
+    [((0.5,), 600, -signal.SIGKILL, ["0.5 s"]), ((0.2, LIMIT), 2, 0, [])],
+    ids=["silent", "petted"],
+)
+def test_an_agent_that_is_silent_loses_its_ranks(
+    tmp_path: Path, pets: tuple[float, ...], sleeps: int, code: int, told: list[str]
+) -> None:
+    entry = script(tmp_path / "s.py", f"import time\ntime.sleep({sleeps})\n")
+    with started(entry, launch="exec") as driver:
         key = driver.start(entry)
         driver.spawned(key)
-        driver.tell(Keepalive(0.5))
-        assert driver.exited(key).code == -signal.SIGKILL
-        assert "0.5 s" in driver.wait(Notice).text
-
-
-def test_a_petted_server_keeps_its_ranks(tmp_path: Path) -> None:
-    entry = script(tmp_path / "s.py", "import time\ntime.sleep(2)\n")
-    with Driver(entry, launch="exec", env=plain_environment()) as driver:
-        driver.ready()
-        key = driver.start(entry)
-        driver.spawned(key)
-        driver.socket.sendall(encode(Keepalive(0.2)) + encode(Keepalive(LIMIT)))
-        assert driver.exited(key).code == 0
-        assert driver.all_of(Notice) == []
+        driver.socket.sendall(b"".join(encode(sp.Keepalive(limit)) for limit in pets))
+        assert driver.exited(key).code == code
+        said = [driver.wait(sp.Notice).text for _ in told]
+        assert all(map(str.__contains__, said, told))
+        assert len(driver.all_of(sp.Notice)) == len(told)
 
 
 # ---------------------------------------------------------------- sweep
 
 
 def test_sweep_kills_groups_and_asks_sessions_of_their_own(tmp_path: Path) -> None:
-    with Driver(env=plain_environment()) as driver:
-        driver.ready()
-        key, pids = start_family(driver, tmp_path, "exit")
-        assert driver.exited(key).code == 3
-        driver.tell(SweepOrder((key,), LIMIT))
-        assert driver.wait(Swept) == Swept((key,), ())
-        assert [pid for pid in pids if alive(pid)] == []
-
-
-def test_sweep_kills_what_does_not_obey_in_its_grace(tmp_path: Path) -> None:
-    with Driver(env=plain_environment()) as driver:
-        driver.ready()
-        key, pids = start_family(driver, tmp_path, "hard")
-        driver.tell(SendSignal(key, signal.SIGKILL))
-        driver.exited(key)
-        began = time.monotonic()
-        driver.tell(SweepOrder((key,), 0.5))
-        assert driver.wait(Swept) == Swept((key,), ())
-        assert time.monotonic() - began >= 0.5
-        assert [pid for pid in pids if alive(pid)] == []
+    """And kills what does not obey in its grace."""
+    with started() as driver:
+        for kind, code, grace in (("exit", 3, LIMIT), ("hard", -signal.SIGKILL, 0.5)):
+            key, pids = start_family(driver, tmp_path, kind)
+            if kind == "hard":
+                driver.tell(sp.SendSignal(key, signal.SIGKILL))
+            assert driver.exited(key).code == code
+            began = time.monotonic()
+            driver.tell(sp.SweepOrder((key,), grace))
+            assert driver.wait(sp.Swept) == sp.Swept((key,), ())
+            assert kind == "exit" or time.monotonic() - began >= grace
+            assert [pid for pid in pids if alive(pid)] == []
 
 
 def test_sweep_lets_a_descendant_finish_in_its_grace(tmp_path: Path) -> None:
@@ -304,41 +275,36 @@ def test_sweep_lets_a_descendant_finish_in_its_grace(tmp_path: Path) -> None:
         f"p = subprocess.Popen([sys.executable, '-c', {uploader!r}], start_new_session=True, "
         "stdout=subprocess.PIPE)\np.stdout.readline()\nos.abort()\n",
     )
-    with Driver(entry, env=plain_environment()) as driver:
-        driver.ready()
+    with started(entry) as driver:
         key = driver.start(entry, stderr="/dev/null")
         assert driver.exited(key).code == -signal.SIGABRT
-        driver.tell(SweepOrder((key,), LIMIT))
-        assert driver.wait(Swept).stuck == ()
+        driver.tell(sp.SweepOrder((key,), LIMIT))
+        assert driver.wait(sp.Swept).stuck == ()
     assert done.read_text() == "flushed"
 
 
 def test_sweep_spares_other_ranks_and_stores(tmp_path: Path) -> None:
-    with Driver(env=plain_environment()) as driver:
-        driver.ready()
+    with started() as driver:
         holder, port = held_port()
-        driver.tell(SpawnStore(driver.new_key(), port))
-        store = driver.wait(StoreListening).pid
+        driver.tell(sp.SpawnStore(driver.new_key(), port))
+        store = driver.wait(sp.StoreListening).pid
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
         key, swept = start_family(driver, tmp_path / "a", "exit")
         _, spared = start_family(driver, tmp_path / "b", "hard")
         driver.exited(key)
-        driver.tell(SweepOrder((key,), 0.0))
-        assert driver.wait(Swept).stuck == ()
+        driver.tell(sp.SweepOrder((key,), 0.0))
+        assert driver.wait(sp.Swept).stuck == ()
         assert [pid for pid in swept if alive(pid)] == []
         assert [pid for pid in [*spared, store] if not alive(pid)] == []
         holder.close()
 
 
-def test_sweep_of_nothing_is_answered(server: Driver) -> None:
-    server.tell(SweepOrder((987654,), 1.0))
-    assert server.wait(Swept, lambda said: said.keys == (987654,)) == Swept((987654,), ())
-
-
 def test_orders_about_unknown_keys_do_nothing(server: Driver, tmp_path: Path) -> None:
-    server.tell(SendSignal(987654, signal.SIGKILL))
-    server.tell(CloseStore(987654))
+    server.tell(sp.SweepOrder((987654,), 1.0))
+    assert server.wait(sp.Swept, lambda said: said.keys == (987654,)) == sp.Swept((987654,), ())
+    server.tell(sp.SendSignal(987654, signal.SIGKILL))
+    server.tell(sp.CloseStore(987654))
     assert server.run(script(tmp_path / "s.py", "")).code == 0
 
 
@@ -347,21 +313,20 @@ def test_orders_about_unknown_keys_do_nothing(server: Driver, tmp_path: Path) ->
 
 def test_fifty_lives_leave_no_descriptor_and_no_process(tmp_path: Path) -> None:
     entry = script(tmp_path / "s.py", "import os\nos.kill(os.getpid(), 9)\n")
-    with Driver(entry, env=plain_environment()) as driver:
-        driver.ready()
+    with started(entry) as driver:
         place = Path(f"/proc/{driver.process.pid}/fd")
 
         def life() -> None:
             holder, port = held_port()
             store = driver.new_key()
-            driver.tell(SpawnStore(store, port))
+            driver.tell(sp.SpawnStore(store, port))
             keys = [driver.start(entry, local_rank=n) for n in range(2)]
-            driver.wait(StoreListening, lambda m: m.key == store)
+            driver.wait(sp.StoreListening, lambda m: m.key == store)
             for key in keys:
                 driver.exited(key)
-            driver.tell(SweepOrder(tuple(keys), 1.0))
-            driver.wait(Swept)
-            driver.tell(CloseStore(store))
+            driver.tell(sp.SweepOrder(tuple(keys), 1.0))
+            driver.wait(sp.Swept)
+            driver.tell(sp.CloseStore(store))
             driver.exited(store)
             holder.close()
 
@@ -379,8 +344,7 @@ def test_fifty_lives_leave_no_descriptor_and_no_process(tmp_path: Path) -> None:
 @further("test_fifty_lives_leave_no_descriptor_and_no_process")
 def test_many_ranks_at_once(tmp_path: Path) -> None:
     entry = script(tmp_path / "s.py", "import sys\nsys.exit(int(sys.argv[1]))\n")
-    with Driver(entry, env=plain_environment()) as driver:
-        driver.ready()
+    with started(entry) as driver:
         keys = {
             driver.start(Entrypoint(EntryKind.SCRIPT, entry.target, (str(n),))): n
             for n in range(16)
@@ -392,9 +356,7 @@ def test_many_ranks_at_once(tmp_path: Path) -> None:
 
 
 def test_started_by_hand_it_says_so() -> None:
-    done = subprocess.run(
-        [sys.executable, "-u", str(SERVER_FILE)], capture_output=True, text=True, timeout=LIMIT
-    )
+    done = program("-u", str(sp.SERVER_FILE))
     assert done.returncode == 2
     assert done.stderr == (
         "elasticrun fork server: this program is started by elasticrun and speaks to it alone\n"
@@ -404,7 +366,7 @@ def test_started_by_hand_it_says_so() -> None:
 def rubbish(seed: int) -> bytes:
     """Bytes that are no conversation: each seed another way of being wrong."""
     chance = random.Random(seed)
-    good = encode(SendSignal(987654, 2))  # nobody's key: a rank that obeys says so at length
+    good = encode(sp.SendSignal(987654, 2))  # nobody's key: a rank that obeys says so at length
     ways = [
         lambda: chance.randbytes(chance.randint(5, 400)),
         lambda: (MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
@@ -418,7 +380,7 @@ def rubbish(seed: int) -> bytes:
         lambda: _frame(b'{"type":"Sweep","keys":[1],"grace":NaN}'),
         lambda: _frame(b"[" * 100_000),
         lambda: good[: chance.randint(1, len(good) - 1)],
-        lambda: good + encode(SpawnStore(1, 2))[:9],
+        lambda: good + encode(sp.SpawnStore(1, 2))[:9],
     ]
     return ways[seed % len(ways)]()
 
@@ -429,8 +391,8 @@ def _frame(payload: bytes) -> bytes:
 
 @pytest.mark.parametrize("seed", cases(range(26), kept=range(13)))
 @pytest.mark.parametrize("configured", cases([True, False], kept=[True]))
-def test_rubbish_ends_the_server_with_one_sentence(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, seed: int, configured: bool
+def test_rubbish_ends_it_with_a_sentence(
+    capfd, tmp_path: Path, seed: int, configured: bool
 ) -> None:
     entry = script(tmp_path / "s.py", "import time\nwhile True:\n    time.sleep(60)\n")
     with Driver(entry, launch="exec", env=plain_environment(), configure=configured) as driver:
@@ -450,22 +412,24 @@ def test_rubbish_ends_the_server_with_one_sentence(
 @given(st.binary(max_size=300))
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_frame_buffer_knows_only_messages_and_refusal(data: bytes) -> None:
-    buffer = FrameBuffer(ToSpawner)
+    buffer = FrameBuffer(sp.ToSpawner)
     with pytest.raises(FrameError) as refused:
         list(buffer.feed(_frame(data)))
     assert 0 < len(str(refused.value)) < 300
 
 
 @given(
-    st.builds(SweepOrder, st.lists(st.integers(0, 2**40), max_size=5).map(tuple), st.floats(0, 1e6))
-    | st.builds(SendSignal, st.integers(0, 2**40), st.integers(0, 64))
-    | st.builds(SpawnStore, st.integers(0, 2**40), st.integers(1, 65535)),
+    st.builds(
+        sp.SweepOrder, st.lists(st.integers(0, 2**40), max_size=5).map(tuple), st.floats(0, 1e6)
+    )
+    | st.builds(sp.SendSignal, st.integers(0, 2**40), st.integers(0, 64))
+    | st.builds(sp.SpawnStore, st.integers(0, 2**40), st.integers(1, 65535)),
     st.integers(1, 7),
 )
 @settings(max_examples=100, deadline=None)
 def test_what_is_encoded_is_decoded_in_any_pieces(message: object, size: int) -> None:
-    data = encode(message) * 2  # type: ignore[arg-type]
-    buffer = FrameBuffer(ToSpawner)
+    data = encode(message) * 2
+    buffer = FrameBuffer(sp.ToSpawner)
     heard = [m for i in range(0, len(data), size) for m in buffer.feed(data[i : i + size])]
     assert heard == [message, message]
     assert buffer.pending == 0

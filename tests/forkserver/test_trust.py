@@ -11,15 +11,24 @@ import pytest
 
 from elasticrun.wire.spawning import SpawnerReady
 from elasticrun.wire.types import EntryKind, Entrypoint
-from tests.forkserver.driver import Driver, forking, plain_environment, script
+from tests.forkserver.driver import Driver, forking, plain_environment, script, started
 from tests.further import further
 
 pytestmark = pytest.mark.slow
+
+THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
 
 
 def ready_of(entry: Entrypoint, **environ: str) -> SpawnerReady:
     with Driver(entry, env=plain_environment(**environ)) as driver:
         return driver.ready()
+
+
+def is_execed(entry: Entrypoint, *words: str, **environ: str) -> None:
+    """And each of these is named in the reason."""
+    ready = ready_of(entry, **environ)
+    assert ready.mode == "exec"
+    assert [word for word in words if word not in ready.reason] == [], ready.reason
 
 
 @pytest.mark.parametrize(
@@ -44,20 +53,15 @@ def test_what_follows_exec_alone(tmp_path: Path, name: str, value: str, word: st
 
 @pytest.mark.parametrize("word", ["OMP_PROC_BIND", "cudaMallocAsync", "TORCH_CPP_LOG_LEVEL"])
 def test_a_script_that_speaks_of_what_is_read_once(tmp_path: Path, word: str) -> None:
-    ready = ready_of(script(tmp_path / "s.py", f"import os\nos.environ['X'] = '{word}'\n"))
-    assert ready.mode == "exec"
-    assert word in ready.reason
-    assert "s.py" in ready.reason
+    is_execed(script(tmp_path / "s.py", f"import os\nos.environ['X'] = '{word}'\n"), word, "s.py")
 
 
-def test_a_module_that_speaks_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_speaks_of_it(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()
     (tmp_path / "pack" / "run.py").write_text("# OMP_PLACES\n")
     monkeypatch.chdir(tmp_path)
-    ready = ready_of(Entrypoint(EntryKind.MODULE, "pack.run"))
-    assert ready.mode == "exec"
-    assert "OMP_PLACES" in ready.reason
+    is_execed(Entrypoint(EntryKind.MODULE, "pack.run"), "OMP_PLACES")
 
 
 def test_another_interpreter_is_execed(tmp_path: Path) -> None:
@@ -74,16 +78,11 @@ def test_another_interpreter_is_execed(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_a_startup_file_began(tmp_path: Path) -> None:
-    text = (
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    )
     folder = tmp_path / "path"
     folder.mkdir()
-    (folder / "usercustomize.py").write_text(text)
-    (folder / "sitecustomize.py").write_text(text)
-    ready = ready_of(script(tmp_path / "s.py", ""), PYTHONPATH=str(folder))
-    assert ready.mode == "exec"
-    assert "thread" in ready.reason
+    (folder / "usercustomize.py").write_text(THREAD)
+    (folder / "sitecustomize.py").write_text(THREAD)
+    is_execed(script(tmp_path / "s.py", ""), "thread", PYTHONPATH=str(folder))
 
 
 def backend(place: Path, body: str) -> str:
@@ -137,41 +136,32 @@ default_generator = types.SimpleNamespace(seed=lambda: 0)
         ("cuda._is_in_bad_fork = lambda: True\n", "torch.cuda"),
         ("version.hip = '6.4'\n", "ROCm"),
         ("version.xpu = '2025'\n", "XPU"),
-        (
-            "import threading\n"
-            "threading.Thread(target=threading.Event().wait, daemon=True).start()\n",
-            "threads that outlast a fork",
-        ),
+        (THREAD, "threads that outlast a fork"),
         ("import os\nos.environ.get('LOCAL_RANK')\n", "reads LOCAL_RANK"),
         ("raise OSError('libgomp.so.1 is missing')\n", "libgomp.so.1 is missing"),
     ],
 )
 def test_a_torch_that_spoils_forks(tmp_path: Path, text: str, word: str) -> None:
     folder = fake_torch(tmp_path / "site", SOUND + text)
-    ready = ready_of(script(tmp_path / "s.py", ""), PYTHONPATH=folder)
-    assert ready.mode == "exec"
-    assert word in ready.reason
+    is_execed(script(tmp_path / "s.py", ""), word, PYTHONPATH=folder)
 
 
-def test_a_thread_whose_library_knows_forks_does_not_spoil_them(tmp_path: Path) -> None:
-    """pyarrow's allocator begins one of this name (PR_SET_NAME is 15)."""
-    begin = (
-        "import ctypes, threading\n"
-        "named, last = threading.Event(), threading.Event()\n"
-        "def run():\n"
-        "    ctypes.CDLL(None).prctl(15, b'jemalloc_bg_thd', 0, 0, 0)\n"
-        "    named.set()\n"
-        "    last.wait()\n"
-        "threading.Thread(target=run, daemon=True).start()\n"
-        "named.wait()\n"
-    )
-    folder = fake_torch(tmp_path / "site", SOUND + begin)
-    ready = ready_of(script(tmp_path / "s.py", ""), PYTHONPATH=folder)
-    assert ready.mode == "fork", ready.reason
+KNOWS_FORKS = """
+import ctypes, threading
+named, last = threading.Event(), threading.Event()
+def run():
+    ctypes.CDLL(None).prctl(15, b'jemalloc_bg_thd', 0, 0, 0)
+    named.set()
+    last.wait()
+threading.Thread(target=run, daemon=True).start()
+named.wait()
+"""
+"""A thread whose library knows forks: pyarrow's allocator begins one of this name (PR_SET_NAME)."""
 
 
-def test_the_fake_torch_itself_is_sound(tmp_path: Path) -> None:
-    folder = fake_torch(tmp_path / "site", SOUND)
+@pytest.mark.parametrize("text", ["", KNOWS_FORKS], ids=["the fake itself", "knows forks"])
+def test_a_torch_that_does_not_spoil_forks(tmp_path: Path, text: str) -> None:
+    folder = fake_torch(tmp_path / "site", SOUND + text)
     ready = ready_of(script(tmp_path / "s.py", ""), PYTHONPATH=folder)
     assert (ready.mode, ready.torch) == ("fork", "9.9"), ready.reason
 
@@ -190,9 +180,7 @@ def test_an_open_device_means_exec(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the user's own modules
 
 
-def test_a_torch_folder_in_the_cwd_does_not_disturb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_folder_in_the_cwd_does_not_disturb(tmp_path: Path, monkeypatch) -> None:
     """The server's path begins with neither the cwd nor our folder."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('the wrong torch')\n")
@@ -239,7 +227,7 @@ def test_names_that_no_file_can_take(tmp_path: Path) -> None:
 
 
 @further("test_a_file_beside_the_script_with_the_name_of_a_loaded_module")
-def test_such_a_file_in_other_first_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_such_a_file_in_other_first_places(tmp_path: Path, monkeypatch) -> None:
     """In the working directory it counts for `-m` alone; in PYTHONPATH for all, the server's own
     imports included; in an archive for the archive."""
     elsewhere = tmp_path / "elsewhere"
@@ -309,8 +297,7 @@ def test_a_command(tmp_path: Path, launch: str) -> None:
 
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     entry = Entrypoint(EntryKind.COMMAND, str(tmp_path / "nothing"))
-    with Driver(entry, launch="exec", env=plain_environment()) as driver:
-        driver.ready()
+    with started(entry, launch="exec") as driver:
         reason = driver.failed(driver.start(entry)).reason
         assert reason == f"cannot run {tmp_path}/nothing: No such file or directory"
 

@@ -21,14 +21,14 @@ from tests.forkserver.driver import (
     LIMIT,
     Driver,
     alive,
-    fifo,
     gone,
     plain_environment,
-    read_line,
     script,
+    started,
+    tells,
     warm_process,
 )
-from tests.harness import await_true
+from tests.harness import await_true, program, ran
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ NONE = Entrypoint(EntryKind.SCRIPT, "none.py")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(tmp_path_factory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("warm") / "warm.sock"
     with warm_process(path, plain_environment()) as there:
         yield there
@@ -55,23 +55,17 @@ def guard_of(driver: Driver) -> int:
     return int(stat.rpartition(")")[2].split()[1])
 
 
-def sleeper(folder: Path, pipe: Path) -> Entrypoint:
-    """A rank with a process below it in a session of its own; it writes both process ids."""
-    return script(
-        folder / "sleeper.py",
-        "import os, subprocess, sys, time\n"
-        "below = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
-        f"with open({str(pipe)!r}, 'w') as out:\n"
-        "    print(os.getpid(), below.pid, file=out)\n"
-        "time.sleep(600)\n",
-    )
+SLEEPER = """
+import os, subprocess, time
+below = subprocess.Popen(["sleep", "600"], start_new_session=True)
+say(os.getpid(), below.pid)
+time.sleep(600)
+"""
 
 
 def running(driver: Driver, folder: Path) -> list[int]:
-    """Start a sleeper: its process id, and the one below it."""
-    with fifo(folder / "pids") as pipe:
-        driver.start(sleeper(folder, pipe))
-        return [int(word) for word in read_line(pipe).split()]
+    """A rank, and a process below it in a session of its own."""
+    return [int(word) for word in tells(driver, folder, SLEEPER)[1].split()]
 
 
 # ---------------------------------------------------------------- who ends with whom
@@ -94,9 +88,7 @@ def test_ranks_have_torch_and_the_launchers_place(place: Path, tmp_path: Path) -
     assert out.read_text().split() == [str(tmp_path), "w", "False", "2.0", "2"]
 
 
-def test_what_is_imported_after_the_fork_sees_the_launchers_variables(
-    place: Path, tmp_path: Path
-) -> None:
+def test_what_is_imported_later_sees_the_launchers_variables(place: Path, tmp_path: Path) -> None:
     """LOGLEVEL is read by what a Checkpointer needs, which the warm process has not imported: its
     own value is nothing to anybody, and the rank is not too late with another one."""
     entry = script(
@@ -108,32 +100,21 @@ def test_what_is_imported_after_the_fork_sees_the_launchers_variables(
         assert driver.all_of(Notice) == []
 
 
-def test_all_ends_with_the_agent(place: Path, tmp_path: Path) -> None:
-    with Driver(NONE, env=plain_environment(), warm=place) as driver:
-        driver.ready()
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_all_ends_with_the_agent(place: Path, tmp_path: Path, stands_still: bool) -> None:
+    """Also where the fork server cannot hear of it."""
+    with started(NONE, warm=place) as driver:
         below = running(driver, tmp_path)
         everything = [driver.process.pid, guard_of(driver), *below]
-        driver.process.abandon()
-        driver.socket.close()
-        assert not gone(everything)
-
-
-def test_all_ends_with_the_agent_though_the_fork_server_stands_still(
-    place: Path, tmp_path: Path
-) -> None:
-    with Driver(NONE, env=plain_environment(), warm=place) as driver:
-        driver.ready()
-        below = running(driver, tmp_path)
-        everything = [driver.process.pid, guard_of(driver), *below]
-        os.kill(driver.process.pid, signal.SIGSTOP)
+        if stands_still:
+            os.kill(driver.process.pid, signal.SIGSTOP)
         driver.process.abandon()
         driver.socket.close()
         assert not gone(everything)
 
 
 def test_the_guard_ends_what_a_killed_fork_server_leaves(place: Path, tmp_path: Path) -> None:
-    with Driver(NONE, env=plain_environment(), warm=place) as driver:
-        driver.ready()
+    with started(NONE, warm=place) as driver:
         below = running(driver, tmp_path)
         guard = guard_of(driver)
         driver.process.kill()
@@ -142,12 +123,9 @@ def test_the_guard_ends_what_a_killed_fork_server_leaves(place: Path, tmp_path: 
         assert not gone([guard])
 
 
-def test_the_fork_server_ends_what_is_below_it_once_its_guard_was_killed(
-    place: Path, tmp_path: Path
-) -> None:
+def test_the_fork_server_ends_all_once_its_guard_was_killed(place: Path, tmp_path: Path) -> None:
     """By itself: its agent may stand still. Stopped itself, it is woken up for that."""
-    with Driver(NONE, env=plain_environment(), warm=place) as driver:
-        driver.ready()
+    with started(NONE, warm=place) as driver:
         below = running(driver, tmp_path)
         os.kill(driver.process.pid, signal.SIGSTOP)
         os.kill(guard_of(driver), signal.SIGKILL)
@@ -159,8 +137,7 @@ def test_jobs_do_not_need_the_warm_process(tmp_path: Path) -> None:
     entry = script(tmp_path / "s.py", "import torch\n")
     with warm_process(tmp_path / "w.sock", plain_environment()) as own:
         pid = described(own).pid
-        with Driver(entry, env=plain_environment(), warm=own) as driver:
-            driver.ready()
+        with started(entry, warm=own) as driver:
             os.kill(pid, signal.SIGKILL)
             assert not gone([pid])
             assert driver.run(entry).code == 0
@@ -222,10 +199,7 @@ def test_a_warm_process_that_stands_still_holds_nobody_up(tmp_path: Path) -> Non
     with warm_process(tmp_path / "w.sock", plain_environment()) as own:
         pid = described(own).pid
         os.kill(pid, signal.SIGSTOP)
-        done = subprocess.run(
-            [sys.executable, "-c", ASK, str(own)],
-            env=plain_environment(), capture_output=True, text=True, timeout=LIMIT,
-        )  # fmt: skip
+        done = program("-c", ASK, str(own), env=plain_environment())
         os.kill(pid, signal.SIGCONT)
     assert done.stdout.splitlines() == ["the warm fork server is not used: timed out", "refused"]
 
@@ -273,10 +247,8 @@ def test_the_command(tmp_path: Path) -> None:
     env.pop("ELASTICRUN_WARM_SERVER", None)
 
     def run(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "elasticrun", "warm", *words],
-            env=env, capture_output=True, text=True, timeout=LIMIT, check=True,
-        )  # fmt: skip
+        done = ran("warm", *words, env=env)
+        assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
 
     assert run("--list") == "no warm process\n"
@@ -294,12 +266,8 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_a_job_leaves_one_behind(tmp_path: Path) -> None:
     env = plain_environment(XDG_RUNTIME_DIR=str(tmp_path), ELASTICRUN_WARM_SERVER="")
-    program = tmp_path / "nothing.py"
-    program.write_text("")
-    subprocess.run(
-        [sys.executable, "-m", "elasticrun", "--warm", str(program)],
-        env=env, capture_output=True, text=True, timeout=LIMIT, check=True,
-    )  # fmt: skip
+    nothing = script(tmp_path / "nothing.py", "").target
+    assert ran("--warm", nothing, env=env).returncode == 0
 
     def there() -> list[Path]:
         return list((tmp_path / "elasticrun").glob("warm-*.sock"))
@@ -313,10 +281,7 @@ def test_a_job_leaves_one_behind(tmp_path: Path) -> None:
 
 def test_it_ends_when_nobody_comes(tmp_path: Path) -> None:
     env = plain_environment(XDG_RUNTIME_DIR=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-m", "elasticrun", "warm", "--idle", "0.001"],
-        env=env, capture_output=True, text=True, timeout=LIMIT, check=True,
-    )  # fmt: skip
+    done = ran("warm", "--idle", "0.001", env=env)
     pid = int(done.stderr.split("process ")[1].split()[0])
     assert not gone([pid])
     assert not list((tmp_path / "elasticrun").glob("*.sock*"))

@@ -1,5 +1,16 @@
 """The fork server that forks these savers is started once, as for the tests of the fork server."""
 
+from pathlib import Path
+
+import pytest
+
+from elasticrun.storage.folder import Folder
 from tests.forkserver.conftest import server
 
 __all__ = ["server"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    """Where checkpoints lie."""
+    return Folder(str(tmp_path))

@@ -7,30 +7,18 @@ import mmap
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 
 from elasticrun.shm.segment import Segment
-from elasticrun.wire.snapshots import (
-    Checked,
-    CheckSnapshot,
-    CommitDone,
-    CommitNow,
-    FromSaver,
-    HashSnapshot,
-    PartOf,
-    PartsDone,
-    PersistParts,
-    SaverHere,
-    SegmentOpen,
-    Serve,
-)
+from elasticrun.wire import snapshots as s
 from elasticrun.wire.spawning import Exited, SpawnSaver
 from tests.dcp.checkpoints import ordered
 from tests.dcp.slots import NAMED, HandMade
-from tests.forkserver.driver import LIMIT, Conversation, Driver
+from tests.forkserver.driver import LIMIT, Conversation
 
 M = TypeVar("M")
 
@@ -55,7 +43,16 @@ class Shared:
 class Agent(Conversation):
     """One saver, and the conversation with it."""
 
-    def __init__(self, driver: Driver, *, host: str = "", secret: str = "", **more: Any) -> None:
+    def __init__(
+        self,
+        driver: Conversation,
+        *,
+        host: str = "",
+        secret: str = "",
+        env: Mapping[str, str] = MappingProxyType({}),
+        unset: tuple[str, ...] = (),
+    ) -> None:
+        """`driver`: the conversation with who starts it."""
         self.driver = driver
         place = f"elasticrun-test-{secrets.token_hex(8)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -64,52 +61,52 @@ class Agent(Conversation):
             listener.bind("\0" + place)
             listener.listen()
             self.key = driver.new_key()
-            env: dict[str, str] = more.pop("env", {})
-            driver.tell(SpawnSaver(self.key, place, host, secret, env, (), ()))
-            self.pid = driver.spawned(self.key).pid
+            driver.tell(SpawnSaver(self.key, place, host, secret, dict(env), unset, ()))
+            self.spawned_as = driver.spawned(self.key)
+            self.pid = self.spawned_as.pid
             listener.settimeout(LIMIT)
             sock, _ = listener.accept()
-        super().__init__(sock, FromSaver)
-        self.here = self.wait(SaverHere)
+        super().__init__(sock, s.FromSaver)
+        self.here = self.wait(s.SaverHere)
         assert self.here.key == self.key
 
     def open(self, made: Segment, key: int = 1, local_rank: int = 0) -> Shared:
         """Give it a segment; it is closed with this conversation."""
         shared = Shared(made)
         self._closing.callback(shared.close)
-        self.tell(SegmentOpen(key, local_rank), shared.fd)
+        self.tell(s.SegmentOpen(key, local_rank), shared.fd)
         return shared
 
     def serve(self, made: Segment, step: int = 7, rank: int = 0, key: int = 1) -> Shared:
         """And have it served to other nodes."""
         shared = self.open(made, key)
-        self.tell(Serve(key, 0, 1, NAMED, step, rank))
+        self.tell(s.Serve(key, 0, 1, NAMED, step, rank))
         return shared
 
-    def check(self, key: int = 1, slot: int = 0, sequence: int = 1) -> Checked:
+    def check(self, key: int = 1, slot: int = 0, sequence: int = 1) -> s.Checked:
         """Have a snapshot compared with its hashes."""
-        self.tell(CheckSnapshot(key, slot, sequence))
-        return self.wait(Checked)
+        self.tell(s.CheckSnapshot(key, slot, sequence))
+        return self.wait(s.Checked)
 
-    def commits(self, attempt: str = "a1", writers: int = 1) -> CommitDone:
+    def commits(self, attempt: str = "a1", writers: int = 1) -> s.CommitDone:
         """Have a checkpoint's marker written."""
-        self.tell(CommitNow(attempt, writers))
-        return self.wait(CommitDone)
+        self.tell(s.CommitNow(attempt, writers))
+        return self.wait(s.CommitDone)
 
-    def writes(self, order: PersistParts) -> PartsDone:
+    def writes(self, order: s.PersistParts) -> s.PartsDone:
         """Have parts written, which goes well."""
         self.tell(order)
         return self.written()
 
-    def written(self) -> PartsDone:
+    def written(self) -> s.PartsDone:
         """They are, and well."""
-        done = self.wait(PartsDone)
+        done = self.wait(s.PartsDone)
         assert done.ok, done.reason
         return done
 
-    def hash(self, key: int = 1, slot: int = 0, sequence: int = 1) -> Checked:
+    def hash(self, key: int = 1, slot: int = 0, sequence: int = 1) -> s.Checked:
         """Have a snapshot hashed, and compared with that."""
-        self.tell(HashSnapshot(key, slot, sequence))
+        self.tell(s.HashSnapshot(key, slot, sequence))
         while True:  # a check overtakes what waits to be hashed, and then has nothing to compare
             checked = self.check(key, slot, sequence)
             if "had not been hashed" not in checked.reason:
@@ -126,7 +123,7 @@ class Agent(Conversation):
 
 
 @contextlib.contextmanager
-def saver(driver: Driver, **more: Any) -> Iterator[Agent]:
+def saver(driver: Conversation, **more: Any) -> Iterator[Agent]:
     agent = Agent(driver, **more)
     try:
         yield agent
@@ -152,12 +149,12 @@ def state(rank: int = 0, world: int = 1, elements: int = 1024) -> HandMade:
     return made
 
 
-def persist(folder: Any, *parts: PartOf, attempt: str = "a1", **changes: Any) -> PersistParts:
+def persist(folder: Any, *parts: s.PartOf, attempt: str = "a1", **changes: Any) -> s.PersistParts:
     """An order that this node coordinates."""
     world = max(1, len(parts))
     of = {"attempt": attempt, "folder": str(folder), "world_size": world, "parts": parts}
     return ordered(**(of | changes))
 
 
-def part(rank: int = 0, key: int = 1) -> PartOf:
-    return PartOf(key=key, slot=0, sequence=1, rank=rank, shared=True)
+def part(rank: int = 0, key: int = 1) -> s.PartOf:
+    return s.PartOf(key=key, slot=0, sequence=1, rank=rank, shared=True)

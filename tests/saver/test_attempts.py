@@ -21,7 +21,7 @@ from tests.saver.play import part, persist
 class Storage:
     """Each kind of work waits until the test lets it go on."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch) -> None:
         self.gates: dict[str, threading.Event] = {}
         self.began: dict[str, threading.Event] = {}
         for kind in ("write_parts", "clean", "tidy", "sweep"):
@@ -51,7 +51,7 @@ class Storage:
 class Play:
     """A saver's loop, driven by the test, on a clock that the test sets."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch) -> None:
         self.now = 1000.0
         for one in (module, pool):
             monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: self.now))
@@ -94,7 +94,7 @@ class Play:
 
 
 @pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
+def play(monkeypatch) -> Iterator[Play]:
     made = Play(monkeypatch)
     yield made
     for kind in ("write_parts", "clean", "tidy", "sweep"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import struct
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from elasticrun.wire.snapshots import PartOf
 from elasticrun.wire.types import RoundName
 from tests.dcp.checkpoints import commit, load, ordered, save
 from tests.dcp.slots import HandMade
+from tests.harness import program
 from tests.storage.stand_ins import Bucket, Poor
 
 SCRIPT = Path(__file__).parent.parent / "dcp" / "scripts" / "dying_saver.py"
@@ -45,7 +44,7 @@ def write(
 ) -> PartWritten:
     part = PartOf(key=0, slot=0, sequence=sequence, rank=0, shared=shared)
     order = ordered(step=step, attempt=attempt)
-    return parts.write_part(segment, part, order, folder, stop=stop, distrusted="")  # type: ignore[arg-type]
+    return parts.write_part(segment, part, order, folder, stop=stop, distrusted="")
 
 
 def loaded(folder: Folder, step: int = 7) -> tuple[float, float]:
@@ -54,8 +53,7 @@ def loaded(folder: Folder, step: int = 7) -> tuple[float, float]:
     return float(found["w"][0]), found["lr"]
 
 
-def test_hashes_that_the_saver_had_made_are_used(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
+def test_hashes_that_the_saver_had_made_are_used(folder: Folder) -> None:
     fresh = write(folder, rank().segment())
     known = write(folder, rank().segment(hashed=True), attempt="b")
     assert known.file.hashes == fresh.file.hashes
@@ -64,7 +62,7 @@ def test_hashes_that_the_saver_had_made_are_used(tmp_path: Path) -> None:
     assert folder.verify(7) == ""
 
 
-def test_a_snapshot_that_was_changed_after_it_was_hashed_is_found_in_the_file(
+def test_a_snapshot_that_was_changed_after_it_was_hashed_is_found(
     tmp_path: Path,
 ) -> None:
     folder, segment = Folder(str(tmp_path)), rank().segment(hashed=True)
@@ -74,8 +72,7 @@ def test_a_snapshot_that_was_changed_after_it_was_hashed_is_found_in_the_file(
     assert "was changed between bytes" in folder.verify(7)
 
 
-def test_a_part_goes_over_the_wire_and_back(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
+def test_a_part_goes_over_the_wire_and_back(folder: Folder) -> None:
     part = write(folder, rank().segment())
     assert PartWritten.decode(part.encode()) == part
     own = write(folder, rank().segment(), attempt="own", shared=False)
@@ -105,7 +102,7 @@ def test_what_the_slot_does_not_hold_is_not_written(tmp_path: Path) -> None:
     folder, segment = Folder(str(tmp_path)), rank().segment()
     for wrong in ({"step": 8}, {"sequence": 2}, {"attempt": "../x"}, {"attempt": ""}):
         with pytest.raises(PersistError):
-            write(folder, segment, **wrong)  # type: ignore[arg-type]
+            write(folder, segment, **wrong)
     segment.withdraw(0)
     with pytest.raises(PersistError, match="does not hold its snapshot of step 7"):
         write(folder, segment)
@@ -119,8 +116,7 @@ def test_a_snapshot_that_is_taken_back_meanwhile_leaves_no_file(tmp_path: Path) 
     assert folder.files(7) == {}
 
 
-def test_an_attempt_that_is_given_up_meanwhile_leaves_no_file(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
+def test_an_attempt_that_is_given_up_meanwhile_leaves_no_file(folder: Folder) -> None:
     with pytest.raises(PersistError, match="given up"):
         write(folder, rank().segment(), stop=lambda: True)
     assert folder.files(7) == {}
@@ -135,8 +131,7 @@ def test_a_table_of_values_that_is_none_is_refused(tmp_path: Path) -> None:
         write(Folder(str(tmp_path)), segment)
 
 
-def test_no_marker_without_all_parts(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
+def test_no_marker_without_all_parts(folder: Folder) -> None:
     part = write(folder, rank().segment())
     with pytest.raises(PersistError, match="is no part of attempt b"):
         commit(folder, [part], attempt="b")
@@ -166,8 +161,7 @@ def test_a_part_that_is_removed_during_the_commit_undoes_it(tmp_path: Path) -> N
     assert folder.committed() == []
 
 
-def test_giving_up_removes_one_attempt(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
+def test_giving_up_removes_one_attempt(folder: Folder) -> None:
     write(folder, rank().segment(), attempt="a")
     part = write(folder, rank().segment(), attempt="b.a")
     parts.give_up(folder, 7, "a")
@@ -198,8 +192,7 @@ def test_giving_up_removes_a_manifest_without_a_marker(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_step_that_is_saved_again_replaces_the_older(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
+def test_a_step_that_is_saved_again_replaces_the_older(folder: Folder) -> None:
     save(folder, [rank(fill=1.0)])
     folder.condemn(7, "for this test")
     (Path(folder.path(7)) / ".metadata.0123abcd.tmp").write_text("of one that died")
@@ -211,8 +204,7 @@ def test_a_step_that_is_saved_again_replaces_the_older(tmp_path: Path) -> None:
     assert loaded(folder) == (2.0, 2.0)
 
 
-def test_what_is_not_kept_is_swept(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
+def test_what_is_not_kept_is_swept(folder: Folder) -> None:
     for step, reason in ((1, "periodic"), (2, "periodic"), (3, "periodic")):
         save(folder, [rank()], step=step, reason=reason)
     save(folder, [rank()], step=4, reason="breakpoint")
@@ -229,8 +221,7 @@ def test_what_is_not_kept_is_swept(tmp_path: Path) -> None:
     assert list(folder.files(6))  # young: somebody may be writing it
 
 
-def test_what_was_begun_long_ago_is_swept(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
+def test_what_was_begun_long_ago_is_swept(folder: Folder) -> None:
     part = write(folder, rank().segment())
     os.utime(Path(folder.path(7)) / part.file.name, (1000, 1000))
     save(folder, [rank()], step=8)
@@ -275,11 +266,8 @@ def test_on_storage_that_refuses(tmp_path: Path, storage: str, distrusted: str) 
 
 @pytest.mark.parametrize("distrusted", ["", "for this test"], ids=["image", "write_data"])
 @pytest.mark.parametrize("block", [4096, 8192, 2**20])
-def test_every_block_is_hashed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, distrusted: str
-) -> None:
+def test_every_block_is_hashed(folder: Folder, monkeypatch, block: int, distrusted: str) -> None:
     monkeypatch.setattr(parts, "block_of", lambda _bytes: block)
-    folder = Folder(str(tmp_path))
     (part,) = save(folder, [rank(size=9000)], distrusted=distrusted)
     assert folder.verify(7) == ""
     path = Path(folder.path(7)) / part.file.name
@@ -296,9 +284,7 @@ def test_every_block_is_hashed(
 @pytest.mark.slow
 def test_a_saver_killed_at_any_call_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
     """A forked saver dies at its first call to the system, the next at its second, and so on."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=240
-    )
+    done = program(str(SCRIPT), str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     deaths, old, new = map(int, done.stdout.split())
     assert deaths == old + new > 20

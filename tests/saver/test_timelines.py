@@ -28,7 +28,7 @@ def state(step: int) -> HandMade:
 
 
 @pytest.fixture(params=["path", "url"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
+def folder(request, tmp_path: Path) -> Iterator[Folder]:
     yield Folder(str(tmp_path) if request.param == "path" else f"memory://{tmp_path}")
     fsspec.filesystem("memory").store.clear()
 
@@ -95,8 +95,7 @@ def test_without_its_marker_it_is_no_timeline(tmp_path: Path) -> None:
     assert folder.files(10) == {}
 
 
-def test_an_attempt_that_is_given_up_before_its_marker_is_no_checkpoint(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
+def test_an_attempt_that_is_given_up_before_its_marker_is_no_checkpoint(folder: Folder) -> None:
     part = write(folder, rank().segment())
     with pytest.raises(PersistError, match="given up before its marker"):
         parts.commit(folder, ordered(), [part], stop=lambda: True)
@@ -118,9 +117,8 @@ def test_a_checkpoint_counts_though_the_old_files_cannot_be_removed(tmp_path: Pa
     assert "files of earlier attempts at step 7 stay" in folder.take_remarks()[0]
 
 
-def test_what_killed_savers_have_left_does_not_fill_the_disk(tmp_path: Path) -> None:
+def test_what_killed_savers_have_left_does_not_fill_the_disk(folder: Folder) -> None:
     """Of the same ranks and step; never of a checkpoint, nor of what other ranks write now."""
-    folder = Folder(str(tmp_path))
     for attempt in ("killed", "killed-too"):
         write(folder, rank().segment(), attempt=attempt)
     part = write(folder, rank().segment(), attempt="now")

@@ -21,22 +21,8 @@ from elasticrun.saver import peers, transfer
 from elasticrun.saver.peers import MAX_PEERS, Peers, listen
 from elasticrun.saver.pool import Inbox, WorkerPool
 from elasticrun.shm.segment import Segment, begin, segment_bytes
+from elasticrun.wire import snapshots as s
 from elasticrun.wire.frames import encode
-from elasticrun.wire.snapshots import (
-    Checked,
-    CommitDone,
-    Fetch,
-    Fetched,
-    FetchInto,
-    FetchSize,
-    FromSaver,
-    GiveUp,
-    PartsDone,
-    PersistParts,
-    Remark,
-    SegmentOpen,
-    Serve,
-)
 from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint
 from tests.dcp.slots import NAMED, ROUND
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
@@ -64,13 +50,20 @@ def holder(second: Driver) -> Iterator[Agent]:
         yield made
 
 
-def ask(agent: Agent, port: int, *, step: int = 7, rank: int = 0) -> FetchSize:
-    agent.tell(Fetch(5, NAMED, step, rank, HOST, port))
-    return agent.wait(FetchSize)
+@pytest.fixture
+def agent(server: Driver) -> Iterator[Agent]:
+    """A saver that knows the secret."""
+    with saver(server, secret=SECRET) as made:
+        yield made
+
+
+def ask(agent: Agent, port: int, *, step: int = 7, rank: int = 0) -> s.FetchSize:
+    agent.tell(s.Fetch(5, NAMED, step, rank, HOST, port))
+    return agent.wait(s.FetchSize)
 
 
 @contextmanager
-def memory(size: FetchSize) -> Iterator[int]:
+def memory(size: s.FetchSize) -> Iterator[int]:
     """A fresh segment for a copy; its descriptor."""
     fd = os.memfd_create("copy")
     os.ftruncate(fd, segment_bytes(size.layout_length, size.slot_bytes, 2))
@@ -101,87 +94,78 @@ def test_a_snapshot_is_fetched_as_it_is(server: Driver, second: Driver, secret: 
         size = ask(agent, holder.here.port)
         assert size.ok, size.reason
         with memory(size) as fd:
-            agent.tell(FetchInto(5), fd)
-            assert agent.wait(Fetched) == Fetched(5, True, "")
+            agent.tell(s.FetchInto(5), fd)
+            assert agent.wait(s.Fetched) == s.Fetched(5, True, "")
             copy = mapped(fd)
             snapshot, theirs = copy.read(0), original.read(0)
             assert snapshot == theirs
-            assert snapshot is not None
             assert snapshot.is_of(ROUND)
             assert copy.layout() == original.layout()
             end = size.slot_bytes
             assert copy.payload(0)[:end] == original.payload(0)[:end]
             assert len(copy.hashes(snapshot)) == 3
-            agent.tell(SegmentOpen(6, 0), fd)
-            assert agent.check(6, 0, 1) == Checked(6, 0, 1, True, "")
+            agent.tell(s.SegmentOpen(6, 0), fd)
+            assert agent.check(6, 0, 1) == s.Checked(6, 0, 1, True, "")
 
 
-def test_a_replica_goes_into_the_slot_that_is_named(server: Driver, holder: Agent) -> None:
+def test_a_replica_goes_into_the_slot_that_is_named(agent: Agent, holder: Agent) -> None:
     """Beside an older one, which stays as it is; never one of another layout."""
     holder.serve(state().segment())
-    with saver(server, secret=SECRET) as agent:
-        replica = Fetch(5, NAMED, 7, 0, HOST, holder.here.port, replica=True)
-        agent.tell(replica)
-        size = agent.wait(FetchSize)
-        assert size.layout
-        with memory(size) as fd:
-            for slot in (0, 1):
-                agent.tell(replica)
-                agent.wait(FetchSize)
-                agent.tell(FetchInto(5, slot, size.layout), fd)
-                assert agent.wait(Fetched).ok
-            copy = mapped(fd)
-            assert [one.slot for one in copy.snapshots()] == [0, 1]
-            assert copy.payload(0) == copy.payload(1)
+    replica = s.Fetch(5, NAMED, 7, 0, HOST, holder.here.port, replica=True)
+    agent.tell(replica)
+    size = agent.wait(s.FetchSize)
+    assert size.layout
+    with memory(size) as fd:
+        for slot in (0, 1):
             agent.tell(replica)
-            agent.wait(FetchSize)
-            agent.tell(FetchInto(5, 1, size.layout + 1), fd)
-            assert "another layout" in agent.wait(Fetched).reason
-            assert copy.read(0) is not None
-            assert copy.read(1) is None
+            agent.wait(s.FetchSize)
+            agent.tell(s.FetchInto(5, slot, size.layout), fd)
+            assert agent.wait(s.Fetched).ok
+        copy = mapped(fd)
+        assert [one.slot for one in copy.snapshots()] == [0, 1]
+        assert copy.payload(0) == copy.payload(1)
+        agent.tell(replica)
+        agent.wait(s.FetchSize)
+        agent.tell(s.FetchInto(5, 1, size.layout + 1), fd)
+        assert "another layout" in agent.wait(s.Fetched).reason
+        assert copy.read(0) is not None
+        assert copy.read(1) is None
 
 
-def test_what_rotted_on_the_other_node_is_found(server: Driver, holder: Agent) -> None:
+def test_what_rotted_on_the_other_node_is_found(agent: Agent, holder: Agent) -> None:
     shared = holder.serve(state().segment())
     assert holder.hash().ok
     shared.segment.payload(0)[9000] ^= 1
-    with saver(server, secret=SECRET) as agent:
-        size = ask(agent, holder.here.port)
-        with memory(size) as fd:
-            agent.tell(FetchInto(5), fd)
-            fetched = agent.wait(Fetched)
-            assert not fetched.ok
-            assert "block 1 of 2 is not what was written" in fetched.reason
-            assert mapped(fd).read(0) is None
+    size = ask(agent, holder.here.port)
+    with memory(size) as fd:
+        agent.tell(s.FetchInto(5), fd)
+        fetched = agent.wait(s.Fetched)
+        assert not fetched.ok
+        assert "block 1 of 2 is not what was written" in fetched.reason
+        assert mapped(fd).read(0) is None
 
 
-def test_a_slot_that_was_used_again_is_not_taken_for_what_it_held(
-    server: Driver, holder: Agent
-) -> None:
+def test_a_slot_that_was_used_again_is_another_snapshot(agent: Agent, holder: Agent) -> None:
     """A later life may give the same number to another step."""
     holder.serve(state().segment(step=8), step=7)
-    with saver(server, secret=SECRET) as agent:
-        size = ask(agent, holder.here.port)
-        assert not size.ok
-        assert "step 7 was withdrawn" in size.reason
+    size = ask(agent, holder.here.port)
+    assert not size.ok
+    assert "step 7 was withdrawn" in size.reason
 
 
-def test_memory_that_is_too_small_is_refused(server: Driver, holder: Agent) -> None:
+def test_memory_that_is_too_small_is_refused(agent: Agent, holder: Agent) -> None:
     holder.serve(state().segment())
-    with saver(server, secret=SECRET) as agent:
-        size = ask(agent, holder.here.port)
-        with memory(FetchSize(5, True, "", size.layout_length, 4096)) as fd:
-            agent.tell(FetchInto(5), fd)
-            fetched = agent.wait(Fetched)
-            assert "too small" in fetched.reason
-        with memory(size) as fd:
-            agent.tell(FetchInto(77), fd)
-            assert "nothing was to be fetched" in agent.wait(Fetched).reason
+    size = ask(agent, holder.here.port)
+    with memory(s.FetchSize(5, True, "", size.layout_length, 4096)) as fd:
+        agent.tell(s.FetchInto(5), fd)
+        fetched = agent.wait(s.Fetched)
+        assert "too small" in fetched.reason
+    with memory(size) as fd:
+        agent.tell(s.FetchInto(77), fd)
+        assert "nothing was to be fetched" in agent.wait(s.Fetched).reason
 
 
-def test_one_that_is_served_a_moment_later_is_waited_for(
-    server: Driver, holder: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_is_served_later_is_waited_for(agent: Agent, holder: Agent, monkeypatch) -> None:
     """Who asks is in this process: it tells that it was refused, and has all the time it needs."""
     monkeypatch.setattr(peers, "FETCH_LIMIT", LIMIT)
     refused, woken = threading.Event(), threading.Event()
@@ -196,26 +180,25 @@ def test_one_that_is_served_a_moment_later_is_waited_for(
 
     monkeypatch.setattr(transfer, "ask_size", ask_size)
     inbox = Inbox(woken.set)
-    said: list[FromSaver] = []
+    said: list[s.FromSaver] = []
     pool = WorkerPool("fetch", 1, inbox.post)
     fetches = peers.Fetches(SECRET, said.append, pool, pool)
     shared = holder.open(state().segment())
-    fetches.begin(Fetch(5, NAMED, 7, 0, HOST, holder.here.port))
+    fetches.begin(s.Fetch(5, NAMED, 7, 0, HOST, holder.here.port))
     assert refused.wait(LIMIT)
-    holder.tell(Serve(1, 0, 1, NAMED, 7, 0))
+    holder.tell(s.Serve(1, 0, 1, NAMED, 7, 0))
     while not said:
         assert woken.wait(LIMIT)
         woken.clear()
         for call in inbox.take():
             call()
     (size,) = said
-    assert isinstance(size, FetchSize)
+    assert isinstance(size, s.FetchSize)
     assert size.ok, size.reason
-    with saver(server, secret=SECRET) as agent:
-        shared.segment.withdraw(0)
-        size = ask(agent, holder.here.port)
-        assert not size.ok
-        assert "holds another snapshot by now" in size.reason
+    shared.segment.withdraw(0)
+    size = ask(agent, holder.here.port)
+    assert not size.ok
+    assert "holds another snapshot by now" in size.reason
 
 
 # ---------------------------------------------------------------- who is let in
@@ -233,7 +216,7 @@ def test_another_secret_is_refused(server: Driver, holder: Agent, mine: str, sen
         assert sentence in size.reason
 
 
-def test_a_client_that_cannot_prove_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_cannot_prove_itself_is_refused(monkeypatch) -> None:
     """It knows the protocol, not the secret."""
     with door(monkeypatch) as opened, socket.create_connection((HOST, opened.port), LIMIT) as sock:
         sock.sendall(encode(transfer.Dial(transfer.VERSION, "aa", True)))
@@ -244,11 +227,11 @@ def test_a_client_that_cannot_prove_itself_is_refused(monkeypatch: pytest.Monkey
         while more := sock.recv(65536):
             said += more
     assert b"Refusal" in said
-    assert isinstance(remark, Remark)
+    assert isinstance(remark, s.Remark)
     assert transfer.WRONG in remark.text
 
 
-def test_garbage_on_the_port_is_dropped(server: Driver, holder: Agent) -> None:
+def test_garbage_on_the_port_is_dropped(agent: Agent, holder: Agent) -> None:
     holder.serve(state().segment())
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2[]", b"\0\0\0\2", b"\xff" * 100_000, b""):
         with socket.create_connection((HOST, holder.here.port), LIMIT) as sock:
@@ -262,13 +245,10 @@ def test_garbage_on_the_port_is_dropped(server: Driver, holder: Agent) -> None:
             except OSError as error:
                 if error.errno != errno.ENOTCONN:  # hung up on before it could end what it said
                     raise
-    with saver(server, secret=SECRET) as agent:
-        assert ask(agent, holder.here.port).ok
+    assert ask(agent, holder.here.port).ok
 
 
-def test_strangers_that_say_nothing_do_not_keep_others_out_for_long(
-    server: Driver, holder: Agent
-) -> None:
+def test_strangers_that_say_nothing_keep_nobody_out_for_long(server: Driver, holder: Agent) -> None:
     holder.serve(state().segment())
     silent = [socket.create_connection((HOST, holder.here.port), LIMIT) for _ in range(70)]
     try:
@@ -284,7 +264,7 @@ class Door:
 
     def __init__(self, listener: socket.socket) -> None:
         self.listener = listener
-        self.said: list[FromSaver] = []
+        self.said: list[s.FromSaver] = []
         self.woken, self.woke = socket.socketpair()
         self.inbox = Inbox(lambda: self.woke.sendall(b"x"))
         refusal = transfer.Refusal("nothing of it is here", False)
@@ -308,7 +288,7 @@ class Door:
 
 
 @contextmanager
-def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+def door(monkeypatch) -> Iterator[Door]:
     monkeypatch.setattr(transfer, "DOOR_LIMIT", LIMIT)
     listener, _ = listen(HOST)
     assert listener is not None
@@ -317,7 +297,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
         yield made
 
 
-def test_who_is_silent_for_ever_goes_when_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_silent_for_ever_goes_when_others_come(monkeypatch) -> None:
     """The one that has waited longest, of those that have proved nothing."""
     get = transfer.Get("00" * 16, 7, 0, body=False)
     with ThreadPoolExecutor(1) as pool, door(monkeypatch) as opened:
@@ -344,46 +324,42 @@ def test_nobody_serves_where_no_host_was_given(server: Driver) -> None:
 def test_an_address_that_is_not_ours_is_said(server: Driver) -> None:
     with saver(server, host="192.0.2.7") as agent:
         assert agent.here.port
-        assert "192.0.2.7 is none of its own" in agent.wait(Remark).text
+        assert "192.0.2.7 is none of its own" in agent.wait(s.Remark).text
 
 
 # ---------------------------------------------------------------- a checkpoint of two nodes
 
 
-def away(folder: Path, port: int) -> PersistParts:
+def away(folder: Path, port: int) -> s.PersistParts:
     """Rank 1's part, which a saver at this port coordinates."""
     where = {"coordinates": False, "coordinator_host": HOST, "coordinator_port": port}
     return persist(folder, part(1, 4), world_size=2, **where)
 
 
-def test_two_nodes_make_one_checkpoint(server: Driver, holder: Agent, tmp_path: Path) -> None:
-    with saver(server, secret=SECRET) as agent:
-        agent.open(state(1, 2).segment(), key=4)
-        agent.tell(away(tmp_path, holder.here.port))
-        # The coordinator hears of the attempt later than the part comes in.
-        agent.check(4, 0, 1)
-        holder.open(state(0, 2).segment())
-        holder.writes(persist(tmp_path, part(0, 1), world_size=2))
-        assert agent.written().nbytes > 0
-        assert holder.commits("a1", 2) == CommitDone("a1", True, "")
+def test_two_nodes_make_one_checkpoint(agent: Agent, holder: Agent, tmp_path: Path) -> None:
+    agent.open(state(1, 2).segment(), key=4)
+    agent.tell(away(tmp_path, holder.here.port))
+    # The coordinator hears of the attempt later than the part comes in.
+    agent.check(4, 0, 1)
+    holder.open(state(0, 2).segment())
+    holder.writes(persist(tmp_path, part(0, 1), world_size=2))
+    assert agent.written().nbytes > 0
+    assert holder.commits("a1", 2) == s.CommitDone("a1", True, "")
     found = loaded(tmp_path, 2)
     assert torch.equal(found["model"]["weight"], torch.arange(2048.0).reshape(2, 1024))
     assert found["__rank1"]["seed"] == 11
 
 
-def test_a_coordinator_that_has_given_up_takes_nothing(
-    server: Driver, holder: Agent, tmp_path: Path
-) -> None:
+def test_who_has_given_up_takes_nothing(agent: Agent, holder: Agent, tmp_path: Path) -> None:
     holder.open(state(0, 2).segment())
     holder.writes(persist(tmp_path, part(0, 1), world_size=2))
-    holder.tell(GiveUp("a1"))
+    holder.tell(s.GiveUp("a1"))
     holder.check()  # it has heard the one before
-    with saver(server, secret=SECRET) as agent:
-        agent.open(state(1, 2).segment(), key=4)
-        agent.tell(away(tmp_path, holder.here.port))
-        done = agent.wait(PartsDone)
-        assert not done.ok
-        assert "that attempt is over" in done.reason
+    agent.open(state(1, 2).segment(), key=4)
+    agent.tell(away(tmp_path, holder.here.port))
+    done = agent.wait(s.PartsDone)
+    assert not done.ok
+    assert "that attempt is over" in done.reason
 
 
 def test_a_part_that_cannot_be_handed_over_is_given_up(server: Driver, tmp_path: Path) -> None:
@@ -393,10 +369,10 @@ def test_a_part_that_cannot_be_handed_over_is_given_up(server: Driver, tmp_path:
         agent.open(state(1, 2).segment(), key=4)
         agent.tell(away(tmp_path, port))
         nobody.accept()[0].close()  # its part is written, and it tries to hand it over
-        agent.tell(GiveUp("a1"))
-        assert agent.wait(PartsDone).reason == "it was given up"
+        agent.tell(s.GiveUp("a1"))
+        assert agent.wait(s.PartsDone).reason == "it was given up"
         agent.writes(persist(tmp_path / "other", part(1, 4), world_size=2, attempt="b"))
-        agent.tell(GiveUp("b"))
+        agent.tell(s.GiveUp("b"))
         # Storage is done with in order.
         agent.writes(persist(tmp_path / "other", part(1, 4), world_size=2, attempt="c"))
         assert not list((tmp_path / "step-000000007").glob("*"))

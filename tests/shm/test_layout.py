@@ -181,7 +181,7 @@ def test_what_is_no_layout_is_refused(bad: bytes) -> None:
         decode(bad)
 
 
-def test_a_cut_or_endless_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_or_endless_one_is_refused(monkeypatch) -> None:
     whole = lay_out([tensor("a", 4)], 0, "2.13.0").encode()
     with pytest.raises(LayoutError):
         decode(whole[:-3])

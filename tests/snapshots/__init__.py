@@ -6,12 +6,12 @@ What may happen, and what is lost then (docs/snapshots.md has the answers):
 
 | row | tests |
 |---|---|
-| a rank raises, is killed | test_a_rank_dies, test_a_rank_dies_twice_after_progress |
+| a rank raises, is killed | test_ranks_die |
 | killed in the middle of a copy | test_killed_at_random_moments, \
 checkpointing/test_ranks.py::test_a_death_at_any_moment_leaves_the_step_before_whole, \
 shm/test_segment.py::test_a_kill_at_any_moment_leaves_the_step_before |
-| several ranks together | test_two_ranks_die_at_once, test_killed_at_random_moments |
-| a rank hangs | test_a_rank_hangs |
+| several ranks together | test_ranks_die, test_killed_at_random_moments |
+| a rank hangs | test_ranks_die |
 | the agent is killed, its memory has a name | test_an_agent_dies_and_comes_back, \
 agent/snapshots/test_segments.py::test_the_next_agent_of_the_node_adopts_what_a_killed_one_had |
 | all are killed, the master too | test_all_processes_of_the_only_node_are_killed, \
@@ -99,8 +99,8 @@ test_a_flipped_bit_in_a_replica |
 saver/test_parts.py::test_what_the_slot_does_not_hold_is_not_written, \
 saver/test_parts.py::test_a_snapshot_that_is_taken_back_meanwhile_leaves_no_file |
 | mixed tiers and collectives in a load | test_a_node_with_the_only_copy_is_lost, \
-checkpointing/test_ranks.py::test_with_an_agent_the_newer_of_memory_and_storage_is_taken |
-| a user's class is imported outside of ranks | test_a_rank_dies (`Place` of train.py) |
+checkpointing/test_ranks.py::test_the_newer_of_memory_and_storage_is_taken |
+| a user's class is imported outside of ranks | test_ranks_die (`Place` of train.py) |
 | pickle between processes, no checksums, files of its own kind | \
 test_shape.py::test_no_lock_no_pickle_no_fixed_tmp_path, \
 storage/test_folder.py::test_a_changed_byte_is_found, \

@@ -139,7 +139,6 @@ class Training:
         """Wait, with the gate still shut, until the world has all of its ranks: where fewer nodes
         are enough, a job may begin without one that is late, and once more when it has come."""
         status = self.job.wait_for(world_size=self.world)
-        assert status.round is not None
         self.round, self._whole = status.round.number, self.world
 
     def comes_to(self, step: int) -> World:
@@ -163,6 +162,12 @@ class Training:
         """Every rank ended, once, with the bits of a run that was never disturbed."""
         expected = undisturbed(self.mode, self.world, self.steps)
         assert [ends(self.out, rank) for rank in range(self.world)] == [[end] for end in expected]
+
+    def ends_as_if_undisturbed(self, *starts: int, ranks: Sequence[int] = (0, 1)) -> None:
+        """The job ends well, to the bit, and these ranks have gone on from these steps."""
+        self.finish()
+        assert [self.starts(rank) for rank in ranks] == [[*starts]] * len(ranks)
+        self.is_as_if_nothing_happened()
 
     def starts(self, rank: int = 0) -> list[int]:
         """As `starts` has it, without lives before all were there (`all_there`)."""

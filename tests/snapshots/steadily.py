@@ -161,9 +161,7 @@ class Steadily:
         """Wait until one more checkpoint is begun."""
         ckpt = self.training.ckpt
         known = set(ckpt.glob("step-*"))
-        self.training.until(
-            lambda: bool(set(ckpt.glob("step-*")) - known), "checkpoint that is begun"
-        )
+        self.training.until(lambda: set(ckpt.glob("step-*")) - known, "checkpoint that is begun")
 
     def await_checkpoint(self, above: int) -> None:
         """Wait until a checkpoint of a later step is committed."""

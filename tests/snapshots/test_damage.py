@@ -38,7 +38,7 @@ def test_a_flipped_bit_in_memory(training: Training) -> None:
     job = training.start(gated=True, max_restarts=1)
     training.comes_to(7)
     for path in training.segments():
-        training.until(lambda path=path: hashed(path, 7), "hashes of step 7")  # type: ignore[misc]
+        training.until(lambda path=path: hashed(path, 7), "hashes of step 7")
         flip(path, 7)
     job.kill_rank(1)
     training.go_on()
@@ -67,7 +67,7 @@ def test_changed_bytes_in_storage(training: Training) -> None:
     training.start("--persist-every", "3", gated=True, steps=9)
     for step in (3, 6):  # before a saver is there, a later one takes the place of an earlier one
         training.open_gate(step)
-        training.until(lambda step=step: step in training.checkpoints(), f"checkpoint {step}")  # type: ignore[misc]
+        training.until(lambda step=step: step in training.checkpoints(), f"checkpoint {step}")
     training.open_gate()
     training.finish()
     assert training.checkpoints() == [3, 6, 9]
@@ -157,7 +157,7 @@ while not stop.exists():
 
 
 @further("agent/rendezvous/test_claims")
-def test_the_second_job_says_by_whom_and_writes_nothing_until_the_first_has_ended(
+def test_the_second_job_writes_nothing_until_the_first_has_ended(
     world: World, tmp_path: Path
 ) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "ckpt"

@@ -117,7 +117,7 @@ def test_all_nodes_leave_together(training: Training) -> None:
         training.job.signal(number, signal.SIGTERM)
     for number in (0, 1):
         word = f"node node{number} is to leave: "
-        training.until(lambda word=word: training.said(word), word)  # type: ignore[misc]
+        training.until(lambda word=word: training.said(word), word)
     step = saves(training)
     training.finish(EXIT_SAVED)
     assert training.checkpoints() == [step]
@@ -161,9 +161,7 @@ def test_every_process_is_signalled(training: Training) -> None:
     assert training.said("ended by a signal that it had put off")
     assert not training.said("failed|Traceback")
     training.start(steps=STEPS)
-    training.finish()
-    assert training.starts(0) == training.starts(1) == [0, step]
-    training.is_as_if_nothing_happened()
+    training.ends_as_if_undisturbed(0, step)
 
 
 @further("core/worker/test_leaving")

@@ -25,48 +25,34 @@ pytestmark = pytest.mark.slow
 MEMORY = r"go on from step 7 in memory"
 
 
-@further("test_saved_at_the_breakpoint")
-@pytest.mark.parametrize(("mode", "how"), [("ddp", "kill"), ("fsdp2", "raise")])
-def test_a_rank_dies(training: Training, mode: str, how: str) -> None:
-    """Between two snapshots: nothing is lost, and the end is the same to the bit."""
-    training.start("--die", f"1:7:{how}", mode=mode, max_restarts=1)
-    training.finish()
-    assert training.starts(0) == training.starts(1) == [0, 7]
-    assert training.said(MEMORY)
-    training.is_as_if_nothing_happened()
-
-
-@further("test_saved_at_the_breakpoint")
-def test_two_ranks_die_at_once(training: Training) -> None:
-    training.start("--die", "0:7:kill", "--die", "1:7:kill", mode="fsdp2", max_restarts=1)
-    training.finish()
-    assert training.starts(0) == [0, 7]
-    training.is_as_if_nothing_happened()
+DEATHS = {
+    # what it is: (--die of train.py, the steps that rank 1 went on from, what else)
+    "one is killed": (("1:7:kill",), (0, 7), {}),
+    "one raises": (("1:7:raise",), (0, 7), {"mode": "fsdp2"}),
+    "both at once": (("0:7:kill", "1:7:kill"), (0, 7), {"mode": "fsdp2"}),
+    # what was restored and went on is no poison
+    "twice after progress": (("1:4:kill", "0:8:kill"), (0, 4, 8), {"max_restarts": 2}),
+    # the others' collective ends it, as torch's watchdog would
+    "one hangs": (("1:7:stop",), (0, 7), {"silence": NOTICED, "options": ["--restart-grace=1"]}),
+}
 
 
 @further(
+    "test_saved_at_the_breakpoint",
     "snapshots/test_random_kills::test_killed_at_random_moments",
     "core/scripts/snapshots_suspect_after_two_failures.txt",
 )
-def test_a_rank_dies_twice_after_progress(training: Training) -> None:
-    """What was restored and went on is no poison."""
-    training.start("--die", "1:4:kill", "--die", "0:8:kill", max_restarts=2)
-    training.finish()
-    assert training.starts(1) == [0, 4, 8]
-    training.is_as_if_nothing_happened()
-
-
-@further(
-    "test_saved_at_the_breakpoint", "snapshots/test_random_kills::test_killed_at_random_moments"
-)
-def test_a_rank_hangs(training: Training) -> None:
-    """The others' collective ends it, as torch's watchdog would."""
-    # longer than a rank that does not hang may stand still
-    args, options = ("--die", "1:7:stop", "--timeout", "40"), ["--restart-grace=1"]
-    training.start(*args, max_restarts=1, silence=NOTICED, options=options)
-    training.finish()
-    assert training.starts(0) == training.starts(1) == [0, 7]
-    training.is_as_if_nothing_happened()
+@pytest.mark.parametrize("name", DEATHS)
+def test_ranks_die(training: Training, name: str) -> None:
+    """Between two snapshots: nothing is lost, and the end is the same to the bit."""
+    dies, starts, more = DEATHS[name]
+    args = [word for one in dies for word in ("--die", one)]
+    if name == "one hangs":  # longer than a rank that does not hang may stand still
+        args += ["--timeout", "40"]
+    training.start(*args, **{"max_restarts": 1, **more})
+    training.ends_as_if_undisturbed(*starts)
+    if name in ("one is killed", "one raises"):
+        assert training.said(MEMORY)
 
 
 @further(
@@ -79,9 +65,7 @@ def test_the_fork_server_dies(training: Training) -> None:
     training.comes_to(7)
     fork_server(job).kill()
     training.go_on()
-    training.finish()
-    assert training.starts(0) == [0, 7]
-    training.is_as_if_nothing_happened()
+    training.ends_as_if_undisturbed(0, 7, ranks=[0])
 
 
 def test_the_master_dies_and_then_a_rank(training: Training) -> None:
@@ -93,9 +77,7 @@ def test_the_master_dies_and_then_a_rank(training: Training) -> None:
     job.wait_for(lambda status: all(node.pids for node in status.nodes) and len(status.nodes) == 2)
     job.kill_rank(1)
     training.go_on()
-    training.finish()
-    assert training.starts(0) == [0, 7]
-    training.is_as_if_nothing_happened()
+    training.ends_as_if_undisturbed(0, 7, ranks=[0])
 
 
 @further("test_the_master_dies_and_then_a_rank")
@@ -118,9 +100,7 @@ def test_no_master_answers_for_three_snapshots(training: Training) -> None:
     os.kill(victim, signal.SIGKILL)
     job.thaw_master()
     training.go_on()
-    training.finish()
-    assert training.starts(0) == training.starts(1) == [0, 3]
-    training.is_as_if_nothing_happened()
+    training.ends_as_if_undisturbed(0, 3)
 
 
 def test_an_agent_dies_and_comes_back(training: Training) -> None:
@@ -132,9 +112,7 @@ def test_an_agent_dies_and_comes_back(training: Training) -> None:
     job.kill_agent(victim)
     job.restart_node(victim)
     training.go_on()
-    training.finish()
-    assert training.starts(1) == [0, 7]
-    training.is_as_if_nothing_happened()
+    training.ends_as_if_undisturbed(0, 7, ranks=[1])
 
 
 @further(
@@ -148,11 +126,9 @@ def test_all_processes_of_the_only_node_are_killed(training: Training) -> None:
     job.nodes[0].kill(masters=True)
     training.open_gate()
     job.restart_node(0)
-    training.finish()
-    assert training.starts(0) == training.starts(1) == [0, 7]
+    training.ends_as_if_undisturbed(0, 7)
     assert training.said(f"{MEMORY}, as agents before these have left it")
     assert training.checkpoints() == [7]
-    training.is_as_if_nothing_happened()
 
 
 @further("snapshots/test_replicas::test_a_spare_takes_over_what_the_lost_node_had")
@@ -184,10 +160,7 @@ def test_a_spare_takes_the_place_and_the_state(training: Training) -> None:
     world = training.comes_to(7)
     job.kill_node(world.nodes[1])
     training.go_on()
-    training.finish()
-    assert training.starts(0) == [0, 7]
-    assert training.starts(1) == [0, 7]
-    training.is_as_if_nothing_happened()
+    training.ends_as_if_undisturbed(0, 7)
 
 
 @further("core/snapshots/test_choice", "snapshots/test_random_kills::test_killed_at_random_moments")
@@ -204,10 +177,8 @@ def test_a_node_with_the_only_copy_is_lost(training: Training) -> None:
     training.lose_memory()
     job.restart_node(victim)
     training.go_on()
-    training.finish()
-    assert training.starts(0) == training.starts(1) == [0, 4]
+    training.ends_as_if_undisturbed(0, 4)
     assert training.said("only copy")
-    training.is_as_if_nothing_happened()
 
 
 @further("agent/snapshots/test_taken_over", "core/snapshots/test_past")
@@ -237,10 +208,8 @@ def test_a_state_that_kills_comes_last(training: Training) -> None:
     """Twice ranks train on from it and fail at once: then the older slot."""
     args = ("--every", "3", "--die", "1:7:kill", "--poison", "6")
     training.start(*args, max_restarts=4)
-    training.finish()
-    assert training.starts(0) == [0, 6, 6, 3]
+    training.ends_as_if_undisturbed(0, 6, 6, 3, ranks=[0])
     assert training.said("step 6 is suspect: ranks have failed 2 times within 10 steps of it")
-    training.is_as_if_nothing_happened()
 
 
 @further("core/scripts/snapshots_early_failures_are_not_its_fault.txt")
@@ -249,10 +218,8 @@ def test_early_failures_cost_no_state(training: Training) -> None:
     training goes on where it was."""
     args = ("--persist-every", "3", "--die", "1:8:kill", "--early", "6")
     training.start(*args, max_restarts=9, options=["--restart-backoff=0"])
-    training.finish()
-    assert training.starts(0) == training.starts(1) == [0, 8]
+    training.ends_as_if_undisturbed(0, 8)
     assert not training.said("suspect|come last")
-    training.is_as_if_nothing_happened()
 
 
 def test_what_is_wanted_in_storage_comes_there(training: Training) -> None:
@@ -271,11 +238,9 @@ def test_saved_at_the_breakpoint(training: Training) -> None:
     training.start(
         *("--die", "1:7:kill"), mode="fsdp2", max_restarts=1, options=["--save-at-breakpoint"]
     )
-    training.finish()
-    assert training.starts(0) == training.starts(1) == [0, 7]
+    training.ends_as_if_undisturbed(0, 7)
     assert training.said(MEMORY)
     assert 7 in training.checkpoints()
-    training.is_as_if_nothing_happened()
 
 
 @further("core/snapshots/test_checkpoints", "test_saved_at_the_breakpoint")
@@ -318,10 +283,8 @@ def test_what_is_suspect_comes_last_in_storage_too(training: Training) -> None:
     training.open_gate(STEPS)
     training.until(lambda: training.checkpoints() == [STEPS], "the last checkpoint alone")
     training.open_gate()
-    training.finish()
-    assert training.starts(0) == [0, 8, 8, 4]
+    training.ends_as_if_undisturbed(0, 8, 8, 4, ranks=[0])
     assert training.said("step 8 and later ones come last")
-    training.is_as_if_nothing_happened()
 
 
 @further("checkpointing/test_choosing::test_a_step_that_is_not_there_is_refused_in_a_sentence")

@@ -75,7 +75,7 @@ def build(mode: str, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         try:
             from torch.distributed.fsdp import fully_shard
         except ImportError:  # torch 2.4, 2.5
-            from torch.distributed._composable.fsdp import fully_shard  # type: ignore[no-redef]
+            from torch.distributed._composable.fsdp import fully_shard
 
         model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
         fully_shard(model[0])

@@ -24,7 +24,7 @@ TENSORS = 2 * BLOCK + 50
 
 
 @pytest.fixture(params=["path", "file", "memory"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
+def folder(request, tmp_path: Path) -> Iterator[Folder]:
     if request.param == "memory":
         url = "memory://" + str(tmp_path)
         yield Folder(url)
@@ -72,7 +72,6 @@ def test_what_has_a_marker_counts(folder: Folder) -> None:
     assert folder.committed() == [5, 30, 1_000_000_000_000]
     assert "was never committed" in folder.verify(40)
     found = folder.manifest(30)
-    assert found is not None
     assert found.files == (entry(0),)
 
 
@@ -126,12 +125,8 @@ def test_a_changed_byte_is_found(folder: Folder, name: str, at: int, said: str) 
 def test_checking_is_shared_among_ranks(folder: Folder) -> None:
     save(folder, 5, ranks=3)
     flip(folder, 5, "__1_1.1.a.distcp", 9)
-    assert ["spoiled" in folder.verify(5, part, 3) for part in range(4)] == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    spoiled = ["spoiled" in folder.verify(5, part, 3) for part in range(4)]
+    assert spoiled == [False, True, False, False]
 
 
 def test_a_missing_or_a_cut_file_is_found_by_everyone(folder: Folder) -> None:
@@ -208,8 +203,8 @@ def test_where_nothing_can_lie_is_said(url: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "verdict"), [(errno.EIO, True), (errno.ESTALE, False)])
-def test_a_storage_that_is_away_is_no_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, verdict: bool
+def test_storage_that_is_away_is_no_verdict(
+    tmp_path: Path, monkeypatch, number: int, verdict: bool
 ) -> None:
     class Sick(io.FileIO):
         def readinto(self, buffer: object) -> int:
@@ -223,10 +218,10 @@ def test_a_storage_that_is_away_is_no_verdict(
     else:
         with pytest.raises(StorageError, match="cannot be read: Stale file handle"):
             folder.verify(5)
+
+    def late(*_: object) -> int:
+        raise TimeoutError
+
     monkeypatch.setattr(Sick, "readinto", late)
     with pytest.raises(StorageError, match="cannot be read: TimeoutError"):
         folder.verify(5)
-
-
-def late(*_: object) -> int:
-    raise TimeoutError

@@ -82,29 +82,27 @@ def test_what_torch_alone_writes_is_judged_by_its_time() -> None:
     assert chain([line, found(12, ours=False, at=40.0), found(20, ours=False, at=60.0)]) == [10, 20]
 
 
+TWO = [found(10, 1, 9), found(14, 1, 9)]
+
+
 @pytest.mark.parametrize(
-    ("more", "last", "every", "gone"),
+    ("more", "last", "every", "in_use", "gone"),
     [
-        ([found(10, 1, 9)], 1, 0, [4, 8]),  # 12 stays until training has passed it
-        ([found(10, 1, 9), found(14, 1, 9)], 1, 0, [4, 8, 10, 12]),
-        ([found(10, 1, 9), found(14, 1, 9)], 2, 0, [4, 8, 12]),
-        ([found(10, 1, 9), found(14, 1, 9)], 1, 6, [4, 8, 10]),  # every sixth for good
-        ([found(10, 1, 9), found(14, 1, 9)], 0, 0, []),
-        ([found(10, 1, 9, condemned=True)], 1, 0, [4]),
+        (TWO[:1], 1, 0, (), [4, 8]),  # 12 stays until training has passed it
+        (TWO, 1, 0, (), [4, 8, 10, 12]),
+        (TWO, 2, 0, (), [4, 8, 12]),
+        (TWO, 1, 6, (), [4, 8, 10]),  # every sixth for good
+        (TWO, 0, 0, (), []),
+        (TWO, 1, 0, (8, 12), [4, 10]),
+        ([found(10, 1, 9, condemned=True)], 1, 0, (), [4]),
     ],
 )
 def test_the_newer_timeline_is_never_pushed_out(
-    more: list[Listed], last: int, every: int, gone: list[int]
+    more: list[Listed], last: int, every: int, in_use: tuple[int, ...], gone: list[int]
 ) -> None:
     all_ = [*FIRST, *more]
     told = [(step, PERIODIC) for step in chain(all_)]
-    assert sorted(not_kept(all_, told, last=last, every=every)) == gone
-
-
-def test_what_is_in_use_stays() -> None:
-    all_ = [*FIRST, found(10, 1, 9), found(14, 1, 9)]
-    told = [(step, PERIODIC) for step in chain(all_)]
-    assert sorted(not_kept(all_, told, last=1, every=0, in_use=(8, 12))) == [4, 10]
+    assert sorted(not_kept(all_, told, last=last, every=every, in_use=in_use)) == gone
 
 
 def periodic(*steps: int) -> list[tuple[int, str]]:
@@ -120,6 +118,12 @@ def periodic(*steps: int) -> list[tuple[int, str]]:
         (periodic(40, 10, 30, 20), 1, 20, (), [10, 30]),
         (periodic(10, 20, 30, 40), 1, 0, (10,), [20, 30]),
         ([], 3, 10, (), []),
+        # a save at a breakpoint counts among the last, and never pushes out the newest periodic one
+        ([*periodic(10, 20), (25, "breakpoint")], 2, 0, (), [10]),
+        (
+            [*periodic(10, 20), (21, "breakpoint"), (25, "asked"), (27, "breakpoint")],
+            *(2, 0, (), [10, 21]),
+        ),
     ],
 )
 def test_the_newest_and_every_nth_are_kept(
@@ -130,13 +134,3 @@ def test_the_newest_and_every_nth_are_kept(
     gone: list[int],
 ) -> None:
     assert surplus(committed, last=last, every=every, in_use=in_use) == gone
-
-
-def test_saves_at_breakpoints_never_push_out_the_newest_periodic_one() -> None:
-    committed = [*periodic(10, 20), (21, "breakpoint"), (25, "asked"), (27, "breakpoint")]
-    assert surplus(committed, last=2, every=0) == [10, 21]
-
-
-def test_a_save_at_a_breakpoint_counts_among_the_last() -> None:
-    committed = [*periodic(10, 20), (25, "breakpoint")]
-    assert surplus(committed, last=2, every=0) == [10]

@@ -66,7 +66,6 @@ def test_more_memory_than_there_may_be(group: Group) -> None:
     """A process that was added after its start is killed by the kernel for what it takes then."""
     group.memory(100 << 20)
     eater = started(sys.executable, "-c", EAT)
-    assert eater.stdout is not None
     assert eater.stdout.readline() == "ready\n"
     group.add([eater.pid])
     assert cgroups.members(group.name) == [eater.pid]
@@ -86,7 +85,6 @@ sys.stdin.read()
 
 def test_what_a_killed_process_has_left_is_removed(group: Group) -> None:
     owner = started(sys.executable, "-c", ABANDONS)
-    assert owner.stdout is not None
     name, sleeper = owner.stdout.readline().split()
     owner.kill()
     assert not processes.await_end([int(sleeper)], 60)

@@ -73,7 +73,6 @@ class Street:
         for name in ("a", "b", "c"):
             host = lab.add(name)
             echo = self.on(name, ECHO, host.address)
-            assert echo.stdout is not None
             assert echo.stdout.readline() == "ready\n"
             self.echoes[name] = echo
 
@@ -108,7 +107,6 @@ class Street:
         )
         self.on(name, program).communicate(timeout=240)
         out = self.echoes[name].stdout
-        assert out is not None
         return int(out.readline())
 
     def close(self) -> None:
@@ -160,7 +158,6 @@ def test_a_host_goes_and_comes_back_at_another_address(street: Street) -> None:
     asks = "import socket, sys; sys.stdin.read(1); print(*socket.gethostbyname_ex('pod-0'))"
     first = lab.add(name).address
     guest = street.on(name, "import signal; print(flush=True); signal.pause()")
-    assert guest.stdout is not None
     guest.stdout.readline()
     watcher = subprocess.Popen(
         [*lab.prefix("a"), sys.executable, "-c", asks],
@@ -231,7 +228,6 @@ def test_a_slow_link(street: Street) -> None:
     street.lab.slow("b", 2e6 / 8)
     address = street.lab.hosts["b"].address
     taker = street.on("b", TAKE, address)
-    assert taker.stdout is not None
     assert taker.stdout.readline() == "ready\n"
     said, _ = street.on("a", GIVE, address, "125000").communicate(timeout=240)
     taker.communicate(timeout=240)
@@ -288,7 +284,6 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path: Path, keeper_too: b
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert owner.stdout is not None
     namespace, *pids = owner.stdout.readline().split()
     sleeper, keeper = map(int, pids)
     hosts.sweep()

@@ -38,9 +38,7 @@ def results(world: World, script: str, dies_after: int, launcher: str) -> list[A
 
 
 @pytest.mark.parametrize("script", cases(SCRIPTS_HERE, kept=["hf_trainer.py"]))
-def test_a_killed_rank_goes_on_at_the_same_step_to_the_same_weights(
-    script: str, world: World
-) -> None:
+def test_a_killed_rank_comes_to_the_same_weights(script: str, world: World) -> None:
     """The one that is never killed runs under torchrun too (`make soak`), where the callbacks work
     as well. The step after which a rank is killed may be in memory or not: the kill comes right
     after it."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,15 +14,14 @@ from elasticrun.training import telling
 from elasticrun.training.telling import Teller
 from elasticrun.wire.progress import Own, place
 from tests.further import further
-from tests.harness import LIMIT, World, clean_environment
+from tests.harness import LIMIT, World, clean_environment, program
 from tests.training.ranks import Listener, listening, start_ranks
 
 
-def test_the_slow_rank_has_the_longer_own_part_and_waits_least(world: World) -> None:
-    with listening() as listener:
-        ranks = start_ranks(world, listener, "60", "0.01", "1=0.2")
-        fast, slow = listener.owns(4)
-        assert [rank.wait() for rank in ranks] == [0, 0]
+def test_the_slow_rank_has_the_longer_own_part(world: World, listener: Listener) -> None:
+    ranks = start_ranks(world, listener, "60", "0.01", "1=0.2")
+    fast, slow = listener.owns(4)
+    assert [rank.wait() for rank in ranks] == [0, 0]
     # of several, those in which no rank stood still for reasons of its own
     assert min(one.own for one in slow) > 1.5 * min(one.own for one in fast)
     assert min(one.waited for one in slow) < max(one.waited for one in fast)
@@ -32,40 +30,35 @@ def test_the_slow_rank_has_the_longer_own_part_and_waits_least(world: World) -> 
 
 
 @further("training/test_recorder::test_the_ring_is_small_only_where_no_accelerator_is")
-def test_the_recorder_is_asked_for_a_small_ring_though_torch_was_there_before(
-    world: World,
-) -> None:
+def test_the_ring_is_small_though_torch_was_there_before(world: World, listener: Listener) -> None:
     """As below a fork server, where torch was imported long before the script. The ring is that of
     a host without accelerators."""
-    with listening() as listener:
-        ranks = start_ranks(world, listener, "300", "0", "early")
-        assert [rank.wait() for rank in ranks] == [0, 0]
+    ranks = start_ranks(world, listener, "300", "0", "early")
+    assert [rank.wait() for rank in ranks] == [0, 0]
     (kept,) = (int(rank.stdout.split()[1]) for rank in ranks if rank.stdout)
     accelerated = any(Path(path).exists() for path in telling.recorder.ACCELERATORS)
     assert kept == int(telling.recorder.SMALL_RING) or (accelerated and kept > 300)
 
 
 @further("training/test_recorder::test_what_the_user_has_set_stands")
-def test_a_recorder_that_the_user_turned_off_leaves_the_step_time(world: World) -> None:
-    with listening() as listener:
-        ranks = start_ranks(world, listener, "60", "0.01", env={"TORCH_FR_BUFFER_SIZE": "0"})
-        said = [listener.next() for _ in range(4)]
-        assert [rank.wait() for rank in ranks] == [0, 0]
+def test_a_recorder_that_is_off_leaves_the_step_time(world: World, listener: Listener) -> None:
+    ranks = start_ranks(world, listener, "60", "0.01", env={"TORCH_FR_BUFFER_SIZE": "0"})
+    said = [listener.next() for _ in range(4)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
     assert {one.knows for one in said} == {Own.UNTOLD}
     assert all(one.seconds >= 0.01 for one in said)
 
 
 @further(
-    "test_a_planted_slowness_does_not_grow_with_a_moment_of_standing_still",
+    "test_a_planted_slowness_does_not_grow_by_standing_still",
     "health/test_slow_nodes::test_a_straggler_is_swapped_for_a_spare",
 )
-def test_a_planted_slowness_makes_the_own_part_three_times_as_long(world: World) -> None:
-    with listening() as listener:
-        ranks = start_ranks(
-            world, listener, "60", "0.02", "1=0.02", env={"ELASTICRUN_NODE_FAULT": "slow=3x"}
-        )
-        one, other = (said[-1] for said in listener.owns(12))
-        assert [rank.wait() for rank in ranks] == [0, 0]
+def test_a_planted_slowness_makes_the_own_part_longer(world: World, listener: Listener) -> None:
+    ranks = start_ranks(
+        world, listener, "60", "0.02", "1=0.02", env={"ELASTICRUN_NODE_FAULT": "slow=3x"}
+    )
+    one, other = (said[-1] for said in listener.owns(12))
+    assert [rank.wait() for rank in ranks] == [0, 0]
     assert one.own >= 0.055
     assert other.own >= 0.055
 
@@ -92,49 +85,47 @@ def test_without_an_agent_nothing_is_done_and_nothing_imported(step: str, told: 
         "assert not {'torch', 'grpc', 'asyncio', 'threading'} & (set(sys.modules) - early)\n"
     )
     code = "import sys; early = set(sys.modules)\n" + code
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True
-    )
+    done = program("-c", code, env=clean_environment())
     assert (done.returncode, done.stderr.splitlines()) == (0, told)
 
 
 def test_what_is_no_agents_place_is_no_trouble() -> None:
     code = "from elasticrun.training import progress\nfor n in range(3): progress(n)\nprint('ok')"
     for wrong in ("", "nonsense", "no-such-socket/0", "x/y", "a" * 300 + "/0"):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**clean_environment(), "ELASTICRUN_PROGRESS": wrong},
-            capture_output=True,
-            text=True,
-        )
+        done = program("-c", code, env={**clean_environment(), "ELASTICRUN_PROGRESS": wrong})
         assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
 
 
 @pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def listener() -> Iterator[Listener]:
+    with listening() as made:
+        yield made
+
+
+@pytest.fixture
+def eager(monkeypatch) -> None:
     """A datagram for every step."""
     monkeypatch.setattr(telling, "TELL_EVERY", 0.0)
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_full_queue_does_not_block_and_no_step_is_lost() -> None:
-    with listening() as listener:
-        teller = Teller(place(listener.name, 3))
-        began = time.monotonic()
-        for number in range(20_001):
-            teller.step(number)
-        assert time.monotonic() - began < LIMIT
-        first = listener.waiting()
-        assert 1 <= len(first) < 20_000
-        teller.step(20_001)
-        (last,) = listener.waiting()
-        teller.close()
+def test_a_full_queue_does_not_block_and_no_step_is_lost(listener: Listener) -> None:
+    teller = Teller(place(listener.name, 3))
+    began = time.monotonic()
+    for number in range(20_001):
+        teller.step(number)
+    assert time.monotonic() - began < LIMIT
+    first = listener.waiting()
+    assert 1 <= len(first) < 20_000
+    teller.step(20_001)
+    (last,) = listener.waiting()
+    teller.close()
     assert sum(one.steps for one in (*first, last)) == 20_001
     assert (last.step, last.local_rank) == (20_001, 3)
 
 
-def test_a_planted_slowness_does_not_grow_with_a_moment_of_standing_still(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_planted_slowness_does_not_grow_by_standing_still(
+    monkeypatch, listener: Listener
 ) -> None:
     """Steps of 20 ms, three times as long; before the last but one all stood still for 15 s."""
     slept: list[float] = []
@@ -152,13 +143,12 @@ def test_a_planted_slowness_does_not_grow_with_a_moment_of_standing_still(
         sleep=sleep,
     )
     monkeypatch.setattr(telling, "time", clock)
-    with listening() as listener:
-        teller = Teller(place(listener.name, 0), slowness=3.0)
-        for still in (0.0, 0.0, 0.0, 15.0, 0.0):
-            teller.step(0)
-            now += 0.02 + still
+    teller = Teller(place(listener.name, 0), slowness=3.0)
+    for still in (0.0, 0.0, 0.0, 15.0, 0.0):
         teller.step(0)
-        teller.close()
+        now += 0.02 + still
+    teller.step(0)
+    teller.close()
     assert slept == pytest.approx([0.04] * 5)
 
 
@@ -174,42 +164,37 @@ def test_an_agent_that_has_gone_is_no_trouble() -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_step_that_is_no_number_is_dropped_and_the_next_one_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with listening() as listener:
-        monkeypatch.setattr(telling, "_teller", Teller(place(listener.name, 0)))
-        monkeypatch.setattr(telling, "_warned", False)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            for odd in (0, "one", 2**80, None, 4):
-                telling.progress(odd)  # type: ignore[arg-type]
-        assert [(str(one.message)[:46], one.filename) for one in told] == [
-            ("elasticrun: progress() is given 'one' (a str):", __file__)
-        ]
-        said = listener.waiting()
+def test_a_step_that_is_no_number_is_dropped(monkeypatch, listener: Listener) -> None:
+    monkeypatch.setattr(telling, "_teller", Teller(place(listener.name, 0)))
+    monkeypatch.setattr(telling, "_warned", False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for odd in (0, "one", 2**80, None, 4):
+            telling.progress(odd)
+    assert [(str(one.message)[:46], one.filename) for one in told] == [
+        ("elasticrun: progress() is given 'one' (a str):", __file__)
+    ]
+    said = listener.waiting()
     assert [one.step for one in said] == [4]
     assert said[0].steps == 4
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_process_without_a_group_says_that_it_is_alone() -> None:
-    with listening() as listener:
-        teller = Teller(place(listener.name, 0))
-        teller.step(0)
-        teller.step(1)
-        (said,) = listener.waiting()
-        teller.close()
+def test_a_process_without_a_group_says_that_it_is_alone(listener: Listener) -> None:
+    teller = Teller(place(listener.name, 0))
+    teller.step(0)
+    teller.step(1)
+    (said,) = listener.waiting()
+    teller.close()
     assert said.knows is Own.ALONE
     assert (said.steps, said.step) == (1, 1)
     assert 0.0 <= said.seconds < 60.0
 
 
-def test_many_quick_steps_are_one_datagram() -> None:
-    with listening() as listener:
-        teller = Teller(place(listener.name, 0))
-        for number in range(1000):
-            teller.step(number)
-        said = listener.waiting()
-        teller.close()
+def test_many_quick_steps_are_one_datagram(listener: Listener) -> None:
+    teller = Teller(place(listener.name, 0))
+    for number in range(1000):
+        teller.step(number)
+    said = listener.waiting()
+    teller.close()
     assert 1 <= len(said) < 100

@@ -122,7 +122,7 @@ def test_entries_are_read_as_torch_writes_them() -> None:
     assert _entries(lambda *_: b'{"version": "2.10"}') == ()
 
 
-def test_what_the_user_has_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_has_set_stands(monkeypatch) -> None:
     mine = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "TORCH_NCCL_ENABLE_TIMING": "0"}
     environ = dict(mine)
     prepare(environ)
@@ -130,9 +130,7 @@ def test_what_the_user_has_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("accelerated", [False, True])
-def test_the_ring_is_small_only_where_no_accelerator_is(
-    accelerated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ring_is_small_only_where_no_accelerator_is(accelerated: bool, monkeypatch) -> None:
     monkeypatch.setattr("os.path.exists", lambda path: accelerated and path in ACCELERATORS)
     environ: dict[str, str] = {}
     prepare(environ)

@@ -46,7 +46,6 @@ def test_a_killed_agent_gives_its_slot_back(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     ) as holder:
-        assert holder.stdout is not None
         name = holder.stdout.readline().strip()
         ours = identify("", "a", environ)
         assert ours.node != name

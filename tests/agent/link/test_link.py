@@ -21,21 +21,22 @@ from elasticrun.agent.link.master_process import MasterProcess
 from elasticrun.core import events
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import logger
-from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Join, Missed, Refused, Start, Welcome
+from elasticrun.wire.messages import Hello, Join, Missed, Refused, Start, Welcome
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.agent.configs import agent_config
-from tests.aio import run
 from tests.harness import LIMIT
+from tests.master import people
 from tests.master.people import SPEC, serving
 from tests.wire.test_channel import held_port
 
 pytestmark = pytest.mark.slow
 
 CONFIG = agent_config()
+Hosted = tuple[MasterProcess, Endpoint]
 
 
 @pytest.fixture
-def master() -> Iterator[tuple[MasterProcess, Endpoint]]:
+def master() -> Iterator[Hosted]:
     """A job master as an agent starts it."""
     with held_port() as port:  # one of them is served on again
         process = MasterProcess(CONFIG, Endpoint("127.0.0.1", port))
@@ -50,21 +51,8 @@ def master() -> Iterator[tuple[MasterProcess, Endpoint]]:
 
 
 def hello(**changes: Any) -> Hello:
-    made = Hello(
-        protocol=PROTOCOL_VERSION,
-        version="0",
-        node="node",
-        incarnation="life",
-        host="host",
-        address="127.0.0.1",
-        pid=1,
-        node_rank=-1,
-        local_world_size=2,
-        role="default",
-        spec=CONFIG.spec,
-        attached=None,
-    )
-    return replace(made, **changes)
+    """One that is welcome to a master of CONFIG's job."""
+    return people.hello("node", **{"version": "0", "spec": CONFIG.spec, **changes})
 
 
 class Heard:
@@ -93,10 +81,17 @@ class Heard:
 
 
 @contextlib.asynccontextmanager
-async def linked(endpoint: Endpoint, say: Hello | None = None) -> AsyncIterator[tuple[Link, Heard]]:
+async def linked(
+    where: Endpoint | Callable[[], Endpoint],
+    say: Hello | None = None,
+    *,
+    patience: float = LIMIT,
+    **how: Any,
+) -> AsyncIterator[tuple[Link, Heard]]:
     """A master may stand still for as long as it likes: its silence is no loss here."""
     heard = Heard()
-    link = Link(lambda: endpoint, lambda: say or hello(), heard, patience=LIMIT)
+    at = where if callable(where) else lambda: where
+    link = Link(at, lambda: say or hello(), heard, patience=patience, **how)
     link.start()
     try:
         yield link, heard
@@ -104,7 +99,7 @@ async def linked(endpoint: Endpoint, say: Hello | None = None) -> AsyncIterator[
         await link.close(5.0)
 
 
-async def test_welcome_then_orders(master: tuple[MasterProcess, Endpoint]) -> None:
+async def test_welcome_then_orders(master: Hosted) -> None:
     async with linked(master[1]) as (link, heard):
         await heard.until(lambda events: LinkBack() in events)
         assert isinstance(heard.events[0], Ordered)
@@ -122,31 +117,25 @@ async def test_welcome_then_orders(master: tuple[MasterProcess, Endpoint]) -> No
         assert heard.orders(Start)[0].store == Endpoint("127.0.0.1", 4711)
 
 
-def test_what_cannot_be_said_is_left_out(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_cannot_be_said_is_left_out(caplog, monkeypatch) -> None:
     """A new session would meet it again at once, and so on for ever."""
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(session, "ECHO_LIMIT", LIMIT)
     join = Join(Endpoint("127.0.0.1", 1))
-
-    async def body() -> None:
-        async with serving() as served, linked(served.endpoint, hello(spec=SPEC)) as (link, heard):
-            await heard.until(lambda _: heard.count(LinkBack) == 1)
-            for _ in range(3):
-                link.say(Missed(RoundName(1, 1, "a"), 5, -1))
-            link.say(join)
-            await served.brain.until(
-                lambda event: isinstance(event, events.Heard) and event.report == join
-            )
-            assert not heard.count(LinkLost)
-
-    run(body())
+    async with serving() as served, linked(served.endpoint, hello(spec=SPEC)) as (link, heard):
+        await heard.until(lambda _: heard.count(LinkBack) == 1)
+        for _ in range(3):
+            link.say(Missed(RoundName(1, 1, "a"), 5, -1))
+        link.say(join)
+        await served.brain.until(
+            lambda event: isinstance(event, events.Heard) and event.report == join
+        )
+        assert not heard.count(LinkLost)
     (said,) = [one.message for one in caplog.records if "not sent to the master" in one.message]
     assert "missed.step is -1" in said
 
 
-async def test_another_jobs_master_refuses(master: tuple[MasterProcess, Endpoint]) -> None:
+async def test_another_jobs_master_refuses(master: Hosted) -> None:
     other = hello(spec=replace(CONFIG.spec, job_id="another"))
     async with linked(master[1], other) as (_, heard):
         await heard.until(lambda _: bool(heard.orders(Refused)))
@@ -154,31 +143,27 @@ async def test_another_jobs_master_refuses(master: tuple[MasterProcess, Endpoint
         assert heard.count(LinkBack) == 0
 
 
-async def test_another_version_is_one_sentence(master: tuple[MasterProcess, Endpoint]) -> None:
+async def test_another_version_is_one_sentence(master: Hosted) -> None:
     async with linked(master[1], hello(protocol=99, version="9.9")) as (_, heard):
         await heard.until(lambda _: bool(heard.orders(Refused)))
         assert "install one version" in heard.orders(Refused)[0].reason
 
 
-def test_a_master_that_comes_back_is_found(master: tuple[MasterProcess, Endpoint]) -> None:
+async def test_a_master_that_comes_back_is_found(master: Hosted) -> None:
     process, endpoint = master
-
-    async def main() -> None:
-        async with linked(endpoint) as (_, heard):
-            await heard.until(lambda _: heard.count(LinkBack) >= 1)
-            process.process.kill()
-            await heard.until(lambda _: heard.count(LinkLost) >= 1)
-            process.process.wait()
-            back = heard.count(LinkBack)
-            again = MasterProcess(CONFIG, endpoint)
-            try:
-                await heard.until(lambda _: heard.count(LinkBack) > back)
-            finally:
-                again.process.kill()
-                again.close()
-                again.process.wait()
-
-    run(main())
+    async with linked(endpoint) as (_, heard):
+        await heard.until(lambda _: heard.count(LinkBack) >= 1)
+        process.process.kill()
+        await heard.until(lambda _: heard.count(LinkLost) >= 1)
+        process.process.wait()
+        back = heard.count(LinkBack)
+        again = MasterProcess(CONFIG, endpoint)
+        try:
+            await heard.until(lambda _: heard.count(LinkBack) > back)
+        finally:
+            again.process.kill()
+            again.close()
+            again.process.wait()
 
 
 class Relay:
@@ -230,7 +215,7 @@ class Relay:
 
 
 async def test_without_an_echo_a_fresh_connection_takes_over(
-    master: tuple[MasterProcess, Endpoint],
+    master: Hosted,
 ) -> None:
     relay = Relay(master[1])
     endpoint = await relay.start()
@@ -245,7 +230,7 @@ async def test_without_an_echo_a_fresh_connection_takes_over(
 
 
 async def test_a_session_that_ends_just_after_its_welcome_is_not_dialled_without_a_rest(
-    master: tuple[MasterProcess, Endpoint],
+    master: Hosted,
 ) -> None:
     relay = Relay(master[1])
     endpoint = await relay.start()
@@ -262,49 +247,42 @@ async def test_a_session_that_ends_just_after_its_welcome_is_not_dialled_without
 # ---------------------------------------------------------------- whose port is it
 
 
-def test_the_probe_knows_a_master(master: tuple[MasterProcess, Endpoint]) -> None:
-    assert run(probe(master[1], LIMIT)) == (Answer.HTTP2, "")
+async def test_the_probe_knows_a_master(master: Hosted) -> None:
+    assert await probe(master[1], LIMIT) == (Answer.HTTP2, "")
 
 
-def test_the_probe_knows_strangers_and_nobody() -> None:
-    async def main() -> None:
-        async def rude(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b"SSH-2.0-OpenSSH_9.9\r\n")
-            await writer.drain()
-            writer.close()
+async def rude(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"SSH-2.0-OpenSSH_9.9\r\n")
+    await writer.drain()
+    writer.close()
 
-        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read()
-            writer.close()
 
-        for handler, limit, answer in ((rude, LIMIT, Answer.FOREIGN), (silent, 0.1, Answer.SILENT)):
-            server = await asyncio.start_server(handler, "127.0.0.1", 0)
-            port = server.sockets[0].getsockname()[1]
-            assert await probe(Endpoint("127.0.0.1", port), limit) == (answer, "")
-            server.close()
-            await server.wait_closed()
+async def test_the_probe_knows_strangers_and_nobody() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
 
-    run(main())
+    for handler, limit, answer in ((rude, LIMIT, Answer.FOREIGN), (silent, 0.1, Answer.SILENT)):
+        server = await asyncio.start_server(handler, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        assert await probe(Endpoint("127.0.0.1", port), limit) == (answer, "")
+        server.close()
+        await server.wait_closed()
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-        assert run(probe(Endpoint("127.0.0.1", port), LIMIT)) == (Answer.NOBODY, "")
+        assert await probe(Endpoint("127.0.0.1", port), LIMIT) == (Answer.NOBODY, "")
 
 
 async def test_a_master_that_says_nothing_counts_as_lost(
-    master: tuple[MasterProcess, Endpoint],
+    master: Hosted,
 ) -> None:
     """The stream stands, as with a cable that was pulled: no kernel would tell of its end for a
     quarter of an hour, and meanwhile another world could begin elsewhere."""
-    heard = Heard()
-    link = Link(lambda: master[1], hello, heard, patience=2.0)
-    link.start()
-    try:
+    async with linked(master[1], patience=2.0) as (_, heard):
         await heard.until(lambda events: LinkBack() in events)
         os.kill(master[0].process.pid, signal.SIGSTOP)
         lost = LinkLost("nothing was heard from it for 2 s")
         await heard.until(lambda events: lost in events)
         os.kill(master[0].process.pid, signal.SIGCONT)
         await heard.until(lambda events: LinkBack() in events[events.index(lost) :])
-    finally:
-        await link.close(5.0)

@@ -4,17 +4,12 @@ link from it."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import AsyncIterator
 
-import pytest
-
-from elasticrun.agent.link.link import Link
 from elasticrun.core.events import LinkLost, Ordered
 from elasticrun.wire.messages import Welcome
 from elasticrun.wire.types import Endpoint
-from tests.agent.link.test_link import Heard, hello
+from tests.agent.link.test_link import hello, linked
 from tests.harness import LIMIT
 from tests.master.people import SPEC, serving
 
@@ -29,25 +24,15 @@ class Where:
         return self.at
 
 
-@contextlib.asynccontextmanager
-async def linked(where: Where) -> AsyncIterator[tuple[Link, Heard]]:
-    heard = Heard()
-    link = Link(where, lambda: hello(spec=SPEC), heard, patience=LIMIT)
-    link.start()
-    try:
-        yield link, heard
-    finally:
-        await link.close(5.0)
+OURS = hello(spec=SPEC)
 
 
-async def test_a_dial_that_hangs_is_given_up_for_the_new_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_dial_that_hangs_is_given_up_for_the_new_place(monkeypatch) -> None:
     """A host that is frozen takes connections and never answers: nobody waits for it."""
     monkeypatch.setattr("elasticrun.agent.link.link.WELCOME_LIMIT", 10 * LIMIT)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         where = Where(Endpoint(*mute.getsockname()))
-        async with linked(where) as (link, heard), serving() as master:
+        async with linked(where, OURS) as (link, heard), serving() as master:
             await asyncio.to_thread(mute.accept)  # it has dialled
             where.at = master.endpoint
             link.nudge()
@@ -57,7 +42,7 @@ async def test_a_dial_that_hangs_is_given_up_for_the_new_place(
 async def test_a_session_that_stands_is_left_for_the_new_place() -> None:
     async with serving() as old, serving() as new:
         where = Where(old.endpoint)
-        async with linked(where) as (link, heard):
+        async with linked(where, OURS) as (link, heard):
             await heard.until(lambda _: len(heard.orders(Welcome)) == 1)
             where.at = new.endpoint
             link.nudge()
@@ -67,9 +52,9 @@ async def test_a_session_that_stands_is_left_for_the_new_place() -> None:
             assert new.servicer.attached == 1
 
 
-async def test_a_nudge_without_a_new_place_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_nudge_without_a_new_place_changes_nothing(monkeypatch) -> None:
     monkeypatch.setattr("elasticrun.agent.link.session.ECHO_LIMIT", LIMIT)
-    async with serving() as master, linked(Where(master.endpoint)) as (link, heard):
+    async with serving() as master, linked(master.endpoint, OURS) as (link, heard):
         await heard.until(lambda _: len(heard.orders(Welcome)) == 1)
         link.nudge()
         await master.is_well()

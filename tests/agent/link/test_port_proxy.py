@@ -45,7 +45,7 @@ class Opened:
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[Opened]:
+def opened(code: int = 0) -> Iterator[Opened]:
     """A proxy on a free port; it must end by itself when its control stream does."""
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -57,7 +57,7 @@ def opened() -> Iterator[Opened]:
     try:
         yield Opened(popen, port, ours)
         ours.close()
-        assert popen.wait(LIMIT) == 0
+        assert popen.wait(LIMIT) == code
     finally:
         ours.close()
         popen.kill()
@@ -82,6 +82,13 @@ class Behind:
 
     def __exit__(self, *_: object) -> None:
         self.listener.close()
+
+
+@contextlib.contextmanager
+def serving_a_store() -> Iterator[tuple[Opened, Behind]]:
+    with opened() as gate, Behind() as store:
+        gate.tell(store=store.where)
+        yield gate, store
 
 
 def read(sock: socket.socket, count: int) -> bytes:
@@ -124,22 +131,23 @@ def test_a_preface_in_pieces_is_waited_for() -> None:
 
 
 def test_a_half_closed_connection_still_answers() -> None:
-    with opened() as gate, Behind() as store:
-        gate.tell(store=store.where)
-        with gate.visit(b"question") as visitor, store.accept() as inner:
-            visitor.shutdown(socket.SHUT_WR)
-            assert read(inner, 100) == b"question"  # and the end
-            inner.sendall(b"answer")
-            inner.close()
-            assert read(visitor, 100) == b"answer"
+    with (
+        serving_a_store() as (gate, store),
+        gate.visit(b"question") as visitor,
+        store.accept() as inner,
+    ):
+        visitor.shutdown(socket.SHUT_WR)
+        assert read(inner, 100) == b"question"  # and the end
+        inner.sendall(b"answer")
+        inner.close()
+        assert read(visitor, 100) == b"answer"
 
 
 def test_a_slow_reader_holds_up_its_writer_and_nobody_else() -> None:
     """16 MB through a reader that looks later: nothing is lost, it does not grow."""
     size = 16 * 1024 * 1024
     data = os.urandom(1024) * (size // 1024)
-    with opened() as gate, Behind() as store:
-        gate.tell(store=store.where)
+    with serving_a_store() as (gate, store):
         with gate.visit(b"x") as visitor, store.accept() as inner:
             writer = threading.Thread(target=visitor.sendall, args=(data,))
             writer.start()
@@ -152,15 +160,6 @@ def test_a_slow_reader_holds_up_its_writer_and_nobody_else() -> None:
         for line in Path(f"/proc/{gate.popen.pid}/status").read_text().splitlines():
             if line.startswith("VmHWM"):
                 assert int(line.split()[1]) < 40_000  # kB
-
-
-def test_without_a_store_a_connection_waits_for_one() -> None:
-    with opened() as gate, Behind() as store, gate.visit(b"early") as visitor:
-        gate.tell(store=store.where)
-        with store.accept() as inner:
-            assert read(inner, 5) == b"early"
-            inner.sendall(b"late")
-            assert read(visitor, 4) == b"late"
 
 
 def test_a_new_store_closes_the_connections_of_the_older_round() -> None:
@@ -187,15 +186,19 @@ def test_a_new_store_closes_the_connections_of_the_older_round() -> None:
 
 
 def test_between_rounds_connections_are_closed_and_newcomers_wait() -> None:
-    with opened() as gate, Behind() as old, Behind() as new:
+    """Before the first one, too."""
+    with opened() as gate, Behind() as old, Behind() as new, gate.visit(b"early") as zombie:
         gate.tell(store=old.where)
-        with gate.visit(b"a") as zombie, old.accept():
+        with old.accept() as inner:
+            assert read(inner, 5) == b"early"
+            inner.sendall(b"late")
+            assert read(zombie, 4) == b"late"
             gate.tell(store=None)
             assert ended(zombie)
             with gate.visit(b"b"):
                 gate.tell(store=new.where)
-                with new.accept() as inner:
-                    assert read(inner, 1) == b"b"
+                with new.accept() as later:
+                    assert read(later, 1) == b"b"
 
 
 def test_a_store_that_is_not_there_closes_the_connection() -> None:
@@ -219,8 +222,7 @@ def test_noise_on_the_control_stream_is_passed_over() -> None:
 
 
 def test_signals_to_everybody_are_not_for_the_proxy() -> None:
-    with opened() as gate, Behind() as store:
-        gate.tell(store=store.where)
+    with serving_a_store() as (gate, store):
         with gate.visit(b"a"), store.accept() as inner:  # it runs, so its handlers stand
             assert read(inner, 1) == b"a"
         for word in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
@@ -230,17 +232,10 @@ def test_signals_to_everybody_are_not_for_the_proxy() -> None:
 
 
 def test_killed_it_leaves_its_port_free() -> None:
-    ours, theirs = socket.socketpair()
-    listener = socket.create_server(("127.0.0.1", 0))
-    where = listener.getsockname()
-    fds = (listener.fileno(), theirs.fileno())
-    popen = subprocess.Popen(port_proxy_child.command(*fds), pass_fds=fds)
-    listener.close()
-    theirs.close()
-    popen.kill()
-    popen.wait()
-    ours.close()
-    socket.create_server(where).close()
+    with opened(-signal.SIGKILL) as gate:
+        gate.popen.kill()
+        gate.popen.wait()
+        socket.create_server(("127.0.0.1", gate.port)).close()
 
 
 @contextlib.contextmanager
@@ -260,7 +255,7 @@ def within(most: int) -> Iterator[tuple[tuple[str, int], socket.socket]]:
             running.join(LIMIT)
 
 
-def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_is_dropped(monkeypatch) -> None:
     """With a shorter limit: thirty seconds are too long to wait."""
     monkeypatch.setattr(port_proxy_child, "HEAD_LIMIT", 0.2)
     with within(16) as (where, _), socket.create_connection(where, timeout=LIMIT) as silent:
@@ -291,8 +286,7 @@ def test_connections_are_bounded_and_others_wait_their_turn() -> None:
 def test_without_descriptors_it_rests_and_goes_on_when_there_are_some() -> None:
     """A connection that cannot be accepted stays in the kernel's queue, which tells of it at every
     look: it must not look again and again."""
-    with opened() as gate, Behind() as store:
-        gate.tell(store=store.where)
+    with serving_a_store() as (gate, store):
         with gate.visit(b"A") as visitor, store.accept() as inner:
             assert read(inner, 1) == b"A"
             used = len(os.listdir(f"/proc/{gate.popen.pid}/fd"))
@@ -359,11 +353,9 @@ def test_a_tcpstore_goes_through() -> None:
             [*command, "0", "server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as host,
     ):
-        assert host.stdout is not None
         gate.tell(store=f"127.0.0.1:{int(host.stdout.readline())}")
         done = subprocess.run(
             [*command, str(gate.port), "client"], capture_output=True, text=True, timeout=240
         )
         assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
-        assert host.stdin is not None
         host.stdin.close()

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from elasticrun.agent.link import answering
-from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.trust import Trust, trust_of, unusable, with_trust
 from elasticrun.config import EXIT_FAILED, AgentConfig, MasterPlace, Tls
 from elasticrun.core.events import LinkBack, LinkLost
@@ -24,43 +23,35 @@ from elasticrun.wire.rpc import channel as c, protobuf
 from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.agent.configs import agent_config
-from tests.agent.link.test_link import Heard
+from tests.agent.link.test_link import Heard, linked, rude
 from tests.certificates import Authority
-from tests.master.people import LIMIT, hello, serving
+from tests.master import people
+from tests.master.people import LIMIT, serving
 from tests.wire.test_channel import held_port
 from tests.wire.test_tls import raw
 
 TOKEN = "what all nodes of the job know"
+Files = Mapping[str, Tls]
 
 
 @contextlib.asynccontextmanager
-async def linked(endpoint: Endpoint, trust: Trust) -> AsyncIterator[Heard]:
-    heard = Heard()
-    link = Link(lambda: endpoint, hello, heard, trust=trust, patience=LIMIT)
-    link.start()
-    try:
+async def trusting(endpoint: Endpoint, trust: Trust) -> AsyncIterator[Heard]:
+    async with linked(endpoint, people.hello(), trust=trust) as (_, heard):
         yield heard
-    finally:
-        await link.close(5.0)
 
 
 async def refusal(endpoint: Endpoint, trust: Trust) -> m.Refused:
-    async with linked(endpoint, trust) as heard:
+    async with trusting(endpoint, trust) as heard:
         await heard.until(lambda _: bool(heard.orders(m.Refused)))
         assert heard.count(LinkBack) == 0
-        refused = heard.orders(m.Refused)[0]
-        assert isinstance(refused, m.Refused)
-        return refused
+        return heard.orders(m.Refused)[0]
 
 
 # ---------------------------------------------------------------- the token
 
 
 async def test_a_master_that_knows_the_token_is_followed() -> None:
-    async with (
-        serving(token=TOKEN) as served,
-        linked(served.endpoint, Trust(TOKEN)) as heard,
-    ):
+    async with serving(token=TOKEN) as served, trusting(served.endpoint, Trust(TOKEN)) as heard:
         await heard.until(lambda events: LinkBack() in events)
 
 
@@ -113,14 +104,12 @@ async def _impostor(port: int, answer: m.Order, tries: int) -> list[m.Report]:
 
 
 @pytest.mark.parametrize("answer", IMPOSTURES.values(), ids=IMPOSTURES)
-def test_a_running_job_is_not_ended_by_who_takes_the_masters_port(
-    answer: m.Order, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_running_job_is_not_ended_by_who_takes_the_masters_port(answer: m.Order, caplog) -> None:
     """Nor is it told anything but knocks: no proof, no Hello. When the master is back, all is."""
 
     async def run(port: int) -> None:
         async with serving(token=TOKEN, port=port) as served:
-            started = linked(served.endpoint, Trust(TOKEN))
+            started = trusting(served.endpoint, Trust(TOKEN))
             heard = await started.__aenter__()
             await heard.until(lambda events: LinkBack() in events)
         await heard.until(lambda _: heard.count(LinkLost) == 1)
@@ -163,7 +152,7 @@ def test_an_agent_knocks_with_a_new_nonce_each_time() -> None:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tls]:
+def files(tmp_path_factory) -> Files:
     folder = tmp_path_factory.mktemp("tls")
     ours, theirs = Authority(folder).create(), Authority(folder, "other").create()
     good = ours.sign("good", "IP:127.0.0.1")
@@ -176,12 +165,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tls]:
     }
 
 
-async def test_a_master_over_tls_is_followed_by_the_name_it_was_given(
-    files: Mapping[str, Tls],
+async def test_a_master_over_tls_is_followed_by_its_name(
+    files: Files,
 ) -> None:
     async with serving(token=TOKEN, tls=raw(files["elsewhere"])) as served:
         trust = Trust(TOKEN, files["good"], "elsewhere")
-        async with linked(served.endpoint, trust) as heard:
+        async with trusting(served.endpoint, trust) as heard:
             await heard.until(lambda events: LinkBack() in events)
 
 
@@ -197,7 +186,7 @@ async def test_a_master_over_tls_is_followed_by_the_name_it_was_given(
     ],
 )
 async def test_tls_that_does_not_fit_is_one_sentence(
-    files: Mapping[str, Tls], master: str | None, ours: str | None, said: str
+    files: Files, master: str | None, ours: str | None, said: str
 ) -> None:
     async with serving(tls=raw(files[master] if master else None)) as served:
         mine = files[ours] if ours else None
@@ -209,39 +198,29 @@ async def test_tls_that_does_not_fit_is_one_sentence(
         assert said in why
 
 
-def test_the_probe_knows_a_master_over_tls_and_nobody(files: Mapping[str, Tls]) -> None:
+def test_the_probe_knows_a_master_over_tls_and_nobody(files: Files) -> None:
     async def run(port: int) -> None:
         async with serving(tls=raw(files["good"]), port=port) as served:
             where = served.endpoint
-            assert await answering.probe(where, LIMIT, files["good"]) == (
-                answering.Answer.HTTP2,
-                "",
-            )
+            found = await answering.probe(where, LIMIT, files["good"])
+            assert found == (answering.Answer.HTTP2, "")
         assert await answering.probe(where, LIMIT, files["good"]) == (answering.Answer.NOBODY, "")
 
     with held_port() as port:
         aio.run(run(port))
 
 
-def test_the_probe_knows_a_stranger_who_speaks_no_tls(files: Mapping[str, Tls]) -> None:
-    async def rude(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"SSH-2.0-OpenSSH_9.9\r\n")
-        await writer.drain()
-        writer.close()
-
-    async def run() -> None:
-        server = await asyncio.start_server(rude, "127.0.0.1", 0)
-        where = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
-        assert await answering.probe(where, LIMIT, files["good"]) == (answering.Answer.FOREIGN, "")
-        server.close()
-        await server.wait_closed()
-
-    aio.run(run())
+async def test_the_probe_knows_a_stranger_who_speaks_no_tls(files: Files) -> None:
+    server = await asyncio.start_server(rude, "127.0.0.1", 0)
+    where = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+    assert await answering.probe(where, LIMIT, files["good"]) == (answering.Answer.FOREIGN, "")
+    server.close()
+    await server.wait_closed()
 
 
 @pytest.mark.slow
 def test_a_renewed_certificate_is_used_from_the_next_connection_on(
-    files: Mapping[str, Tls], tmp_path: Path
+    files: Files, tmp_path: Path
 ) -> None:
     """The first one has expired: the agent waits for a better one instead of ending, since it has
     been in before."""
@@ -255,7 +234,7 @@ def test_a_renewed_certificate_is_used_from_the_next_connection_on(
     async def run(port: int) -> None:
         put(good)
         async with serving(tls=raw(good), port=port) as served:
-            started = linked(served.endpoint, Trust(files=own))
+            started = trusting(served.endpoint, Trust(files=own))
             heard = await started.__aenter__()
             await heard.until(lambda events: LinkBack() in events)
             put(files["expired"])  # before there is anything to dial again for
@@ -297,7 +276,7 @@ def test_where_others_have_to_know_it_none_is_minted(kind: str, nodes: int) -> N
     assert with_trust(config) is config
 
 
-def test_a_standalone_master_needs_no_tls(files: Mapping[str, Tls]) -> None:
+def test_a_standalone_master_needs_no_tls(files: Files) -> None:
     config = dataclasses.replace(configured("standalone"), tls=files["good"])
     assert with_trust(config).tls is None
 
@@ -307,6 +286,6 @@ def test_the_master_bears_the_name_that_the_user_gave() -> None:
     assert trust_of(configured("etcd")).name == ""
 
 
-def test_files_that_cannot_serve_end_the_agent_with_a_sentence(files: Mapping[str, Tls]) -> None:
+def test_files_that_cannot_serve_end_the_agent_with_a_sentence(files: Files) -> None:
     assert "has expired" in unusable(files["expired"])
     assert unusable(files["good"]) == ""

@@ -9,8 +9,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,8 +59,11 @@ class Pipe:
         os.close(self.out)
 
 
+Pipes = tuple[Pipe, Pipe]
+
+
 @pytest.fixture
-def pipes() -> Iterator[tuple[Pipe, Pipe]]:
+def pipes() -> Iterator[Pipes]:
     both = Pipe(), Pipe()
     yield both
     for pipe in both:
@@ -78,10 +82,49 @@ def make_envs(nproc: int, run_id: str = "job") -> dict[int, dict[str, str]]:
     }
 
 
-def make(plan: LogPlan, pipes: tuple[Pipe, Pipe], nproc: int = 2, **more: float) -> RankOutput:
+def make(plan: LogPlan, pipes: Pipes, nproc: int = 2, **more: float) -> RankOutput:
     return RankOutput(
         plan, "job", "default", nproc, stdout_fd=pipes[0].into, stderr_fd=pipes[1].into, **more
     )
+
+
+class Shown:
+    """What ranks print in a first life, and the two consoles on which it is shown."""
+
+    def __init__(
+        self, folder: Path, pipes: Pipes, nproc: int, more: dict[str, float], plan: Any
+    ) -> None:
+        self.out, self.err = pipes
+        plan = {"log_dir": str(folder), "tee_all": 1, **plan}
+        self.output = make(LogPlan(**plan), pipes, nproc, **more)
+        self.logs = self.output.open_attempt(0, make_envs(nproc))
+        self.stdout, self.stderr = Path(self.logs[0].stdout), Path(self.logs[0].stderr)
+
+    def at_end(self) -> bytes:
+        """All that stdout's console showed."""
+        self.output.close(LIMIT)
+        return self.out.rest()
+
+
+Show = Callable[..., Shown]
+
+
+@pytest.fixture
+def shown(tmp_path: Path, pipes: Pipes, caplog) -> Show:
+    """Stdout of one rank, by default."""
+    caplog.set_level("WARNING", logger="elasticrun")
+
+    def made(nproc: int = 1, *, at: Pipes = pipes, more: Any = None, **plan: Any) -> Shown:
+        return Shown(tmp_path, at, nproc, more or {}, plan)
+
+    return made
+
+
+@pytest.fixture
+def tmp(tmp_path: Path, monkeypatch) -> Path:
+    """Where folders are made that nobody has named."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
 
 
 PLANS = {
@@ -99,11 +142,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("log_dir", ["given", "none", "/dev/null"])
 def test_places_are_torchs(
-    name: str,
-    log_dir: str,
-    tmp_path: Path,
-    pipes: tuple[Pipe, Pipe],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, log_dir: str, tmp_path: Path, pipes: Pipes, monkeypatch
 ) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
@@ -139,7 +178,7 @@ def test_places_are_torchs(
         assert ours[rank].error_file == our_envs[rank]["TORCHELASTIC_ERROR_FILE"]
 
 
-def test_the_runs_folder_is_named_like_torchs(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
+def test_the_runs_folder_is_named_like_torchs(tmp_path: Path, pipes: Pipes) -> None:
     output = make(LogPlan(log_dir=str(tmp_path / "a" / "b")), pipes)
     logs = output.open_attempt(3, make_envs(1))
     (run,) = (tmp_path / "a" / "b").iterdir()
@@ -155,7 +194,7 @@ def test_an_id_with_slashes_makes_one_folder(tmp_path: Path) -> None:
     assert run.name.startswith(".._a_b_")
 
 
-def test_earlier_attempts_stay(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
+def test_earlier_attempts_stay(tmp_path: Path, pipes: Pipes) -> None:
     output = make(LogPlan(log_dir=str(tmp_path), redirects_all=3), pipes, nproc=1)
     files = []
     for attempt in (0, 1, 1):
@@ -166,119 +205,101 @@ def test_earlier_attempts_stay(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None
     assert [file.parent.parent.name for file in files] == ["attempt_0", "attempt_1", "attempt_1.1"]
 
 
-def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
-    file = tmp_path / "logs"
-    file.write_text("")
-    with pytest.raises(LogsUnusable, match="is a file") as caught:
-        RankOutput(LogPlan(log_dir=str(file)), "job", "default", 1).prepare()
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ({"log_dir": "file"}, "is a file"),
+        ({"log_dir": "file/logs"}, "^--log-dir: no folder can be made in "),
+        (
+            {"log_dir": None, "logs_specs": "nowhere"},
+            "--logs-specs nowhere cannot be used: no entry point",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(
+    plan: dict[str, Any], why: str, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(LogsUnusable, match=why) as caught:
+        RankOutput(LogPlan(**plan), "job", "default", 1).prepare()
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(LogsUnusable, match=r"^--log-dir: no folder can be made in "):
-        RankOutput(LogPlan(log_dir=str(file / "logs")), "job", "default", 1).prepare()
-
-
-def test_tee_copies_lines_with_their_prefix(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
-    output = make(LogPlan(log_dir=str(tmp_path), tee_all=3), pipes)
-    logs = output.open_attempt(0, make_envs(2))
-    with open(logs[0].stdout, "wb") as zero, open(logs[1].stderr, "wb") as one:
+def test_tee_copies_lines_with_their_prefix(shown: Show) -> None:
+    made = shown(2, tee_all=3)
+    with open(made.logs[0].stdout, "wb") as zero, open(made.logs[1].stderr, "wb") as one:
         zero.write(b"first\nsec")
         zero.flush()
-        assert pipes[0].until(b"first\n") == b"[default0]:first\n"
+        assert made.out.until(b"first\n") == b"[default0]:first\n"
         zero.write(b"ond\r10%\r\nlast")
         one.write(b"oops\n")
-    assert pipes[1].until(b"oops\n") == b"[default1]:oops\n"
-    output.close(LIMIT)
+    assert made.err.until(b"oops\n") == b"[default1]:oops\n"
     lines = [b"first", b"second", b"10%", b"last"]
-    assert pipes[0].rest() == b"".join(b"[default0]:" + line + b"\n" for line in lines)
+    assert made.at_end() == b"".join(b"[default0]:" + line + b"\n" for line in lines)
 
 
-def test_lines_arrive_while_the_rank_lives(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
-    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
-    logs = output.open_attempt(0, make_envs(1))
+def test_lines_arrive_while_the_rank_lives(shown: Show) -> None:
+    made = shown()
     script = "import sys\nfor line in sys.stdin: print('heard', line, end='', flush=True)"
-    with open(logs[0].stdout, "wb") as file:
+    with made.stdout.open("wb") as file:
         rank = subprocess.Popen(
             [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=file, text=True
         )
-    assert rank.stdin is not None
     for word in ("one", "two", "three"):
         rank.stdin.write(f"{word}\n")
         rank.stdin.flush()
-        pipes[0].until(f"[default0]:heard {word}\n".encode())
+        made.out.until(f"[default0]:heard {word}\n".encode())
     rank.stdin.close()
     rank.wait(LIMIT)
-    output.rank_exited(0)
-    output.close(LIMIT)
-    assert pipes[0].rest().count(b"\n") == 3
+    made.output.rank_exited(0)
+    assert made.at_end().count(b"\n") == 3
 
 
-def test_what_a_rank_leaves_behind_does_not_hold_the_end_up(
-    tmp_path: Path, pipes: tuple[Pipe, Pipe]
-) -> None:
-    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
-    logs = output.open_attempt(0, make_envs(1))
-    with open(logs[0].stdout, "wb") as still_open:
+def test_what_a_rank_leaves_behind_does_not_hold_the_end_up(shown: Show) -> None:
+    made = shown()
+    with made.stdout.open("wb", buffering=0) as still_open:
         still_open.write(b"rank\n")
-        still_open.flush()
-        output.rank_exited(0)
+        made.output.rank_exited(0)
         still_open.write(b"grandchild")
-        still_open.flush()
-        output.close(LIMIT)
-        assert pipes[0].rest() == b"[default0]:rank\n[default0]:grandchild\n"
+        assert made.at_end() == b"[default0]:rank\n[default0]:grandchild\n"
 
 
-def test_the_template(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
+def test_the_template(shown: Show) -> None:
     template = "${role_name}|${local_rank}|${rank}|${hostname}|${other}> "
-    plan = LogPlan(log_dir=str(tmp_path), tee_all=1, prefix_template=template)
-    output = make(plan, pipes)
-    logs = output.open_attempt(0, make_envs(2))
-    Path(logs[1].stdout).write_text("x\n")
-    output.close(LIMIT)
+    made = shown(2, prefix_template=template)
+    Path(made.logs[1].stdout).write_text("x\n")
     host = os.uname().nodename
-    assert pipes[0].rest().decode() == f"default|1|5|{host}|${{other}}> x\n"
+    assert made.at_end().decode() == f"default|1|5|{host}|${{other}}> x\n"
 
 
-def test_lines_of_one_life_come_before_those_of_the_next(
-    tmp_path: Path, pipes: tuple[Pipe, Pipe]
-) -> None:
-    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
+def test_lines_of_one_life_come_before_those_of_the_next(shown: Show) -> None:
+    made = shown()
     for attempt in range(20):
-        logs = output.open_attempt(attempt, make_envs(1))
+        logs = made.output.open_attempt(attempt, make_envs(1)) if attempt else made.logs
         Path(logs[0].stdout).write_text(f"{attempt}\nend of {attempt}")
-        output.rank_exited(0)
-    output.close(LIMIT)
+        made.output.rank_exited(0)
     expected = [f"[default0]:{text}" for i in range(20) for text in (str(i), f"end of {i}")]
-    assert pipes[0].rest().decode().splitlines() == expected
+    assert made.at_end().decode().splitlines() == expected
 
 
-def test_duplicate_filters(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
-    plan = LogPlan(
-        log_dir=str(tmp_path), tee_all=3, stdout_filters=("loss", "a,b"), stderr_filters=("warn",)
-    )
-    output = make(plan, pipes)
-    logs = output.open_attempt(0, make_envs(2))
-    Path(logs[0].stdout).write_text("loss 1\nother\nsee a,b\n")
-    Path(logs[1].stderr).write_text("loss 2\nwarning\n")
-    output.close(LIMIT)
-    attempt = Path(logs[0].stdout).parent.parent
+def test_duplicate_filters(shown: Show) -> None:
+    made = shown(2, tee_all=3, stdout_filters=("loss", "a,b"), stderr_filters=("warn",))
+    made.stdout.write_text("loss 1\nother\nsee a,b\n")
+    Path(made.logs[1].stderr).write_text("loss 2\nwarning\n")
+    assert b"other" in made.at_end()
+    attempt = made.stdout.parent.parent
     out = (attempt / "filtered_stdout.log").read_text()
     assert out == "[default0]:loss 1\n[default0]:see a,b\n"
     assert (attempt / "filtered_stderr.log").read_text() == "[default1]:warning\n"
-    assert b"other" in pipes[0].rest()
 
 
-def test_no_inotify_is_said_and_made_up_for(
-    tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_inotify_is_made_up_for(tmp_path: Path, pipes: Pipes, caplog) -> None:
     def none_left() -> object:
         raise OSError(24, "Too many open files")
 
     output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
-    output._readers[1].make_inotify = none_left  # type: ignore[assignment]
+    output._readers[1].make_inotify = none_left
     with caplog.at_level("WARNING", logger="elasticrun"):
         logs = output.open_attempt(0, make_envs(1))
         with open(logs[0].stdout, "wb", buffering=0) as file:
@@ -289,58 +310,41 @@ def test_no_inotify_is_said_and_made_up_for(
     assert "no inotify for log files (Too many open files)" in caplog.text
 
 
-def test_a_log_that_its_script_cuts_is_read_from_the_start(
-    tmp_path: Path, pipes: tuple[Pipe, Pipe]
-) -> None:
-    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
-    logs = output.open_attempt(0, make_envs(1))
-    Path(logs[0].stdout).write_text("a long line before\n")
-    pipes[0].until(b"before\n")
-    os.truncate(logs[0].stdout, 0)
-    with open(logs[0].stdout, "ab", buffering=0) as file:
+def test_a_log_that_its_script_cuts_is_read_from_the_start(shown: Show) -> None:
+    made = shown()
+    made.stdout.write_text("a long line before\n")
+    made.out.until(b"before\n")
+    os.truncate(made.stdout, 0)
+    with made.stdout.open("ab", buffering=0) as file:
         file.write(b"after\n")
-        pipes[0].until(b"after\n")
-    output.close(LIMIT)
-    assert pipes[0].rest() == b"[default0]:a long line before\n[default0]:after\n"
+        made.out.until(b"after\n")
+    assert made.at_end() == b"[default0]:a long line before\n[default0]:after\n"
 
 
-def test_a_line_without_an_end_is_passed_on_in_pieces(
-    tmp_path: Path, pipes: tuple[Pipe, Pipe]
-) -> None:
-    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
-    logs = output.open_attempt(0, make_envs(1))
+def test_a_line_without_an_end_is_passed_on_in_pieces(shown: Show) -> None:
+    made = shown()
     size = 1_000_000
-    Path(logs[0].stdout).write_bytes(b"x" * size + b"\nend\n")
-    text = pipes[0].until(b":end\n")
-    output.close(LIMIT)
+    made.stdout.write_bytes(b"x" * size + b"\nend\n")
+    text = made.out.until(b":end\n")
+    made.output.close(LIMIT)
     assert text.count(b"x") == size
     assert max(map(len, text.splitlines())) < READ_BYTES + MAX_LINE_BYTES + 100
 
 
 @pytest.mark.slow
-def test_a_frozen_console_drops_lines_and_counts_them(
-    tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_frozen_console_drops_lines_and_counts_them(shown: Show, caplog) -> None:
     """Nobody reads the pipe: the file is read on, all filters get their lines, close returns."""
-    lines = 50_000
-    plan = LogPlan(log_dir=str(tmp_path), tee_all=1, stdout_filters=("needle",))
-    output = make(plan, pipes, nproc=1, patience=0.05)
-    logs = output.open_attempt(0, make_envs(1))
-    with open(logs[0].stdout, "wb") as file:
-        for number in range(lines):
-            file.write(b"line %d\n" % number)
-        file.write(b"needle\n")
-    filtered = Path(logs[0].stdout).parent.parent / "filtered_stdout.log"
+    made = shown(stdout_filters=("needle",), more={"patience": 0.05})
+    made.stdout.write_text("".join(f"line {number}\n" for number in range(50_000)) + "needle\n")
+    filtered = made.stdout.parent.parent / "filtered_stdout.log"
     until_file(filtered, lambda text: text.endswith("needle\n"))
-    output.rank_exited(0)
-    with caplog.at_level("WARNING", logger="elasticrun"):
-        cut = output.close(0.2)
-    assert 0 < cut <= os.path.getsize(logs[0].stdout)
-    said = (
-        f"{cut / 1e6:.1f} MB of the ranks' stdout were not shown, because nobody read the console"
-    )
+    made.output.rank_exited(0)
+    cut = made.output.close(0.2)
+    assert 0 < cut <= made.stdout.stat().st_size
+    amount = f"{cut / 1e6:.1f} MB"
+    said = f"{amount} of the ranks' stdout were not shown, because nobody read the console"
     assert said in caplog.text
-    assert f"{logs[0].stdout} ({cut / 1e6:.1f} MB)" in caplog.text
+    assert f"{made.stdout} ({amount})" in caplog.text
     assert filtered.read_text() == "[default0]:needle\n"
 
 
@@ -357,7 +361,7 @@ def test_a_long_rest_is_progress_at_each_turn(tmp_path: Path) -> None:
 
     path = tmp_path / "stdout.log"
     path.write_bytes(b"line\n" * READ_BYTES)
-    tail = Tail(0, str(path), b"", Console())  # type: ignore[arg-type]
+    tail = Tail(0, str(path), b"", Console())
     tail.fd = os.open(path, os.O_RDONLY)
     reader._tails.append(tail)
     reader._finish([tail])
@@ -376,7 +380,7 @@ def fill(pipe: Pipe) -> int:
     return filled
 
 
-def test_a_console_that_thaws_says_how_many_lines_are_missing(pipes: tuple[Pipe, Pipe]) -> None:
+def test_a_console_that_thaws_says_how_many_lines_are_missing(pipes: Pipes) -> None:
     full = fill(pipes[0])
     console = ConsoleWriter(pipes[0].into, capacity=10, patience=0.05)
     console.put([b"%06d\n" % 0])
@@ -396,7 +400,7 @@ def test_a_console_that_thaws_says_how_many_lines_are_missing(pipes: tuple[Pipe,
 
 
 @pytest.mark.slow
-def test_a_slow_console_loses_nothing(pipes: tuple[Pipe, Pipe]) -> None:
+def test_a_slow_console_loses_nothing(pipes: Pipes) -> None:
     console = ConsoleWriter(pipes[0].into, capacity=10, patience=LIMIT)
     writer = threading.Thread(target=lambda: console.put(b"%d\n" % n for n in range(30_000)))
     writer.start()
@@ -407,16 +411,12 @@ def test_a_slow_console_loses_nothing(pipes: tuple[Pipe, Pipe]) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_waits_for_its_console_is_not_taken_for_a_hung_disk(
-    tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
-) -> None:
-    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1, patience=LIMIT)
-    logs = output.open_attempt(0, make_envs(1))
-    with open(logs[0].stdout, "wb") as file:
-        file.truncate(40 * 1024 * 1024)  # more than the queue takes
-    await_true(lambda: output._consoles[1].is_awaited, "reader that waits for room")
-    output.hurry(4.0)
-    assert output.close(1.5) > 0
+def test_a_reader_that_waits_for_its_console_is_no_hung_disk(shown: Show, caplog) -> None:
+    made = shown(more={"patience": LIMIT})
+    os.truncate(made.stdout, 40 * 1024 * 1024)  # more than the queue takes
+    await_true(lambda: made.output._consoles[1].is_awaited, "reader that waits for room")
+    made.output.hurry(4.0)
+    assert made.output.close(1.5) > 0
     assert "the disk does not answer" not in caplog.text
     assert "because the time to end was up" in caplog.text
 
@@ -436,50 +436,42 @@ class SlowReader(threading.Thread):
 
 
 @pytest.mark.slow
-def test_all_is_shown_as_long_as_somebody_reads(
-    tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_is_shown_as_long_as_somebody_reads(shown: Show, caplog) -> None:
     """A reader that takes minutes is no frozen one: neither the whole time counts, nor that one
     write waits for room in the pipe longer than the console's patience."""
-    output = make(LogPlan(log_dir=str(tmp_path), tee_all=3), pipes, nproc=1, patience=1.0)
-    filled = fill(pipes[0])
-    logs = output.open_attempt(0, make_envs(1))
-    Path(logs[0].stdout).write_bytes(b"line\n" * 2_000)
-    Path(logs[0].stderr).write_bytes(b"the cause\n")
-    slow = SlowReader(pipes[0], 512, 0.2)  # a page, for which a write waits: in 1.6 s
+    made = shown(tee_all=3, more={"patience": 1.0})
+    filled = fill(made.out)
+    made.stdout.write_bytes(b"line\n" * 2_000)
+    made.stderr.write_bytes(b"the cause\n")
+    slow = SlowReader(made.out, 512, 0.2)  # a page, for which a write waits: in 1.6 s
     slow.start()
-    output.rank_exited(0)
-    ending = threading.Thread(target=output.close, args=(1.0,))
+    made.output.rank_exited(0)
+    ending = threading.Thread(target=made.output.close, args=(1.0,))
     ending.start()
-    pipes[1].until(b"[default0]:the cause\n")  # which no stdout holds up
-    await_true(lambda: len(pipes[0].seen) > 8 * 1024, "two pages, read in more than three seconds")
+    made.err.until(b"[default0]:the cause\n")  # which no stdout holds up
+    await_true(lambda: len(made.out.seen) > 8 * 1024, "two pages, read in more than three seconds")
     slow.hurry.set()
     ending.join(LIMIT)
-    pipes[0].close_writer()
+    made.out.close_writer()
     slow.join(LIMIT)
-    assert pipes[0].seen[filled:] == b"[default0]:line\n" * 2_000
+    assert made.out.seen[filled:] == b"[default0]:line\n" * 2_000
     assert caplog.text == ""
 
 
 @pytest.mark.slow
-def test_when_the_time_is_up_stderr_comes_first(
-    tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_when_time_is_up_stderr_is_first(shown: Show, pipes: Pipes, caplog) -> None:
     """Both go to one terminal, as with `2>&1 | less`, which is read on only after the signal."""
-    both = (pipes[0], pipes[0])
-    output = make(LogPlan(log_dir=str(tmp_path), tee_all=3), both, nproc=1, patience=LIMIT)
-    logs = output.open_attempt(0, make_envs(1))
+    made = shown(tee_all=3, at=(pipes[0], pipes[0]), more={"patience": LIMIT})
     size = 40 * 1024 * 1024
-    with open(logs[0].stdout, "wb") as file:
-        file.truncate(size)  # more than is ever shown, in lines without an end
-    console = output._consoles[1]
+    os.truncate(made.stdout, size)  # more than is ever shown, in lines without an end
+    console = made.output._consoles[1]
     await_true(lambda: console._lines or console._writing, "stdout under way")
-    Path(logs[0].stderr).write_bytes(b"the cause\n" * 20_000)
-    output.rank_exited(0)
+    made.stderr.write_bytes(b"the cause\n" * 20_000)
+    made.output.rank_exited(0)
     cut: list[int] = []
-    ending = threading.Thread(target=lambda: cut.append(output.close(LIMIT)))
+    ending = threading.Thread(target=lambda: cut.append(made.output.close(LIMIT)))
     ending.start()
-    output.hurry(3.0)
+    made.output.hurry(3.0)
     reader = SlowReader(pipes[0], 4096, 0.001)
     reader.start()
     await_true(lambda: pipes[0].seen.count(b"the cause") == 20_000, "all of stderr")
@@ -490,16 +482,15 @@ def test_when_the_time_is_up_stderr_comes_first(
     reader.join(LIMIT)
     assert 0 < cut[0] < size
     assert "of the ranks' stdout were not shown, because the time to end was up" in caplog.text
-    assert f"these files have it all: {logs[0].stdout} (" in caplog.text
+    assert f"these files have it all: {made.stdout} (" in caplog.text
 
 
-def test_a_console_that_is_closed_stops_nobody(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
-    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
-    os.close(pipes[0].out)
-    pipes[0].out = os.open("/dev/null", os.O_RDONLY)
-    logs = output.open_attempt(0, make_envs(1))
-    Path(logs[0].stdout).write_text("line\n" * 100_000)
-    output.close(LIMIT)
+def test_a_console_that_is_closed_stops_nobody(shown: Show) -> None:
+    made = shown()
+    os.close(made.out.out)
+    made.out.out = os.open("/dev/null", os.O_RDONLY)
+    made.stdout.write_text("line\n" * 100_000)
+    made.output.close(LIMIT)
 
 
 PLUGIN = """
@@ -522,12 +513,7 @@ PLUGIN = """
 """
 
 
-def test_a_plug_in_decides(
-    tmp_path: Path,
-    pipes: tuple[Pipe, Pipe],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_plug_in_decides(tmp_path: Path, pipes: Pipes, monkeypatch, caplog) -> None:
     about = tmp_path / "h7plug-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: h7plug\nVersion: 1.0\n")
@@ -548,62 +534,40 @@ def test_a_plug_in_decides(
     assert pipes[0].rest() == b"[default0]:of 0\n"
 
 
-def test_a_plug_in_that_is_not_there() -> None:
-    output = RankOutput(LogPlan(log_dir=None, logs_specs="nowhere"), "job", "default", 1)
-    with pytest.raises(LogsUnusable, match="--logs-specs nowhere cannot be used: no entry point"):
-        output.prepare()
-
-
-def test_an_empty_folder_under_tmp_is_removed_and_a_used_one_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    unused = RankOutput(LogPlan(log_dir=None), "job", "default", 2)
-    unused.open_attempt(0, make_envs(2))
-    assert len(list(tmp_path.iterdir())) == 1
-    unused.close(LIMIT)
-    unused.tidy()
-    assert list(tmp_path.iterdir()) == []
-
-    used = RankOutput(LogPlan(log_dir=None), "job", "default", 2)
-    logs = used.open_attempt(0, make_envs(2))
-    Path(logs[1].error_file).write_text("{}")
-    used.close(LIMIT)
-    used.tidy()
-    assert Path(logs[1].error_file).exists()
+TEE = LogPlan(log_dir=None, tee_all=3)
+BOTH = ["error.json", "stdout.log"]
 
 
 @pytest.mark.parametrize(
-    ("plan", "well", "kept"),
+    ("plan", "used", "well", "kept"),
     [
-        (LogPlan(log_dir=None, tee_all=3), True, []),
-        (LogPlan(log_dir=None, tee_all=3), False, ["error.json", "stdout.log"]),
-        (LogPlan(log_dir=None, redirects_all=1), True, ["error.json", "stdout.log"]),
-        (LogPlan(log_dir=None, tee_all=3, local_ranks_filter=(1,)), True,
-         ["error.json", "stdout.log"]),
-        (LogPlan(log_dir=None), True, []),
+        (LogPlan(log_dir=None), False, False, []),
+        (LogPlan(log_dir=None), True, False, ["error.json"]),
+        (LogPlan(log_dir=None), True, True, []),
+        (TEE, True, True, []),
+        (TEE, True, False, BOTH),
+        (LogPlan(log_dir=None, redirects_all=1), True, True, BOTH),
+        (LogPlan(log_dir=None, tee_all=3, local_ranks_filter=(1,)), True, True, BOTH),
     ],
-)  # fmt: skip
+)
 def test_what_is_kept_of_a_folder_that_nobody_asked_for(
-    plan: LogPlan, well: bool, kept: list[str], tmp_path: Path,
-    pipes: tuple[Pipe, Pipe],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    plan: LogPlan, used: bool, well: bool, kept: list[str], tmp: Path, pipes: Pipes
+) -> None:
     output = make(plan, pipes)
     logs = output.open_attempt(0, make_envs(1))
-    Path(logs[0].error_file).write_text("{}")  # of a life before
+    assert len(list(tmp.iterdir())) == 1
+    if used:
+        Path(logs[0].error_file).write_text("{}")  # of a life before
     if logs[0].stdout:
         Path(logs[0].stdout).write_text("a line\n")
     output.close(LIMIT)
     output.tidy(ended_well=well)
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.stat().st_size
-                  and path.is_file()) == kept  # fmt: skip
-    assert bool(list(tmp_path.iterdir())) == bool(kept)
+    files = [path for path in tmp.rglob("*") if path.is_file() and path.stat().st_size]
+    assert sorted(path.name for path in files) == kept
+    assert bool(list(tmp.iterdir())) == bool(kept)
 
 
-def test_folders_of_killed_runs_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_folders_of_killed_runs_are_swept(tmp: Path) -> None:
     living, empty, fresh, old = (LogFolder() for _ in range(4))
     kept = LogFolder()
     for folder in (fresh, old, kept):
@@ -613,11 +577,11 @@ def test_folders_of_killed_runs_are_swept(tmp_path: Path, monkeypatch: pytest.Mo
     os.utime(Path(kept.path) / "stdout.log", (1, 1))
     for folder in (empty, fresh, old):
         os.close(folder._fd)  # as the kernel does it
-    torchruns = tmp_path / "torchelastic_abcdefgh"
+    torchruns = tmp / "torchelastic_abcdefgh"
     torchruns.mkdir()
     sweep()
     left = {living.path, fresh.path, kept.path, str(torchruns)}
-    assert {str(path) for path in tmp_path.iterdir()} == left
+    assert {str(path) for path in tmp.iterdir()} == left
     sweep(time.time() + 2 * KEPT_FOR)
-    assert {str(path) for path in tmp_path.iterdir()} == left - {fresh.path}
+    assert {str(path) for path in tmp.iterdir()} == left - {fresh.path}
     living.leave(())

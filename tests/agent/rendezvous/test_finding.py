@@ -4,11 +4,12 @@ answers is said by the test; `tests/partitions/test_rendezvous_file.py` has real
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ from elasticrun.agent.rendezvous.finding import Found, find, free_port
 from elasticrun.config import AgentConfig, MasterPlace
 from tests.agent.configs import agent_config
 
+There = dict[str, bool]
+
 
 @pytest.fixture(autouse=True)
-def there(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+def there(monkeypatch) -> There:
     """Whether the master answers; and this host is 127.0.0.1, so that no network matters."""
     state = {"answers": True}
 
@@ -35,30 +38,34 @@ def there(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
 
 
 @pytest.fixture
-def found() -> Iterator[list[Found]]:
-    """What was found, to be let go of."""
-    made: list[Found] = []
-    yield made
-    for one in made:
-        one.close()
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "a"
+
+
+Look = Callable[[AgentConfig], tuple[AgentConfig, Found]]
+
+
+@pytest.fixture
+def look() -> Iterator[Look]:
+    """What it finds is let go of at the end."""
+    with contextlib.ExitStack() as ends:
+
+        def found(wanted: AgentConfig) -> tuple[AgentConfig, Found]:
+            config, one = asyncio.run(find(wanted, SignalInbox([])))
+            ends.callback(one.close)
+            return config, one
+
+        yield found
 
 
 def config(path: Path, job: str = "mine", token: str = "", **where: object) -> AgentConfig:
-    place = MasterPlace("file", port=29400, path=str(path), **where)  # type: ignore[arg-type]
+    place = MasterPlace("file", port=29400, path=str(path), **where)
     spec = {"job_id": job, "min_nodes": 1, "max_nodes": 4, "join_timeout": 5.0}
     return agent_config(spec, rendezvous=place, token=token, local_addr="127.0.0.1")
 
 
-def look(wanted: AgentConfig) -> tuple[AgentConfig, Found]:
-    return asyncio.run(find(wanted, SignalInbox([])))
-
-
-def test_the_first_one_claims_and_the_second_has_its_place_name_and_token(
-    tmp_path: Path, found: list[Found]
-) -> None:
-    file = tmp_path / "a"
+def test_the_second_has_the_place_name_and_token_of_the_first(file: Path, look: Look) -> None:
     first, one = look(config(file))
-    found.append(one)
     assert one.ours
     assert (first.spec.job_id, len(first.token)) == ("mine", 64)
     second, two = look(config(file, "other"))
@@ -70,17 +77,15 @@ def test_the_first_one_claims_and_the_second_has_its_place_name_and_token(
     assert (said["address"], said["port"]) == ("127.0.0.1", first.rendezvous.port)
 
 
-def test_another_name_than_the_running_jobs_is_refused(tmp_path: Path, found: list[Found]) -> None:
-    file = tmp_path / "a"
-    found.append(look(config(file))[1])
+def test_another_name_than_the_running_jobs_is_refused(file: Path, look: Look) -> None:
+    look(config(file))
     _, refused = look(config(file, "asked", named=True))
     assert "is of job mine, which runs at 127.0.0.1:" in refused.wrong
     assert "--rdzv-id=asked asks for another" in refused.wrong
 
 
-def test_a_token_of_the_users_stands_in_no_file(tmp_path: Path, found: list[Found]) -> None:
-    file = tmp_path / "a"
-    found.append(look(config(file, token="the user's own"))[1])
+def test_a_token_of_the_users_stands_in_no_file(file: Path, look: Look) -> None:
+    look(config(file, token="the user's own"))
     assert "the user's own" not in file.read_text()
     _, refused = look(config(file))
     assert "has a token that is not in the file: set ELASTICRUN_TOKEN" in refused.wrong
@@ -89,44 +94,38 @@ def test_a_token_of_the_users_stands_in_no_file(tmp_path: Path, found: list[Foun
 
 
 def test_what_nobody_renews_and_nobody_answers_for_is_taken_over_with_name_and_token(
-    tmp_path: Path, there: dict[str, bool], found: list[Found]
+    there: There, file: Path, look: Look
 ) -> None:
-    file = tmp_path / "a"
     first, one = look(config(file))
-    assert one.keeper is not None
     one.keeper.close()
     there["answers"] = False
     second, two = look(config(file, "other"))
-    found.append(two)
     assert two.ours
     assert (second.spec.job_id, second.token) == ("mine", first.token)
 
 
 @pytest.mark.slow
 def test_a_file_that_is_renewed_is_not_taken_over(
-    tmp_path: Path, there: dict[str, bool], found: list[Found], monkeypatch: pytest.MonkeyPatch
+    there: There, monkeypatch, file: Path, look: Look
 ) -> None:
     """A network that has split: the folder is there for both."""
     monkeypatch.setattr(claims, "RENEW_EVERY", 0.005)
-    file = tmp_path / "a"
-    found.append(look(config(file))[1])
+    look(config(file))
     there["answers"] = False
     _, refused = look(config(file))
     assert "which does not answer this node" in refused.wrong
     assert "for 5 s" in refused.wrong
 
 
-def test_a_file_that_nobody_named_is_done_without_where_it_cannot_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_nobody_named_is_done_without(monkeypatch, file: Path, look: Look) -> None:
     def no_links(self: claims.Files, path: str, name: str) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(claims.Files, "link", no_links)
-    begun, one = look(config(tmp_path / "a", found="this folder is on FUSE"))
+    begun, one = look(config(file, found="this folder is on FUSE"))
     assert begun.rendezvous.kind == "open"
     assert one.ours
-    _, refused = look(config(tmp_path / "a"))
+    _, refused = look(config(file))
     assert "has no hard links" in refused.wrong
 
 

@@ -32,6 +32,6 @@ def one_of_three(shm: Path) -> AbstractAsyncContextManager[Node]:
 
 
 @pytest.fixture(autouse=True)
-def hearing(caplog: pytest.LogCaptureFixture) -> None:
+def hearing(caplog) -> None:
     logger.propagate = True
     caplog.set_level(20, logger="elasticrun")

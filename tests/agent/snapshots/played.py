@@ -326,9 +326,9 @@ class Node:
         self.several = several
         self.snapshots = Snapshots(
             self.config,
-            self.spawners,  # type: ignore[arg-type]
+            self.spawners,
             environ={"ELASTICRUN_SHM_DIR": str(shm)},
-            link=lambda: self.master,  # type: ignore[arg-type, return-value]
+            link=lambda: self.master,
             address=lambda: "10.0.0.1",
         )
         self.start: Start
@@ -396,7 +396,6 @@ class Node:
     async def saver_dies(self, saver: Client, code: int = -9) -> None:
         saver.close()
         child = self.snapshots.savers._child
-        assert child is not None
         self.snapshots.savers.heard(child, Exited(child.key, 1, code, 0))
 
     async def call(self, what: Callable[..., T], *args: Any) -> T:

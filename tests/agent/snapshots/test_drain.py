@@ -55,7 +55,6 @@ def begun(start: m.Start = START) -> Generation:
 def page(generation: Generation, local_rank: int) -> Segment:
     """The control page of this rank's segment."""
     held = generation.ranks[local_rank].held
-    assert held is not None
     return held.segment
 
 
@@ -77,7 +76,7 @@ def test_snapshots_that_lie_here_are_told_of() -> None:
     assert drain.signalled(15, death=True).held == 3
 
 
-def test_fast_steps_are_given_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_steps_are_given_more_of_them(monkeypatch) -> None:
     drain, generation, _ = made()
     now = [100.0]
     monkeypatch.setattr("elasticrun.agent.snapshots.generation.time.monotonic", lambda: now[0])
@@ -89,7 +88,7 @@ def test_fast_steps_are_given_more_of_them(monkeypatch: pytest.MonkeyPatch) -> N
     assert drain.margin() == 100  # half a second of 200 steps each
 
 
-def test_the_pace_is_known_before_the_first_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pace_is_known_before_the_first_snapshot(monkeypatch) -> None:
     """Of a life that goes on from an older one; of two steps more, ranks would be past them."""
     drain, generation, _ = made()
     now = [100.0]

@@ -10,7 +10,7 @@ import pytest
 
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.agent.snapshots.played import CONTENT, ONE, Node, Saver, layout_of, opened
+from tests.agent.snapshots.played import BOTH, CONTENT, ONE, Node, Saver, layout_of, opened
 
 WHERE = Endpoint("10.0.0.2", 99)
 
@@ -71,9 +71,9 @@ async def test_what_is_copied_is_told_like_what_is_held(node: Node) -> None:
     whence = {(one.replica, one.step, one.host, one.port) for one in fetches}
     assert whence == {(True, 5, "10.0.0.2", 99)}
     (held,) = (await told(node, 5)).held
-    while 0 in held.contents:
+    while held.contents != BOTH:
         (held,) = (await told(node, 5)).held
-    assert held == m.Holding(ONE, 5, 0, 6, (CONTENT, CONTENT), wanted=False, replica=True)
+    assert held == m.Holding(ONE, 5, 0, 6, BOTH, wanted=False, replica=True)
     node.snapshots.obey(order(5, 0, 1))  # once more: nothing is to be done
     await copied(node, saver, 6, 0)
     await told(node, 5, 6)
@@ -205,7 +205,7 @@ async def test_what_could_have_gone_while_a_copy_went_on_goes_at_its_end(node: N
 
 
 @pytest.mark.parametrize("life", [1, 2])
-async def test_nothing_goes_once_more_is_to_be_copied_or_another_life_has_begun(
+async def test_nothing_goes_once_more_is_copied_or_another_life_begins(
     node: Node, life: int
 ) -> None:
     """What was whole then is not what counts now."""

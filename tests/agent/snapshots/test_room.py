@@ -60,9 +60,7 @@ async def test_a_rank_that_waits_is_told_when_another_step_is_named(one_of_three
     await ranks[0].hears(s.RoomThere)
 
 
-async def test_one_that_is_closed_is_not_asked_for_its_state(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_that_is_closed_is_not_asked_for_its_state(node: Node, monkeypatch) -> None:
     ranks = await node.life(2)
     assert node.snapshots.drain.step() == 2
     gone = asyncio.Event()
@@ -89,9 +87,7 @@ async def test_who_has_no_segment_cannot_wait_for_its_slots(node: Node) -> None:
 # ---------------------------------------------------------------- how many
 
 
-async def test_fewer_slots_do_where_there_is_no_room_for_all(
-    shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_fewer_slots_do_where_there_is_no_more_room(shm: Path, monkeypatch, caplog) -> None:
     room = replace(SIZES, slots=2).nbytes + 100
     monkeypatch.setattr(memory, "room_in_memory", lambda: (room, "the machine"))
     segments = Segments("a-job", 2, {"ELASTICRUN_SHM_DIR": str(shm)})
@@ -121,9 +117,7 @@ def test_large_pages_are_all_zero_and_all_there() -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "why"), [(2 * LARGE, ["Invalid argument"]), (3 * 4096, [])])
-def test_why_a_large_segment_has_no_large_pages_is_told(
-    nbytes: int, why: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_there_are_no_large_pages_is_told(nbytes: int, why: list[str], monkeypatch) -> None:
     monkeypatch.setattr(memory, "MADV_COLLAPSE", 9999)  # as a kernel before 6.1 takes it
     told: list[str] = []
     fd = memory.take_anonymous("test", nbytes, nbytes, told.append)

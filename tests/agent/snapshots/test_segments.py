@@ -146,9 +146,7 @@ async def test_without_the_names_of_its_rounds_nothing_is_adopted(shm: Path, tex
 
 
 @pytest.mark.parametrize("what", ["folder", "file", "link"])
-async def test_a_name_that_somebody_else_has_taken_costs_nothing(
-    shm: Path, what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_name_that_another_has_taken_costs_nothing(shm: Path, what: str, caplog) -> None:
     """Another name is: what lies there outlives this agent, and the next one finds it."""
     folder = killed(shm)
     name = folder.name
@@ -170,9 +168,7 @@ async def test_a_name_that_somebody_else_has_taken_costs_nothing(
     assert "do not outlive" not in caplog.text
 
 
-async def test_what_a_thread_brings_too_late_is_given_back(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_thread_brings_too_late_is_given_back(shm: Path, monkeypatch) -> None:
     """A file system that stands still for a while: no lock, no mapping and no file stays."""
     folder = killed(shm)
     goes_on, ended = threading.Event(), threading.Event()
@@ -226,9 +222,7 @@ async def test_what_another_job_may_come_back_for_is_kept_for_a_while(shm: Path)
     assert not list(shm.iterdir())
 
 
-async def test_who_finds_it_removes_it_when_its_time_is_over(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_finds_it_removes_it_when_its_time_is_over(shm: Path, monkeypatch) -> None:
     monkeypatch.setattr("elasticrun.config.ORPHAN_GRACE", 0.2)
     folder = killed(shm, job="gone")
     async with using(shm):
@@ -239,9 +233,7 @@ async def test_who_finds_it_removes_it_when_its_time_is_over(
                 assert await asyncio.to_thread(changes.read, 60_000), "it is still there"
 
 
-async def test_a_job_without_room_does_not_wait_for_it(
-    shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_job_without_room_does_not_wait_for_it(shm: Path, monkeypatch, caplog) -> None:
     folder = killed(shm, job="gone")
     monkeypatch.setattr(memory, "room_in", lambda _: 0 if folder.exists() else 2**40)
     async with using(shm) as segments:
@@ -251,9 +243,7 @@ async def test_a_job_without_room_does_not_wait_for_it(
     assert "snapshots of 1 killed agents of other jobs were removed" in caplog.text
 
 
-async def test_what_is_of_before_a_start_of_the_machine_is_not_believed(
-    shm: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_is_of_before_a_start_of_the_machine_is_not_believed(shm: Path, caplog) -> None:
     """ELASTICRUN_SHM_DIR may be on a disk, where only half of a snapshot may have come."""
     for job in ("a-job", "gone"):
         killed(shm, job=job)
@@ -268,7 +258,7 @@ async def test_what_is_of_before_a_start_of_the_machine_is_not_believed(
     assert "before this machine's last start" in caplog.text
 
 
-async def test_folders_of_killed_agents_of_other_jobs_are_removed_and_no_others(
+async def test_folders_of_killed_agents_of_other_jobs_are_removed(
     shm: Path, tmp_path: Path
 ) -> None:
     killed(tmp_path, job="gone")
@@ -280,7 +270,6 @@ async def test_folders_of_killed_agents_of_other_jobs_are_removed_and_no_others(
     shutil.move(gone, shm)
     (shm / "elasticrun-of-somebody").mkdir()
     living = take(str(shm), "another-job", "node-a", make=True)
-    assert living is not None
     staying = {"elasticrun-of-somebody", os.path.basename(living.path)}
     async with using(
         shm
@@ -294,8 +283,6 @@ async def test_folders_of_killed_agents_of_other_jobs_are_removed_and_no_others(
 def test_an_agent_that_calls_itself_the_same_has_a_folder_of_its_own(shm: Path) -> None:
     first = take(str(shm), "a-job", "node-a", make=True)
     second = take(str(shm), "a-job", "node-a", make=True)
-    assert first is not None
-    assert second is not None
     assert first.path != second.path
     first.remove(job_over=False)
     second.remove(job_over=False)
@@ -329,18 +316,14 @@ async def test_sizes_that_no_segment_has_are_refused(shm: Path) -> None:
                 await segments.need(0, sizes, 1)
 
 
-async def test_more_than_the_machine_has_is_refused_before_it_is_taken(
-    shm: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_more_than_the_machine_has_is_refused_before_it_is_taken(shm: Path, caplog) -> None:
     async with using(shm) as segments:
         with pytest.raises(NoRoom, match=r"are needed, and the (machine|cgroup .*) has .* left"):
             await segments.need(0, Sizes(1, 100, 2**46, 2), 1)
         assert "snapshots take 2 x 64 TiB of shared memory for each of 2 local ranks" in caplog.text
 
 
-async def test_a_folder_without_room_is_done_without(
-    shm: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_folder_without_room_is_done_without(shm: Path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(memory, "room_in", lambda folder: PAGE)
     async with using(shm) as segments:
         held = await segments.need(0, SIZES, LAYOUT.content)
@@ -349,9 +332,7 @@ async def test_a_folder_without_room_is_done_without(
         assert "has room for 4 KiB: snapshots are kept in memory without a name" in caplog.text
 
 
-async def test_two_ranks_at_once_do_not_take_more_than_there_is(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_two_ranks_at_once_do_not_take_more_than_there_is(shm: Path, monkeypatch) -> None:
     """The second waits until it is known what the first has taken."""
     room = [SIZES.nbytes + 100]
 

@@ -89,7 +89,7 @@ async def test_of_several_nodes_only_the_master_says_what_is_whole(one_of_three:
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-async def test_what_a_killed_rank_has_committed_counts_when_it_was_reaped(
+async def test_what_a_killed_rank_has_committed_counts_once_reaped(
     node: Node, wanted: bool
 ) -> None:
     """And that it is to be written, until the master says that it is not."""
@@ -258,7 +258,7 @@ async def test_a_shard_that_is_not_here_is_fetched_from_who_holds_it(one_of_thre
     assert (here.ok, here.reason) == (False, "its node is gone")
 
 
-async def test_a_shard_is_compared_while_ranks_are_born_and_a_bad_one_does_not_count(
+async def test_a_shard_is_compared_while_ranks_start_and_a_bad_one_counts_not(
     node: Node,
 ) -> None:
     _, saver = await node.life_with_saver(1)
@@ -290,11 +290,7 @@ async def test_a_shard_is_compared_while_ranks_are_born_and_a_bad_one_does_not_c
     ],
 )
 async def test_what_cannot_be_compared_is_said_to_go_unverified(
-    node: Node,
-    saver: str,
-    why: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    node: Node, saver: str, why: str, monkeypatch, caplog
 ) -> None:
     monkeypatch.setattr(savers_module, "STARTS_MOST", 1)
     if saver == "mute":
@@ -314,9 +310,7 @@ async def test_what_cannot_be_compared_is_said_to_go_unverified(
 # ---------------------------------------------------------------- the saver's lives
 
 
-async def test_a_saver_that_did_its_work_is_started_again_as_often_as_it_dies(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_saver_that_did_its_work_is_always_started_again(node: Node, monkeypatch) -> None:
     """Only one that keeps dying before it has written anything is of no use."""
     monkeypatch.setattr(savers_module, "STARTS_MOST", 2)
     await node.life(1)
@@ -337,7 +331,7 @@ async def test_a_saver_that_did_its_work_is_started_again_as_often_as_it_dies(
 
 @pytest.mark.parametrize("refused", [True, False])
 async def test_a_saver_that_cannot_be_started_is_tried_again_and_writes(
-    node: Node, refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    node: Node, refused: bool, monkeypatch, caplog
 ) -> None:
     """No process is to be had for a while (a pids limit), or no thread, so that it ends before it
     has said a word: nothing is given up, and what was to be written is."""
@@ -354,9 +348,7 @@ async def test_a_saver_that_cannot_be_started_is_tried_again_and_writes(
     assert sum("it is tried again, 10 s later at most" in text for text in caplog.messages) == 1
 
 
-async def test_a_saver_that_went_with_its_fork_server_is_not_counted(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_saver_that_went_with_its_fork_server_counts_not(node: Node, monkeypatch) -> None:
     monkeypatch.setattr(savers_module, "STARTS_MOST", 1)
     await node.life()
     for key in (1, 2, 3):
@@ -460,9 +452,7 @@ async def test_a_wanted_step_that_nobody_writes_does_not_stop_snapshots(shm: Pat
 # ---------------------------------------------------------------- strangers
 
 
-async def test_peers_that_break_the_protocol_are_hung_up_on(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_peers_that_break_the_protocol_are_hung_up_on(node: Node, caplog) -> None:
     node.begin(1)
     name, _ = read_place(node.snapshots.place(0))
     good = s.RankHere(VERSION, 0, 0, 2, "/runs/a", 3, 0)
@@ -490,7 +480,7 @@ async def test_peers_that_break_the_protocol_are_hung_up_on(
     assert (await node.rank(0)).resume.step == NONE  # and goes on with whoever is right
 
 
-async def test_who_says_nothing_is_hung_up_on(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_says_nothing_is_hung_up_on(node: Node, monkeypatch) -> None:
     monkeypatch.setattr(peers, "FIRST_WORD", 0.05)
     name, _ = read_place(node.snapshots.place(0))
     assert await (await node.call(Client, name)).hangs_up()
@@ -505,9 +495,7 @@ async def test_there_are_not_more_connections_than_there_can_be(node: Node) -> N
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-async def test_another_user_is_not_listened_to(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_another_user_is_not_listened_to(node: Node, caplog) -> None:
     dial = (
         "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX);"
         "s.connect('\\0' + sys.argv[1]); s.settimeout(240); sys.exit(len(s.recv(1)))"
@@ -540,16 +528,14 @@ def speaks(node: Node, local_rank: int, *, leads: bool = False) -> Iterator[str]
     name, _ = read_place(node.snapshots.place(local_rank))
     command = [sys.executable, "-c", SPEAK, name, str(local_rank)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, start_new_session=leads, **pipes) as process:  # type: ignore[call-overload]
+    with subprocess.Popen(command, start_new_session=leads, **pipes) as process:
         try:
             yield process.stdout.readline().strip()
         finally:
             process.kill()
 
 
-async def test_a_child_of_a_rank_does_not_take_its_place(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_child_of_a_rank_does_not_take_its_place(node: Node, caplog) -> None:
     node.begin(1)
     rank = await node.rank(0)
     await rank.needs(LAYOUT)

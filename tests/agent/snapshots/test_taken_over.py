@@ -22,7 +22,6 @@ FROM_1 = m.Restore(ONE, 1, 2)
 
 def folder_of(node: Node) -> Path:
     folder = node.snapshots._segments._folder
-    assert folder is not None
     return Path(folder.path)
 
 
@@ -68,7 +67,6 @@ async def test_what_was_taken_back_is_told_until_a_checkpoint_says_so(node: Node
         await node.snapshots._segments.note(node.snapshots._inventory.lives())
         assert [row["rewound_from"] for row in json.loads(lives.read_text())] == [told]
         last = node.snapshots._inventory.last()
-        assert last is not None
         assert last.rewound_from == told
 
 
@@ -120,5 +118,5 @@ async def test_fewer_local_ranks_go_on_from_what_more_of_them_had(node: Node) ->
 
 def test_lives_of_an_older_release_are_read() -> None:
     old = {"term": 7, "number": 1, "nonce": "n", "first_rank": 0, "world_size": 2, "nproc": 2}
-    life = LocalRound(**old)  # type: ignore[arg-type]
+    life = LocalRound(**old)
     assert (life.restore, life.rewound_from) == (None, -1)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 from elasticrun.agent.workers.events import EventLog, check_handler
 from elasticrun.wire.messages import Failure, FailureKind, Start
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.harness import LIMIT, clean_environment
+from tests.harness import clean_environment, program
 
 START = Start(
     round=RoundName(1, 1, "n"), group_rank=0, group_world_size=1, first_rank=0, world_size=2,
@@ -49,11 +47,8 @@ def shape(value: Any) -> Any:
 def test_names_and_fields_are_torchs(code: int, tmp_path: Path) -> None:
     script = tmp_path / "s.py"
     script.write_text(f"import os, sys\nsys.exit({code} if os.environ['RANK'] == '1' else 0)\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--event-log-handler=console",
-         "--nproc-per-node=2", str(script)],
-        capture_output=True, text=True, timeout=LIMIT, env=clean_environment(), check=False,
-    )  # fmt: skip
+    words = ("torch.distributed.run", "--event-log-handler=console", "--nproc-per-node=2")
+    done = program("-m", *words, str(script), env=clean_environment())
     theirs = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     lines: list[str] = []
     say_all(log(lines), [BOOM] if code else [])
@@ -84,18 +79,20 @@ def test_torch_can_read_them_back() -> None:
     assert events[0].timestamp == 1
 
 
-@pytest.mark.parametrize("handler", ["null", "dynamic_rendezvous"])
-def test_the_others_say_nothing(handler: str) -> None:
+@pytest.mark.parametrize(
+    ("handler", "level", "expected"),
+    [
+        ("null", "", 0),
+        ("dynamic_rendezvous", "", 0),
+        # LOGLEVEL counts as under torchrun
+        *(("console", level, 0) for level in ("WARNING", "warning", "30")),
+        *(("console", level, 7) for level in ("debug", "10", "nonsense")),
+    ],
+)
+def test_who_says_something(handler: str, level: str, expected: int) -> None:
     lines: list[str] = []
-    say_all(log(lines, handler), [])
-    assert lines == []
-
-
-def test_loglevel_counts_as_under_torchrun() -> None:
-    for level, expected in (("WARNING", 0), ("debug", 7), ("30", 0), ("10", 7), ("nonsense", 7)):
-        lines: list[str] = []
-        say_all(log(lines, level=level), [])
-        assert len(lines) == expected
+    say_all(log(lines, handler, level), [])
+    assert len(lines) == expected
 
 
 def test_an_end_without_a_round() -> None:

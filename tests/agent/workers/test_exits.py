@@ -34,7 +34,7 @@ def describe(path: Path | str, **more: Any) -> Failure:
     return exits.describe(**(words | more))
 
 
-def recorded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded(path: Path, monkeypatch) -> None:
     """An error file written by torch itself."""
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
@@ -46,8 +46,7 @@ def recorded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_that_torch_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "error.json"
+def test_a_file_that_torch_wrote(path: Path, monkeypatch) -> None:
     recorded(path, monkeypatch)
     stamp = int(json.loads(path.read_text())["message"]["extraInfo"]["timestamp"])
     os.utime(path, ns=(0, stamp * 1_000_000_000 + 250_000_000))  # torch may pause in between
@@ -60,18 +59,27 @@ def test_a_file_that_torch_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert failure.time_us == path.stat().st_mtime_ns // 1000
 
 
-def test_the_time_is_the_files_when_the_rank_took_long_to_exit(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    extra = {"py_callstack": "tb", "timestamp": "1795229851"}
-    path.write_text(json.dumps({"message": {"message": "m", "extraInfo": extra}}))
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a rank has its error file."""
+    return tmp_path / "error.json"
+
+
+def write(path: Path, message: str, stack: str, timestamp: str) -> None:
+    """As torch does."""
+    extra = {"py_callstack": stack, "timestamp": timestamp}
+    path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def test_the_time_is_the_files_when_the_rank_took_long_to_exit(path: Path) -> None:
+    write(path, "m", "tb", "1795229851")
     assert describe(path, time_us=LATER_US).time_us == 1_795_229_851_000_000
     os.utime(path, ns=(0, 1_795_229_852_250_000_000))
     assert describe(path, time_us=LATER_US).time_us == 1_795_229_852_250_000
     assert describe(path, time_us=5).time_us == 5
 
 
-def test_the_new_format(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
+def test_the_new_format(path: Path) -> None:
     path.write_text(json.dumps({"message": "it broke", "timestamp": 1_795_229_851}))
     failure = describe(path, time_us=LATER_US)
     assert (failure.message, failure.traceback) == ("it broke", "")
@@ -85,17 +93,11 @@ def test_no_file() -> None:
     assert failure.error_file == ""
     assert failure.kind is FailureKind.SIGNAL
     assert describe("", exitcode=-63).message == "Signal 63 (<N/A>) received by PID 77"
+    assert describe("", exitcode=-15, stopping=True).kind is FailureKind.STOPPED, "it is no cause"
 
 
-def test_a_stopped_rank_is_no_cause() -> None:
-    assert describe("", exitcode=-15, stopping=True).kind is FailureKind.STOPPED
-
-
-def test_a_long_traceback_keeps_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    stack = "begin\n" + "x" * 100_000 + "\nTheError: end\n"
-    extra = {"py_callstack": stack, "timestamp": "1"}
-    path.write_text(json.dumps({"message": {"message": "m" * 5000, "extraInfo": extra}}))
+def test_a_long_traceback_keeps_its_end(path: Path) -> None:
+    write(path, "m" * 5000, "begin\n" + "x" * 100_000 + "\nTheError: end\n", "1")
     failure = describe(path)
     assert len(failure.traceback) == MAX_TEXT
     assert failure.traceback.startswith("begin\n")
@@ -114,19 +116,17 @@ def test_a_long_traceback_keeps_its_end(tmp_path: Path) -> None:
         (b'{"message": "%s"}' % (b"x" * exits.MAX_ERROR_FILE_BYTES), "longer than"),
     ],
 )
-def test_rubbish_is_named(tmp_path: Path, content: bytes, why: str) -> None:
-    path = tmp_path / "error.json"
+def test_rubbish_is_named(path: Path, content: bytes, why: str) -> None:
     path.write_bytes(content)
     failure = describe(path)
     assert why in failure.message
     assert failure.error_file == str(path)
 
 
-def test_what_is_no_plain_file_does_not_block(tmp_path: Path) -> None:
-    fifo = tmp_path / "error.json"
-    os.mkfifo(fifo)
-    assert "not a plain file" in describe(fifo).message
-    assert "its error file cannot be read" in describe(tmp_path).message
+def test_what_is_no_plain_file_does_not_block(path: Path) -> None:
+    os.mkfifo(path)
+    assert "not a plain file" in describe(path).message
+    assert "its error file cannot be read" in describe(path.parent).message
 
 
 json_values = st.recursive(
@@ -146,7 +146,7 @@ json_values = st.recursive(
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=json_values | st.dictionaries(st.just("message"), json_values, min_size=1))
-def test_any_json_is_described(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+def test_any_json_is_described(tmp_path_factory, data: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.json"
     path.write_text(json.dumps(data))
     failure = describe(path)
@@ -159,7 +159,7 @@ def test_any_json_is_described(tmp_path_factory: pytest.TempPathFactory, data: A
 # ---------------------------------------------------------------- the launcher's own error file
 
 
-def test_the_launchers_copy_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launchers_copy_is_torchs(tmp_path: Path, monkeypatch) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
     rank_file, own, theirs = (tmp_path / name for name in ("rank.json", "own.json", "torch.json"))
@@ -193,12 +193,9 @@ def test_no_copy_where_torchrun_makes_none(tmp_path: Path) -> None:
     assert exits.write_own(describe(""), own) == ""
     assert exits.write_own(describe(""), {}) == ""
     assert exits.write_own_words("SignalException", "s", 1, {}) == ""
+    cannot = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "no" / "such" / "folder")}
+    assert exits.write_own_words("SignalException", "sentence", 1, cannot) == ""
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_copy_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    own = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "no" / "such" / "folder")}
-    assert exits.write_own_words("SignalException", "sentence", 1, own) == ""
 
 
 # ---------------------------------------------------------------- out of memory
@@ -231,11 +228,6 @@ def test_the_count_of_a_cgroup_that_was_entered_later(tmp_path: Path) -> None:
     assert not kills.near(4 * NEAR_US)
 
 
-def test_no_count_explains_nothing(tmp_path: Path) -> None:
-    kills = OomKills(lambda: [tmp_path / "missing"])
-    assert not kills.near(now_us())
-
-
 def test_on_cgroup_v2_the_groups_own_count_comes_first() -> None:
     """`memory.events` counts what died in all groups below, in other people's jobs."""
     own, below, *others = count_files("0::/user/job\n")
@@ -244,11 +236,12 @@ def test_on_cgroup_v2_the_groups_own_count_comes_first() -> None:
     assert others == [Path("/proc/vmstat")]
 
 
-def test_this_hosts_count_can_be_read() -> None:
-    assert not OomKills().near(now_us())
+def test_this_hosts_count_can_be_read_and_none_explains_nothing(tmp_path: Path) -> None:
+    for kills in (OomKills(), OomKills(lambda: [tmp_path / "missing"])):
+        assert not kills.near(now_us())
 
 
-def test_oom_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_is_told(tmp_path: Path, monkeypatch) -> None:
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 0\n")
     kills = OomKills(lambda: [events])
@@ -262,7 +255,7 @@ def test_oom_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 KILLED = Failure("h", 3, 1, 4711, -9, 1, FailureKind.SIGNAL, "Signal 9", "", "")
 
 
-def looked(root: Path, caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+def looked(root: Path, caplog, level: int) -> list[str]:
     async def twice() -> None:
         killers = Killers(root)
         await killers.look(KILLED)
@@ -273,18 +266,14 @@ def looked(root: Path, caplog: pytest.LogCaptureFixture, level: int) -> list[str
     return caplog.messages
 
 
-def test_a_log_that_cannot_be_read_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_cannot_be_read_is_told_once(tmp_path: Path, caplog) -> None:
     assert looked(tmp_path, caplog, logging.WARNING) == [
         "rank 3: who killed it is not known: no count says that memory was short, and the kernel's "
         "log cannot be read here (no such file or directory); look there as root, with dmesg"
     ]
 
 
-def test_a_log_that_names_nobody_is_no_matter(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_names_nobody_is_no_matter(tmp_path: Path, caplog) -> None:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/kmsg").touch()
     assert looked(tmp_path, caplog, logging.WARNING) == []

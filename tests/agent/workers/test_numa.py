@@ -8,15 +8,6 @@ from pathlib import Path
 import pytest
 
 from elasticrun.agent.workers import numa
-from elasticrun.agent.workers.numa import (
-    Binding,
-    NoBinding,
-    Topology,
-    bind,
-    parse_ranges,
-    place,
-    plan,
-)
 from tests.agent.configs import agent_config
 
 
@@ -56,42 +47,37 @@ def machine(root: Path, nodes: int, cores: int, threads: int = 1, per_cache: int
     return root
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("", set()), ("5", {5})]
-)
-def test_ranges(text: str, numbers: set[int]) -> None:
-    assert parse_ranges(text) == numbers
+def test_ranges() -> None:
+    assert numa.parse_ranges("0-3,8\n") == {0, 1, 2, 3, 8}
+    assert numa.parse_ranges("") == set()
+    assert numa.parse_ranges("5") == {5}
 
 
-def test_blocks_over_nodes_without_gpus(tmp_path: Path) -> None:
-    topology = Topology(range(64), machine(tmp_path, nodes=2, cores=4))
-    assert place(4, topology, []) == [0, 0, 1, 1]
-    assert place(3, topology, []) == [0, 0, 1]
-    assert place(1, topology, []) == [0]
-
-
-def test_gpus_name_their_node(tmp_path: Path) -> None:
-    topology = Topology(range(64), machine(tmp_path, nodes=2, cores=4))
-    assert place(2, topology, ["00000000:01:00.0", "00000000:00:00.0"]) == [1, 0]
-    with pytest.raises(NoBinding, match="3 local ranks but only 1 GPUs"):
-        place(3, topology, ["00000000:01:00.0"])
+def test_gpus_name_their_node_and_without_any_there_are_blocks(tmp_path: Path) -> None:
+    topology = numa.Topology(range(64), machine(tmp_path, nodes=2, cores=4))
+    assert numa.place(4, topology, []) == [0, 0, 1, 1]
+    assert numa.place(3, topology, []) == [0, 0, 1]
+    assert numa.place(1, topology, []) == [0]
+    assert numa.place(2, topology, ["00000000:01:00.0", "00000000:00:00.0"]) == [1, 0]
+    with pytest.raises(numa.NoBinding, match="3 local ranks but only 1 GPUs"):
+        numa.place(3, topology, ["00000000:01:00.0"])
 
 
 def test_an_unknown_numa_node_is_the_first(tmp_path: Path) -> None:
-    topology = Topology(range(8), machine(tmp_path, nodes=1, cores=2))
+    topology = numa.Topology(range(8), machine(tmp_path, nodes=1, cores=2))
     (tmp_path / "bus/pci/devices/0000:00:00.0/numa_node").write_text("-1\n")
-    assert place(1, topology, ["00000000:00:00.0"]) == [0]
+    assert numa.place(1, topology, ["00000000:00:00.0"]) == [0]
 
 
 def test_the_four_modes(tmp_path: Path) -> None:
-    topology = Topology(range(64), machine(tmp_path, nodes=4, cores=4, threads=2))
+    topology = numa.Topology(range(64), machine(tmp_path, nodes=4, cores=4, threads=2))
     homes = [0, 0, 1]
     node0 = (0, 1, 2, 3, 16, 17, 18, 19)
     node1 = (4, 5, 6, 7, 20, 21, 22, 23)
-    assert bind("node", topology, homes) == [node0, node0, node1]
-    assert bind("socket", topology, homes) == [tuple(sorted(node0 + node1))] * 3
-    assert bind("exclusive", topology, homes) == [(0, 1, 16, 17), (2, 3, 18, 19), node1]
-    assert bind("core-complex", topology, homes) == [
+    assert numa.bind("node", topology, homes) == [node0, node0, node1]
+    assert numa.bind("socket", topology, homes) == [tuple(sorted(node0 + node1))] * 3
+    assert numa.bind("exclusive", topology, homes) == [(0, 1, 16, 17), (2, 3, 18, 19), node1]
+    assert numa.bind("core-complex", topology, homes) == [
         (0, 1, 16, 17),
         (2, 3, 18, 19),
         (4, 5, 20, 21),
@@ -99,27 +85,27 @@ def test_the_four_modes(tmp_path: Path) -> None:
 
 
 def test_exclusive_gives_the_first_ranks_one_core_more(tmp_path: Path) -> None:
-    topology = Topology(range(64), machine(tmp_path, nodes=1, cores=5, per_cache=5))
-    assert bind("exclusive", topology, [0, 0, 0]) == [(0, 1), (2, 3), (4,)]
-    with pytest.raises(NoBinding, match="5 physical cores for 6 ranks"):
-        bind("exclusive", topology, [0] * 6)
+    topology = numa.Topology(range(64), machine(tmp_path, nodes=1, cores=5, per_cache=5))
+    assert numa.bind("exclusive", topology, [0, 0, 0]) == [(0, 1), (2, 3), (4,)]
+    with pytest.raises(numa.NoBinding, match="5 physical cores for 6 ranks"):
+        numa.bind("exclusive", topology, [0] * 6)
 
 
 def test_only_cores_that_we_may_use(tmp_path: Path) -> None:
-    topology = Topology({1, 3}, machine(tmp_path, nodes=2, cores=2))
-    assert bind("node", topology, [0, 1]) == [(1,), (3,)]
+    topology = numa.Topology({1, 3}, machine(tmp_path, nodes=2, cores=2))
+    assert numa.bind("node", topology, [0, 1]) == [(1,), (3,)]
 
 
 def test_a_machine_that_shows_nothing_is_a_sentence_and_no_binding(tmp_path: Path) -> None:
     config = agent_config(numa_binding="node")
-    bindings, note = plan(config, Topology({0}, tmp_path), [])
-    assert bindings == [Binding(), Binding()]
+    bindings, note = numa.plan(config, numa.Topology({0}, tmp_path), [])
+    assert bindings == [numa.Binding(), numa.Binding()]
     assert note.startswith("ranks are not bound to cores: ")
 
 
 def test_the_plan_of_a_job(tmp_path: Path) -> None:
-    topology = Topology(range(8), machine(tmp_path, nodes=2, cores=2))
-    bindings, note = plan(agent_config(numa_affinity=True), topology, [])
+    topology = numa.Topology(range(8), machine(tmp_path, nodes=2, cores=2))
+    bindings, note = numa.plan(agent_config(numa_affinity=True), topology, [])
     assert [b.cpus for b in bindings] == [(0, 1), (2, 3)]
     assert note == ""
 
@@ -150,22 +136,22 @@ def gpus(
     return numa.visible_gpus(kept | {"PYTHONPATH": str(folder)} | environ)
 
 
-def test_the_gpus_that_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_that_are_visible(tmp_path: Path, monkeypatch) -> None:
     both = ["00000000:00:00.0", "00000000:01:00.0"]
     assert gpus(tmp_path, monkeypatch) == (both, "")
     assert gpus(tmp_path, monkeypatch, CUDA_VISIBLE_DEVICES="1,0") == (both[::-1], "")
 
 
-def test_a_driver_in_trouble_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    init = "raise RuntimeError('GPU is lost')"
-    why = "NVML could not be asked: RuntimeError: GPU is lost"
-    assert gpus(tmp_path, monkeypatch, init) == ([], why)
-
-
-def test_a_child_that_hangs_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("init", "limit", "why"),
+    [
+        ("raise RuntimeError('GPU is lost')", numa.NVML_LIMIT, "RuntimeError: GPU is lost"),
+        # nor does what it has started hold anybody up, which keeps the pipe to us open
+        ("os.fork(); signal.pause()", 1.0, "no answer within 1 s"),
+    ],
+)
+def test_a_driver_in_trouble_is_a_sentence(
+    init: str, limit: float, why: str, tmp_path: Path, monkeypatch
 ) -> None:
-    """Nor does what it has started, which keeps the pipe to us open."""
-    monkeypatch.setattr(numa, "NVML_LIMIT", 1.0)
-    why = "NVML could not be asked: no answer within 1 s"
-    assert gpus(tmp_path, monkeypatch, "os.fork(); signal.pause()") == ([], why)
+    monkeypatch.setattr(numa, "NVML_LIMIT", limit)
+    assert gpus(tmp_path, monkeypatch, init) == ([], f"NVML could not be asked: {why}")

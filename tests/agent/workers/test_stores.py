@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.boot import Reaper, start_spawner
 from elasticrun.agent.runtime import NodeContext
-from elasticrun.agent.spawner import Child, Spawners
+from elasticrun.agent.spawner import Child
 from elasticrun.agent.workers import stores
 from elasticrun.agent.workers.stores import Stores
 from elasticrun.core.events import AgentEvent, StoreReady
 from elasticrun.wire.spawning import Exited, FromSpawner, SpawnFailed
-from tests.agent.configs import agent_config
+from tests.agent.configs import agent_config, reaping, spawners
 from tests.harness import LIMIT
 
 pytestmark = pytest.mark.slow
@@ -61,46 +59,37 @@ class Node:
 
     async def has_store(self) -> None:
         """Prepare one; until it is there, or given up."""
-        reaper = Reaper()
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, reaper.reap)
         config = agent_config(launch="exec")  # executed, a store host imports torch itself
-        spawners = Spawners(
-            config, start_spawner(config, ()), reaper, ignored=(), spared=set,
-            lost=lambda reason: pytest.fail(reason), fatal=lambda why: pytest.fail(why),
-        )  # fmt: skip
         node = NodeContext(config, self._deliver, self._fatal, address="127.0.0.1")
-        self._stores = Stores(node, spawners, 0.0, start_limits=Limits())
-        hear = self._stores.heard
+        async with reaping() as reaper:
+            started = spawners(config, reaper)
+            stores = Stores(node, started, 0.0, start_limits=Limits())
+            hear = stores.heard
 
-        def heard(child: Child, message: FromSpawner) -> None:
-            if isinstance(message, Exited | SpawnFailed) and self._ended is not None:
-                self._ended.touch()
-            hear(child, message)
+            def heard(child: Child, message: FromSpawner) -> None:
+                if isinstance(message, Exited | SpawnFailed) and self._ended is not None:
+                    self._ended.touch()
+                hear(child, message)
 
-        self._stores.heard = heard  # type: ignore[method-assign]
-        self._stores.prepare()
-        try:
-            async with asyncio.timeout(LIMIT):
-                await self._came.wait()
-        finally:
-            await spawners.close(LIMIT)
-            self._stores.close()
-            await reaper.sweep(keep=(), limit=LIMIT)
-            loop.remove_signal_handler(signal.SIGCHLD)
+            stores.heard = heard
+            stores.prepare()
+            try:
+                async with asyncio.timeout(LIMIT):
+                    await self._came.wait()
+            finally:
+                await started.close(LIMIT)
+                stores.close()
 
 
 @pytest.fixture
-def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fake_torch(tmp_path: Path, monkeypatch) -> Path:
     """A file that is imported in the place of torch."""
     (tmp_path / "torch").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path / "torch" / "__init__.py"
 
 
-def test_a_store_host_that_hangs_is_replaced(
-    fake_torch: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_host_that_hangs_is_replaced(fake_torch: Path, caplog) -> None:
     fake_torch.write_text(HANGS_AT_FIRST)
     ended = fake_torch.parent.with_name("ended")
     node = Node(ended)
@@ -112,9 +101,7 @@ def test_a_store_host_that_hangs_is_replaced(
     assert "a store host does not listen 0.2 s after its start: it is ended" in caplog.text
 
 
-def test_where_none_can_be_started_the_agent_ends(
-    fake_torch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_none_can_be_started_the_agent_ends(fake_torch: Path, monkeypatch) -> None:
     fake_torch.write_text("raise ImportError('torch is broken')")
     monkeypatch.setattr(stores, "RETRY", 0.01)
     monkeypatch.setattr(stores, "MAX_TRIES", 2)
