@@ -175,7 +175,7 @@ async def test_an_agent_of_several_asks_a_while_after_its_welcome(
 
 
 @pytest.mark.parametrize("level", [0, 1])
-async def test_its_findings_end_no_agent(
+async def test_its_finding_ends_nothing(
     level: int, at_once: MasterPlace, monkeypatch, caplog
 ) -> None:
     """With --precheck neither, and the line promises nothing else."""
@@ -189,9 +189,7 @@ async def test_its_findings_end_no_agent(
     assert "this machine is unfit: c: bad; leave; the agent goes on" in caplog.messages
 
 
-async def test_a_master_that_is_silent_is_no_finding(
-    at_once: MasterPlace, caplog, monkeypatch
-) -> None:
+async def test_a_silent_master_is_no_finding(at_once: MasterPlace, caplog, monkeypatch) -> None:
     monkeypatch.setattr(own, "ANSWER_LIMIT", 6.0)
     with caplog.at_level(logging.INFO, "elasticrun"):
         mine = Checkup(agent_config({"max_nodes": 2}, rendezvous=at_once))

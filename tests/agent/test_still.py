@@ -127,9 +127,7 @@ async def test_a_fork_server_that_nobody_needs_may_stand_still(node: Node, monke
     os.kill(node.second.pid, 0)
 
 
-async def test_an_agent_that_stood_still_gives_the_fork_server_another_limit(
-    node: Node,
-) -> None:
+async def test_an_agent_that_stood_still_gives_the_fork_server_another_limit(node: Node) -> None:
     os.kill(node.pid, signal.SIGSTOP)
     node.children[node.first.key].signal(0)
     node.server._due -= spawner.STALLED + 0.1  # as after a Ctrl-Z of both

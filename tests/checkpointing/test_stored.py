@@ -87,9 +87,7 @@ def place() -> Iterator[Any]:
 
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_lost_class_condemns_nothing(
-    tmp_path: Path, place: Any, ours: bool, verify: bool
-) -> None:
+def test_a_lost_class_condemns_none(tmp_path: Path, place: Any, ours: bool, verify: bool) -> None:
     save(tmp_path, 1, 2, ours=ours, place={"it": place.Place()}, weights_only=False)
     kept, place.Place = place.Place, None
     del place.Place

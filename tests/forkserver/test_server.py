@@ -391,9 +391,7 @@ def _frame(payload: bytes) -> bytes:
 
 @pytest.mark.parametrize("seed", cases(range(26), kept=range(13)))
 @pytest.mark.parametrize("configured", cases([True, False], kept=[True]))
-def test_rubbish_ends_it_with_a_sentence(
-    capfd, tmp_path: Path, seed: int, configured: bool
-) -> None:
+def test_rubbish_ends_it_in_a_sentence(capfd, tmp_path: Path, seed: int, configured: bool) -> None:
     entry = script(tmp_path / "s.py", "import time\nwhile True:\n    time.sleep(60)\n")
     with Driver(entry, launch="exec", env=plain_environment(), configure=configured) as driver:
         pid = 0

@@ -62,9 +62,7 @@ def test_hashes_that_the_saver_had_made_are_used(folder: Folder) -> None:
     assert folder.verify(7) == ""
 
 
-def test_a_snapshot_that_was_changed_after_it_was_hashed_is_found(
-    tmp_path: Path,
-) -> None:
+def test_a_snapshot_that_was_changed_after_it_was_hashed_is_found(tmp_path: Path) -> None:
     folder, segment = Folder(str(tmp_path)), rank().segment(hashed=True)
     item = segment.layout().tensors[-1]
     segment.payload(0)[item.payload + 5] ^= 1

@@ -165,9 +165,7 @@ def test_what_is_no_segment_is_refused() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 255)), min_size=1, max_size=8))
 @settings(max_examples=200)
-def test_a_spoilt_control_page_is_refused_or_bounded(
-    spoilt: list[tuple[int, int]],
-) -> None:
+def test_a_spoilt_control_page_is_refused_or_bounded(spoilt: list[tuple[int, int]]) -> None:
     memory, segment = fresh()
     for at, flip in spoilt:
         segment._memory[at] ^= flip

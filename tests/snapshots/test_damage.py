@@ -157,9 +157,7 @@ while not stop.exists():
 
 
 @further("agent/rendezvous/test_claims")
-def test_the_second_job_writes_nothing_until_the_first_has_ended(
-    world: World, tmp_path: Path
-) -> None:
+def test_the_second_job_writes_nothing_until_the_first_ends(world: World, tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "ckpt"
     script.write_text(WRITES)
 

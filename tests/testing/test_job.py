@@ -33,9 +33,7 @@ QUICK = "--rdzv-conf=last_call_timeout=2,heartbeat_timeout=8"
         ({"nodes": 0}, "nodes=0: a job without a master of its own begins with a node"),
     ],
 )
-def test_bad_use_is_one_sentence(
-    elastic_job: Factory, words: dict[str, Any], sentence: str
-) -> None:
+def test_bad_use_is_a_sentence(elastic_job: Factory, words: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as wrong:
         elastic_job(words.pop("script", SUMS), **words)
     assert str(wrong.value) == sentence

@@ -50,7 +50,7 @@ def test_a_recorder_that_is_off_leaves_the_step_time(world: World, listener: Lis
 
 
 @further(
-    "test_a_planted_slowness_does_not_grow_by_standing_still",
+    "test_planted_slowness_does_not_grow_by_standing_still",
     "health/test_slow_nodes::test_a_straggler_is_swapped_for_a_spare",
 )
 def test_a_planted_slowness_makes_the_own_part_longer(world: World, listener: Listener) -> None:
@@ -124,9 +124,7 @@ def test_a_full_queue_does_not_block_and_no_step_is_lost(listener: Listener) -> 
     assert (last.step, last.local_rank) == (20_001, 3)
 
 
-def test_a_planted_slowness_does_not_grow_by_standing_still(
-    monkeypatch, listener: Listener
-) -> None:
+def test_planted_slowness_does_not_grow_by_standing_still(monkeypatch, listener: Listener) -> None:
     """Steps of 20 ms, three times as long; before the last but one all stood still for 15 s."""
     slept: list[float] = []
     now = 100.0

@@ -214,9 +214,7 @@ class Relay:
                 sink.close()
 
 
-async def test_without_an_echo_a_fresh_connection_takes_over(
-    master: Hosted,
-) -> None:
+async def test_without_an_echo_a_fresh_connection_takes_over(master: Hosted) -> None:
     relay = Relay(master[1])
     endpoint = await relay.start()
     async with linked(endpoint) as (_, heard):
@@ -274,9 +272,7 @@ async def test_the_probe_knows_strangers_and_nobody() -> None:
         assert await probe(Endpoint("127.0.0.1", port), LIMIT) == (Answer.NOBODY, "")
 
 
-async def test_a_master_that_says_nothing_counts_as_lost(
-    master: Hosted,
-) -> None:
+async def test_a_master_that_says_nothing_counts_as_lost(master: Hosted) -> None:
     """The stream stands, as with a cable that was pulled: no kernel would tell of its end for a
     quarter of an hour, and meanwhile another world could begin elsewhere."""
     async with linked(master[1], patience=2.0) as (_, heard):

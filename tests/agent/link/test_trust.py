@@ -165,9 +165,7 @@ def files(tmp_path_factory) -> Files:
     }
 
 
-async def test_a_master_over_tls_is_followed_by_its_name(
-    files: Files,
-) -> None:
+async def test_a_master_over_tls_is_followed_by_its_name(files: Files) -> None:
     async with serving(token=TOKEN, tls=raw(files["elsewhere"])) as served:
         trust = Trust(TOKEN, files["good"], "elsewhere")
         async with trusting(served.endpoint, trust) as heard:
@@ -219,9 +217,7 @@ async def test_the_probe_knows_a_stranger_who_speaks_no_tls(files: Files) -> Non
 
 
 @pytest.mark.slow
-def test_a_renewed_certificate_is_used_from_the_next_connection_on(
-    files: Files, tmp_path: Path
-) -> None:
+def test_a_renewed_certificate_is_used_by_new_connections(files: Files, tmp_path: Path) -> None:
     """The first one has expired: the agent waits for a better one instead of ending, since it has
     been in before."""
     good = files["good"]

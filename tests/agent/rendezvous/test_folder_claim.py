@@ -46,9 +46,7 @@ def test_another_job_is_refused_and_told_by_whom_until_the_first_has_ended(tmp_p
     asyncio.run(run())
 
 
-async def test_the_claim_of_a_killed_job_is_taken_by_one_of_another_name(
-    tmp_path: Path,
-) -> None:
+async def test_the_claim_of_a_killed_job_is_taken_by_one_of_another_name(tmp_path: Path) -> None:
     killed, resumed = claim("killed"), claim("resumed")
     await killed.sure(str(tmp_path))
     killed._keeper.close()
@@ -71,9 +69,7 @@ async def test_the_same_job_started_again_is_not_locked_out(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
-async def test_after_a_split_the_half_of_the_older_master_writes_nothing(
-    tmp_path: Path,
-) -> None:
+async def test_after_a_split_the_half_of_the_older_master_writes_nothing(tmp_path: Path) -> None:
     """The order of masters is that in which they took the folder; no clock is asked, so the terms,
     which are of clocks, may be in any order."""
     terms = {"left": 7, "right": 3}

@@ -205,9 +205,7 @@ async def test_what_could_have_gone_while_a_copy_went_on_goes_at_its_end(node: N
 
 
 @pytest.mark.parametrize("life", [1, 2])
-async def test_nothing_goes_once_more_is_copied_or_another_life_begins(
-    node: Node, life: int
-) -> None:
+async def test_nothing_goes_once_more_is_copied_or_a_life_begins(node: Node, life: int) -> None:
     """What was whole then is not what counts now."""
     saver = await holds_two(node)
     node.snapshots.obey(order(6, 1))

@@ -258,9 +258,7 @@ async def test_what_is_of_before_a_start_of_the_machine_is_not_believed(shm: Pat
     assert "before this machine's last start" in caplog.text
 
 
-async def test_folders_of_killed_agents_of_other_jobs_are_removed(
-    shm: Path, tmp_path: Path
-) -> None:
+async def test_folders_of_killed_agents_of_others_are_removed(shm: Path, tmp_path: Path) -> None:
     killed(tmp_path, job="gone")
     killed(shm, job="a-job", node="node-b")  # it may be back in a moment
     (gone,) = tmp_path.glob("elasticrun-*")

@@ -89,9 +89,7 @@ async def test_of_several_nodes_only_the_master_says_what_is_whole(one_of_three:
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-async def test_what_a_killed_rank_has_committed_counts_once_reaped(
-    node: Node, wanted: bool
-) -> None:
+async def test_what_a_killed_rank_committed_counts_once_reaped(node: Node, wanted: bool) -> None:
     """And that it is to be written, until the master says that it is not."""
     ranks = await node.life()
     for rank in ranks:
@@ -258,9 +256,7 @@ async def test_a_shard_that_is_not_here_is_fetched_from_who_holds_it(one_of_thre
     assert (here.ok, here.reason) == (False, "its node is gone")
 
 
-async def test_a_shard_is_compared_while_ranks_start_and_a_bad_one_counts_not(
-    node: Node,
-) -> None:
+async def test_a_shard_is_compared_while_ranks_start_and_a_bad_one_counts_not(node: Node) -> None:
     _, saver = await node.life_with_saver(1)
     opened = await saver.hears(s.SegmentOpen)
     hashing = await saver.hears(s.HashSnapshot)

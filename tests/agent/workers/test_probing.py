@@ -146,9 +146,7 @@ def pair(nodes: Nodes, store: Endpoint, **changes: Any) -> None:
 
 @pytest.mark.slow
 @on("", "", nproc=2)
-async def test_two_nodes_of_two_ranks_measure_the_worst_of_theirs(
-    nodes: Nodes,
-) -> None:
+async def test_two_nodes_of_two_ranks_measure_the_worst_of_theirs(nodes: Nodes) -> None:
     pair(nodes, await nodes[0].store())
     for node in nodes:
         probed = await node.result()
@@ -177,9 +175,7 @@ async def test_a_perf_test_measures_links_alone(nodes: Nodes) -> None:
 
 @pytest.mark.slow
 @on("", "probe-fail")
-async def test_a_failure_is_told_with_its_phase_its_figure_and_its_limit(
-    nodes: Nodes,
-) -> None:
+async def test_a_failure_is_told_with_its_phase_its_figure_and_its_limit(nodes: Nodes) -> None:
     store = await nodes[0].store()
     pair(nodes, store)
     good, bad = [await node.result() for node in nodes]
@@ -197,9 +193,7 @@ async def test_a_failure_is_told_with_its_phase_its_figure_and_its_limit(
 @further("test_two_nodes_of_two_ranks_measure_the_worst_of_theirs")
 @pytest.mark.slow
 @on("", "probe-fail=wrong", nproc=2)
-async def test_one_bad_local_rank_of_two_makes_it_the_node_s_own_failure(
-    nodes: Nodes,
-) -> None:
+async def test_one_bad_local_rank_of_two_makes_it_the_node_s_own_failure(nodes: Nodes) -> None:
     pair(nodes, await nodes[0].store())
     good, bad = [await node.result() for node in nodes]
     assert (bad.own, bad.excused, bad.phase) == (True, False, ProbePhase.COMPUTE)
@@ -240,9 +234,7 @@ async def test_who_hangs_in_its_own_part_has_failed_by_itself(nodes: Nodes) -> N
 @further("test_a_lost_spawner_takes_its_probes_along_and_nothing_is_told")
 @pytest.mark.slow
 @on("probe-hang=compute")
-async def test_a_probe_that_is_called_off_is_killed_and_not_told_of(
-    nodes: Nodes,
-) -> None:
+async def test_a_probe_that_is_called_off_is_killed_and_not_told_of(nodes: Nodes) -> None:
     (node,) = nodes
     store = await node.store()
     node.probing.run(order(store))
@@ -262,9 +254,7 @@ async def test_a_probe_that_is_called_off_is_killed_and_not_told_of(
 
 @pytest.mark.slow
 @on("probe-hang=compute")
-async def test_a_lost_spawner_takes_its_probes_along_and_nothing_is_told(
-    nodes: Nodes,
-) -> None:
+async def test_a_lost_spawner_takes_its_probes_along_and_nothing_is_told(nodes: Nodes) -> None:
     (node,) = nodes
     store = await node.store()
     node.probing.run(order(store))

@@ -149,9 +149,7 @@ async def test_how_far_reports_are_apart(
     assert len(paced.said) == 2
 
 
-async def test_a_silent_rank_hinders_the_others_only_for_a_while(
-    two_paced: Ear, monkeypatch
-) -> None:
+async def test_a_silent_rank_hinders_others_only_for_a_while(two_paced: Ear, monkeypatch) -> None:
     loop = asyncio.get_running_loop()
     now = loop.time()
     monkeypatch.setattr(loop, "time", lambda: now)

@@ -177,9 +177,7 @@ async def test_an_error_file_that_hangs_holds_up_no_exit(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("error", [KeyError("defect"), NoThread("too many processes")])
-async def test_a_death_is_reported_without_a_cause(
-    stage: Stage, monkeypatch, error: Exception
-) -> None:
+async def test_a_death_is_told_without_a_cause(stage: Stage, monkeypatch, error: Exception) -> None:
     """Neither a defect of ours nor a limit of processes keeps the brain from hearing of it."""
 
     async def no_thread(*_: object, **__: object) -> None:
