@@ -160,7 +160,7 @@ rank.answer(5, saved=True)
 print("saved", flush=True)
 step(6, 5)
 """),
-    "a rank that could not save waits for another step": (-15, ("Missed(asked=3, step=3)",), """
+    "a rank that could not save waits for another step": (-15, ("StepMissed(asked=3, step=3)",), """
 os.kill(me, signal.SIGTERM)
 assert step(3, 3)
 rank.answer(3, saved=False)
@@ -170,7 +170,7 @@ rank.answer(6, saved=True)
 assert rank.is_ending
 rank.end()
 """),
-    "who is asked by nobody ends though it cannot save": (-15, ("Missed(asked=1, step=1)",), """
+    "who is asked by nobody ends though it cannot save": (-15, ("StepMissed(asked=1, step=1)",), """
 assert step(1, 1)
 rank.answer(1, saved=False)
 os.kill(me, signal.SIGTERM)
