@@ -104,14 +104,11 @@ def test_each_member_is_told_its_own_place() -> None:
         assert (start.group_world_size, start.world_size, start.role_world_size) == (2, 3, 3)
 
 
-def test_who_has_no_place_is_told_nothing() -> None:
-    assert of(A).start("b") is None
-
-
 def test_of_an_adopted_round_nobody_is_told_a_part() -> None:
     """Its roles are not known here; its ranks run already."""
     adopted = of(A, replace(B, role_world_size=0))
     assert adopted.start("b") is None
+    assert of(A).start("b") is None, "nor who has no place"
     assert adopted.start("a") is not None
     assert adopted.seats == {"a": 0, "b": 1}
 
