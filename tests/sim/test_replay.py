@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,13 +47,8 @@ class Traced(Job):
     def __init__(
         self, spec: JobSpec | None, term: int, mint: Callable[[], str], facts: Facts | None = None
     ) -> None:
-        self.trace = TraceWriter(
-            self.folder,
-            Life("job", term, spec, facts),
-            ring=self.ring,
-            mint=mint,
-            now=Traced.now,
-        )
+        life = Life("job", term, spec, facts)
+        self.trace = TraceWriter(self.folder, life, ring=self.ring, mint=mint, now=Traced.now)
         if self.writers:
             self.writers[-1].close(LIMIT)
         self.writers.append(self.trace)
@@ -85,6 +79,11 @@ def _flush() -> None:
     Traced.writers[-1].close(LIMIT)
 
 
+def _told(story: str = STORY) -> None:
+    run(read(story))
+    _flush()
+
+
 def _replayed(folder: Path, **wanted: Any) -> tuple[int, list[str]]:
     lines: list[str] = []
     code = replay(folder, Wanted(**wanted), lines.append)
@@ -92,8 +91,7 @@ def _replayed(folder: Path, **wanted: Any) -> tuple[int, list[str]]:
 
 
 def test_the_story_is_told_with_times_and_reasons(traced: Path) -> None:
-    run(read(STORY))
-    _flush()
+    _told()
     code, lines = _replayed(traced)
     text = "\n".join(lines)
     assert code == SAME, text
@@ -106,8 +104,7 @@ def test_the_story_is_told_with_times_and_reasons(traced: Path) -> None:
 
 
 def test_only_what_was_asked_for(traced: Path) -> None:
-    run(read(STORY))
-    _flush()
+    _told()
     whole = _replayed(traced)[1]
     later = _replayed(traced, since=20.0)[1]
     of_b = _replayed(traced, node="b")[1]
@@ -131,8 +128,7 @@ def test_chaos_replays_exactly(traced: Path, seed: int, checks: bool) -> None:
 
 
 def test_a_trace_cut_off_anywhere_replays_up_to_there(traced: Path) -> None:
-    run(read(STORY))
-    _flush()
+    _told()
     path = traced / "trace"
     data = path.read_bytes()
     head = data.index(b"\n") + 1
@@ -145,8 +141,7 @@ def test_a_trace_cut_off_anywhere_replays_up_to_there(traced: Path) -> None:
 
 
 def test_a_successor_after_a_cut_is_replayed_too(traced: Path) -> None:
-    run(read(STORY))
-    _flush()
+    _told()
     data = (traced / "trace").read_bytes()
     (traced / "trace").write_bytes(data[:-50] + b"\n" + data)
     code, lines = _replayed(traced)
@@ -161,8 +156,7 @@ def test_a_ring_that_has_lost_its_beginning(traced: Path, monkeypatch: pytest.Mo
     story = STORY.replace("60 end", "") + "".join(
         f"{100 + 40 * i} node a nproc=2\n{120 + 40 * i} vanish a\n" for i in range(200)
     )
-    run(read(story + "9000 end\n"))
-    _flush()
+    _told(story + "9000 end\n")
     assert (traced / "trace.1").exists()
     code, lines = _replayed(traced)
     assert code == SAME
@@ -176,8 +170,7 @@ def test_a_ring_that_has_lost_its_beginning(traced: Path, monkeypatch: pytest.Mo
 
 def test_what_was_recorded_otherwise_is_shown(traced: Path) -> None:
     """As a trace of another version would be, or of a brain with a defect."""
-    run(read(STORY))
-    _flush()
+    _told()
     path = traced / "trace"
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines):
@@ -217,8 +210,7 @@ def test_a_brain_that_raised_raises_again(traced: Path, monkeypatch: pytest.Monk
 
 
 def test_the_verb(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(read(STORY))
-    _flush()
+    _told()
     assert main(["replay", str(traced)]) == 0
     folder = capsys.readouterr().out
     assert main(["replay", str(traced / "trace"), "--node", "a", "--since", "25"]) == 0
@@ -253,8 +245,7 @@ def test_what_is_no_trace_is_a_sentence(
 
 
 def test_damage_in_the_midst_is_said_and_what_follows_not_judged(traced: Path) -> None:
-    run(read(STORY))
-    _flush()
+    _told()
     path = traced / "trace"
     lines = path.read_text().splitlines()
     joined = next(n for n, line in enumerate(lines) if '"Join"' in line)
@@ -264,7 +255,3 @@ def test_damage_in_the_midst_is_said_and_what_follows_not_judged(traced: Path) -
     assert code == SAME
     assert f"line {joined + 1} of trace is damaged" in "\n".join(shown)
     assert "as it may" in shown[-1]
-
-
-def test_wanted_is_everything_by_default() -> None:
-    assert dataclasses.asdict(Wanted()) == {"node": "", "since": 0.0, "everything": False}

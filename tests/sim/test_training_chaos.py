@@ -50,12 +50,14 @@ def test_invariants_hold_for_thousands(first: int) -> None:
         assert not findings.faults, (seed, findings.faults[:5], findings.lines[-40:])
 
 
-def test_a_step_that_was_never_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "is_whole", lambda ledger, step: True)
-    text = "# why\njob 2:2\nworld state=sharded\n0 node a b\n5 snap 100 a\n9 end\n"
-    assert any("never was whole" in fault for fault in run(read(text)).worlds.faults)
-
-
+REPLICAS = """# why
+job 1:2
+world state=sharded replicas=1
+0 node a b
+5 snap 100
+7 kill b
+12 end
+"""
 UNSAVED = """# why
 job 1:2
 world state=sharded
@@ -65,26 +67,27 @@ world state=sharded
 6 signal SIGTERM b
 200 end
 """
+PAIR = "# why\njob 2:2\nworld state=sharded\n0 node a b\n5 snap 100 {}\n9 end\n"
 
 
-def test_an_end_as_saved_that_was_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Draining, "has_saved", lambda leaving: True)
-    assert any("b ends as saved" in fault for fault in run(read(UNSAVED)).worlds.faults)
+def half(ledger: Ledger, step: int) -> dict[str, Share]:
+    return {"a": divide(ledger, step)["a"]}
 
 
-REPLICAS = """# why
-job 1:2
-world state=sharded replicas=1
-0 node a b
-5 snap 100
-7 kill b
-12 end
-"""
-
-
-def test_a_watermark_that_is_not_on_two_nodes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Replicas, "counts", lambda replicas, ledger, step: True)
-    assert any("not on two nodes" in fault for fault in run(read(REPLICAS)).worlds.faults)
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong", "text", "fault"),
+    [
+        (Ledger, "is_whole", lambda *_: True, PAIR.format("a"), "never was whole"),
+        (Draining, "has_saved", lambda *_: True, UNSAVED, "b ends as saved"),
+        (Replicas, "counts", lambda *_: True, REPLICAS, "not on two nodes"),
+        (checkpoints, "divide", half, PAIR.format("persist"), "lacks parts"),
+    ],
+)
+def test_what_must_hold_can_fail(
+    owner: object, name: str, wrong: object, text: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, wrong)
+    assert any(fault in one for one in run(read(text)).worlds.faults)
 
 
 def test_a_step_that_is_lost_with_one_node_is_found() -> None:
@@ -106,15 +109,6 @@ def test_memory_that_a_blind_master_does_not_use_is_found(monkeypatch: pytest.Mo
     shelves = run(read(text)).shelves
     shelves.settle()
     assert any("restores None, and [] were lost of" in fault for fault in shelves.faults)
-
-
-def test_a_checkpoint_without_all_of_its_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(ledger: Ledger, step: int) -> dict[str, Share]:
-        return {"a": divide(ledger, step)["a"]}
-
-    monkeypatch.setattr(checkpoints, "divide", half)
-    text = "# why\njob 2:2\nworld state=sharded\n0 node a b\n5 snap 100 persist\n9 end\n"
-    assert any("lacks parts" in fault for fault in run(read(text)).worlds.faults)
 
 
 def test_a_snapshot_dropped_while_it_is_written_is_found() -> None:
