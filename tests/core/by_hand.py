@@ -53,6 +53,10 @@ class Master:
         for report in reports:
             self.feed(fx.Heard(session, report))
 
+    def both(self, *reports: m.Report) -> None:
+        for session in (1, 2):
+            self.hear(session, *reports)
+
     def orders(self, session: int) -> list[m.Order]:
         tells = [effect for effect in self.effects if isinstance(effect, fx.Tell)]
         return [tell.order for tell in tells if session in tell.sessions]
@@ -70,6 +74,10 @@ class Master:
     def come_back(self, session: int, name: RoundName) -> None:
         store = Endpoint(f"10.0.0.{session}", 4001)
         self.hear(session, m.Stopping(name, 30.0), m.Stopped(name), m.Join(store))
+
+    def both_back(self, name: RoundName) -> None:
+        for session in (1, 2):
+            self.come_back(session, name)
 
 
 def failure(rank: int) -> m.Failure:

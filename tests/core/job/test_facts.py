@@ -45,8 +45,7 @@ def test_what_is_recorded_and_before_what() -> None:
     assert kinds(master.feed(fx.Heard(1, m.Beat(1)))) == []
     reopened = kinds(master.feed(fx.Heard(1, m.RanksFailed(name, (failure(0),)))))
     assert reopened[:2] == ["Record", "Stop"]
-    master.come_back(1, name)
-    master.come_back(2, name)
+    master.both_back(name)
     assert kinds(master.effects)[0] == "Record"
     assert master.facts.restart_count == 1, "the charge is in the record of the round it pays for"
     name = master.facts.round.name  # type: ignore[union-attr]
@@ -106,8 +105,7 @@ def test_the_age_of_a_round_and_what_remains_of_a_wait() -> None:
 def test_an_outcome_is_told_once_to_the_shell_and_to_everybody() -> None:
     master = Master()
     name = master.running()
-    master.hear(1, m.Finished(name))
-    master.hear(2, m.Finished(name))
+    master.both(m.Finished(name))
     again = successor(master)
     over = fx.JobOver(0, "every rank ended with 0")
     assert over not in again.feed(fx.Tick()), "nobody has been told yet"
@@ -154,8 +152,7 @@ def test_thirty_days_of_crashes_are_one_day() -> None:
     for crash in range(30 * 72):
         for _ in range(24):
             master.now += 50.0
-            master.hear(1, m.Beat(crash))
-            master.hear(2, m.Beat(crash))
+            master.both(m.Beat(crash))
         master.hear(1, m.RanksFailed(name, (failure(0),)))
         master.come_back(1, name)
         if crash % 2:
@@ -189,13 +186,11 @@ def test_charges_in_the_window_survive_and_others_do_not() -> None:
     name = master.running()
     for when in (10.0, 60.0, 90.0, 120.0):
         master.now = when
-        master.hear(1, m.Beat(1))
-        master.hear(2, m.Beat(1))
+        master.both(m.Beat(1))
         if when == 60.0:
             continue
         master.hear(1, m.RanksFailed(name, (failure(0),)))
-        master.come_back(1, name)
-        master.come_back(2, name)
+        master.both_back(name)
         name = master.facts.round.name
     assert master.facts.charges == (30.0, 0.0), "the first is out of the window"
     assert master.facts.restart_count == 3, "TORCHELASTIC_RESTART_COUNT counts them all"

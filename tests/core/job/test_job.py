@@ -31,8 +31,7 @@ def test_a_beat_changes_nothing_but_the_nodes_deadline() -> None:
     master = Master()
     master.running()
     master.now = 58.0
-    master.hear(1, m.Beat(1))
-    master.hear(2, m.Beat(1))
+    master.both(m.Beat(1))
     assert master.job.next_deadline() == 60.0, "the record of a round that is no longer young"
     master.now = 60.0
     assert [type(effect) for effect in master.feed(fx.Tick())] == [fx.Record]
@@ -66,8 +65,7 @@ def test_failures_on_two_nodes_are_one_restart() -> None:
     master.hear(1, m.RanksFailed(name, (failure(0),)))
     assert master.orders(2) == [m.Stop(name, "rank 0 on node a: boom")]
     master.hear(2, m.RanksFailed(name, (failure(2), failure(3))))
-    master.come_back(1, name)
-    master.come_back(2, name)
+    master.both_back(name)
     assert master.job.status().restart_count == 1
 
 
@@ -129,8 +127,7 @@ def test_every_attach_is_told_the_whole_desired_state() -> None:
 def test_after_the_end_whoever_comes_is_told_it() -> None:
     master = Master()
     name = master.running()
-    master.hear(1, m.Finished(name))
-    master.hear(2, m.Finished(name))
+    master.both(m.Finished(name))
     assert master.orders(1) == [m.End(0, "every rank ended with 0", ())]
     assert fx.JobOver(0, "every rank ended with 0") in master.effects
     master.feed(fx.Attached(9, hello("late")))

@@ -317,8 +317,7 @@ def test_the_end_waits_for_the_save_and_no_longer_than_its_limit() -> None:
     master, name = two_with_a_step()
     master.hear(1, m.RanksFailed(name, (failure(0),)))
     assert kinds(master, 2) == ["Stop"]
-    master.come_back(1, name)
-    master.come_back(2, name)
+    master.both_back(name)
     assert "Persist" in kinds(master, 1)
     assert master.job.status().reason.startswith("step 100 is being saved before the job ends")
     master.now += 19.9
@@ -336,8 +335,7 @@ def test_a_job_that_is_to_end_does_not_change_its_mind() -> None:
     """A node dies while the last step is saved: that is no reason to begin again."""
     master, name = two_with_a_step()
     master.hear(1, m.RanksFailed(name, (failure(0),)))
-    master.come_back(1, name)
-    master.come_back(2, name)
+    master.both_back(name)
     master.feed(fx.Detached(2, clean=False))
     master.now += 30.0
     master.feed(fx.Tick())
@@ -353,17 +351,14 @@ def test_without_the_flag_a_failed_job_ends_at_once() -> None:
 def test_the_record_has_what_was_restored_and_what_was_written() -> None:
     master, name = two_with_a_step(replace(SAVING, max_restarts=3))
     master.hear(1, m.RanksFailed(name, (failure(0),)))
-    master.come_back(1, name)
-    master.come_back(2, name)
+    master.both_back(name)
     start = next(order for order in master.orders(1) if isinstance(order, m.Start))
     assert start.restore == m.Restore(name, 100, 4)
     (persist,) = [order for order in master.orders(1) if isinstance(order, m.Persist)]
-    for session in (1, 2):
-        master.hear(session, m.Persisted(persist.attempt, True, False, "", 1, 0.1))
+    master.both(m.Persisted(persist.attempt, True, False, "", 1, 0.1))
     master.hear(1, m.Persisted(persist.attempt, True, True, "", 0, 0.1))
     master.now += 30.0
-    for session in (1, 2):
-        master.hear(session, m.Beat(1))
+    master.both(m.Beat(1))
     master.feed(fx.Tick())
     assert master.facts.written == start.restore
     assert master.facts.round.restore == start.restore

@@ -386,8 +386,7 @@ def restores(master: Master) -> tuple[m.Start, RoundName]:
     name = master.running()
     ranks_hold(master, name, 90, 100)
     master.hear(1, m.RanksFailed(name, (failure(0),)))
-    master.come_back(1, name)
-    master.come_back(2, name)
+    master.both_back(name)
     (start,) = [order for order in master.orders(2) if isinstance(order, m.Start)]
     assert start.restore == m.Restore(name, 100, 4)
     return start, name
@@ -412,8 +411,7 @@ def test_a_master_without_a_record_learns_what_was_restored() -> None:
         master.hear(session, m.Running(start.round, (session, session + 10)))
     ranks_hold(master, first, 90, 100, went_on=m.WentOn(start.round, 101))
     master.hear(1, m.RanksFailed(start.round, (failure(0),)))
-    master.come_back(1, start.round)
-    master.come_back(2, start.round)
+    master.both_back(start.round)
     (again,) = [order for order in master.orders(2) if isinstance(order, m.Start)]
     assert again.restore == m.Restore(first, 100, 4)
     assert [(one.step, one.times) for one in master.facts.rejected] == [(100, 1)]
