@@ -35,6 +35,19 @@ reaped, keepalive, worker pool, slot, pruning, history, back-off, attribution, s
 budget, registry, participants, takeover."""
 
 
+NAMED_BOOKS: Final = {
+    "core.rounds.rendezvous:ready": "the order of joins decides who is taken",
+    "core.rounds.rendezvous:_announced": "whether anybody is on the way is asked at each decision",
+    "core.rounds.rendezvous:_kept": "the first reason is shown",
+    "core.rounds.attribution:_records": "outlives a node's lives; the oldest are forgotten first",
+    "core.health.policy:_unresolved": "they are called in by their order",
+    "core.snapshots.choice:reports": "a watermark is told in the order in which nodes spoke",
+    "core.snapshots.ledger:_said": "one for each of several rounds",
+    "core.snapshots.snapshots:_nodes": "the first of those that leave is named",
+}
+"""Dictionaries by node beside its record, each with its reason."""
+
+
 class Count(NamedTuple):
     number: int
     where: list[str]
@@ -188,14 +201,17 @@ class House:
         return Count(len(found), found)
 
     def books_by_node(self) -> Count:
-        """Attributes in the core, outside core/nodes, that are dictionaries or sets by a text."""
+        """Attributes in the core, outside core/nodes, that are dictionaries or sets by a text, but
+        for NAMED_BOOKS."""
         found = []
         for module, node in self._nodes(ast.AnnAssign):
             assert isinstance(node, ast.AnnAssign)
             core = module.name.startswith("elasticrun.core.")
             if core and ".nodes." not in module.name and isinstance(node.target, ast.Attribute):
                 kind = ast.unparse(node.annotation)
-                if kind.startswith(("dict[str,", "set[str]", "defaultdict[str,")):
+                book = f"{module.name.removeprefix('elasticrun.')}:{node.target.attr}"
+                by_text = kind.startswith(("dict[str,", "set[str]", "defaultdict[str,"))
+                if by_text and book not in NAMED_BOOKS:
                     found.append(module.named(node, f"{ast.unparse(node.target)}: {kind}"))
         return Count(len(found), found)
 

@@ -14,6 +14,11 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 
+def earliest(*times: float | None) -> float | None:
+    """The first of those that are known; None if none is."""
+    return min((when for when in times if when is not None), default=None)
+
+
 class Deadlines(Generic[Key]):
     """At most one deadline a key. Keys due at one time come out in the order they were armed."""
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticrun.config import PROBE_ANSWER_SLACK
-from elasticrun.core.deadlines import Deadlines
+from elasticrun.core.deadlines import Deadlines, earliest
 from elasticrun.core.health import words
 from elasticrun.core.health.groups import (
     FailedGroup,
@@ -347,7 +347,14 @@ class NetCheck:
     def wants(self, ready: Sequence[str]) -> bool:
         """Whether some of these nodes must be probed before they form a round: a node that is not
         GOOD, or, where there is but one, UNKNOWN; or the perf test is due. False while busy."""
-        return not self.busy and (self._to_probe(ready) or self._perf_wanted(ready))
+        if self.busy or not ready:
+            return False
+        if self._to_probe(ready):
+            return True
+        if not self._perf_due:
+            return False
+        alone = len(ready) == 1 or not self._checks.network
+        return alone or all(self.standing(node) is Standing.GOOD for node in ready)
 
     def health(self, node: str) -> str:
         """What the last probes measured there, in words for the status page; "" if nothing."""
@@ -440,8 +447,7 @@ class NetCheck:
 
     def next_deadline(self) -> float | None:
         """When `proceed` must be called at the latest: an answer is overdue."""
-        times = [self._due.next(), self._pass.next_deadline() if self._pass else None]
-        return min((time for time in times if time is not None), default=None)
+        return earliest(self._due.next(), self._pass.next_deadline() if self._pass else None)
 
     def proceed(self, now: float) -> tuple[ProbeGroup, ...]:
         """To be called after each of the events above and at the deadline: the groups of the next
@@ -585,12 +591,6 @@ class NetCheck:
             if one.standing is not Standing.GOOD and crew not in helped:
                 helped[crew] = any(it is None or it.life not in crew for it in known.values())
         return any(helped.values())
-
-    def _perf_wanted(self, ready: Sequence[str]) -> bool:
-        if not self._perf_due or not ready:
-            return False
-        alone = len(ready) == 1 or not self._checks.network
-        return alone or all(self.standing(node) is Standing.GOOD for node in ready)
 
     def _of(self, node: str) -> _Known:
         known = self._known.get(node)

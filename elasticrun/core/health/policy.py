@@ -26,6 +26,7 @@ from elasticrun.core.health.groups import NodeVerdict, ProbeGroup, Standing
 from elasticrun.core.health.netcheck import NetCheck
 from elasticrun.core.health.speed import Stragglers
 from elasticrun.core.nodes.admission import FAILED, SLOW
+from elasticrun.core.nodes.node import Node
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import lay_out, store_host
 from elasticrun.core.words import some
@@ -124,7 +125,7 @@ class HealthPolicy:
 
     def _doubt_the_cause(self) -> None:
         """The node whose rank was the first to fail in the last round is probed again, once."""
-        cause, round_ = self._ctx.restarts.cause(), self._ctx.round
+        cause, round_ = self._ctx.restarts.window.cause, self._ctx.round
         if round_ is None or round_.name == self._examined or self._rdzv.loss:
             return
         self._examined = round_.name
@@ -264,19 +265,15 @@ class HealthPolicy:
         self._passed_door()
         if self._is_checking and not check.busy:
             self._is_checking = False
-            self._tell_summary(check)
-
-    def _tell_summary(self, check: NetCheck) -> None:
-        # at the level of warnings: who asks by a flag is to see the answer
-        for line in check.perf.lines[:-1] if not self._is_perf_told else ():
-            self._is_perf_told = True  # the last and largest is in the summary
-            self._ctx.note(line, "warning")
-        self._ctx.note(check.news(), "warning")
+            # at the level of warnings: who asks by a flag is to see the answer
+            for line in check.perf.lines[:-1] if not self._is_perf_told else ():
+                self._is_perf_told = True  # the last and largest is in the summary
+                self._ctx.note(line, "warning")
+            self._ctx.note(check.news(), "warning")
 
     def _order(self, groups: tuple[ProbeGroup, ...]) -> None:
         for group in groups:
-            for node, probe in self._probes(group):
-                one = self._nodes[node]
+            for one, probe in self._probes(group):
                 one.probe = probe
                 if one.session is not None:  # else it is told when it attaches
                     self._ctx.tell(one.session, probe)
@@ -288,7 +285,7 @@ class HealthPolicy:
         if group is not None and order is not None and order.check == group.check:
             self._ctx.tell(session, order)
 
-    def _probes(self, group: ProbeGroup) -> Iterator[tuple[str, m.Probe]]:
+    def _probes(self, group: ProbeGroup) -> Iterator[tuple[Node, m.Probe]]:
         """Each node's place in a group that is probed together; O(nodes) for all of them."""
         places = [self._nodes[node] for node in group.nodes]
         world_size = sum(one.hello.local_world_size for one in places)
@@ -296,7 +293,7 @@ class HealthPolicy:
         first_rank = 0
         for at, one in enumerate(places):
             yield (
-                one.id,
+                one,
                 m.Probe(
                     check=group.check,
                     perf=group.perf,

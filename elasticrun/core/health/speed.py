@@ -166,7 +166,8 @@ class Paces:
                 best[trial.node] = min(rate.cost, best.get(trial.node, rate.cost))
         for trial, found in _standing_out(trials, best, self.ratio):
             rate = trial.rate if _usable(trial) else None
-            if rate is not None and _with_different(trial):
+            # no one partner, who may be the slow one, had a part in all of its measures
+            if rate and not frozenset.intersection(*(frozenset(r.partners) for r in trial.rates)):
                 told = _compared(found, rate.traffic, "")
                 with_whom = names(rate.partners)
                 self._tell(trial, f"all_reduce of {size(rate.size)} with {with_whom} {told}")
@@ -202,11 +203,6 @@ def _standing_out(
 def _usable(trial: Trial) -> bool:
     """Whether it may yet be called slow: it works, and has not been called so in this check."""
     return trial.good and not trial.out and not trial.told_slow
-
-
-def _with_different(trial: Trial) -> bool:
-    """Whether no one partner, who may be the slow one, had a part in all of its measures."""
-    return not frozenset.intersection(*(frozenset(one.partners) for one in trial.rates))
 
 
 def _compared(found: Outlier, scale: float = 1.0, unit: str = " per matmul") -> str:
@@ -363,7 +359,9 @@ class Stragglers:
         found = outliers([pace.own() for _, pace in warm], self._ratio)
         for index, (node, pace) in enumerate(warm):
             outlier = found.get(index)
-            if outlier is None or not self._costs(pace, outlier.value - outlier.median):
+            excess = 0.0 if outlier is None else outlier.value - outlier.median
+            costs = excess * self._ratio >= WORTH * (self._ratio - 1.0) * pace.seconds()
+            if outlier is None or not costs:
                 pace.judgements = 0
                 continue
             if gap > max(PATIENCE, 2.0 * pace.covered()):
@@ -376,10 +374,6 @@ class Stragglers:
                 pace.told_at = now
                 others = [one for other, one in warm if other != node]
                 self._suspects.append(Slowness(node, self._evidence(pace, others, now)))
-
-    def _costs(self, pace: _Pace, excess: float) -> bool:
-        """Whether a node that has so much more to do than the others costs the job something."""
-        return excess * self._ratio >= WORTH * (self._ratio - 1.0) * pace.seconds()
 
     @staticmethod
     def _evidence(pace: _Pace, others: Sequence[_Pace], now: float) -> str:

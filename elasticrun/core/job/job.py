@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from elasticrun.config import EXIT_OK
 from elasticrun.core import events as fx
 from elasticrun.core.context import JobContext
+from elasticrun.core.deadlines import earliest
 from elasticrun.core.job.record import Recorder
 from elasticrun.core.job.streams import Streams
 from elasticrun.core.job.views import nothing_yet, picture
@@ -59,7 +60,8 @@ class Job:
         master before this one recorded, None if there is no record. `term` must be higher than that
         of any master before which the facts do not know of; `mint` gives a nonce for every
         round."""
-        self._term = term if facts is None else max(term, facts.term + 1)
+        self.term = term if facts is None else max(term, facts.term + 1)
+        """This master's: higher than that of every master in its record."""
         self._mint = mint
         self._given_spec = spec if spec is not None or facts is None else facts.spec
         self._facts = facts
@@ -80,11 +82,6 @@ class Job:
         self._sentence: tuple[int, str] | None = None  # how the job ends: exit code and reason
 
     @property
-    def term(self) -> int:
-        """This master's: higher than that of every master in its record."""
-        return self._term
-
-    @property
     def spec(self) -> m.JobSpec:
         """What the job has agreed on; there is none before the first agent."""
         return self._ctx.spec
@@ -96,14 +93,13 @@ class Job:
             return None if self._facts is None else 0.0
         if self._ctx.outcome is not None:
             return None
-        deadlines = (
+        found = earliest(
             self._ctx.membership.next_deadline(),
             self._until,
             self._recorder.due(waiting=self._until is not None),
             self._streams.health.due(),
             self._snapshots.next_deadline(),
         )
-        found = min((when for when in deadlines if when is not None), default=None)
         self._calm_until = math.inf if found is None else found
         return found
 
@@ -171,9 +167,9 @@ class Job:
         else:
             return False
         self._begun = True
-        self._ctx = ctx = JobContext(spec, self._term, self._mint, now)
+        self._ctx = ctx = JobContext(spec, self.term, self._mint, now)
         ctx.out = out
-        self._snapshots = Snapshots(spec.saves, self._mint, self._term)
+        self._snapshots = Snapshots(spec.saves, self._mint, self.term)
         self._recorder = Recorder(ctx, self._snapshots)
         self._saving = SnapshotPolicy(ctx, self._snapshots)
         if facts is not None:
@@ -245,7 +241,8 @@ class Job:
                 ctx.nodes[node].pids = report.pids
                 if rdzv.last.stages.get(node) is not Stage.STARTING:
                     return False
-                rdzv.last.running(node)
+                if rdzv.last.is_member(node):
+                    rdzv.last.stages[node] = Stage.RUNNING
             case m.RanksFailed():
                 self._ranks_failed(node, report)
             case m.Stopping():
@@ -261,14 +258,14 @@ class Job:
 
     def _ranks_failed(self, node: str, report: m.RanksFailed) -> None:
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
-        stopped = rdzv.last.is_stopping(node)
+        stopped = rdzv.last.stages.get(node) in (Stage.STOPPING, Stage.STOPPED)
         if not ctx.restarts.window.add(node, report.failures, now, stopped=stopped):
             return
         ctx.membership.corroborate(node, rdzv.last.is_concerned, now)
         if rdzv.phase is Phase.RUNNING and rdzv.last.is_member(node):
             verdict = ctx.restarts.verdict(self._trouble(), now)
             reason = verdict.reason
-            if verdict.bill is Bill.NOTHING and rdzv.takeover.is_incomplete(now):
+            if verdict.bill is Bill.NOTHING and rdzv.is_incomplete(now):
                 # who is to blame is open until all have dialled again; what has failed is known
                 reason = ctx.restarts.verdict("", now).reason
             self._last_failure = reason
@@ -349,11 +346,14 @@ class Job:
     def _suspect_cause(self) -> tuple[Cause | None, str]:
         """The cause of the round's end whose node is to be left out, and why."""
         restarts = self._ctx.restarts
-        cause = restarts.cause()
+        cause = restarts.window.cause
         if cause is None:
             return None, ""
         why = restarts.attribution.why_suspect(cause, self._ctx.now)
-        return (cause, why) if why and self._ctx.rdzv.can_spare(cause.node) else (None, "")
+        rdzv = self._ctx.rdzv
+        staying = rdzv.last.is_member(cause.node) and cause.node not in rdzv.last.leaving
+        spare = why and staying and rdzv.is_enough_without(cause.node)
+        return (cause, why) if spare else (None, "")
 
     def _reconsider(self) -> bool:
         """A round could form after one that failed. Whether that has to be asked again, because a
@@ -371,16 +371,16 @@ class Job:
             ctx.note(f"node {cause.node} is left out for {wait:g} s: {why}", "warning")
             self._tell_to_wait(cause.node)
             return True
-        cause = ctx.restarts.cause()
+        cause = ctx.restarts.window.cause
         innocent = attribution.cleared(cause, now) if cause and not self._trouble() else ""
         if cause is not None and innocent:
-            rdzv.let_in(innocent, now)
+            if innocent in rdzv.backing_off:
+                rdzv.backing_off.put(innocent, now, "acquitted")
             ctx.note(f"rank {cause.rank} fails on node {cause.node} too: {innocent} is let in")
         return bool(innocent)
 
     def _wait(self, decision: Decision, gate: Judgement | None) -> None:
-        dues = (decision.until, decision.wake, None if gate is None else gate.until)
-        self._until = min((when for when in dues if when is not None), default=None)
+        self._until = earliest(decision.until, decision.wake, gate.until if gate else None)
         self._ends = decision.until
         if decision.reason != self._reason:
             self._reason = decision.reason

@@ -50,7 +50,7 @@ class Streams:
         if admission is None:
             return
         self._enter(hello, admission)
-        unseen = node in rdzv.takeover.unseen
+        unseen = node in rdzv.last.unseen
         if rdzv.back(node, now):
             ctx.note("every node of the round is heard again")
         if admission.returned or (suspect and not unseen and not admission.newer):
@@ -223,9 +223,8 @@ class Streams:
             ctx.changed = True
             if death.session is not None:
                 ctx.hang_up(death.session)
-        hold = self._membership.hold_reason()
-        if hold != self.hold_reason:
-            self.hold_reason = hold
+        if bool(self.hold_reason) != (self._membership.mass_silence.until is not None):
+            self.hold_reason = hold = self._membership.hold_reason()
             ctx.note(hold or "nodes are heard again", "warning" if hold else "info")
 
     def _end_stay(self, node: str, at: float) -> None:

@@ -154,7 +154,7 @@ class Membership:
         self.present: dict[str, None] = {}
         """Nodes that are alive or suspect."""
         self._deadlines: Deadlines[str] = Deadlines()
-        self._mass_silence = MassSilence()
+        self.mass_silence = MassSilence()
         self._past: dict[str, Deaths] = {}  # from the record: nodes that have not attached yet
 
     # ------------------------------------------------------------ questions
@@ -174,7 +174,7 @@ class Membership:
 
     def hold_reason(self) -> str:
         """Why no verdict is given although nodes are silent; empty if none is held back."""
-        return self._mass_silence.reason()
+        return self.mass_silence.reason()
 
     def sluggish(self, node: Node, now: float) -> str:
         """That a node whose stream stands misses its beats, in words; empty if it does not."""
@@ -237,7 +237,7 @@ class Membership:
         self._sessions[session] = node
         self.present[node.id] = None
         self.suspects.pop(node.id, None)
-        self._mass_silence.settled(node.id)
+        self.mass_silence.settled(node.id)
         self._deadlines.arm(node.id, now + SLUGGISH_DEAD)
         if len(self.present) == 2:  # one that fell silent is no longer the only node
             for first in map(self._nodes.__getitem__, self.suspects):
@@ -253,8 +253,8 @@ class Membership:
         node.last_heard = now
         if node.health is Health.ALIVE:
             self._deadlines.arm(node.id, now + SLUGGISH_DEAD)
-        if self._mass_silence.until is not None:
-            self._mass_silence.settled(node.id)
+        if self.mass_silence.until is not None:
+            self.mass_silence.settled(node.id)
         return node.id
 
     def detached(self, event: Detached, now: float, *, corroborated: bool) -> str | None:
@@ -299,7 +299,7 @@ class Membership:
     def _has_gone(self, node: str) -> None:
         self.suspects.pop(node, None)
         self.present.pop(node, None)
-        self._mass_silence.settled(node)
+        self.mass_silence.settled(node)
 
     def parked(self, but: str = "") -> int:
         """How many nodes are parked, not counting `but`."""
@@ -309,7 +309,7 @@ class Membership:
     def overslept(self, by: float, beat: float) -> None:
         """The listener was away for `by` seconds: no silence counts before one beat more."""
         self._deadlines.shift(by + beat)
-        self._mass_silence.overslept(by + beat)
+        self.mass_silence.overslept(by + beat)
 
     def due(self, now: float, concerned: Callable[[str], bool], size: int) -> list[Death]:
         """The nodes whose time is up. `concerned` tells the members of the round, `size` how many
@@ -322,7 +322,7 @@ class Membership:
         if silent:
             waiting = [node for node in self.suspects if not nodes[node].corroborated]
             together = {node for node in (*silent, *waiting) if concerned(node)}
-            until = self._mass_silence.holds_until(together, size, now)
+            until = self.mass_silence.holds_until(together, size, now)
             if until is not None:
                 for node in silent:
                     self._deadlines.arm(node, until)

@@ -107,11 +107,15 @@ class Window:
             self._doubt += by
 
     @property
-    def cause(self) -> tuple[str, Failure] | None:
-        """The root cause as things stand, and its node; None if it is a mere echo."""
-        if self._cause is None or self._cause.failure.kind in ECHOES:
+    def cause(self) -> Cause | None:
+        """The root cause as things stand; None if it is a mere echo, or costs nothing."""
+        if self._cause is None or self.excused or self._cause.failure.kind in ECHOES:
             return None
-        return self._cause.node, self._cause.failure
+        node, failure = self._cause.node, self._cause.failure
+        others = any(one.by_itself and one.node != node for one in self._told.values())
+        first_rank = failure.rank - failure.local_rank
+        at = self.opened_at or 0.0
+        return Cause(node, failure.rank, first_rank, others, self.story, at)
 
     @property
     def failed_by_itself(self) -> bool:
@@ -119,10 +123,6 @@ class Window:
         failures = [one.failure for one in self._told.values()]
         told = [one for one in failures if one.kind not in ECHOES]
         return bool(told) and not self.excused and all(map(is_of_its_own, told))
-
-    def others_failed(self, node: str) -> bool:
-        """Whether ranks of a node other than `node` died by themselves."""
-        return any(one.by_itself and one.node != node for one in self._told.values())
 
     def add(
         self, node: str, failures: Iterable[Failure], now: float, *, stopped: bool = False
@@ -274,17 +274,6 @@ class Restarts:
         self._nodes = nodes
         self.window = Window(self._doubt, adopted=adopted, alone=nodes == 1)
 
-    def cause(self) -> Cause | None:
-        """What the present round ended by, if it was a failure of its own."""
-        found = None if self.window.excused else self.window.cause
-        if found is None:
-            return None
-        node, failure = found
-        others = self.window.others_failed(node)
-        first_rank = failure.rank - failure.local_rank
-        at = self.window.opened_at or 0.0
-        return Cause(node, failure.rank, first_rank, others, self.window.story, at)
-
     def verdict(self, membership: str, now: float) -> Verdict:
         """What it costs as things stand; `membership` says which member has gone or may have."""
         return self.window.verdict(membership=membership, restarts_left=self.budget.left(now))
@@ -299,7 +288,7 @@ class Restarts:
             return Judgement(end=verdict.reason, code=code_of(Ending.FINAL))
         late = verdict.until is not None and now >= verdict.until
         if verdict.bill is Bill.HOPELESS or (verdict.bill is Bill.DOUBT and late):
-            cause = self.cause()
+            cause = self.window.cause
             story = self.attribution.in_words(cause, self._nodes) if cause else ""
             end = f"{verdict.reason}; no restart is left" + (f"; {story}" if story else "")
             root = root_cause(self.window.failures)
@@ -323,7 +312,7 @@ class Restarts:
         verdict = self.verdict(membership, now)
         if verdict.bill is not Bill.CHARGE:
             return f"no restart is charged: {verdict.reason}"
-        cause = self.cause()
+        cause = self.window.cause
         if cause is not None:
             self.attribution.settled(cause)
         self.budget.charge(now, opened - formed_at)

@@ -51,7 +51,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from elasticrun.config import GROW_YOUNG, STORM_NODES, STORM_QUIET
-from elasticrun.core.deadlines import Deadlines
+from elasticrun.core.deadlines import Deadlines, earliest
 from elasticrun.core.nodes.admission import Backoffs
 from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.core.persisted import RoundFacts
@@ -158,6 +158,11 @@ class Rendezvous:
         """Whether members of the last round are still to stop or to come back."""
         return len(self._awaited) > 0
 
+    def is_incomplete(self, now: float) -> bool:
+        """Whether nodes of a round of another master may still dial."""
+        unseen = bool(self.last.unseen) and now < self.takeover.grace_until
+        return self.takeover.unseen_ranks > 0 or unseen
+
     def activity(self, node: str) -> str:
         """The word of `NodeStatus.activity`."""
         if node in self.ready:
@@ -193,11 +198,6 @@ class Rendezvous:
             text += f"; waiting for {', '.join(sorted(self._awaited)[:5])}"
             text += f" and {len(self._awaited) - 5} more" if len(self._awaited) > 5 else ""
         return text
-
-    def can_spare(self, node: str) -> bool:
-        """Whether the next round could do without this member; O(n)."""
-        staying = self.last.is_member(node) and node not in self.last.leaving
-        return staying and self.is_enough_without(node)
 
     def is_enough_without(self, node: str) -> bool:
         """Whether a round could form if this node, member or not, were not there; O(n)."""
@@ -257,7 +257,7 @@ class Rendezvous:
         """A stream of this node stands again; whether it was the last of a restored round's
         members that had not been heard."""
         self.last.unheard.discard(node)
-        unseen = self.takeover.unseen
+        unseen = self.last.unseen
         if node not in unseen:
             return False
         del unseen[node]
@@ -284,8 +284,8 @@ class Rendezvous:
         """The node is dead or has left, and its agent with it. `last_word`: when it was last
         heard. `reborn`: a newer life of it is there, so its ranks are not."""
         last = self.last
-        if node in self.takeover.unseen:
-            del self.takeover.unseen[node]
+        if node in last.unseen:
+            del last.unseen[node]
             self.takeover.vanished += not reborn
         self._away_from_door(node)
         self._awaited.disarm(node)
@@ -330,11 +330,6 @@ class Rendezvous:
     def admit(self, node: str) -> bool:
         """It need not be kept out any more, and may join; whether it was."""
         return self._kept.pop(node, None) is not None
-
-    def let_in(self, node: str, now: float) -> None:
-        """A node that was left out need not wait any more."""
-        if node in self.backing_off:
-            self.backing_off.put(node, now, "acquitted")
 
     def reborn(self, node: str) -> None:
         """A newer life of a node that had gone is there: none of its ranks lives on."""
@@ -419,7 +414,7 @@ class Rendezvous:
             elif node not in self.ready:
                 self._awaited.arm(node, now + REJOIN_WAIT)
         grace = self.takeover.grace_until
-        for node in self.takeover.unseen:
+        for node in self.last.unseen:
             due = self._awaited.when(node)
             if due is not None and due < grace:
                 self._awaited.arm(node, grace)
@@ -447,8 +442,9 @@ class Rendezvous:
         gone = dict.fromkeys(was.gone)
         unseen = [node for node in members if node not in gone]
         missing = max(0, was.world_size - sum(members.values()))  # of one that was adopted
-        self.takeover.round_taken(was.world_size, missing, unseen, now)
+        self.takeover.round_taken(was.world_size, missing, now)
         last = self.last
+        last.unseen = dict.fromkeys(unseen)
         last.away, last.completed, last.unheard = gone, set(was.done), set(unseen)
         last.fenced = was.fenced
         # who was not gone may have been heard until the last master's last moment
@@ -464,8 +460,9 @@ class Rendezvous:
                 self._awaited.arm(node, now + redial)
 
     def begins_now(self, now: float) -> None:
-        """A member of the restored round is told its place only now: no step was done yet."""
-        if self.phase is Phase.RUNNING and not self.takeover.is_begun:
+        """A member of the restored round that runs is told its place only now: no step was done
+        yet."""
+        if not self.takeover.is_begun:
             self.takeover.is_begun = True
             self._young_since(now)
 
@@ -475,7 +472,7 @@ class Rendezvous:
         # But for the door it is: a record is lost with its host only, whose node is then about to
         # come back, and the round may have been formed because it went.
         self._door.formed(now, announced=bool(self._announced))
-        self.takeover.round_taken(world_size, world_size, (), now)
+        self.takeover.round_taken(world_size, world_size, now)
 
     @property
     def is_whole(self) -> bool:
@@ -508,7 +505,7 @@ class Rendezvous:
         decision = self._success(now) if last.completed else None
         if takeover.unseen_ranks and now >= self._unseen_until(now):
             last.lost.append(self.loss)
-            takeover.give_up_unseen()
+            takeover.given_up_ranks, takeover.unseen_ranks = takeover.unseen_ranks, 0
             self._recount = True
         settled = now >= takeover.grace_until  # those who are to dial again have had their time
         if decision is None and self._recount and last.lost and self._impatient and settled:
@@ -521,8 +518,8 @@ class Rendezvous:
             decision = self._running(now) if running else self._gathering(now)
         if decision.verb is not Verb.WAIT or (settled and not self.backing_off):
             return decision
-        wakes = [decision.wake, self.backing_off.next(), None if settled else takeover.grace_until]
-        return replace(decision, wake=min(when for when in wakes if when is not None))
+        grace = None if settled else takeover.grace_until
+        return replace(decision, wake=earliest(decision.wake, self.backing_off.next(), grace))
 
     def _note_losses(self, now: float) -> None:
         for node in self._struck:
@@ -543,7 +540,7 @@ class Rendezvous:
     def _running(self, now: float) -> Decision:
         if self.last.lost or self.last.broken:
             return Decision(Verb.REOPEN, self.loss or self.last.broken)
-        if self.takeover.is_incomplete(now):
+        if self.is_incomplete(now):
             reason = "the master is new and waits for the nodes of the round that runs"
             return Decision(Verb.WAIT, reason, self._unseen_until(now))
         return self._at_the_door(now) if self.ready else Decision(Verb.WAIT, "")
@@ -575,7 +572,7 @@ class Rendezvous:
             if last.is_member(node) and last.stages[node] in (Stage.STARTING, Stage.RUNNING):
                 self._lose(node, "does not answer")
                 self._note_losses(now)
-        if takeover.is_incomplete(now):
+        if self.is_incomplete(now):
             reason = "the master is new and waits for the other nodes of the last round"
             return Decision(Verb.WAIT, reason, takeover.grace_until)
         expected = takeover.expected_until
@@ -635,7 +632,9 @@ class Rendezvous:
         """Whether nodes that this master has never heard may be enough for a round of their own: no
         more than half of the ranks of an adopted one are accounted for, nor are as many nodes here
         as the job may have. O(n), where few are here."""
-        if not self.takeover.is_minority:
+        unseen = self.takeover.unseen_ranks or self.takeover.given_up_ranks
+        heard_of = sum(self.takeover.elsewhere.values())
+        if not unseen or 2 * (unseen - heard_of) < self.takeover.ranks:
             return False
         here = self.last.stages.keys() - self.last.away.keys()
         return self._usable(len(here.union(self.ready))) < self._largest

@@ -195,6 +195,7 @@ class Participants:
     leaving: set[str] = field(default_factory=set)  # who go as soon as their ranks have ended
     completed: set[str] = field(default_factory=set)  # all of whose ranks ended with 0
     unheard: set[str] = field(default_factory=set)  # whose stream is broken
+    unseen: dict[str, None] = field(default_factory=dict)  # of a restored round, never heard yet
     lost: list[str] = field(default_factory=list)  # who went before its ranks were done, sentences
     broken: str = ""  # why the round cannot go on although nobody is lost
     fenced: bool = False  # it can complete no further collective
@@ -207,18 +208,9 @@ class Participants:
         """Whether the work of the round needs this node still."""
         return self.is_member(node) and node not in self.completed
 
-    def is_stopping(self, node: str) -> bool:
-        """Whether the ranks of this member are being stopped, or were."""
-        return self.stages.get(node) in (Stage.STOPPING, Stage.STOPPED)
-
     def staying(self) -> set[str]:
         """Members that are there and do not go; O(n)."""
         return self.stages.keys() - self.away.keys() - self.leaving
-
-    def running(self, node: str) -> None:
-        """All ranks of this member have been started."""
-        if self.is_member(node) and self.stages[node] is Stage.STARTING:
-            self.stages[node] = Stage.RUNNING
 
     def finished(self, node: str) -> None:
         """All ranks of this member have ended with 0."""

@@ -21,8 +21,6 @@ when the first old agent attaches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from elasticrun.config import REATTACH_GRACE
 
 
@@ -40,28 +38,27 @@ class Takeover:
         self.elsewhere: dict[str, int] = {}
         """Nodes that were there before this master and know of no place in the adopted round: so
         many ranks are in no later one."""
-        self._ranks = 0  # of the round taken over
+        self.ranks = 0
+        """Of the round taken over."""
         self.round_began()
         self.is_first = True
         """No round was formed, restored or adopted."""
 
     def round_began(self) -> None:
         """Nothing is known of the members of the last round yet."""
-        self.unseen: dict[str, None] = {}
-        """Members of a restored round that have not been heard yet."""
         self.vanished = 0
-        """How many of these were given up."""
+        """How many members of a restored round were given up before they were heard."""
         self.unseen_ranks = 0
         """Of a round that was adopted: how many were not heard of yet."""
         self.is_begun = False
         """Whether one of a restored round's members was told its place only now."""
-        self._given_up_ranks = 0  # that were not heard in time
+        self.given_up_ranks = 0
+        """That were not heard of in time, and have gone, as far as this master can know."""
         self.is_first, self.expected_until = False, None
 
-    def round_taken(self, ranks: int, unseen_ranks: int, unseen: Iterable[str], now: float) -> None:
-        """A round of so many ranks was restored or adopted: who is missing."""
-        self.unseen, self.unseen_ranks = dict.fromkeys(unseen), unseen_ranks
-        self._ranks = ranks
+    def round_taken(self, ranks: int, unseen_ranks: int, now: float) -> None:
+        """A round of so many ranks was restored or adopted: how many are missing."""
+        self.ranks, self.unseen_ranks = ranks, unseen_ranks
         self.at, self.grace_until = now, now + REATTACH_GRACE
 
     def grant(self, now: float) -> None:
@@ -74,26 +71,12 @@ class Takeover:
         if self.expected_until is not None:
             self.expected_until += by
 
-    def is_incomplete(self, now: float) -> bool:
-        """Whether nodes of a round of another master may still dial."""
-        return self.unseen_ranks > 0 or (bool(self.unseen) and now < self.grace_until)
-
     # ------------------------------------------------------------ without a record
 
     def expect_round(self, now: float) -> None:
         """Another master served this job before: there may be a round that nobody reported yet."""
         if self.is_first and self.expected_until is None:
             self.expected_until = now + REATTACH_GRACE
-
-    @property
-    def is_minority(self) -> bool:
-        """Whether no more than half of an adopted round's ranks are accounted for."""
-        unseen = self.unseen_ranks or self._given_up_ranks
-        return unseen > 0 and 2 * (unseen - sum(self.elsewhere.values())) >= self._ranks
-
-    def give_up_unseen(self) -> None:
-        """The ranks that were not heard of in time have gone, as far as this master can know."""
-        self._given_up_ranks, self.unseen_ranks = self.unseen_ranks, 0
 
     def ranks_heard(self, ranks: int, now: float) -> None:
         """So many more ranks of the adopted round are accounted for."""

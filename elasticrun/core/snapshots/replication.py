@@ -84,11 +84,7 @@ class Replicas:
     def failed(self, node: str, report: m.NotReplicated) -> None:
         """A node could not copy its share."""
         pairing, key = self._pairing, (report.round, report.step)
-        if (
-            pairing is not None
-            and pairing.key == key
-            and any(one.node == node for one in pairing.copies)
-        ):
+        if pairing and pairing.key == key and any(one.node == node for one in pairing.copies):
             self._give_up(pairing, f"{report.reason} (node {node})")
 
     def attached(self, node: str) -> None:
@@ -101,9 +97,8 @@ class Replicas:
     def going(self, nodes: Collection[str]) -> None:
         """These nodes leave: who was to copy to them, or from them, is paired with others."""
         pairing = self._pairing
-        if pairing is not None and any(
-            one.node in nodes or one.source in nodes for one in pairing.copies
-        ):
+        copies = pairing.copies if pairing is not None else []
+        if any(one.node in nodes or one.source in nodes for one in copies):
             self._pairing = None
 
     # ------------------------------------------------------------ which steps count

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from elasticrun.config import REPLICA_LIMIT
+from elasticrun.core.deadlines import earliest
 from elasticrun.core.persisted import Rejected
 from elasticrun.core.snapshots.checkpoints import Checkpoints
 from elasticrun.core.snapshots.choice import RestorePoints
@@ -131,8 +132,7 @@ class Snapshots:
 
     def next_deadline(self) -> float | None:
         """When `proceed` is due at the latest."""
-        dues = (self._replicas.next_deadline(), self.checkpoints.next_deadline())
-        return min((due for due in dues if due is not None), default=None)
+        return earliest(self._replicas.next_deadline(), self.checkpoints.next_deadline())
 
     def overslept(self, by: float) -> None:
         """The master did not listen for `by` seconds: no answer is late by that."""

@@ -244,7 +244,7 @@ class WorkerGroup:
             self._obeying = False
             reason = f"the master that answers is of term {order.term}, older than {self.term}"
             self.note(f"{reason}: it is not obeyed", "warning")
-            self._link_gone(reason, now)
+            self._link_gone(fx.LinkLost(reason), now)
             return
         if self.state is State.PARKED and order.term > self.term:
             self.deadlines.arm("confirm", now + CONFIRM)
@@ -262,17 +262,14 @@ class WorkerGroup:
             self.reason = order.reason
             self.note(order.reason)
 
-    def _link_lost_event(self, event: fx.LinkLost, now: float) -> None:
-        self._link_gone(event.reason, now)
-
-    def _link_gone(self, reason: str, now: float) -> None:
+    def _link_gone(self, event: fx.LinkLost, now: float) -> None:
         # who ends for a reason of its own needs no master any more
         ending = self.state in ENDINGS and not self.is_parked
         if not self._link_lost and not ending:
             goes_on = f"this node goes on for {self.master_lost_timeout:g} s"
-            self.note(f"no master answers ({reason}); {goes_on}", "warning")
+            self.note(f"no master answers ({event.reason}); {goes_on}", "warning")
             self.deadlines.arm("master-lost", now + self.master_lost_timeout)
-        self._link_lost = f"no master answers: {reason}"
+        self._link_lost = f"no master answers: {event.reason}"
 
     def _link_back(self, event: fx.LinkBack, now: float) -> None:
         """Say all that a master must know that may have heard none of it. That it is there to stay
@@ -352,25 +349,19 @@ class WorkerGroup:
             self._stop(m.Stop(self.start.round, f"round {order.round} has begun"), now)
 
     def _stop(self, order: m.Stop, now: float) -> None:
-        """STARTING or RUNNING: end the ranks of this round and join the next."""
+        """STARTING, RUNNING or FINISHED: end the ranks of this round and join the next."""
         if not self.is_present(order.round):
             return
         if self.leaving.cause is not None:
             self.leaving.leave_unsaved(self.leaving.cause, now)
             return
         self.reason = order.reason
-        self.note(f"stopping the ranks: {order.reason}")
-        self._begin_stop(State.STOPPING, SIGTERM, self._restart_grace, now)
-
-    def _stop_finished(self, order: m.Stop, now: float) -> None:
-        if not self.is_present(order.round):
-            return
-        if self.leaving.cause is not None:
-            self.leaving.leave_unsaved(self.leaving.cause, now)
-            return
-        self.deadlines.disarm("exit-barrier")
-        self.reason = order.reason
-        self._sweep(State.SWEEPING, now)
+        if self.state is State.FINISHED:
+            self.deadlines.disarm("exit-barrier")
+            self._sweep(State.SWEEPING, now)
+        else:
+            self.note(f"stopping the ranks: {order.reason}")
+            self._begin_stop(State.STOPPING, SIGTERM, self._restart_grace, now)
 
     def _spawned(self, event: fx.RankSpawned, now: float) -> None:
         """STARTING."""
@@ -620,7 +611,7 @@ class WorkerGroup:
             ((*_HERE, State.HOLDING), (fx.StoreLost,), self._store_lost),
             (_HERE, (fx.SpawnerLost,), self._spawner_lost),
             (_HERE, (fx.Signalled,), leaving.signalled),
-            (_ALIVE, (fx.LinkLost,), self._link_lost_event),
+            (_ALIVE, (fx.LinkLost,), self._link_gone),
             (_ALIVE, (fx.LinkBack,), self._link_back),
             (_ALIVE, (m.Welcome,), self._welcome),
             (_ALIVE, (m.End,), self._end),
@@ -640,7 +631,7 @@ class WorkerGroup:
             (_CALM, (m.Start,), self._started),
             (_CALM, (m.Stop,), self._ignore),
             (_LIVE, (m.Start,), self._restarted),
-            (_LIVE, (m.Stop,), self._stop),
+            ((*_LIVE, State.FINISHED), (m.Stop,), self._stop),
             ((State.STARTING,), (fx.RankSpawned,), self._spawned),
             (_LIVE, (fx.RankExited,), self._exited),
             (_DYING, (fx.RankSpawned,), self._spawned_late),
@@ -648,7 +639,6 @@ class WorkerGroup:
             (_DYING + _SWEPT, (m.Start, m.Stop), self._ignore),
             ((State.FINISHED,), (m.Start,), self._ignore),
             (_SWEPT, (fx.RanksSwept,), self._swept),
-            ((State.FINISHED,), (m.Stop,), self._stop_finished),
             (_IDLE, (m.Probe,), probing.probe),
             ((State.PROBING,), (m.Probe,), probing.probe_newer),
             ((State.PROBING,), (fx.ProbeEnded,), probing.probe_ended),
