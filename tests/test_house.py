@@ -22,8 +22,8 @@ MOST = {
     "tasks_without_an_owner": 11,  # 0
     "readers_of_proc_stat": 1,  # 1
     "functions_with_many_parameters": 2,  # 0
-    "books_by_node": 26,  # 8
-    "retired_words": 22,  # 0
+    "books_by_node": 7,  # 0, beside the 8 that the ruler names
+    "retired_words": 0,
 }
 TESTS_LINES = 57_031
 """Lines of tests with the simulator; to end at 42,000 without it."""

@@ -193,11 +193,9 @@ def strongly_suspect(trial: Trial, trials: Mapping[str, Trial]) -> bool:
 
 def _explained(sets: list[frozenset[str]], proved: Collection[frozenset[str]]) -> bool:
     """Whether one bad link of the node and one between two others explain all these failures."""
-    for partner in (None, *frozenset().union(*sets)):
-        rest = {one for one in sets if partner is None or partner not in one}
-        if not rest or (
-            len(rest) == 1 and all(len(one) == 2 and one not in proved for one in rest)
-        ):
+    for partner in ("", *frozenset[str]().union(*sets)):
+        rest = {one for one in sets if partner not in one}
+        if not rest or (len(rest) == 1 and len(one := rest.pop()) == 2 and one not in proved):
             return True
     return False
 

@@ -492,5 +492,5 @@ class Job:
         self._until = None
         ctx.note(f"the job is over: {reason}")
         self._recorder.record()
-        ctx.out.append(fx.Tell(ctx.membership.sessions(), ctx.outcome))
+        ctx.out.append(fx.Tell(tuple(ctx.membership.sessions), ctx.outcome))
         self._streams.say_over(ctx.outcome)

@@ -49,7 +49,7 @@ class Streams:
         admission = self._admit(session, hello)
         if admission is None:
             return
-        self._enter(hello, admission)
+        self._enter(node, admission)
         unseen = node in rdzv.last.unseen
         if rdzv.back(node, now):
             ctx.note("every node of the round is heard again")
@@ -88,14 +88,15 @@ class Streams:
             self._ctx.hang_up(admission.old_session)
         return admission
 
-    def _enter(self, hello: m.Hello, admission: Admission) -> None:
-        node, replaced = hello.node, "was replaced by a newer agent"
-        if admission.superseded:
-            self._end_stay(node, admission.silent_since)
-            self._rdzv.gone(node, replaced, last_word=self._ctx.now, reborn=True)
-        elif admission.newer:
-            self._rdzv.reborn(node)
+    def _enter(self, node: str, admission: Admission) -> None:
         if admission.newer:
+            replaced = "was replaced by a newer agent"
+            if admission.superseded:
+                self._end_stay(node, admission.silent_since)
+                self._rdzv.gone(node, replaced, last_word=self._ctx.now, reborn=True)
+            else:  # none of the ranks of one that had gone lives on
+                last = self._rdzv.last
+                last.fenced = last.fenced or node in last.away
             self.health.gone(node, replaced)
             self._saving.gone(node, replaced, reborn=True)
             self.health.doubt(node)
@@ -183,13 +184,12 @@ class Streams:
 
     def detached(self, event: fx.Detached) -> None:
         ctx, now = self._ctx, self._ctx.now
-        node = self._membership.node_of(event.session)
-        if node is None:
+        member = self._membership.sessions.get(event.session)
+        if member is None:
             return
-        seen = self._rdzv.last.is_concerned(node)
-        seen = seen and ctx.restarts.window.reported_by_another(node)
+        node, window = member.id, ctx.restarts.window
+        seen = self._rdzv.last.is_concerned(node) and window.reported_by_another(node)
         self._membership.detached(event, now, corroborated=seen)
-        member = self._nodes[node]
         if member.health is Health.PARKED:
             self._membership.left(node, "it is excluded, and was parked")
             ctx.note(f"node {node} is parked no longer: its agent has gone")

@@ -147,7 +147,8 @@ class Membership:
         """`heartbeat_timeout`: seconds from a broken stream to death, without corroboration."""
         self._nodes = nodes
         self._timeout = heartbeat_timeout
-        self._sessions: dict[int, Node] = {}
+        self.sessions: dict[int, Node] = {}
+        """The nodes of the streams that stand, in the order of attaching."""
         self._superseded: dict[str, None] = {}
         self.suspects: dict[str, None] = {}
         """Nodes whose stream is broken and whose fate is open."""
@@ -159,18 +160,9 @@ class Membership:
 
     # ------------------------------------------------------------ questions
 
-    def node_of(self, session: int) -> str | None:
-        """The node whose present stream this is."""
-        node = self._sessions.get(session)
-        return None if node is None else node.id
-
-    def sessions(self) -> tuple[int, ...]:
-        """Every stream that stands, in the order of attaching."""
-        return tuple(self._sessions)
-
     def beat_interval(self) -> float:
         """How often agents are to say that they live, in seconds."""
-        return beat_interval(len(self._sessions))
+        return beat_interval(len(self.sessions))
 
     def hold_reason(self) -> str:
         """Why no verdict is given although nodes are silent; empty if none is held back."""
@@ -227,14 +219,14 @@ class Membership:
     def _reattach(self, old: Node, session: int, hello: Hello, now: float) -> Admission:
         returned, replaced = old.health is Health.DEAD, old.session
         if replaced is not None:
-            self._sessions.pop(replaced, None)
+            self.sessions.pop(replaced, None)
         old.session, old.last_heard, old.said, old.told = session, now, hello, ""
         old.health, old.reason, old.corroborated = Health.ALIVE, "", False
         self._stands(old, session, now)
         return Admission(returned=returned, old_session=replaced)
 
     def _stands(self, node: Node, session: int, now: float) -> None:
-        self._sessions[session] = node
+        self.sessions[session] = node
         self.present[node.id] = None
         self.suspects.pop(node.id, None)
         self.mass_silence.settled(node.id)
@@ -247,7 +239,7 @@ class Membership:
 
     def heard(self, session: int, now: float) -> str | None:
         """Something came in on `session`; the node it speaks for, None if it speaks for none."""
-        node = self._sessions.get(session)
+        node = self.sessions.get(session)
         if node is None:
             return None
         node.last_heard = now
@@ -260,7 +252,7 @@ class Membership:
     def detached(self, event: Detached, now: float, *, corroborated: bool) -> str | None:
         """The stream is gone; the node it was the stream of, if it was a node's present one.
         `corroborated`: ranks of its round have failed on another node."""
-        node = self._sessions.pop(event.session, None)
+        node = self.sessions.pop(event.session, None)
         if node is None:
             return None
         node.session = None
@@ -345,7 +337,7 @@ class Membership:
         node.health, node.reason = Health.DEAD, reason
         session, node.session = node.session, None
         if session is not None:
-            self._sessions.pop(session, None)
+            self.sessions.pop(session, None)
         self._has_gone(node.id)
         return Death(node.id, reason, session, since)
 

@@ -2,8 +2,8 @@
 
 When one rank dies, the others die of it: their collectives break, or they are stopped. Only the
 first kind of death is a cause; the rest are its echo. `classify` tells them apart by exit code,
-signal and the text of the error, from a table whose most specific row stands first. `CONTRACT` is
-what schedulers are told: which end has which exit code.
+signal and the text of the error, the most specific sign first. `CONTRACT` is what schedulers are
+told: which end has which exit code.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from elasticrun.config import (
 )
 from elasticrun.wire.messages import MAX_FAILURES, Failure, FailureKind
 
+SIGABRT = 6
 SIGKILL = 9
 SIGNALS = {
     1: "SIGHUP",
@@ -108,60 +109,37 @@ ECHOES = frozenset({FailureKind.PEER_LOST, FailureKind.STOPPED})
 """Kinds that are never the cause where another kind is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One rule; None means "whatever". A row applies when all its conditions hold."""
-
-    kind: FailureKind
-    codes: frozenset[int] | None = None
-    by_signal: bool | None = None
-    stopping: bool | None = None
-    oom: bool | None = None
-    pattern: re.Pattern[str] | None = None
-
-    def applies(self, code: int, message: str, stopping: bool, oom: bool) -> bool:
-        """Whether this row describes such an end."""
-        return (
-            (self.codes is None or code in self.codes)
-            and (self.by_signal is None or self.by_signal == (code < 0))
-            and (self.stopping is None or self.stopping == stopping)
-            and (self.oom is None or self.oom == oom)
-            and (self.pattern is None or self.pattern.search(message) is not None)
-        )
-
-
-_DEATHS_BY_STOP_SIGNAL = frozenset(-s for s in STOP_SIGNALS) | frozenset(
-    128 + s for s in STOP_SIGNALS
-)
-
-TABLE: tuple[Row, ...] = (
-    Row(FailureKind.OOM, codes=frozenset({-SIGKILL, 128 + SIGKILL}), oom=True),
-    Row(FailureKind.STOPPED, codes=_DEATHS_BY_STOP_SIGNAL | {0}, stopping=True),
-    Row(FailureKind.FINAL, codes=frozenset({EXIT_FINAL}), stopping=False),
-    # NCCL's watchdog ends a process by SIGABRT because a peer has gone
-    Row(FailureKind.PEER_LOST, codes=frozenset({-6, 128 + 6}), pattern=_PEER_LOST),
-    Row(FailureKind.SIGNAL, by_signal=True),
-    Row(FailureKind.PEER_LOST, pattern=_PEER_LOST),
-    Row(FailureKind.SCRIPT),
-)
-"""First match counts."""
+def signal_of(exitcode: int) -> int:
+    """The signal that ended a process, 0 and less if none did. A shell around it tells of one as
+    128 and its number."""
+    return -exitcode if exitcode < 0 else exitcode - 128
 
 
 def classify(exitcode: int, message: str, *, stopping: bool, oom: bool) -> FailureKind:
     """The kind of a rank's end. `exitcode` is as subprocess has it (negative: a signal), `message`
     is what is known of its error, `stopping` says that its agent was stopping it or had just been
     signalled, `oom` that the kernel or the cgroup counted an out-of-memory kill."""
-    return next(row.kind for row in TABLE if row.applies(exitcode, message, stopping, oom))
+    signum = signal_of(exitcode)
+    if oom and signum == SIGKILL:
+        return FailureKind.OOM
+    if stopping and (exitcode == 0 or signum in STOP_SIGNALS):
+        return FailureKind.STOPPED
+    if exitcode == EXIT_FINAL and not stopping:
+        return FailureKind.FINAL
+    peer_lost = _PEER_LOST.search(message) is not None
+    by_watchdog = peer_lost and signum == SIGABRT  # NCCL's: it ends a process whose peer has gone
+    if exitcode < 0 and not by_watchdog:
+        return FailureKind.SIGNAL
+    return FailureKind.PEER_LOST if peer_lost else FailureKind.SCRIPT
 
 
 def is_of_its_own(failure: Failure) -> bool:
     """Whether what the rank did ended it, rather than a signal from outside, the kernel for want of
-    memory, or our own processes. A shell around it tells of a signal as 128 and its number."""
+    memory, or our own processes."""
     if failure.kind not in (FailureKind.SCRIPT, FailureKind.FINAL, FailureKind.SIGNAL):
         return False
-    code = failure.exitcode
-    signum = -code if code < 0 else code - 128
-    return signum not in STOP_SIGNALS and (code >= 0 or signum in OWN_SIGNALS)
+    signum = signal_of(failure.exitcode)
+    return signum not in STOP_SIGNALS and (failure.exitcode >= 0 or signum in OWN_SIGNALS)
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure | None:

@@ -331,10 +331,6 @@ class Rendezvous:
         """It need not be kept out any more, and may join; whether it was."""
         return self._kept.pop(node, None) is not None
 
-    def reborn(self, node: str) -> None:
-        """A newer life of a node that had gone is there: none of its ranks lives on."""
-        self.last.fenced = self.last.fenced or node in self.last.away
-
     def returned(self, node: str, now: float, *, within: float) -> None:
         """A member that had gone is there again and will join; if the next round is still being
         gathered it is waited for, `within` seconds, since two restarts cost more than a wait."""

@@ -9,6 +9,7 @@ join. Ranks follow the group ranks; nodes may have different numbers of ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,10 +24,10 @@ def choose(ready: Sequence[Node], limit: int, previous: Mapping[str, int]) -> li
     """The `limit` ready nodes that take part: members of the last round first, then those whose
     given node rank has a place in a round of that size, then by order of first join."""
 
-    def priority(one: Node) -> tuple[bool, bool, int]:
-        return (one.id not in previous, not 0 <= one.hello.node_rank < limit, one.order)
-
-    return sorted(ready, key=priority)[:limit]
+    rank = {one.id: one.hello.node_rank for one in ready}
+    return sorted(
+        ready, key=lambda one: (one.id not in previous, not 0 <= rank[one.id] < limit, one.order)
+    )[:limit]
 
 
 def lay_out(members: Sequence[Node], previous: Mapping[str, int]) -> list[Node]:
@@ -66,13 +67,13 @@ class Round:
     why_stopped: str = ""
     why: str = ""  # as in Start; not recorded
     name: RoundName = field(init=False)
-    members: dict[str, Seat] = field(default_factory=dict)  # by node
-    seats: dict[str, int] = field(default_factory=dict)  # node -> group rank
+    members: dict[str, Seat] = field(init=False)  # by node
+    seats: dict[str, int] = field(init=False)  # node -> group rank
 
     def __post_init__(self) -> None:
         self.name = self.facts.name
-        for seat in self.facts.seats:
-            self.seat(seat)
+        self.members = {seat.node: seat for seat in self.facts.seats}
+        self.seats = {seat.node: seat.group_rank for seat in self.facts.seats}
 
     def is_older_than(self, name: RoundName) -> bool:
         """Whether `name` is of a later round."""
@@ -152,10 +153,10 @@ def begin(
     before = previous.seats if previous else {}
     places = lay_out(choose(ready, limit, before), before)
     host, hellos = store_host(places), [one.hello for one in places]
-    role_sizes: dict[str, int] = {}
+    role_sizes: Counter[str] = Counter()
     for hello in hellos:
-        role_sizes[hello.role] = role_sizes.get(hello.role, 0) + hello.local_world_size
-    world_size, role_first_ranks, seats = 0, dict.fromkeys(role_sizes, 0), []
+        role_sizes[hello.role] += hello.local_world_size
+    world_size, role_first_ranks, seats = 0, Counter[str](), []
     for group_rank, hello in enumerate(hellos):
         seats.append(
             Seat(

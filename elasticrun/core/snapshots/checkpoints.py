@@ -65,10 +65,6 @@ class Storage:
         self.not_before = now + wait
         return wait
 
-    def works(self) -> None:
-        """One has come through."""
-        self.failures, self.not_before = 0, 0.0
-
 
 @dataclass(slots=True)
 class Share:
@@ -407,7 +403,7 @@ class Checkpoints:
         round_, step = attempt.plan.key
         self.written = m.Restore(round_, step, attempt.world_size)
         self._points.committed(attempt.rewound_from)
-        self._storage.works()
+        self._storage = Storage()  # it works
         if self._owed is not None and order_of(self._owed[0]) <= order_of(attempt.plan.key):
             self._owed = None
         parts = some(attempt.writers, "part")

@@ -206,15 +206,10 @@ class Ledger:
             if gone_by and not all(snap.holders.get(content) for content in mine):
                 self.passed = step
 
-    def give_up(self, above: int) -> int:
-        """Nothing above this step counts of what is held now; the newest such step."""
-        newest = max(self.snaps, default=-1)
-        self.given_up = (above, newest)
-        for step in [one for one in self.snaps if one > above]:
-            del self.snaps[step]
-        for node, said in self._said.items():
-            self._said[node] = {at: one for at, one in said.items() if at <= above}
-        return newest
+    def give_up(self, above: int) -> None:
+        """Nothing above this step counts of what is held now."""
+        self.given_up = (above, max(self.snaps, default=-1))
+        self._drop(above)
 
     def keep_only(self, node: str, step: int | None) -> None:
         """Of this node no other step counts any more; None: none does."""
@@ -224,10 +219,12 @@ class Ledger:
     def end_at(self, step: int) -> None:
         """Later steps are withdrawn."""
         self.upto = step
-        for late in [one for one in self.snaps if one > step]:
-            del self.snaps[late]
+        self._drop(step)
+
+    def _drop(self, above: int) -> None:
+        self.snaps = {step: snap for step, snap in self.snaps.items() if step <= above}
         for node, said in self._said.items():
-            self._said[node] = {at: one for at, one in said.items() if at <= step}
+            self._said[node] = {step: one for step, one in said.items() if step <= above}
 
     def spoil(self, node: str, step: int, rank: int) -> bool:
         """What this node holds of a rank is bad and counts as absent; whether that is new, and

@@ -107,8 +107,7 @@ class SnapshotPolicy:
         if choice.restore_step >= 0:
             where = "memory" if choice.restore is not None else "storage"
             note(f"ranks go on from step {choice.restore_step} in {where}: --restore-step")
-        elif choice.suspect:
-            assert choice.restore is not None
+        elif choice.suspect and choice.restore is not None:
             step = choice.restore.step
             else_ = f"unless storage has a checkpoint below step {saves.points.rewound_from}"
             note(f"ranks try step {step} in memory again, {else_}", "warning")

@@ -45,10 +45,17 @@ from elasticrun.config import (
 )
 from elasticrun.core import events as fx
 from elasticrun.core.deadlines import Deadlines
-from elasticrun.core.rounds.failures import Ending, cause_first, code_for, code_of, is_alike
+from elasticrun.core.rounds.failures import (
+    SIGKILL,
+    Ending,
+    cause_first,
+    code_for,
+    code_of,
+    is_alike,
+)
 from elasticrun.core.worker.leaving import Draining
 from elasticrun.core.worker.probing import LocalProbe
-from elasticrun.core.worker.ranks import SIGKILL, SIGTERM, LocalRanks, StoreSlot
+from elasticrun.core.worker.ranks import SIGTERM, LocalRanks, StoreSlot
 from elasticrun.core.worker.states import (
     ENDINGS,
     GroupStatus,
@@ -366,7 +373,7 @@ class WorkerGroup:
     def _spawned(self, event: fx.RankSpawned, now: float) -> None:
         """STARTING."""
         self.ranks.spawned(event.local_rank, event.pid)
-        if self.ranks.all_spawned:
+        if len(self.ranks.pids) == self.ranks.nproc:
             self.state = State.RUNNING
             self.deadlines.disarm("spawn")
             self._say_running()

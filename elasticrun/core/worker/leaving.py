@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 MAX_PERSISTS = 16
 """Attempts that are counted; the master has one at a time, and begins the next when it is over."""
 
-RESCUE = "rescue"
+AttemptName = str
+
+RESCUE: AttemptName = "rescue"
 """Stands for an attempt to persist that the master may begin when a node leaves without having
 saved a step."""
 
@@ -67,7 +69,7 @@ class Draining:
         self._cut_short = False  # a rank of this round has ended before its time
         self.cause: fx.Signalled | None = None
         """The signal that came while ranks could save, until this node leaves."""
-        self.writes: dict[str, float] = {}
+        self.writes: dict[AttemptName, float] = {}
         """Attempts to persist in which this node has a part -> when they are given up. The agent
         must not end under one: it may hold the only copy of a shard. One begins with Persist and
         ends with PersistOver, or when the time is over that the order gave it: a master that is

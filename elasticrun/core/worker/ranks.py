@@ -6,11 +6,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from elasticrun.core.events import AgentEffect, PrepareStore, RankExited, ReleaseStore, SpawnerLost
-from elasticrun.core.rounds.failures import classify
+from elasticrun.core.rounds.failures import SIGKILL, classify, signal_of
 from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import Endpoint
 
-SIGKILL = 9
 SIGTERM = 15
 
 SIGNAL_MEMORY = 5.0
@@ -23,7 +22,7 @@ class LocalRanks:
 
     def __init__(self, nproc: int, host: str) -> None:
         """`host` names this node in the failures that are written here."""
-        self._nproc = nproc
+        self.nproc = nproc
         self._host = host
         self._first_rank = 0
         self._sent: set[int] = set()
@@ -39,13 +38,9 @@ class LocalRanks:
         """A new round: nothing has been spawned yet."""
         self._first_rank = first_rank
         self._sent.clear()
-        self.live = dict.fromkeys(range(self._nproc), 0)
+        self.live = dict.fromkeys(range(self.nproc), 0)
         self.pids.clear()
         self.failures.clear()
-
-    @property
-    def all_spawned(self) -> bool:
-        return len(self.pids) == self._nproc
 
     def spawned(self, local_rank: int, pid: int) -> None:
         self.pids[local_rank] = pid
@@ -63,7 +58,7 @@ class LocalRanks:
     def failed(self, event: RankExited, now: float) -> Failure:
         """What to say of a rank that did not end with 0: the runtime's account, with the signals
         that this group knows of."""
-        signum = -event.code if event.code < 0 else event.code - 128
+        signum = signal_of(event.code)
         received = self._received.get(signum)
         ours = signum in self._sent or (received is not None and now - received <= SIGNAL_MEMORY)
         failure = event.failure or self._account(event.local_rank, event.code)
