@@ -16,7 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
@@ -80,10 +81,8 @@ class Page:
     def poke(self) -> None:
         """Have the server read. A rank that changed its user may not; it is read at its end."""
         if os.getppid() == self._server:
-            try:
+            with suppress(PermissionError):
                 os.kill(self._server, signal.SIGCHLD)
-            except PermissionError:
-                pass
 
     # ------------------------------------------------------------ in the server
 
@@ -128,17 +127,15 @@ class Watcher:
 
     def __call__(self, name: str) -> None:
         """`name` is looked for."""
-        if name not in self._seen and len(self._seen) < MAX_LEARNED:
-            self._seen.add(name)
-            self._tell_found()
-            self._looked_for.append(name)
-
-    def _tell_found(self) -> None:
-        """Tell the names that have become modules since; optional ones that are not installed
-        never do. The very last import of a script is not told: nothing is looked for after it."""
-        for found in [name for name in self._looked_for if name in sys.modules]:
-            self._page.write(MODULE, found, poke=False)
-        self._looked_for.clear()
+        if name in self._seen or len(self._seen) >= MAX_LEARNED:
+            return
+        self._seen.add(name)
+        # Told are the names that have become modules since; optional ones that are not installed
+        # never do. The very last import of a script is not told: nothing is looked for after it.
+        for found in self._looked_for:
+            if found in sys.modules:
+                self._page.write(MODULE, found, poke=False)
+        self._looked_for = [name]
         now = time.monotonic()
         if now - self._poked >= POKE_INTERVAL:
             self._poked = now
@@ -176,13 +173,13 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn:
     environ = environment(birth.baseline.environ, order)
     set_environ(environ)
     _renew_streams()
-    check = EnvironmentCheck(stash.reads, stash.saw, _text(stash.environ))
-    first_mask = birth.baseline.affinity
-    rank = _Rank(order, page, check, first_mask)
+    made = {os.fsdecode(name): os.fsdecode(value) for name, value in stash.environ.items()}
+    check = EnvironmentCheck(stash.reads, stash.saw, made)
+    rank = _Rank(order, page, check, birth.baseline.affinity)
     _renew_library_state(stash)
     stash.tell(rank.packages_returned)
     if learn:
-        stash.watch(Watcher(page))
+        stash.looked_for = Watcher(page)
     program = Program(order.entry, order.error_file, birth.mask)
     program.prepare()
     words = command(order.entry)
@@ -276,8 +273,7 @@ def _open(descriptor: int, name: str, mode: str, old: TextIO) -> TextIO | None:
         write_through=True,
     )
     stream.mode = mode
-    result: TextIO = stream
-    return result
+    return stream  # type: ignore[no-any-return]
 
 
 def _dispositions(birth: Birth, *, for_python: bool) -> None:
@@ -305,23 +301,16 @@ def set_environ(environ: Mapping[bytes, bytes]) -> None:
     held.update(environ)
 
 
-def _text(environ: Mapping[bytes, bytes]) -> dict[str, str]:
-    return {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()}
-
-
 def _renew_library_state(stash: Stash) -> None:
     """What the standard library made once in the server and every process has for itself."""
     main_thread: Any = threading.main_thread()
     main_thread._set_native_id()
-    process = stash.module("multiprocessing.process")
-    if process is not None:
+    if process := stash.modules.get("multiprocessing.process"):
         key = process.AuthenticationString(os.urandom(32))
         process.current_process().__dict__["_config"]["authkey"] = key
-    tempfile = stash.module("tempfile")
-    if tempfile is not None:
+    if tempfile := stash.modules.get("tempfile"):
         tempfile.tempdir = None
-    logging = stash.module("logging")
-    if logging is not None:
+    if logging := stash.modules.get("logging"):
         clock = time.time if sys.version_info < (3, 13) else time.time_ns
         logging._startTime = clock()
 
@@ -347,15 +336,13 @@ class _Rank:
             if self._bound and not os.environ.get(OMP_NUM_THREADS):
                 modules["torch"].set_num_threads(len(self._order.cpus))
         left = self._check.take_over(self._check.changed(packages))
-        if left:
-            self._tell(left, packages)
-
-    def _tell(self, names: Sequence[str], packages: set[str]) -> None:
+        if not left:
+            return
         what = next((n for n in ("torch", "numpy") if n in packages), min(packages))
         self._page.write(EXEC_NEXT, self._order.entry.target, poke=False)
         self._page.write(
             NOTICE,
-            f"local rank {self._order.local_rank}: {', '.join(names)} was set before the script's "
+            f"local rank {self._order.local_rank}: {', '.join(left)} was set before the script's "
             f"first import of {what}, too late for a forked rank, which runs without it; later "
             f"lives of {self._order.entry.target} are started by exec",
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from elasticrun.forkserver import child, trust
 from elasticrun.forkserver.child import EXEC_NEXT, FAILED, IMPORTING, MODULE, NOTICE, Page
@@ -27,7 +27,6 @@ from elasticrun.forkserver.program import BecomeRank
 from elasticrun.system import processes
 from elasticrun.wire.spawning import (
     Exited,
-    FromSpawner,
     Learned,
     Notice,
     Spawned,
@@ -36,6 +35,9 @@ from elasticrun.wire.spawning import (
     Stale,
 )
 from elasticrun.wire.types import EntryKind
+
+if TYPE_CHECKING:
+    from elasticrun.forkserver.life import Conversation
 
 QUIET = 2.0
 """Seconds without a new import after which what was learned is told: a script's own imports come
@@ -54,14 +56,14 @@ class _Rank:
 
 
 class Children:
-    """All of them. `tell` sends a report; `in_child` closes the server's descriptors in a fork."""
+    """All of them. `in_child` closes the server's descriptors in a fork."""
 
     def __init__(
-        self, prepared: Prepared, tell: Callable[[FromSpawner], None], in_child: Callable[[], None]
+        self, prepared: Prepared, talk: Conversation, in_child: Callable[[], None]
     ) -> None:
         self._prepared = prepared
         self._birth = prepared.birth
-        self._tell = tell
+        self._tell = talk.send
         self._in_child = in_child
         self._ranks: dict[int, _Rank] = {}  # by pid, as the helpers
         self._helpers: dict[int, Helper] = {}
@@ -75,7 +77,7 @@ class Children:
     def spawn_rank(self, order: SpawnRank) -> None:
         """Fork the rank where that can be trusted, else exec it; answer Spawned or SpawnFailed."""
         if order.entry.kind is EntryKind.FUNCTION:
-            self._tell(SpawnFailed(order.key, "a function can only be run by its own caller"))
+            self._fail(order, "a function can only be run by its own caller")
             return
         forked = self._prepared.mode == "fork" and not self._against_fork(order)
         # From the first rank on we outlive our parent until we have swept what ranks leave. This
@@ -88,9 +90,15 @@ class Children:
         except OSError as error:
             if page is not None:
                 page.close()
-            self._tell(SpawnFailed(order.key, f"no process could be started: {error.strerror}"))
+            self._fail(order, f"no process could be started: {error.strerror}")
             return
         self._ranks[pid] = _Rank(order.key, page)
+        self._started(order, pid, forked)
+
+    def _fail(self, order: SpawnRank | Order, reason: str) -> None:
+        self._tell(SpawnFailed(order.key, reason))
+
+    def _started(self, order: SpawnRank | Order, pid: int, forked: bool) -> None:
         self._groups[order.key] = pid
         self._tell(Spawned(order.key, pid, forked))
 
@@ -131,15 +139,13 @@ class Children:
         except OSError as error:
             if helper is not None:
                 helper.close()
-            reason = f"no {kind.kind} could be started: {error.strerror}"
-            self._tell(SpawnFailed(order.key, reason))
+            self._fail(order, f"no {kind.kind} could be started: {error.strerror}")
             return
         finally:
             if helper is not None:
                 helper.started()
         self._helpers[pid] = helper
-        self._groups[order.key] = pid
-        self._tell(Spawned(order.key, pid, self._prepared.can_fork_stores))
+        self._started(order, pid, self._prepared.can_fork_stores)
 
     def _become_helper(self, helper: Helper, order: Order) -> NoReturn:
         try:
@@ -196,15 +202,14 @@ class Children:
         """To the process group of a child that has not been reaped, or to it alone; else
         nothing."""
         pid = self._groups.get(key, 0)
-        if pid not in (*self._ranks, *self._helpers) or not 0 <= signum < signal.NSIG:
+        if pid not in self.living() or not 0 <= signum < signal.NSIG:
             return
-        with suppress(ProcessLookupError, PermissionError):
-            if alone:
-                os.kill(pid, signum)
-                return
-            try:
-                os.killpg(pid, signum)
-            except ProcessLookupError:  # it has not made its session yet
+        with suppress(PermissionError):
+            if not alone:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signum)
+                    return
+            with suppress(ProcessLookupError):  # it has not made its session yet
                 os.kill(pid, signum)
 
     def kill_ranks(self) -> None:
@@ -220,8 +225,8 @@ class Children:
 
     # ------------------------------------------------------------ what they say
 
-    def waiting_for(self) -> list[int]:
-        """Pipes of helpers."""
+    def pipes(self) -> list[int]:
+        """Those of helpers."""
         return [each for helper in self._helpers.values() for each in helper.descriptors()]
 
     def read_helpers(self, ready: Collection[int]) -> None:
@@ -234,18 +239,15 @@ class Children:
     def read_pages(self) -> None:
         """What ranks have written since the last look; a poke is a SIGCHLD, so any may have."""
         for rank in self._ranks.values():
-            self._read_page(rank)
-
-    def _read_page(self, rank: _Rank) -> None:
-        for kind, text in rank.page.read():
-            if kind == NOTICE:
-                self._tell(Notice(text))
-            elif kind == EXEC_NEXT:
-                self._exec_next.add(text)
-            elif kind == FAILED:
-                rank.failed = text
-            elif kind == IMPORTING or (kind == MODULE and self._prepared.lessons.add(text)):
-                self._learned_at = time.monotonic() + QUIET
+            for kind, text in rank.page.read():
+                if kind == NOTICE:
+                    self._tell(Notice(text))
+                elif kind == EXEC_NEXT:
+                    self._exec_next.add(text)
+                elif kind == FAILED:
+                    rank.failed = text
+                elif kind == IMPORTING or (kind == MODULE and self._prepared.lessons.add(text)):
+                    self._learned_at = time.monotonic() + QUIET
 
     def next_deadline(self) -> float | None:
         return self._learned_at
@@ -267,10 +269,10 @@ class Children:
             self._groups.pop(helper.key, None)  # nothing is swept after them
             for message in helper.last_words(pid, code):
                 self._tell(message)
-        rank = self._ranks.pop(pid, None)
-        if rank is None:
+        if pid not in self._ranks:
             return
-        self._read_page(rank)
+        self.read_pages()
+        rank = self._ranks.pop(pid)
         rank.page.close()
         if rank.failed:
             self._groups.pop(rank.key, None)

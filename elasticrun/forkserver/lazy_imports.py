@@ -8,6 +8,7 @@ front of sys.meta_path puts a module back, with all that its import brings, when
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.abc
 import importlib.machinery
@@ -17,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from elasticrun.forkserver.renew import prepare_end
 
@@ -45,10 +46,6 @@ class Baseline:
         self.affinity = os.sched_getaffinity(0)
 
 
-def _is_standard(name: str) -> bool:
-    return name.partition(".")[0] in sys.stdlib_module_names
-
-
 def is_ours(name: str) -> bool:
     """Whether a module is of our own package."""
     return name.partition(".")[0] == OURS
@@ -57,15 +54,15 @@ def is_ours(name: str) -> bool:
 def _unit(name: str) -> str:
     """What comes back together: a package with all below it; of the standard library and of ours,
     one module, since nobody imports all of `importlib` to get a part of it."""
-    return name if _is_standard(name) or is_ours(name) else name.partition(".")[0]
+    top = name.partition(".")[0]
+    return name if top in sys.stdlib_module_names or top == OURS else top
 
 
-class Root:
+class Root(NamedTuple):
     """A module that the server imported on purpose, with all that came with it."""
 
-    def __init__(self, name: str, modules: Iterable[str]) -> None:
-        self.name = name
-        self.modules = frozenset(modules)
+    name: str
+    modules: frozenset[str]
 
 
 class Stash:
@@ -81,7 +78,8 @@ class Stash:
         self.own: dict[str, Any] = {}
         """Modules of our package that were imported for the ranks; nobody else has run on them."""
         self._sealed: frozenset[str] = frozenset()
-        self._modules: dict[str, Any] = {}
+        self.modules: dict[str, Any] = {}
+        """Those that are hidden."""
         self._needs: dict[str, frozenset[str]] = {}
         self._units: dict[str, list[str]] = {}
         self._owners: dict[str, Root] = {}
@@ -99,7 +97,7 @@ class Stash:
 
     def add_root(self, name: str, before: set[str]) -> None:
         """`name` has just been imported; `before` were the modules until then."""
-        root = Root(name, set(sys.modules) - before)
+        root = Root(name, frozenset(sys.modules.keys() - before))
         self.roots.append(root)
         for module in root.modules:
             self._owners.setdefault(module, root)
@@ -111,9 +109,9 @@ class Stash:
         if imported != self._sealed:
             self._sealed = imported
             self._index()
-            prepare_end(self._modules.values())
+            prepare_end(self.modules.values())
             # Never freed: a rank that ends would take apart, and so copy, what it never used.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._modules))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.modules))
         self._filters = [f for f in warnings.filters if f not in self.baseline.filters]
         self._meta_path = [f for f in sys.meta_path if f not in self.baseline.meta_path]
         self._path_hooks = [f for f in sys.path_hooks if f not in self.baseline.path_hooks]
@@ -125,16 +123,16 @@ class Stash:
     def _index(self) -> None:
         """Which modules there are, what comes back together, and what needs what."""
         skip = (*self.baseline.modules, *STAYS)
-        self._modules = {
+        self.modules = {
             name: module
             for name, module in sys.modules.items()
             if name not in skip and not is_ours(name)
         }
-        self._modules.update(self.own)
+        self.modules.update(self.own)
         for name in self.own:
             _unbind(name, self.own)
         self._units = {}
-        for name in self._modules:
+        for name in self.modules:
             self._units.setdefault(_unit(name), []).append(name)
         self._needs = {unit: self._needed_by(unit) for unit in self._units}
 
@@ -148,22 +146,16 @@ class Stash:
         """Units whose modules, classes or functions this one's modules hold by name; of the
         standard library, what its code imports: there a package has the names of all below it that
         anybody has imported, and `importlib` does not need `importlib.metadata`."""
-        if _is_standard(unit):
-            found = set(_imported_by(self._modules[unit]))
-        else:
-            found = self._held_by(unit)
-        return frozenset(found & self._units.keys() - {unit})
-
-    def _held_by(self, unit: str) -> set[str]:
-        found = {unit.rpartition(".")[0]}
-        for name in self._units[unit]:
-            for value in list(getattr(self._modules[name], "__dict__", {}).values()):
+        standard = unit.partition(".")[0] in sys.stdlib_module_names
+        found = set(_imported_by(self.modules[unit])) if standard else {unit.rpartition(".")[0]}
+        for name in () if standard else self._units[unit]:
+            for value in list(getattr(self.modules[name], "__dict__", {}).values()):
                 kind = type(value)
                 if kind is ModuleType:
                     found.add(_unit(value.__name__))
                 elif kind in (FunctionType, BuiltinFunctionType, type):
                     found.add(_unit(str(value.__module__)))
-        return found
+        return frozenset(found & self._units.keys() - {unit})
 
     def hide(self) -> None:
         """Take the preloaded modules away. Done once in the server, which needs none of them by
@@ -185,26 +177,12 @@ class Stash:
         self._returned = returned
         _set_filters(self.baseline.filters)
 
-    def watch(self, watcher: Callable[[str], None]) -> None:
-        """Tell `watcher` from now on."""
-        self.looked_for = watcher
-
-    def module(self, name: str) -> Any:
-        """A stashed module, or None; it stays hidden."""
-        return self._modules.get(name)
-
-    def holds(self, name: str) -> bool:
-        return name in self._modules
-
-    def spec_of(self, name: str) -> Any:
-        return getattr(self._modules[name], "__spec__", None)
-
     def give_back(self, name: str) -> Any:
         """Put `name` and what it needs into sys.modules; the module itself."""
-        module = self._modules[name]
+        module = self.modules[name]
         names, roots = self._closure(name)
-        for each in [each for each in self._modules if each in names]:
-            sys.modules[each] = self._modules.pop(each)
+        for each in [each for each in self.modules if each in names]:
+            sys.modules[each] = self.modules.pop(each)
             if each in self.own:
                 _bind(each)
         if any(root.name == "torch" for root in roots):
@@ -230,9 +208,9 @@ class Stash:
                     names |= root.modules
                     waiting += {_unit(module) for module in root.modules}
             mine = self._units.get(each, ())
-            names.update(m for m in mine if m in self._modules and not self._is_later(m, roots))
+            names.update(m for m in mine if m in self.modules and not self._is_later(m, roots))
             waiting += self._needs.get(each, frozenset())
-        return names & self._modules.keys(), roots
+        return names & self.modules.keys(), roots
 
     def _is_later(self, name: str, roots: list[Root]) -> bool:
         """Whether `name` came with a root of its own (torch._dynamo) that nobody asked for."""
@@ -326,9 +304,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         self._stash.looked_for(name)
-        if not self._stash.holds(name):
+        if name not in self._stash.modules:
             return None
-        own = self._stash.spec_of(name)
+        own = getattr(self._stash.modules[name], "__spec__", None)
         spec = importlib.machinery.ModuleSpec(
             name,
             _Loader(self._stash, own),
@@ -353,10 +331,8 @@ class _Loader(importlib.abc.Loader):
         return self._stash.give_back(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        try:
+        with contextlib.suppress(AttributeError):  # an object in a module's place
             module.__spec__ = self._own
-        except AttributeError:  # an object in a module's place
-            pass
 
     def __getattr__(self, name: str) -> Any:
         """The rest (get_source, get_data, path ...) is what the module's own loader says."""

@@ -13,8 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from elasticrun.forkserver.child import Birth
@@ -72,54 +71,36 @@ class Conversation:
     """With the agent, over our end of the socketpair; AgentLost wherever it ends."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._connection = Connection(sock, ToSpawner)
-        self.fileno = self._connection.fileno
-        self.close = self._connection.close
-        self.flush = self._connection.flush
+        self.connection = Connection(sock, ToSpawner)
 
-    @property
-    def wants_to_write(self) -> bool:
-        return self._connection.unsent > 0
-
-    def read_first(self) -> tuple[ToSpawner, list[ToSpawner]]:
-        """Wait for the first message; with it come those that one read happened to bring."""
-        messages: list[ToSpawner] = []
-        while not messages:
-            messages += self._messages(self._connection.wait)
-        return messages[0], messages[1:]
-
-    def read(self) -> Iterator[ToSpawner]:
-        """The messages that are there now."""
-        return self._messages(self._connection.receive)
-
-    def _messages(self, receive: Callable[[], Iterator[ToSpawner] | None]) -> Iterator[ToSpawner]:
+    def read(self, *, wait: bool = False) -> Iterator[ToSpawner]:
+        """The messages that are there now; `wait`: once something has come."""
         try:
-            yield from receive() or ()
+            yield from (self.connection.wait if wait else self.connection.receive)() or ()
         except FrameError as error:
             raise AgentLost(str(error)) from None
         except ConnectionError:
-            raise AgentLost(
-                "the agent's last frame is cut" if self._connection.cut else ""
-            ) from None
+            cut = "the agent's last frame is cut" if self.connection.cut else ""
+            raise AgentLost(cut) from None
 
     def send(self, report: FromSpawner) -> None:
         """Queue a report and write what the socket takes."""
         try:
-            self._connection.send(report)
+            self.connection.send(report)
         except NotRead:
             raise AgentLost("the agent does not read its reports") from None
 
 
 class Server:
     """Carries out orders until Quit, the end of the conversation or of its parent, or silence after
-    a Pet."""
+    a Keepalive."""
 
     def __init__(self, talk: Conversation, prepared: Prepared) -> None:
         self._talk = talk
         self._parent = os.getppid()
         self._sweeper = sweep.Sweeper()
         self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._children = Children(prepared, talk.send, self._in_child)
+        self._children = Children(prepared, talk, self._in_child)
         self._keepalive_until: float | None = None
         self._keepalive_limit = 0.0
         self._selector = selectors.PollSelector()  # has no descriptor that a fork would share
@@ -129,7 +110,7 @@ class Server:
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGCONT, lambda *_: None)  # our parent's death (`spawn_rank`)
-        self._selector.register(self._talk.fileno(), selectors.EVENT_READ)
+        self._selector.register(self._talk.connection, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         try:
             for order in early:
@@ -143,44 +124,37 @@ class Server:
             sys.__excepthook__(type(defect), defect, defect.__traceback__)
             self._end("this is a defect of elasticrun; please report it", EXIT_DEFECT)
 
-    # ------------------------------------------------------------ one turn
-
     def _turn(self) -> None:
-        writing = selectors.EVENT_WRITE if self._talk.wants_to_write else 0
-        self._selector.modify(self._talk.fileno(), selectors.EVENT_READ | writing)
-        with self._watched(self._children.waiting_for()):
-            ready = [key.fd for key, _ in self._selector.select(self._patience())]
+        connection = self._talk.connection
+        writing = selectors.EVENT_WRITE if connection.unsent else 0
+        self._selector.modify(connection, selectors.EVENT_READ | writing)
+        pipes = self._children.pipes()
+        for pipe in pipes:
+            self._selector.register(pipe, selectors.EVENT_READ)
+        parts = (self._sweeper, self._children)
+        times = [*(part.next_deadline() for part in parts), self._keepalive_until]
+        due = min((t for t in times if t is not None), default=None)
+        patience = None if due is None else max(0.0, due - time.monotonic())
+        ready = [key.fd for key, _ in self._selector.select(patience)]
+        for pipe in pipes:
+            self._selector.unregister(pipe)
         if self._wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 4096)
             if os.getppid() != self._parent:  # the agent, or a guard, below which nobody sweeps now
                 self._end("", 1)
-        if self._talk.fileno() in ready:
-            self._talk.flush()
+        if connection.fileno() in ready:
+            connection.flush()
             for order in self._talk.read():
                 self._obey(order)
         self._children.read_helpers(ready)
         self._reap()
         self._children.tick(time.monotonic())
-        self._check_keepalive(bool(ready))
+        if not ready:  # silence counts only where the socket was looked at and was empty
+            self._check_keepalive()
 
-    @contextlib.contextmanager
-    def _watched(self, descriptors: list[int]) -> Iterator[None]:
-        for descriptor in descriptors:
-            self._selector.register(descriptor, selectors.EVENT_READ)
-        yield
-        for descriptor in descriptors:
-            self._selector.unregister(descriptor)
-
-    def _patience(self) -> float | None:
-        parts = (self._sweeper, self._children)
-        times = [*(part.next_deadline() for part in parts), self._keepalive_until]
-        due = min((t for t in times if t is not None), default=None)
-        return None if due is None else max(0.0, due - time.monotonic())
-
-    def _check_keepalive(self, heard: bool) -> None:
-        """Silence counts only after a turn in which the socket was looked at and was empty."""
-        if self._keepalive_until is None or heard or time.monotonic() < self._keepalive_until:
+    def _check_keepalive(self) -> None:
+        if self._keepalive_until is None or time.monotonic() < self._keepalive_until:
             return
         self._keepalive_until = None
         self._children.kill_ranks()
@@ -189,14 +163,11 @@ class Server:
 
     def _reap(self) -> None:
         self._children.read_pages()
-        deaths = sweep.reap_all()
-        for pid, status in deaths:
+        for pid, status in sweep.reap_all():
             self._children.reaped(pid, os.waitstatus_to_exitcode(status))
         for done in self._sweeper.look(self._children.living(), time.monotonic()):
             self._children.forget(done.keys)
             self._talk.send(Swept(done.keys, done.stuck))
-
-    # ------------------------------------------------------------ orders
 
     def _obey(self, order: ToSpawner) -> None:
         match order:
@@ -225,7 +196,7 @@ class Server:
     def _in_child(self) -> None:
         """Let go, in a fresh fork, of everything that is the server's."""
         signal.set_wakeup_fd(-1)
-        self._talk.close()
+        self._talk.connection.close()
         os.close(self._wake)
         os.close(self._woken)
 
@@ -244,39 +215,13 @@ def complain(reason: str) -> None:
         print(f"elasticrun fork server: {reason}", file=sys.stderr)
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The command line that `wire.spawning` writes, and what we add when we begin anew."""
-
-    fd: int
-    parent: int
-    ignored: frozenset[int]
-    blocked: frozenset[int]
-    configure_fd: int
-    refused: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, words: Sequence[str]) -> Arguments:
-        given: dict[str, str] = {}
-        refused = []
-        for word in words:
-            name, _, value = word.strip().removeprefix("--").partition("=")
-            if name == "refused":
-                refused.append(value)
-            elif name:
-                given[name] = value
-
-        def numbers(name: str) -> frozenset[int]:
-            return frozenset(int(n) for n in given.get(name, "").split(",") if n)
-
-        return cls(
-            fd=int(given["fd"]),
-            parent=int(given["parent"]),
-            ignored=numbers("ignored-signals"),
-            blocked=numbers("blocked-signals"),
-            configure_fd=int(given.get("configure-fd", "-1")),
-            refused=tuple(refused),
-        )
+def options(words: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each `--NAME=VALUE` of the command lines that `wire.spawning` writes."""
+    given: dict[str, list[str]] = {}
+    for word in words:
+        name, _, value = word.strip().removeprefix("--").partition("=")
+        given.setdefault(name, []).append(value)
+    return given
 
 
 def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
@@ -288,28 +233,40 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
         from elasticrun.forkserver.warm.keeper import keep
 
         words, stock = keep(words, modules)  # returns where an agent has asked for a fork server
+    given = options(words)
     try:
-        arguments = Arguments.parse(words)
-        sock = socket.socket(fileno=arguments.fd)
+        ignored, blocked = (
+            frozenset(int(number) for number in given[name][0].split(",") if number)
+            for name in ("ignored-signals", "blocked-signals")
+        )
+        parent = int(given["parent"][0])
+        kept = int(given.get("configure-fd", ["-1"])[0])
+        sock = socket.socket(fileno=int(given["fd"][0]))
     except (KeyError, ValueError, OSError):
         complain("this program is started by elasticrun and speaks to it alone")
         sys.exit(EXIT_CONFUSED)
-    signal.pthread_sigmask(signal.SIG_SETMASK, arguments.blocked)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     processes.die_with_parent(signal.SIGKILL)
-    if os.getppid() != arguments.parent:
+    if os.getppid() != parent:
         sys.exit(1)
     processes.set_name(b"elasticrun-fork")
     set_title(FORK_SERVER)
     processes.become_subreaper()
     sock.set_inheritable(False)
     gc.disable()  # imports make hardly any garbage; ranks have the collector on
-    baseline = Baseline(modules) if stock is None else stock.baseline
-    birth = Birth(os.getpid(), arguments.ignored, arguments.blocked, baseline)
+    birth = Birth(os.getpid(), ignored, blocked, stock.baseline if stock else Baseline(modules))
     talk = Conversation(sock)
     try:
-        configure, early = _first_message(talk, arguments.configure_fd)
-        prepared = _prepare(configure, birth, arguments, sock, stock)
-        _say_ready(talk, prepared)
+        configure, early = _first_message(talk, kept)
+        prepared = _prepare(configure, birth, given.get("refused", []), sock, stock)
+        talk.send(
+            SpawnerReady(
+                *(os.getpid(), prepared.mode, prepared.reason, prepared.torch),
+                import_seconds=prepared.import_seconds,
+            )
+        )
+        for remark in prepared.remarks:
+            talk.send(Notice(remark))
     except AgentLost as lost:
         if not str(lost):
             sys.exit(1)
@@ -323,11 +280,13 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
 
 def _first_message(talk: Conversation, kept_fd: int) -> tuple[Configure, list[ToSpawner]]:
     """Configure, and what came with it; from `kept_fd` where we have begun anew."""
+    messages: list[ToSpawner] = []
     if kept_fd >= 0:
         with open(kept_fd, "rb") as kept:
-            first, *early = FrameBuffer(ToSpawner).feed(kept.read())
-    else:
-        first, early = talk.read_first()
+            messages += FrameBuffer(ToSpawner).feed(kept.read())
+    while not messages:
+        messages += talk.read(wait=True)
+    first, *early = messages
     if not isinstance(first, Configure):
         raise AgentLost(f"the first message is a {type(first).__name__} and not a Configure")
     return first, early
@@ -336,55 +295,31 @@ def _first_message(talk: Conversation, kept_fd: int) -> tuple[Configure, list[To
 def _prepare(
     configure: Configure,
     birth: Birth,
-    arguments: Arguments,
+    refused: Sequence[str],
     sock: socket.socket,
     stock: Stock | None,
 ) -> Prepared:
-    """Get ready; begin anew, by exec, without a module that has spoiled this process."""
-    names = [word.partition(":")[0] for word in arguments.refused]
-    if len(names) >= MAX_BEGINNINGS:
-        names += _from(names[-1], configure.preload)
+    """Get ready; begin anew, by exec, without a module that has spoiled this process. `refused`:
+    those of earlier beginnings, each `MODULE:REASON`."""
+    names = [word.partition(":")[0] for word in refused]
+    too_many = len(names) >= MAX_BEGINNINGS
+    if too_many:  # those before the last one have been seen to be sound
+        tried = [(name + ".").startswith(names[-1] + ".") for name in configure.preload]
+        names += configure.preload[tried.index(True) :] if True in tried else ()
     try:
         prepared = prepare(configure, birth, names, stock)
     except Poisoned as poison:
-        _begin_anew(configure, poison, sock, birth)
-    for word in arguments.refused:
+        kept = os.memfd_create("configure", 0)
+        os.write(kept, encode(configure))
+        os.lseek(kept, 0, os.SEEK_SET)
+        sock.set_inheritable(True)
+        words = [w for w in sys.orig_argv if not w.startswith("--configure-fd=")]
+        words += [f"--configure-fd={kept}", f"--refused={poison.module}:{poison.reason}"]
+        os.execve(sys.executable, words, birth.baseline.environ)
+    for word in refused:
         name, _, reason = word.partition(":")
-        if name == ONE_BY_ONE:
-            continue
-        prepared.remarks.append(f"{name} is not preloaded: {reason}")
-    if len(arguments.refused) >= MAX_BEGINNINGS:
+        if name != ONE_BY_ONE:
+            prepared.remarks.append(f"{name} is not preloaded: {reason}")
+    if too_many:
         prepared.remarks.append("what comes after it is not preloaded: too many were refused")
     return prepared
-
-
-def _from(refused: str, names: Sequence[str]) -> list[str]:
-    """The names from the one that was refused on; those before it have been seen to be sound."""
-    below = [n for n, name in enumerate(names) if (name + ".").startswith(refused + ".")]
-    return list(names[below[0] :]) if below else []
-
-
-def _begin_anew(
-    configure: Configure, poison: Poisoned, sock: socket.socket, birth: Birth
-) -> NoReturn:
-    kept = os.memfd_create("configure", 0)
-    os.write(kept, encode(configure))
-    os.lseek(kept, 0, os.SEEK_SET)
-    sock.set_inheritable(True)
-    words = [w for w in sys.orig_argv if not w.startswith("--configure-fd=")]
-    words += [f"--configure-fd={kept}", f"--refused={poison.module}:{poison.reason}"]
-    os.execve(sys.executable, words, birth.baseline.environ)
-
-
-def _say_ready(talk: Conversation, prepared: Prepared) -> None:
-    talk.send(
-        SpawnerReady(
-            pid=os.getpid(),
-            mode=prepared.mode,
-            reason=prepared.reason,
-            torch=prepared.torch,
-            import_seconds=prepared.import_seconds,
-        )
-    )
-    for remark in prepared.remarks:
-        talk.send(Notice(remark))

@@ -24,7 +24,7 @@ from elasticrun.forkserver import trust
 from elasticrun.forkserver.child import MAX_LEARNED, Birth
 from elasticrun.forkserver.lazy_imports import Stash, is_ours
 from elasticrun.forkserver.program import hides_frames
-from elasticrun.forkserver.renew import EnvironmentWatch
+from elasticrun.forkserver.renew import environment_watch
 from elasticrun.system import processes
 from elasticrun.wire.env import PYTHON_EXEC, RANK_VARIABLES
 from elasticrun.wire.spawning import Configure
@@ -54,6 +54,14 @@ def installed_folders() -> list[str]:
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())
     return [os.path.realpath(folder) for folder in dict.fromkeys(folders) if folder in sys.path]
+
+
+def _mtime(path: str) -> int:
+    """When a file was written, in ns; -1: there is none."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return -1
 
 
 class Preloader:
@@ -119,14 +127,7 @@ class Preloader:
 
     def stale(self) -> str:
         """The first file that has changed since it was imported, or empty."""
-        for path, before in self.files.items():
-            try:
-                now = os.stat(path).st_mtime_ns
-            except OSError:
-                now = -1
-            if now != before:
-                return path
-        return ""
+        return next((path for path, then in self.files.items() if _mtime(path) != then), "")
 
     # ------------------------------------------------------------
 
@@ -153,9 +154,9 @@ class Preloader:
 
     def _import(self, name: str) -> None:
         before = set(sys.modules)
-        with EnvironmentWatch() as watch:
+        with environment_watch() as reads:
             importlib.import_module(name)
-        for variable, file in watch.reads.items():
+        for variable, file in reads.items():
             self._stash.reads.setdefault(variable, file)
         self._stash.add_root(name, before)
 
@@ -189,11 +190,8 @@ class Preloader:
     def _note_files(self, names: Iterable[str]) -> None:
         for name in names:
             path = getattr(sys.modules.get(name), "__file__", None)
-            if isinstance(path, str) and path not in self.files:
-                try:
-                    self.files[path] = os.stat(path).st_mtime_ns
-                except OSError:
-                    continue
+            if isinstance(path, str) and (now := _mtime(path)) >= 0:
+                self.files.setdefault(path, now)
 
 
 class Lessons:
@@ -202,7 +200,7 @@ class Lessons:
     def __init__(self, known: Iterable[str], allowed_folders: Sequence[str]) -> None:
         """`known`: modules the server has already; `allowed_folders`: of installed packages."""
         self._known = set(known)
-        self._folders = tuple(allowed_folders)
+        self._folders = allowed_folders
         self._names: dict[str, None] = {}
         self._told = 0
 
@@ -216,19 +214,15 @@ class Lessons:
     def told(self) -> tuple[str, ...]:
         """The modules of installed packages among the names, in the order of their imports; empty
         if there are no new ones since the last time."""
-        tops = {name.partition(".")[0] for name in self._names}
-        installed = {top for top in tops if self._is_installed(top)}
+        find = importlib.machinery.PathFinder.find_spec
+        tops = {name.partition(".")[0] for name in self._names} - sys.stdlib_module_names
+        specs = {top: find(top, self._folders) for top in tops}
+        installed = {top for top, spec in specs.items() if spec is not None and spec.origin}
         names = tuple(n for n in self._names if n.partition(".")[0] in installed)
         if len(names) <= self._told:
             return ()
         self._told = len(names)
         return names
-
-    def _is_installed(self, top: str) -> bool:
-        if top in sys.stdlib_module_names:
-            return False
-        spec = importlib.machinery.PathFinder.find_spec(top, list(self._folders))
-        return spec is not None and spec.origin is not None
 
 
 FOR_SNAPSHOTS = ("torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")
@@ -317,23 +311,22 @@ def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> 
 def aside(work: Callable[[], str]) -> str:
     """Do it with cores that nobody else wants: in a thread that the kernel runs only then, for what
     a whole process has given away it may not take back, and forks would inherit it."""
-    found: list[str] = []
-    errors: list[BaseException] = []
+    found: list[str | BaseException] = []
 
     def run() -> None:
         try:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread
             found.append(work())
         except BaseException as error:
-            errors.append(error)
+            found.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     while processes.has_thread(thread.native_id or 0):  # its end is told before it is one
         os.sched_yield()
-    if errors:
-        raise errors[0]
+    if isinstance(found[0], BaseException):
+        raise found[0]
     return found[0]
 
 

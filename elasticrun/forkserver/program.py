@@ -84,7 +84,9 @@ class Program:
         if self.entry.kind is EntryKind.MODULE:
             self._prepare_module(self.entry.target, "-m", os.getcwd())
         elif self.entry.kind is EntryKind.RUN_PATH:
-            self._prepare_run_path()
+            import runpy
+
+            self._call = partial(runpy.run_path, self.entry.target, run_name="__main__")
         elif is_archive(self.entry.target):
             self._prepare_module("__main__", self.entry.target, absolute(self.entry.target))
         else:
@@ -94,7 +96,8 @@ class Program:
         import runpy
 
         sys.argv[0] = first_word
-        _insert_path(first_path, always=first_word != "-m")
+        if first_word != "-m" or not sys.flags.safe_path:
+            sys.path.insert(0, first_path)
         _fresh_main(importlib.machinery.BuiltinImporter)
         run: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
         self._call = partial(run, name, first_word == "-m")
@@ -107,15 +110,11 @@ class Program:
             code = compile(source, name, "exec", dont_inherit=True)
         except (OSError, ValueError, SyntaxError, RecursionError, MemoryError, OverflowError):
             return  # the interpreter says it better: _exec_instead
-        _insert_path(script_folder(self.entry.target))
+        if not sys.flags.safe_path:
+            sys.path.insert(0, script_folder(self.entry.target))
         loader = importlib.machinery.SourceFileLoader("__main__", name)
         namespace = _fresh_main(loader, __file__=name, __cached__=None)
         self._call = partial(builtins.exec, code, namespace)
-
-    def _prepare_run_path(self) -> None:
-        import runpy
-
-        self._call = partial(runpy.run_path, self.entry.target, run_name="__main__")
 
     def _exec_instead(self) -> NoReturn:
         os.execv(sys.executable, command(self.entry))
@@ -257,11 +256,6 @@ def is_archive(target: str) -> bool:
 def script_folder(target: str) -> str:
     """sys.path[0] for a script: its folder, links resolved."""
     return os.path.dirname(os.path.realpath(target))
-
-
-def _insert_path(folder: str, *, always: bool = False) -> None:
-    if always or not sys.flags.safe_path:
-        sys.path.insert(0, folder)
 
 
 def _fresh_main(loader: Any, **more: object) -> dict[str, Any]:

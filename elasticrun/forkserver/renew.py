@@ -1,7 +1,7 @@
 """What an import in the fork server does once, and what of it is made good in a rank.
 
 - Environment variables that Python code reads while it is imported are recorded; a module that asks
-  which rank it is may not be preloaded (`EnvironmentWatch`).
+  which rank it is may not be preloaded (`environment_watch`).
 - The rank's environment is compared with what the server had when it imported; the moment is the
   script's own first import of the package. What can be read again is; for the rest the operator is
   told by name, and later lives of that script are exec'd (`EnvironmentCheck`).
@@ -25,35 +25,29 @@ from typing import Any, Final
 _LOOKUP_FILES = ("os.py", "_collections_abc.py")
 
 
-class EnvironmentWatch:
-    """Records reads of os.environ between `__enter__` and `__exit__`: name -> file that read it.
+@contextlib.contextmanager
+def environment_watch() -> Iterator[dict[str, str]]:
+    """The reads of os.environ in this block: name -> file that read it.
 
     A walk over the whole environment (tqdm looks for names that begin with TQDM_) is no interest
     in every name and is not recorded.
     """
+    cls: Any = type(os.environ)
+    original = cls.__getitem__
+    reads: dict[str, str] = {}
 
-    def __init__(self) -> None:
-        self.reads: dict[str, str] = {}
-        self._original: Any = None
+    def watched(environ: Any, name: Any) -> Any:
+        if isinstance(name, str) and name not in reads:
+            reader = _reader(sys._getframe(1))
+            if reader is not None:
+                reads[name] = reader
+        return original(environ, name)
 
-    def __enter__(self) -> EnvironmentWatch:
-        cls: Any = type(os.environ)
-        self._original = original = cls.__getitem__
-        reads = self.reads
-
-        def watched(environ: Any, name: Any) -> Any:
-            if isinstance(name, str) and name not in reads:
-                reader = _reader(sys._getframe(1))
-                if reader is not None:
-                    reads[name] = reader
-            return original(environ, name)
-
-        cls.__getitem__ = watched
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        cls: Any = type(os.environ)
-        cls.__getitem__ = self._original
+    cls.__getitem__ = watched
+    try:
+        yield reads
+    finally:
+        cls.__getitem__ = original
 
 
 def _reader(frame: FrameType | None) -> str | None:
@@ -155,11 +149,7 @@ def _set_debug_level(_: str | None) -> None:
 def _set_tf32(value: str | None) -> None:
     import torch
 
-    torch.set_float32_matmul_precision("high" if _c_true(value) else "highest")
-
-
-def _c_true(value: str | None) -> bool:
-    return value in ("1",)
+    torch.set_float32_matmul_precision("high" if value == "1" else "highest")
 
 
 def _set_logs(_: str | None) -> None:

@@ -7,12 +7,11 @@ alone does not see a poisoned CUDA, so one trial child is forked and asked.
 from __future__ import annotations
 
 import importlib.machinery
-import json
 import os
 import select
 import signal
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from elasticrun.forkserver.program import absolute, is_archive, script_folder
@@ -60,13 +59,25 @@ MAX_SCRIPT = 4 * 1024 * 1024
 
 def before_import(entry: Entrypoint, numa: bool, environ: Mapping[str, str]) -> str:
     """Reasons that are known before anything is imported."""
-    return (
-        _attached_tool(environ)
-        or _other_python(environ)
-        or _interpreter(environ)
-        or (placement(environ) if numa else "")
-        or entry_reason(entry)
-    )
+    follows = "and may not follow a fork"
+    preloaded, python = environ.get("LD_PRELOAD", ""), environ.get(PYTHON_EXEC, "")
+    reasons = [
+        f"{tool} is attached by {name}, {follows}"
+        for name, tool in TRACERS.items()
+        if environ.get(name)
+    ]
+    reasons += [
+        f"a tool is attached by LD_PRELOAD ({part}), {follows}"
+        for part in INJECTED_LIBRARIES
+        if part in preloaded
+    ]
+    if sys.gettrace() is not None or "pydevd" in sys.modules:
+        reasons.append(f"a debugger is attached, {follows}")
+    if python and os.path.realpath(python) != os.path.realpath(sys.executable):
+        reasons.append(f"{PYTHON_EXEC} names another interpreter ({python})")
+    reasons += [f"{name} is set, {why}" for name, why in INTERPRETER.items() if environ.get(name)]
+    reasons += [placement(environ) if numa else "", _against(entry)]
+    return next(filter(None, reasons), "")
 
 
 def placement(environ: Mapping[str, str]) -> str:
@@ -77,69 +88,35 @@ def placement(environ: Mapping[str, str]) -> str:
     return ""
 
 
-def _attached_tool(environ: Mapping[str, str]) -> str:
-    for name, tool in TRACERS.items():
-        if environ.get(name):
-            return f"{tool} is attached by {name}, and may not follow a fork"
-    preloaded = environ.get("LD_PRELOAD", "")
-    for part in INJECTED_LIBRARIES:
-        if part in preloaded:
-            return f"a tool is attached by LD_PRELOAD ({part}), and may not follow a fork"
-    if sys.gettrace() is not None or "pydevd" in sys.modules:
-        return "a debugger is attached, and may not follow a fork"
-    return ""
-
-
-def _other_python(environ: Mapping[str, str]) -> str:
-    python = environ.get(PYTHON_EXEC, "")
-    if python and os.path.realpath(python) != os.path.realpath(sys.executable):
-        return f"{PYTHON_EXEC} names another interpreter ({python})"
-    return ""
-
-
-def _interpreter(environ: Mapping[str, str]) -> str:
-    for name, reason in INTERPRETER.items():
-        if environ.get(name):
-            return f"{name} is set, {reason}"
-    return ""
-
-
 # ---------------------------------------------------------------- the script
 
 
-def entry_reason(entry: Entrypoint) -> str:
+def _against(entry: Entrypoint) -> str:
     """What the program itself says against a fork."""
-    if entry.kind in (EntryKind.COMMAND, EntryKind.FUNCTION):
-        return ""
-    path = _file_of(entry)
+    path, text = _text_of(entry)
     if path.endswith((".pyc", ".pyo")):
         return f"{path} is compiled"
-    text = _text_of(path)
     words = sorted(word for word in FORBIDDEN_IN_TEXT if word in text)
-    if words:
-        return f"{path} speaks of {words[0]}, which only a fresh process reads"
-    return ""
+    return f"{path} speaks of {words[0]}, which only a fresh process reads" if words else ""
 
 
 def takes_snapshots(entry: Entrypoint) -> bool:
     """Whether the program's own text names elasticrun's Checkpointer; what it imports is not looked
     at."""
-    if entry.kind in (EntryKind.COMMAND, EntryKind.FUNCTION):
-        return False
-    text = _text_of(_file_of(entry))
+    _, text = _text_of(entry)
     return "Checkpointer" in text and "elasticrun" in text
 
 
-def _file_of(entry: Entrypoint) -> str:
-    return _module_file(entry.target) if entry.kind is EntryKind.MODULE else entry.target
-
-
-def _text_of(path: str) -> str:
+def _text_of(entry: Entrypoint) -> tuple[str, str]:
+    """The program's file and what is in it; empty where there is none, or it cannot be read."""
+    if entry.kind in (EntryKind.COMMAND, EntryKind.FUNCTION):
+        return "", ""
+    path = _module_file(entry.target) if entry.kind is EntryKind.MODULE else entry.target
     try:
         with open(path, "rb") as file:
-            return file.read(MAX_SCRIPT).decode("utf-8", "replace")
+            return path, file.read(MAX_SCRIPT).decode("utf-8", "replace")
     except (OSError, ValueError):
-        return ""
+        return path, ""
 
 
 def _module_file(name: str) -> str:
@@ -260,35 +237,23 @@ def trial() -> str:
     pid = os.fork()
     if pid == 0:
         try:
-            os.write(writing, json.dumps({"poisoned": _poisoned()}).encode())
+            os.write(writing, f"{_poisoned()}\n".encode())
         finally:
             os._exit(0)
     os.close(writing)
+    poll = select.poll()
+    poll.register(reading, select.POLLIN)
     try:
-        answer = _answer(reading)
+        answer = os.read(reading, 4096).decode() if poll.poll(TRIAL_SECONDS * 1000) else ""
     finally:
         os.close(reading)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     lasting = [name for name in processes.thread_names() if name not in FORKED_WELL]
-    return _verdict(answer, lasting)
-
-
-def _answer(reading: int) -> dict[str, Any] | None:
-    poll = select.poll()
-    poll.register(reading, select.POLLIN)
-    if not poll.poll(TRIAL_SECONDS * 1000):
-        return None
-    text = os.read(reading, 65536)
-    answer: dict[str, Any] | None = json.loads(text) if text else None
-    return answer
-
-
-def _verdict(answer: dict[str, Any] | None, lasting: Sequence[str]) -> str:
-    if answer is None:
+    if not answer:
         return "a trial fork died or hung"
-    if answer["poisoned"]:
-        return f"its import initialised {answer['poisoned']}"
+    if poisoned := answer.strip():
+        return f"its import initialised {poisoned}"
     if lasting:
         return f"its import leaves threads that outlast a fork ({len(lasting)})"
     return ""

@@ -99,18 +99,16 @@ class Exchange:
     master_nonce: bytes
     term: int
 
-    def parts(self) -> tuple[bytes, ...]:
-        """The fields as bytes, in a fixed order."""
-        words = (self.job_id, self.role.value, self.node, self.incarnation, str(self.term))
-        return (*(word.encode() for word in words), self.peer_nonce, self.master_nonce)
-
 
 def prove(token: str, side: Side, exchange: Exchange) -> bytes:
     """The proof of `side`; empty where there is no token."""
     if not token:
         return b""
+    x = exchange
+    words = (x.job_id, x.role.value, x.node, x.incarnation, str(x.term))
+    parts = (*(word.encode() for word in words), x.peer_nonce, x.master_nonce)
     # Each part with its length: no two exchanges run together into the same bytes.
-    said = b"".join(len(part).to_bytes(4, "big") + part for part in exchange.parts())
+    said = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.digest(token.encode(), side.value.encode() + said, "sha256")
 
 
@@ -125,11 +123,6 @@ def reader_token(token: str) -> str:
     if not token:
         return ""
     return hmac.digest(token.encode(), b"elasticrun reader", "sha256").hex()
-
-
-def fresh_nonce() -> bytes:
-    """Random bytes that were never used before."""
-    return secrets.token_bytes(NONCE_BYTES)
 
 
 class Guest:
@@ -154,7 +147,7 @@ class Guest:
             role=role,
             node=node,
             incarnation=incarnation,
-            nonce=fresh_nonce(),
+            nonce=secrets.token_bytes(NONCE_BYTES),
             proves=bool(token),
         )
 
@@ -194,10 +187,7 @@ class Doorkeeper:
     def __init__(self, token: str, version: str, job_id: str, term: int, role: Role) -> None:
         """`token` is the job's own; `role`: for what this stream is meant."""
         self._token = reader_token(token) if role is Role.READER else token
-        self._version = version
-        self._job_id = job_id
-        self._term = term
-        self._role = role
+        self._version, self._job_id, self._term, self._role = version, job_id, term, role
         self._state = _State.KNOCK
         self._knock: Knock
         self._exchange: Exchange
@@ -222,9 +212,16 @@ class Doorkeeper:
             case _State.KNOCK, Knock():
                 return self._knocked(report)
             case _State.PROOF, Proof():
-                self._proved(report)
+                if not is_right(self._token, Side.PEER, self._exchange, report.proof):
+                    word = "somebody with another token than the job's was refused"
+                    raise Denied(PEER_WRONG, word)
+                self._state = _State.HELLO if self._role is Role.AGENT else _State.IN
             case _State.HELLO, Hello():
-                self._hello(report)
+                said = (report.spec.job_id, report.node, report.incarnation)
+                if said != (self._knock.job_id, self._knock.node, self._knock.incarnation):
+                    raise OutOfTurn("this Hello is of another node than the one that was proved")
+                self.hello = report
+                self._state = _State.IN
             case _:
                 raise OutOfTurn(f"{type(report).__name__} came in the place of {state.value}")
         return None
@@ -244,7 +241,7 @@ class Doorkeeper:
         if knock.proves and not self._token:
             raise Denied(MASTER_HAS_NONE, "somebody with a token was refused: this job has none")
         self._knock = knock
-        self._exchange = _exchange(knock, fresh_nonce(), self._term)
+        self._exchange = _exchange(knock, secrets.token_bytes(NONCE_BYTES), self._term)
         self._state = _State.PROOF
         return Challenge(
             protocol=PROTOCOL_VERSION,
@@ -254,29 +251,10 @@ class Doorkeeper:
             proof=prove(self._token, Side.MASTER, self._exchange),
         )
 
-    def _proved(self, proof: Proof) -> None:
-        if not is_right(self._token, Side.PEER, self._exchange, proof.proof):
-            raise Denied(PEER_WRONG, "somebody with another token than the job's was refused")
-        self._state = _State.HELLO if self._role is Role.AGENT else _State.IN
-
-    def _hello(self, hello: Hello) -> None:
-        said = (hello.spec.job_id, hello.node, hello.incarnation)
-        if said != (self._knock.job_id, self._knock.node, self._knock.incarnation):
-            raise OutOfTurn("this Hello is of another node than the one that was proved")
-        self.hello = hello
-        self._state = _State.IN
-
 
 def _exchange(knock: Knock, master_nonce: bytes, term: int) -> Exchange:
-    return Exchange(
-        job_id=knock.job_id,
-        role=knock.role,
-        node=knock.node,
-        incarnation=knock.incarnation,
-        peer_nonce=knock.nonce,
-        master_nonce=master_nonce,
-        term=term,
-    )
+    who = (knock.job_id, knock.role, knock.node, knock.incarnation)
+    return Exchange(*who, knock.nonce, master_nonce, term)
 
 
 MAX_PEM_BYTES: Final = 1024 * 1024

@@ -24,6 +24,7 @@ the node.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -190,7 +191,13 @@ def read_faults(text: str) -> tuple[Fault, ...]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if len(parts) > MAX_FAULTS:
         raise BadFault(f"{FAULT} lists {len(parts)} faults; at most {MAX_FAULTS} are planted")
-    return tuple(_read_one(part) for part in parts)
+    found = []
+    for part in parts:
+        what, at, node = part.rpartition("@")
+        if not at or not node.strip():
+            raise BadFault(f"{FAULT}: {part[:60]!r} names no node: it is written name[=value]@node")
+        found.append(_one(what, part, node.strip()))
+    return tuple(found)
 
 
 def faults_of_node(text: str, node: str) -> tuple[Fault, ...]:
@@ -209,10 +216,8 @@ def own_faults(text: str) -> tuple[Fault, ...]:
     training script must not end because of it."""
     found = []
     for part in text.split(",")[:MAX_FAULTS]:
-        try:
+        with suppress(BadFault):
             found.append(_one(part, part, ""))
-        except BadFault:
-            continue
     return tuple(found)
 
 
@@ -224,13 +229,6 @@ def fault_value(faults: Iterable[Fault], kind: FaultKind) -> str:
 def slowness(faults: Iterable[Fault]) -> float:
     """How many times as long the node's own work shall take; 1.0 without such a fault."""
     return _factor(fault_value(faults, FaultKind.SLOW)) or 1.0
-
-
-def _read_one(part: str) -> Fault:
-    what, at, node = part.rpartition("@")
-    if not at or not node.strip():
-        raise BadFault(f"{FAULT}: {part[:60]!r} names no node: it is written name[=value]@node")
-    return _one(what, part, node.strip())
 
 
 def _one(what: str, part: str, node: str) -> Fault:

@@ -96,9 +96,8 @@ def publish(folder: Path, master: Published) -> Path:
     its port go: it has taken their place. OSError if that cannot be done."""
     path = folder / f"master-{master.pid}-{master.started}.json"
     _write(path, master)
-    for left in _files(folder, LIVING) + _files(folder, DEAD):
-        before = _read(left, Published) if left != path else None
-        if before is not None and _place(before) == _place(master) and not _lives(before):
+    for left, before in _of(folder, master.job_id, master.port):
+        if left != path and not _lives(before):
             with contextlib.suppress(OSError):  # another master's start was faster
                 left.unlink()
     return path
@@ -106,37 +105,10 @@ def publish(folder: Path, master: Published) -> Path:
 
 def published(folder: Path) -> list[Published]:
     """The masters that run now, in order of job id; what is left of dead ones is cleared away."""
-    return sorted(_living(folder), key=lambda master: (master.job_id, master.pid))
-
-
-def began_before(folder: Path, job_id: str, port: int) -> float:
-    """When a job began whose master here was killed, before its file is removed; 0.0: unknown."""
-    ours = _of(folder, job_id, port)
-    return min((master.began for master in ours if master.began > 0), default=0.0)
-
-
-def was_killed(folder: Path, job_id: str, port: int) -> bool:
-    """Whether a master of this job ended here without taking its file away: one that did its work
-    has, and its job is over."""
-    ours = _of(folder, job_id, port)
-    return bool(ours) and not any(map(_lives, ours))
-
-
-def _of(folder: Path, job_id: str, port: int) -> list[Published]:
-    files = _files(folder, LIVING) + _files(folder, DEAD)
-    found = (_read(path, Published) for path in files)
-    return [master for master in found if master is not None and _place(master) == (job_id, port)]
-
-
-def _place(master: Published) -> tuple[str, int]:
-    return master.job_id, master.port
-
-
-def _living(folder: Path) -> Iterator[Published]:
+    living = []
     for path in _files(folder, LIVING):
-        master = _read(path, Published)
-        if master is not None and _lives(master):
-            yield master
+        if (master := _read(path, Published)) and _lives(master):
+            living.append(master)
         else:
             with contextlib.suppress(OSError):  # another reader was faster
                 os.utime(path)
@@ -146,6 +118,26 @@ def _living(folder: Path) -> Iterator[Published]:
         with contextlib.suppress(OSError):
             if now - path.stat().st_mtime > DEAD_KEPT:
                 path.unlink()
+    return sorted(living, key=lambda master: (master.job_id, master.pid))
+
+
+def began_before(folder: Path, job_id: str, port: int) -> float:
+    """When a job began whose master here was killed, before its file is removed; 0.0: unknown."""
+    began = [master.began for _, master in _of(folder, job_id, port) if master.began > 0]
+    return min(began, default=0.0)
+
+
+def was_killed(folder: Path, job_id: str, port: int) -> bool:
+    """Whether a master of this job ended here without taking its file away: one that did its work
+    has, and its job is over."""
+    lives = [_lives(master) for _, master in _of(folder, job_id, port)]
+    return bool(lives) and not any(lives)
+
+
+def _of(folder: Path, job_id: str, port: int) -> list[tuple[Path, Published]]:
+    files = _files(folder, LIVING) + _files(folder, DEAD)
+    found = [(path, master) for path in files if (master := _read(path, Published))]
+    return [(path, own) for path, own in found if (own.job_id, own.port) == (job_id, port)]
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
@@ -236,8 +228,7 @@ def keep_ended(folder: Path, job: Ended) -> None:
 
 def ended(folder: Path) -> list[Ended]:
     """The jobs that have ended, the newest first."""
-    found = (_read(path, Ended) for path in reversed(_ended_files(folder)))
-    return [job for job in found if job is not None]
+    return [job for path in reversed(_ended_files(folder)) if (job := _read(path, Ended))]
 
 
 def prune_ended(folder: Path) -> int:
@@ -298,8 +289,7 @@ class Unusable(OSError):
 def network_file_system(folder: Path) -> str:
     """The name of the network file system that `folder` stands on, "" for one of this host's.
     OSError if the folder cannot be asked."""
-    kind = _file_system_type(folder)
-    return NETWORK_FILE_SYSTEMS.get(kind & 0xFFFFFFFF, "")
+    return NETWORK_FILE_SYSTEMS.get(_file_system_type(folder) & 0xFFFFFFFF, "")
 
 
 def _file_system_type(folder: Path) -> int:
@@ -391,13 +381,10 @@ def _make_in(place: Path) -> LaunchFolder:
         path = place / f"{PREFIX}{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
         with contextlib.suppress(FileNotFoundError, BlockingIOError):  # a sweep was faster
-            fd = hold(path)
-            try:
-                os.stat(path)
-            except FileNotFoundError:
-                os.close(fd)
-                raise
-            return LaunchFolder(path, fd)
+            made = LaunchFolder(path, hold(path))
+            if path.exists():
+                return made
+            made.release()
     raise Unusable(f"{place}: what is made there is removed at once")
 
 

@@ -71,31 +71,32 @@ class Between:
         return int(value)
 
 
-def seconds(where: str, value: float) -> float:
-    """A duration, neither negative nor without end."""
-    if not (math.isfinite(value) and 0 <= value <= MAX_SECONDS):
-        raise WireError(f"{where} is {value} s, not between 0 and {MAX_SECONDS:.0f} s")
-    return float(value)
+def _number(holds: Callable[[float], bool], else_it_is: str) -> Bound:
+    """A number for which this holds, and neither NaN nor without end."""
+
+    def bound(where: str, value: float) -> float:
+        if not (math.isfinite(value) and holds(value)):
+            raise WireError(f"{where} is {value}{else_it_is}")
+        return float(value)
+
+    return bound
+
+
+seconds = _number(
+    lambda value: 0 <= value <= MAX_SECONDS, f" s, not between 0 and {MAX_SECONDS:.0f} s"
+)
+"""A duration."""
+
+amount = _number(lambda value: value >= 0, ", which is no amount")
+
+ratio = _number(lambda value: value > 1, ", not a ratio above 1")
+"""How many times a usual value something must be to stand out."""
 
 
 def limit(where: str, value: float) -> float:
     """A duration in which something is to be done."""
     if seconds(where, value) == 0:
         raise WireError(f"{where} is {value} s, with which nothing can be done in time")
-    return float(value)
-
-
-def amount(where: str, value: float) -> float:
-    """A number that is neither negative nor without end."""
-    if not (math.isfinite(value) and value >= 0):
-        raise WireError(f"{where} is {value}, which is no amount")
-    return float(value)
-
-
-def ratio(where: str, value: float) -> float:
-    """How many times a usual value something must be to stand out: above 1, and not without end."""
-    if not (math.isfinite(value) and value > 1):
-        raise WireError(f"{where} is {value}, not a ratio above 1")
     return float(value)
 
 

@@ -63,11 +63,13 @@ class Helper:
         self._frames = FrameBuffer(FromSpawner)
         self._printed = b""
         self._pipes: dict[int, Callable[[bytes], list[FromSpawner]]] = {}
-        self._order_end = -1
+        self._order_end: list[int] = []
+        """Where one that waits for its order is given it."""
         self._theirs: dict[str, int] = {}
         try:
             if order is None:
-                self._theirs["order"], self._order_end = os.pipe2(os.O_CLOEXEC)
+                self._theirs["order"], ours = os.pipe2(os.O_CLOEXEC)
+                self._order_end = [ours]
             else:
                 self.key = order.key
                 self._theirs["order"] = kept = os.memfd_create(self.kind)
@@ -136,10 +138,10 @@ class Helper:
     def obey(self, order: Order) -> None:
         """Give the order to one that waits for it; one that has died meanwhile has its end told."""
         self.key = order.key
+        end = self._order_end.pop()
         with suppress(BrokenPipeError):
-            os.write(self._order_end, encode(order))
-        os.close(self._order_end)
-        self._order_end = -1
+            os.write(end, encode(order))
+        os.close(end)
 
     # ------------------------------------------------------------ what it says
 
@@ -163,20 +165,17 @@ class Helper:
         """It was reaped: what still lay in the pipes, then its end. Closes everything."""
         said = [each for descriptor in self.descriptors() for each in self.read(descriptor)]
         self.close()
-        failed = self._unsaid(code)
-        if isinstance(failed, SpawnFailed):
-            return [*said, failed]
-        said += [failed] if failed is not None else []
-        return [*said, Exited(self.key, pid, code, time.time_ns() // 1000)]
+        if unsaid := self._unsaid(code):
+            said.append(unsaid)
+        if not isinstance(unsaid, SpawnFailed):
+            said.append(Exited(self.key, pid, code, time.time_ns() // 1000))
+        return said
 
     def close(self) -> None:
         """Let go of our ends; in a fork of the parent too, whose child the helper is not."""
-        for descriptor in self._pipes:
+        for descriptor in (*self._pipes, *self._order_end):
             os.close(descriptor)
-        self._pipes = {}
-        if self._order_end >= 0:
-            os.close(self._order_end)
-            self._order_end = -1
+        self._pipes, self._order_end = {}, []
 
     def _unsaid(self, code: int) -> FromSpawner | None:
         """What is to be told beside its end, where it has not said so itself; a SpawnFailed is told
@@ -312,30 +311,22 @@ def enter(kind: str, order_fd: int, says_fd: int, parent: int) -> NoReturn:
             store.host(order, say, lambda: os.close(says_fd))
             os._exit(1)
         case SpawnProbe() as order:
-            _probe(order, say)
+            try:
+                if order.cpus:
+                    os.sched_setaffinity(0, order.cpus)
+                probe.run(order.key, order.plan, say)
+            except BaseException as error:  # a defect of ours, or nobody hears us any more
+                os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
+                os._exit(1)
+            os._exit(0)  # no destructor of a library may hang now
         case order:
+            from elasticrun.saver import saver
+
             assert isinstance(order, SpawnSaver)
-            _save(order)
-
-
-def _probe(order: SpawnProbe, say: Callable[[FromSpawner], None]) -> NoReturn:
-    try:
-        if order.cpus:
-            os.sched_setaffinity(0, order.cpus)
-        probe.run(order.key, order.plan, say)
-    except BaseException as error:  # a defect of ours, or nobody hears us any more
-        os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
-        os._exit(1)
-    os._exit(0)  # no destructor of a library may hang now
-
-
-def _save(order: SpawnSaver) -> NoReturn:
-    from elasticrun.saver import saver
-
-    if order.cpus:
-        try:
-            os.sched_setaffinity(0, order.cpus)
-        except OSError as error:
-            what = "it is not bound to the cores that were asked for"
-            saver.complain(f"{what}: {error.strerror}")
-    saver.run(order)
+            try:
+                if order.cpus:
+                    os.sched_setaffinity(0, order.cpus)
+            except OSError as error:
+                what = "it is not bound to the cores that were asked for"
+                saver.complain(f"{what}: {error.strerror}")
+            saver.run(order)

@@ -14,8 +14,9 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from elasticrun.wire import env
 from elasticrun.wire.env import OMP_NUM_THREADS, FaultKind
@@ -146,8 +147,8 @@ class _Probe:
     def _enter(self, phase: str) -> None:
         self.phase = phase
         self.say()
-        if self._hang == phase:
-            _stop_for_ever()
+        while self._hang == phase:
+            signal.pause()
 
     def _left(self) -> timedelta:
         return timedelta(seconds=max(0.001, self._end - time.monotonic()))
@@ -248,11 +249,9 @@ class _Probe:
         """This rank's own part went wrong: the others need not wait for it."""
         if self._plan.world_size == 1:
             return
-        try:
+        with suppress(Exception):  # the others wait for their limit; our reason stands
             self._connect(min(self._left() / 2, timedelta(seconds=TELL_LIMIT)))
             self._store.set("go", f"failed by itself: {reason}")
-        except Exception:  # the others wait for their limit; our reason stands
-            return
 
     def _meet(self) -> str:
         """Form the process group, once every rank has said that its own part went well."""
@@ -279,14 +278,14 @@ class _Probe:
         self._agree(4)
         if self._fail == "comm":
             raise Failed("a planted fault")
+        torch = self._torch
         for size in self._plan.sizes:
             own = self._agree(size)
-            torch = self._torch
             buffer = torch.zeros(max(1, size // 4), dtype=torch.float32, device=self._device)
             self._agree(4)  # all begin together
             began = time.perf_counter()
             for _ in range(self._plan.transfers):
-                self._all_reduce(buffer)
+                torch.distributed.all_reduce(buffer)
                 self._be_slow(own, 1)
             self._settle()
             took = time.perf_counter() - began
@@ -302,7 +301,7 @@ class _Probe:
             buffer = torch.ones(max(1, size // 4), dtype=torch.float32, device=self._device)
             self._settle()
             began = time.perf_counter()
-            self._all_reduce(buffer)
+            torch.distributed.all_reduce(buffer)
             self._settle()
             best = min(best, time.perf_counter() - began)
             low, high = float(buffer.min()), float(buffer.max())
@@ -312,11 +311,6 @@ class _Probe:
                     f"in the place of {self._plan.world_size}"
                 )
         return best
-
-    def _all_reduce(self, buffer: Any) -> None:
-        import torch.distributed as dist
-
-        dist.all_reduce(buffer)
 
     def _be_slow(self, took: float, pieces: int) -> None:
         """Where slowness was planted: go on when so many pieces of work, which have taken `took`
@@ -338,12 +332,5 @@ class _Probe:
         """This rank has failed among them: they need not wait at the end."""
         if self.phase != COMM:
             return
-        try:
+        with suppress(Exception):  # the store is what failed; they wait for their limit
             self._store.set("over", "failed")
-        except Exception:  # the store is what failed; they wait for their limit
-            return
-
-
-def _stop_for_ever() -> NoReturn:
-    while True:
-        signal.pause()

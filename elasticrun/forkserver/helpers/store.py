@@ -12,7 +12,7 @@ import signal
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from elasticrun.wire.spawning import FromSpawner, Notice, SpawnFailed, SpawnStore, StoreListening
 
@@ -39,12 +39,7 @@ def host(
     if remark:
         say(Notice(_line(remark)))
     hang_up()
-    _wait_for_ever(store)
-
-
-def _wait_for_ever(store: object) -> NoReturn:
-    """Holding the store, whose own threads serve."""
-    while True:
+    while store:  # whose own threads serve
         signal.pause()
 
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final, NoReturn
 
 from elasticrun.system import processes, sweep
@@ -75,23 +76,15 @@ def _watch(conn: socket.socket, server: int) -> NoReturn:
         own = select.poll()
         own.register(gone, select.POLLIN)
         own.poll(OWN_END * 1000)
-    status = _status(server)
-    sweep.kill_everything(SWEEP_LIMIT)
-    _say(conn, Over(status))
-    os._exit(0)
-
-
-def _status(server: int) -> int:
-    """Its exit code as `subprocess` has it; it is killed if it has not ended."""
     pid, status = os.waitpid(server, os.WNOHANG)
     if pid == 0:
         os.kill(server, signal.SIGKILL)
         _, status = os.waitpid(server, 0)
-    return os.waitstatus_to_exitcode(status)
+    sweep.kill_everything(SWEEP_LIMIT)
+    _say(conn, Over(os.waitstatus_to_exitcode(status)))
+    os._exit(0)
 
 
 def _say(conn: socket.socket, word: Forked | Over) -> None:
-    try:
+    with suppress(OSError):  # the agent is gone, which the next look tells
         conn.sendall(encode(word))
-    except OSError:  # the agent is gone, which the next look tells
-        pass

@@ -24,6 +24,7 @@ from typing import Final, NoReturn
 from elasticrun.forkserver import trust
 from elasticrun.forkserver.child import set_environ
 from elasticrun.forkserver.lazy_imports import OURS, Baseline, Stash
+from elasticrun.forkserver.life import options
 from elasticrun.forkserver.prepare import Poisoned, Preloader, installed_folders
 from elasticrun.forkserver.renew import C_READS
 from elasticrun.forkserver.warm import surroundings
@@ -71,43 +72,32 @@ class Stock:
     torch: str
 
 
-@dataclass(frozen=True, slots=True)
-class WarmArguments:
-    """The command line that `wire.spawning` writes for a warm process."""
-
-    place: Path
-    idle: float
-    tells: int
-    modules: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, words: Sequence[str]) -> WarmArguments:
-        given = dict(
-            word.strip().removeprefix("--").split("=", 1) for word in words if word.strip()
-        )
-        modules = tuple(name for name in given.get("modules", "").split(",") if name)
-        return cls(Path(given["warm"]), float(given["idle"]), int(given["tells"]), modules)
-
-
 def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Stock]:
     """Be a warm process. Returns in forked fork servers alone: the words of their command line, and
     what is imported. `modules`: the names that a plain interpreter has imported."""
-    arguments = WarmArguments.parse(words)
+    given = options(words)
+    place, tells = Path(given["warm"][0]), int(given["tells"][0])
     processes.set_name(b"elasticrun-warm")
-    _shield(signal.SIG_DFL)  # whoever kills us is obeyed; a terminal's signals do not come here
+    for number in SHIELDED:  # whoever kills us is obeyed; a terminal's signals do not come here
+        signal.signal(number, signal.SIG_DFL)
     os.chdir("/")
     gc.disable()
     try:
         stock = _stock_up(Baseline(modules))
-        listener = _listen(arguments.place)
+        listener = _listen(place)
     except (_Unfit, OSError) as error:
-        _tell(arguments.tells, f"no {error}")
+        _tell(tells, f"no {error}")
         sys.exit(1)
     gc.collect()
     gc.freeze()
-    _tell(arguments.tells, f"ok {stock.torch}")
-    _silence()
-    return Keeper(stock, listener, arguments).run()
+    _tell(tells, f"ok {stock.torch}")
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):  # whoever started us must not wait for the end of our output
+        os.dup2(null, stream)
+    if null > 2:
+        os.close(null)
+    wanted = tuple(name for name in given["modules"][0].split(",") if name)
+    return Keeper(stock, listener, place, float(given["idle"][0]), wanted).run()
 
 
 def _tell(descriptor: int, word: str) -> None:
@@ -115,11 +105,6 @@ def _tell(descriptor: int, word: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         os.write(descriptor, word.encode())
     os.close(descriptor)
-
-
-def _shield(action: signal.Handlers) -> None:
-    for number in SHIELDED:
-        signal.signal(number, action)
 
 
 class _Unfit(Exception):
@@ -158,15 +143,6 @@ def _listen(place: Path) -> socket.socket:
     finally:
         os.close(folder)
     return listener
-
-
-def _silence() -> None:
-    """Whoever started us must not wait for the end of our output."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(null, number)
-    if null > 2:
-        os.close(null)
 
 
 @dataclass
@@ -216,25 +192,24 @@ class Keeper:
 
     stock: Stock
     listener: socket.socket
-    arguments: WarmArguments
+    place: Path
+    idle: float  # seconds until it ends if nobody asks
+    wanted: tuple[str, ...]
+    """Modules that are to be imported."""
     served: int = 0
     refused: list[str] = field(default_factory=list)
     """Modules that are not to be imported: a fork that did was spoiled."""
 
     def __post_init__(self) -> None:
-        self._inode = self.arguments.place.stat().st_ino
-        self._until = time.monotonic() + self.arguments.idle
+        self._inode = self.place.stat().st_ino
+        self._until = time.monotonic() + self.idle
         self._guards: dict[int, int] = {}
         """pidfd of each guard, to reap it by: its process id."""
         self._visitors: dict[int, _Visitor] = {}
         """By descriptor: who has come and has not been answered to the end."""
         self._learning: _Learning | None = None
-        self._wanted: tuple[str, ...] = self.arguments.modules
         self._tries = 0
-        self._stock_packages()
-
-    def _stock_packages(self) -> None:
-        """What makes us stale beside torch: our own package, and any installation at all."""
+        # What makes us stale beside torch: our own package, and any installation at all.
         files = self.stock.preloader.files
         ours = [module for name, module in sys.modules.items() if name.split(".")[0] == OURS]
         paths = [getattr(module, "__file__", None) for module in ours]
@@ -245,7 +220,7 @@ class Keeper:
     def run(self) -> tuple[list[str], Stock]:
         """Until nobody has asked for `idle` seconds; returns in forked fork servers alone."""
         while True:
-            if self._learning is None and self._wanted:
+            if self._learning is None and self.wanted:
                 self._learn()
             for descriptor in self._wait():
                 order = self._hear(self._visitors[descriptor])
@@ -255,15 +230,14 @@ class Keeper:
                 self._leave()
 
     def _is_found(self) -> bool:
-        try:
-            return self.arguments.place.stat().st_ino == self._inode
-        except OSError:
-            return False
+        with contextlib.suppress(OSError):
+            return self.place.stat().st_ino == self._inode
+        return False
 
     def _leave(self) -> NoReturn:
         if self._is_found():
             with contextlib.suppress(OSError):
-                self.arguments.place.unlink()
+                self.place.unlink()
         os._exit(0)
 
     def _wait(self) -> list[int]:
@@ -311,24 +285,23 @@ class Keeper:
     def _hear(self, visitor: _Visitor) -> list[str] | None:
         """Take in what this visitor says and answer it; the words of a fork server in a fork that
         is to be one."""
-        over = True
+        words = None
         try:
             request = visitor.read()
             if request is None:
-                over = False
                 return None
             if isinstance(request, Ask) and not visitor.granted:
-                over = not self._grant(visitor, request)
-                return None
-            return self._answer(visitor, request)
+                if self._grant(visitor, request):
+                    return None
+            else:
+                words = self._answer(visitor, request)
         except BlockingIOError:
-            over = False
             return None
         except (OSError, FrameError):  # who cannot be understood starts cold
-            return None
-        finally:
-            if over and visitor.conn.fileno() in self._visitors:
-                self._hang_up(visitor)
+            pass
+        if visitor.conn.fileno() in self._visitors:
+            self._hang_up(visitor)
+        return words
 
     def _grant(self, visitor: _Visitor, ask: Ask) -> bool:
         """Look at who asks; whether it is served as soon as it has sent its descriptors."""
@@ -344,42 +317,36 @@ class Keeper:
 
     def _answer(self, visitor: _Visitor, request: ToWarm) -> list[str] | None:
         match request:
+            case Ask() if len(visitor.descriptors) != DESCRIPTORS:
+                self._say(visitor.conn, Declined("its descriptors got lost"))
             case Ask():
-                return self._fork_for(visitor)
+                try:
+                    words = self._fork(visitor, request)
+                except OSError as error:
+                    reason = f"no process could be started ({error.strerror})"
+                    self._say(visitor.conn, Declined(reason))
+                    return None
+                if words is None:
+                    self.served += 1
+                    self._until = time.monotonic() + self.idle
+                return words
             case Teach():
                 known = {*sys.modules, *self.refused}
                 new = [name for name in request.modules if name not in known]
-                self._wanted = tuple(dict.fromkeys([*self._wanted, *new]))[:MAX_TAUGHT]
+                self.wanted = tuple(dict.fromkeys([*self.wanted, *new]))[:MAX_TAUGHT]
             case Describe():
-                self._say(visitor.conn, self._description())
+                says = Description(
+                    pid=os.getpid(),
+                    torch=self.stock.torch,
+                    modules=len(sys.modules) - len(self.stock.baseline.modules),
+                    served=self.served,
+                    left=max(0.0, self._until - time.monotonic()),
+                    learning=self._learning is not None,
+                )
+                self._say(visitor.conn, says)
             case Leave():
                 self._leave()
         return None
-
-    def _description(self) -> Description:
-        return Description(
-            pid=os.getpid(),
-            torch=self.stock.torch,
-            modules=len(sys.modules) - len(self.stock.baseline.modules),
-            served=self.served,
-            left=max(0.0, self._until - time.monotonic()),
-            learning=self._learning is not None,
-        )
-
-    def _fork_for(self, visitor: _Visitor) -> list[str] | None:
-        assert visitor.granted is not None
-        if len(visitor.descriptors) != DESCRIPTORS:
-            self._say(visitor.conn, Declined("its descriptors got lost"))
-            return None
-        try:
-            words = self._fork(visitor, visitor.granted)
-        except OSError as error:
-            self._say(visitor.conn, Declined(f"no process could be started ({error.strerror})"))
-            return None
-        if words is None:
-            self.served += 1
-            self._until = time.monotonic() + self.arguments.idle
-        return words
 
     def _against(self, conn: socket.socket, ask: Ask) -> str:
         """Why a fork of ours would not be what this launcher would have exec'd; or empty."""
@@ -403,7 +370,11 @@ class Keeper:
         if pid:
             self._guards[os.pidfd_open(pid)] = pid
             return None
+        self.listener.close()
         self._let_go(visitor)
+        if self._learning is not None:
+            os.close(self._learning.pipe)
+            self._learning = None
         words: list[str] = []
         channel, *streams, folder = visitor.descriptors
         visitor.descriptors = []
@@ -443,9 +414,8 @@ class Keeper:
         for name, value in made.items():
             os.environ.setdefault(name, value)
 
-    def _let_go(self, spared: _Visitor) -> None:
-        """In a fresh fork: what is the warm process' own, and other visitors'."""
-        self.listener.close()
+    def _let_go(self, spared: _Visitor | None = None) -> None:
+        """In a fresh fork: other visitors', and guards."""
         for visitor in self._visitors.values():
             if visitor is not spared:
                 visitor.close()
@@ -453,9 +423,6 @@ class Keeper:
         for descriptor in self._guards:
             os.close(descriptor)
         self._guards.clear()
-        if self._learning is not None:
-            os.close(self._learning.pipe)
-            self._learning = None
 
     # ------------------------------------------------------------ learning
 
@@ -467,9 +434,9 @@ class Keeper:
         except OSError:
             os.close(reading)
             os.close(writing)
-            self._wanted = ()
+            self.wanted = ()
             return
-        modules, self._wanted = self._wanted, ()
+        modules, self.wanted = self.wanted, ()
         if pid:
             os.close(writing)
             self._learning = _Learning(pid, reading, modules)
@@ -488,12 +455,7 @@ class Keeper:
         processes.die_with_parent(0)
         gc.collect()
         gc.freeze()
-        for descriptor in self._guards:
-            os.close(descriptor)
-        self._guards.clear()
-        for visitor in self._visitors.values():
-            visitor.close()
-        self._visitors.clear()
+        self._let_go()
         os.write(writing, b"ok")
         os.close(writing)
 
@@ -507,6 +469,6 @@ class Keeper:
         self._tries += 1
         if word and self._tries < MAX_TRIES:
             self.refused.append(word)
-            self._wanted = (*learning.modules, *self._wanted)
+            self.wanted = (*learning.modules, *self.wanted)
         else:
             self.refused += learning.modules

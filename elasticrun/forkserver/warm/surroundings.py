@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -78,30 +79,20 @@ def look(pid: int | str) -> dict[str, str]:
         if name in STATUS:
             found[STATUS[name]] = " ".join(value.split())
     for name, words in FILES.items():
-        found[words] = _text(base / name)
+        found[words] = ""
+        with suppress(OSError):  # not of this kernel, or of nobody
+            found[words] = (base / name).read_text().rstrip("\n\0")
     for line in (base / "limits").read_text().splitlines()[1:]:
         found[f"its limit of {line[4:26].strip()}"] = " ".join(line[26:].split())
-    for name in NAMESPACES:
-        found[f"its {name} namespace"] = _link(base / "ns" / name)
-    found["its root folder"] = _link(base / "root")
+    links = {f"its {name} namespace": f"ns/{name}" for name in NAMESPACES}
+    for words, name in {**links, "its root folder": "root"}.items():
+        found[words] = ""
+        with suppress(FileNotFoundError):
+            found[words] = os.readlink(base / name)
     fields = (base / "stat").read_text().rpartition(")")[2].split()
     for number, words in SCHEDULING.items():
         found[words] = fields[number - 3]
     return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().rstrip("\n\0")
-    except OSError:  # not of this kernel, or of nobody
-        return ""
-
-
-def _link(path: Path) -> str:
-    try:
-        return os.readlink(path)
-    except FileNotFoundError:
-        return ""
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:

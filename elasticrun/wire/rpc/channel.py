@@ -16,7 +16,8 @@ import errno
 import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any, Final, TypeVar
 
 from elasticrun.wire.auth import Denied, Guest, Pem
 from elasticrun.wire.messages import (
@@ -34,6 +35,8 @@ from elasticrun.wire.messages import (
 )
 from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.types import Endpoint, WireError
+
+A = TypeVar("A")
 
 MAX_WORDS: Final = 400
 """Characters of an explanation that are shown."""
@@ -224,7 +227,7 @@ class Attendance:
         try:
             await self._call.write(data)
         except grpc.aio.AioRpcError as broken:
-            raise _link_error(broken) from None
+            raise _link_error(broken.code(), broken.details()) from None
         except asyncio.InvalidStateError:
             raise LinkError("the stream to the master has ended") from None
 
@@ -235,10 +238,10 @@ class Attendance:
             if data is grpc.aio.EOF:
                 code = await self._call.code()
                 if code is not grpc.StatusCode.OK:
-                    raise _link_error_of(code, await self._call.details())
+                    raise _link_error(code, await self._call.details())
                 return None
         except grpc.aio.AioRpcError as broken:
-            raise _link_error(broken) from None
+            raise _link_error(broken.code(), broken.details()) from None
         try:
             return protobuf.order_from_wire(data)
         except WireError as wrong:
@@ -247,10 +250,8 @@ class Attendance:
 
     async def close(self) -> None:
         """Say that no report follows: the master takes this for a clean departure."""
-        try:
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it has ended already
             await self._call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # it has ended already
 
     def cancel(self) -> None:
         """Drop the stream; the master sees it break."""
@@ -259,8 +260,7 @@ class Attendance:
 
 def attend(channel: Any) -> Attendance:
     """Open the stream; `enter` comes before anything else on it."""
-    call = channel.stream_stream(ATTEND)(wait_for_ready=False)
-    return Attendance(call)
+    return Attendance(channel.stream_stream(ATTEND)(wait_for_ready=False))
 
 
 async def get_status(
@@ -276,10 +276,7 @@ async def get_status(
 
     LinkError after `timeout` seconds at most; its `rejected` says that asking again is no use."""
     guest = Guest(token, version)
-    answer = await ask(GET_STATUS, guest, None, endpoint, timeout, tls=tls, name=name)
-    if isinstance(answer, JobStatus):
-        return answer
-    raise LinkError(f"it answered with {type(answer).__name__}", rejected=True)
+    return await _ask(GET_STATUS, guest, None, JobStatus, endpoint, timeout, tls, name)
 
 
 async def reach_me(
@@ -294,22 +291,20 @@ async def reach_me(
 ) -> Reached:
     """Have the master at `endpoint` dial us as `asked`, and tell what it knows of us; `token` is a
     reader's (`auth.reader_token`). LinkError as with `get_status`."""
-    answer = await ask(REACH, Guest(token, version), asked, endpoint, timeout, tls=tls, name=name)
-    if isinstance(answer, Reached):
-        return answer
-    raise LinkError(f"it answered with {type(answer).__name__}", rejected=True)
+    guest = Guest(token, version)
+    return await _ask(REACH, guest, asked, Reached, endpoint, timeout, tls, name)
 
 
-async def ask(
+async def _ask(
     method: str,
     guest: Guest,
     asked: Report | None,
+    wanted: type[A],
     endpoint: Endpoint,
     timeout: float,
-    *,
-    tls: Pem | None = None,
-    name: str = "",
-) -> Any:
+    tls: Pem | None,
+    name: str,
+) -> A:
     """What a reader is answered once both sides have proved the token; `asked`: what it says after
     its proof, if anything. LinkError, also for a refusal."""
     options = {**CLIENT_OPTIONS, "grpc.max_receive_message_length": MAX_STATUS_BYTES}
@@ -326,34 +321,34 @@ async def ask(
                     await call.write(protobuf.report_to_wire(asked))
                 answer = await _answer(call)
         except grpc.aio.AioRpcError as broken:
-            raise _link_error(broken) from None
+            raise _link_error(broken.code(), broken.details()) from None
         except asyncio.InvalidStateError:  # it ended while we wrote
-            raise _link_error_of(await call.code(), await call.details()) from None
+            raise _link_error(await call.code(), await call.details()) from None
         except WireError as wrong:
             raise LinkError(f"{endpoint} sent {wrong}", rejected=True) from None
         except Denied as denied:
             raise Unproved(str(denied), rejected=True) from None
         finally:
             call.cancel()
-    if isinstance(answer, Refused | Challenge):
-        said = answer.reason if isinstance(answer, Refused) else "a second challenge"
-        raise LinkError(said, rejected=True)
-    return answer
+    match answer:
+        case wanted():
+            return answer
+        case Refused():
+            raise LinkError(answer.reason, rejected=True)
+        case Challenge():
+            raise LinkError("a second challenge", rejected=True)
+    raise LinkError(f"it answered with {type(answer).__name__}", rejected=True)
 
 
 async def _answer(call: Any) -> Any:
     """The next answer to a reader. WireError, AioRpcError."""
     data = await call.read()
     if data is grpc.aio.EOF:
-        raise _link_error_of(await call.code(), await call.details())
+        raise _link_error(await call.code(), await call.details())
     return protobuf.answer_from_wire(data)
 
 
-def _link_error(broken: Any) -> LinkError:
-    return _link_error_of(broken.code(), broken.details())
-
-
-def _link_error_of(code: Any, details: str | None) -> LinkError:
+def _link_error(code: Any, details: str | None) -> LinkError:
     codes = grpc.StatusCode
     rejected = code in (codes.INVALID_ARGUMENT, codes.UNIMPLEMENTED)
     text = in_words(code.name, details)
@@ -389,18 +384,17 @@ def make_server(
 ) -> Any:
     """A grpc.aio server with the methods of JobMaster; `most` calls are served at a time."""
 
+    def handler(serve: Serve) -> Any:
+        async def on_stream(_requests: Any, context: Any) -> None:
+            await serve(context)
+
+        return grpc.stream_stream_rpc_method_handler(on_stream)
+
     made = grpc.aio.server(options=tuple(options.items()), maximum_concurrent_rpcs=most)
     methods = {"Attend": attend, "GetStatus": status, "Reach": reach}
-    handlers = {name: _handler(serve) for name, serve in methods.items() if serve is not None}
+    handlers = {name: handler(serve) for name, serve in methods.items() if serve is not None}
     made.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     return made
-
-
-def _handler(serve: Serve) -> Any:
-    async def on_stream(_requests: Any, context: Any) -> None:
-        await serve(context)
-
-    return grpc.stream_stream_rpc_method_handler(on_stream)
 
 
 def listen(server: Any, host: str, port: int, tls: Pem | None = None) -> int:
@@ -415,10 +409,10 @@ def listen(server: Any, host: str, port: int, tls: Pem | None = None) -> int:
             pairs = ((tls.key, tls.cert),)
             own = grpc.ssl_server_credentials(pairs, tls.ca or None, bool(tls.ca))
             bound = server.add_secure_port(str(where), own)
+        if bound:
+            return int(bound)
     except RuntimeError:
-        bound = 0
-    if bound:
-        return int(bound)
+        pass
     raise _why_not(where)
 
 

@@ -47,6 +47,12 @@ OPTIONS: Final[Mapping[str, int]] = {
 
 _REQUIRE_LEADER: Final = (("hasleader", "true"),)
 
+_FINAL: Final = (
+    *("INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNIMPLEMENTED"),
+    "FAILED_PRECONDITION",
+)
+"""gRPC's words for answers that stay the same however often one asks."""
+
 
 class EtcdError(Exception):
     """The call failed; the text is a sentence."""
@@ -204,15 +210,13 @@ class Etcd:
                 yield dict(there)
                 async for events in self._watch(prefix, answer.revision + 1):
                     pause = BACKOFF_FIRST
-                    if not events:
-                        continue
                     for event in events:
                         item = _item(event.kv)
+                        there[item.key] = item
                         if event.type == 1:
-                            there.pop(item.key, None)
-                        else:
-                            there[item.key] = item
-                    yield dict(there)
+                            del there[item.key]
+                    if events:
+                        yield dict(there)
             except EtcdSilent as silent:
                 trouble(str(silent))
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
@@ -222,7 +226,7 @@ class Etcd:
         """Changes from `revision` on, as long as one server tells them; an empty list when it has
         begun to. EtcdSilent, EtcdRefused when the stream breaks; ends when the revision is
         compacted away: then read afresh."""
-        call = self._channel(self._server()).stream_stream(
+        call = self._channel().stream_stream(
             "/etcdserverpb.Watch/Watch",
             request_serializer=pb.WatchRequest.SerializeToString,
             response_deserializer=pb.WatchResponse.FromString,
@@ -239,27 +243,22 @@ class Etcd:
             while answer is not grpc.aio.EOF and not answer.canceled:
                 yield list(answer.events)
                 answer = await call.read()
-        except TimeoutError:
-            self._next()
-            raise EtcdSilent(f"{self.place} does not answer") from None
-        except grpc.aio.AioRpcError as broken:
-            self._next()
-            raise _error(broken, self.place) from None
-        except asyncio.InvalidStateError:  # grpc.aio's word for a stream that ended under a write
-            self._next()
+        except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as broken:
+            self._first += 1
+            if isinstance(broken, TimeoutError):
+                raise EtcdSilent(f"{self.place} does not answer") from None
+            if isinstance(broken, grpc.aio.AioRpcError):
+                raise _error(broken, self.place) from None
+            # InvalidStateError is grpc.aio's word for a stream that ended under a write.
             raise EtcdSilent(f"{self.place} ended the stream") from None
         finally:
             call.cancel()
 
     # ------------------------------------------------------------ servers in turn
 
-    def _server(self) -> Endpoint:
-        return self.place.servers[self._first % len(self.place.servers)]
-
-    def _next(self) -> None:
-        self._first += 1
-
-    def _channel(self, server: Endpoint) -> Any:
+    def _channel(self) -> Any:
+        """To the server whose turn it is."""
+        server = self.place.servers[self._first % len(self.place.servers)]
         if server not in self._channels:
             target = f"dns:///{server}"
             if self._credentials is None:
@@ -275,7 +274,7 @@ class Etcd:
         """Ask one server after the other, each once, beginning with the last good one."""
         error: EtcdError | None = None
         for _ in self.place.servers:
-            ask = self._channel(self._server()).unary_unary(
+            ask = self._channel().unary_unary(
                 f"/etcdserverpb.{method}",
                 request_serializer=type(request).SerializeToString,
                 response_deserializer=answer.FromString,
@@ -287,7 +286,7 @@ class Etcd:
                 error = _error(broken, self.place)
             if not isinstance(error, EtcdSilent):
                 raise error
-            self._next()
+            self._first += 1
         assert error is not None
         raise error
 
@@ -298,22 +297,12 @@ def _item(kv: Any) -> KeyValue:
 
 def _error(broken: Any, place: EtcdPlace) -> EtcdError:
     """Whether another try may help. A server that goes down or has lost its majority is silent."""
-    code = broken.code()
-    codes = grpc.StatusCode
-    text = in_words(code.name, broken.details())
-    final = (
-        codes.INVALID_ARGUMENT,
-        codes.NOT_FOUND,
-        codes.PERMISSION_DENIED,
-        codes.UNAUTHENTICATED,
-        codes.UNIMPLEMENTED,
-        codes.FAILED_PRECONDITION,
-    )
-    if code in final:
+    code = broken.code().name
+    text = in_words(code, broken.details())
+    if code in _FINAL:
         return EtcdRefused(f"{place} refuses: {text}")
-    if code is codes.DEADLINE_EXCEEDED:
-        return EtcdSilent(f"{place} does not answer")
-    return EtcdSilent(f"{place} does not answer: {text}")
+    why = "" if code == "DEADLINE_EXCEEDED" else f": {text}"
+    return EtcdSilent(f"{place} does not answer{why}")
 
 
 def _credentials(ca: str, cert: str, key: str) -> Any:

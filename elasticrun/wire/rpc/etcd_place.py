@@ -73,40 +73,18 @@ def _server(part: str, text: str) -> Endpoint:
     return Endpoint(bare, int(port))
 
 
-@dataclass(frozen=True, slots=True)
 class Keys:
     """The keys of one job; an id may hold any character, a slash too."""
 
-    job_id: str
-
-    @property
-    def base(self) -> str:
-        return f"{ROOT}/{quote(self.job_id, safe='')}/"
-
-    @property
-    def lead(self) -> str:
+    def __init__(self, job_id: str) -> None:
+        self.base = f"{ROOT}/{quote(job_id, safe='')}/"
+        self.lead = self.base + "lead/"
         """The prefix that agents watch."""
-        return self.base + "lead/"
-
-    @property
-    def master(self) -> str:
-        return self.lead + "master"
-
-    @property
-    def candidate(self) -> str:
-        return self.lead + "candidate"
-
-    @property
-    def outcome(self) -> str:
-        return self.lead + "outcome"
-
-    @property
-    def record(self) -> str:
-        return self.base + "record"
-
-    @property
-    def crashes(self) -> str:
-        return self.base + "crashes"
+        self.master = self.lead + "master"
+        self.candidate = self.lead + "candidate"
+        self.outcome = self.lead + "outcome"
+        self.record = self.base + "record"
+        self.crashes = self.base + "crashes"
 
 
 @dataclass(frozen=True, slots=True)
