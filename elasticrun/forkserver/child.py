@@ -175,7 +175,8 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn:
     _renew_streams()
     made = {os.fsdecode(name): os.fsdecode(value) for name, value in stash.environ.items()}
     check = EnvironmentCheck(stash.reads, stash.saw, made)
-    rank = _Rank(order, page, check, birth.baseline.affinity)
+    bound = bool(order.cpus) and set(order.cpus) != birth.baseline.affinity
+    rank = _Rank(order, page, check, bound)
     _renew_library_state(stash)
     stash.tell(rank.packages_returned)
     if learn:
@@ -315,16 +316,14 @@ def _renew_library_state(stash: Stash) -> None:
         logging._startTime = clock()
 
 
+@dataclass
 class _Rank:
     """The rank at the moments when its script brings preloaded packages back."""
 
-    def __init__(
-        self, order: SpawnRank, page: Page, check: EnvironmentCheck, first_mask: set[int]
-    ) -> None:
-        self._order = order
-        self._page = page
-        self._check = check
-        self._bound = bool(order.cpus) and set(order.cpus) != first_mask
+    order: SpawnRank
+    page: Page
+    check: EnvironmentCheck
+    bound: bool  # to other cores than the server's first ones
 
     def packages_returned(self, packages: set[str]) -> None:
         """Give numpy and torch fresh random states, and see what the script has set above."""
@@ -333,16 +332,16 @@ class _Rank:
             modules["numpy.random"].seed()
         if "torch" in packages:
             modules["torch"].default_generator.seed()
-            if self._bound and not os.environ.get(OMP_NUM_THREADS):
-                modules["torch"].set_num_threads(len(self._order.cpus))
-        left = self._check.take_over(self._check.changed(packages))
+            if self.bound and not os.environ.get(OMP_NUM_THREADS):
+                modules["torch"].set_num_threads(len(self.order.cpus))
+        left = self.check.take_over(self.check.changed(packages))
         if not left:
             return
         what = next((n for n in ("torch", "numpy") if n in packages), min(packages))
-        self._page.write(EXEC_NEXT, self._order.entry.target, poke=False)
-        self._page.write(
+        self.page.write(EXEC_NEXT, self.order.entry.target, poke=False)
+        self.page.write(
             NOTICE,
-            f"local rank {self._order.local_rank}: {', '.join(left)} was set before the script's "
+            f"local rank {self.order.local_rank}: {', '.join(left)} was set before the script's "
             f"first import of {what}, too late for a forked rank, which runs without it; later "
-            f"lives of {self._order.entry.target} are started by exec",
+            f"lives of {self.order.entry.target} are started by exec",
         )

@@ -80,10 +80,12 @@ class Preloader:
     def import_torch(self) -> None:
         """Raises whatever the import raises."""
         self._import("torch")
-        readers = self._rank_readers(set())
-        if readers:
+        if readers := self._rank_readers(set()):
             raise Poisoned("torch", readers)
-        self._note_packages()
+        # Of torch and what it brings: one file a package, which every upgrade writes anew.
+        tops = {name for name in self._stash.roots[0].modules if "." not in name}
+        self._note_files(tops - sys.stdlib_module_names)
+        self._note_files({"torch.version"} & sys.modules.keys())
 
     def import_modules(self, names: Iterable[str], refused: Sequence[str]) -> list[str]:
         """Import each; the sentences about those left out. Raises Poisoned at the first that
@@ -180,12 +182,6 @@ class Preloader:
         if not any(origin.startswith(folder + os.sep) for folder in self._folders):
             return f"{origin} is not an installed package"
         return ""
-
-    def _note_packages(self) -> None:
-        """Of torch and what it brings: one file a package, which every upgrade writes anew."""
-        tops = {name for name in self._stash.roots[0].modules if "." not in name}
-        self._note_files(tops - sys.stdlib_module_names)
-        self._note_files({"torch.version"} & sys.modules.keys())
 
     def _note_files(self, names: Iterable[str]) -> None:
         for name in names:
@@ -292,13 +288,11 @@ def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> 
     if backend:
         os.environ[trust.AUTOLOAD] = "0"
     alone = bool(reason or backend)
-    if configure.aside and ONE_BY_ONE not in refused:
-        failure = aside(lambda: _imports(prepared, configure, refused, alone=alone))
-    else:
-        failure = _imports(prepared, configure, refused, alone=alone)
+    run = aside if configure.aside and ONE_BY_ONE not in refused else lambda work: work()
+    failure = run(lambda: _imports(prepared, configure, refused, alone=alone))
     prepared.preloader.look_at_all()
     verdict = failure or trust.build_reason() or _about_torch(trust.trial())
-    prepared.can_fork_stores = not (failure or verdict)
+    prepared.can_fork_stores = not verdict
     reason = reason or backend or verdict
     if not reason:
         prepared.stash.seal()

@@ -19,6 +19,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import FrameType, ModuleType
 from typing import Any, Final
 
@@ -182,18 +183,15 @@ FORBIDDEN_IN_TEXT: Final = frozenset(
 """A script whose text has one of these words is exec'd from the start."""
 
 
+@dataclass
 class EnvironmentCheck:
     """Compares the environment at the script's first import with that of the server's import."""
 
-    def __init__(
-        self, reads: Mapping[str, str], first: Mapping[str, str], made: Mapping[str, str]
-    ) -> None:
-        """`reads`: names that Python code read, with the file; `first`: what it saw; `made`: what
-        the imports themselves put there (torch._inductor names its cache folder)."""
-        self._reads = reads
-        self._first = first
-        self._made = made
-        self._checked: set[str] = set()
+    reads: Mapping[str, str]  # names that Python code read, with the file
+    first: Mapping[str, str]  # what it saw
+    made: Mapping[str, str]
+    """What the imports themselves put there (torch._inductor names its cache folder)."""
+    checked: set[str] = field(default_factory=set)
 
     def changed(self, packages: Iterable[str]) -> list[str]:
         """Names that these packages read and that now have another value; each told once."""
@@ -201,13 +199,12 @@ class EnvironmentCheck:
         for package in packages:
             names |= C_READS.get(package, frozenset())
             part, file = f"{os.sep}{package}{os.sep}", f"{os.sep}{package}.py"
-            names |= {n for n, by in self._reads.items() if part in by or by.endswith(file)}
-        names -= self._checked
-        self._checked |= names
-        return sorted(n for n in names if self._differs(n, os.environ.get(n)))
-
-    def _differs(self, name: str, value: str | None) -> bool:
-        return value != self._first.get(name) and (value is None or value != self._made.get(name))
+            names |= {n for n, by in self.reads.items() if part in by or by.endswith(file)}
+        names -= self.checked
+        self.checked |= names
+        now = {name: os.environ.get(name) for name in sorted(names)}
+        changed = [n for n, value in now.items() if value != self.first.get(n)]
+        return [n for n in changed if now[n] is None or now[n] != self.made.get(n)]
 
     def take_over(self, names: Iterable[str]) -> list[str]:
         """Read again what can be; the names of the rest."""

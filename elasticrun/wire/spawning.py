@@ -1,10 +1,9 @@
-"""The messages between an agent and its spawner, and how the fork server is started.
+"""The messages between an agent and its spawner, those of a launcher and a warm process, and how
+the fork server is started.
 
 The spawner is the fork server, or a caller of elastic_launch. They speak over a private socketpair
-in frames (`wire.frames`): four bytes of length (big endian), then a JSON object
-`{"type": <class name>, ...fields}`. No pickle; a frame is bounded, and one that is not understood
-ends the conversation with a sentence. A *key* names one process the spawner was told to start; the
-agent never uses a key twice.
+in frames (`wire.frames`), and one that is not understood ends the conversation with a sentence. A
+*key* names one process the spawner was told to start; the agent never uses a key twice.
 
 The fork server's command line and a Popen that keeps signals off it stand here because the agent
 writes that command line and the fork server reads it, and neither room knows the other.

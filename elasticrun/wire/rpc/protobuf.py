@@ -40,8 +40,7 @@ class ProtocolMismatch(WireError):
     """The peer speaks another version of the protocol (`protocol`; `version` is its release)."""
 
     def __init__(self, protocol: int, version: str) -> None:
-        self.protocol = protocol
-        self.version = version
+        self.protocol, self.version = protocol, version
         super().__init__(
             f"the peer speaks protocol {protocol} (elasticrun {version or 'of unknown version'}), "
             f"this side speaks {m.PROTOCOL_VERSION}"
@@ -105,13 +104,12 @@ class _Many:
         return tuple(self.each.bound(where, number) for number in values)
 
     def store(self, where: str, message: Any, name: str, value: tuple[Any, ...]) -> None:
-        self.bound(where, value)
-        target = getattr(message, name)
+        target, values = getattr(message, name), self.bound(where, value)
         if isinstance(self.each, _Part):
-            for item in value:
+            for item in values:
                 _store(item, target.add(), where)
         else:
-            target.extend(self.each.bound(where, number) for number in value)
+            target.extend(self.each.bound(where, number) for number in values)
 
 
 _BOUNDS: Final[dict[type, Bound]] = {
