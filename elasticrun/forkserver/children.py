@@ -169,21 +169,17 @@ class Children:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _EVERY_SIGNAL)
         try:
             pid = os.fork()
-            if pid == 0:
-                self._leave()
+            if pid == 0:  # drop what is the server's or another child's
+                self._in_child()
+                for rank in self._ranks.values():
+                    rank.page.close()
+                for helper in self._helpers.values():
+                    helper.close()
                 become()
             return pid
         finally:
             if os.getpid() == server:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _leave(self) -> None:
-        """In a fresh fork: drop what is the server's or another child's."""
-        self._in_child()
-        for rank in self._ranks.values():
-            rank.page.close()
-        for helper in self._helpers.values():
-            helper.close()
 
     # ------------------------------------------------------------ life
 

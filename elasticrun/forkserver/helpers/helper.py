@@ -242,7 +242,10 @@ class ProbeHelper(Helper):
     def _unsaid(self, code: int) -> FromSpawner | None:
         if self._done:
             return None
-        how = f"it ended with code {code}" if code >= 0 else f"it was killed by {_name(-code)}"
+        how = f"it ended with code {code}"
+        if code < 0:
+            name = {int(s): s.name for s in signal.Signals}.get(-code, f"signal {-code}")
+            how = f"it was killed by {name}"
         lines = self._printed.decode("utf-8", "replace").splitlines()
         printed = " ".join(" / ".join(line for line in lines if line.strip()).split())
         room = probe.MAX_REASON - len(how) - 3
@@ -262,13 +265,6 @@ KINDS: Final[Mapping[type, type[Helper]]] = {
     SpawnProbe: ProbeHelper,
     SpawnSaver: SaverHelper,
 }
-
-
-def _name(signum: int) -> str:
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"
 
 
 def environment(first: Mapping[bytes, bytes], order: SpawnRank | Order) -> dict[bytes, bytes]:
