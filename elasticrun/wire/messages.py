@@ -189,7 +189,7 @@ class Restore(Struct, frozen=True):
     world_size: WorldSize  # of that round
 
 
-def _agree_on_place(value: NodeRound | Probe, where: str) -> None:
+def _agree_on_place(value: Start | RoundReport | Probe, where: str) -> None:
     if value.group_rank >= value.group_world_size or value.first_rank >= value.world_size:
         raise WireError(
             f"{where}: node {value.group_rank} of {value.group_world_size} with first rank "
@@ -197,26 +197,21 @@ def _agree_on_place(value: NodeRound | Probe, where: str) -> None:
         )
 
 
-class NodeRound(Struct, frozen=True):
-    """A round, and a node's place in it."""
+class RoundReport(Struct, frozen=True):
+    """A round whose ranks still live on this node, told to a master that may have forgotten it."""
 
     round: RoundName
     group_rank: Rank
     group_world_size: Nodes
     first_rank: Rank
     world_size: WorldSize
-
-    def agree(self, where: str) -> None:
-        _agree_on_place(self, where)
-
-
-class RoundReport(NodeRound, frozen=True):
-    """A round whose ranks still live on this node, told to a master that may have forgotten it."""
-
     restart_count: Count
     store: Endpoint
     restore: Restore | None = None  # as in Start
     rewound_from: StepOrNone = -1  # as in Start
+
+    def agree(self, where: str) -> None:
+        _agree_on_place(self, where)
 
 
 # ---------------------------------------------------------------- before anything else: auth.py
@@ -539,10 +534,15 @@ class Wait(Struct, frozen=True):
     left: float = 0.0  # seconds after which the wait is over at the latest; 0: it has no end
 
 
-class Start(NodeRound, frozen=True):
+class Start(Struct, frozen=True):
     """This node's place in a new round, and nothing about anybody else's, so that its size does not
     grow with the number of nodes."""
 
+    round: RoundName
+    group_rank: Rank
+    group_world_size: Nodes
+    first_rank: Rank
+    world_size: WorldSize
     role_first_rank: Rank
     role_world_size: WorldSize
     restart_count: Count
@@ -553,6 +553,9 @@ class Start(NodeRound, frozen=True):
     suspect: bool = False  # `restore` comes last too: ranks have failed soon after it
     restore_step: StepOrNone = -1  # a person wants this step and no other; -1: nobody does
     why: str = ""  # what ended the round before it, in a clause; "": it is the first, or not known
+
+    def agree(self, where: str) -> None:
+        _agree_on_place(self, where)
 
 
 class Stop(Struct, frozen=True):
