@@ -41,7 +41,6 @@ from elasticrun.config import (
     MASTER_LOST_TIMEOUT,
     REATTACH_GRACE,
     MasterConfig,
-    Tls,
 )
 from elasticrun.core.events import JobOver, Tick
 from elasticrun.core.job.job import Job
@@ -56,9 +55,9 @@ from elasticrun.system.processes import set_name, start_time
 from elasticrun.trace.writer import Life
 from elasticrun.wire import auth, run_folder
 from elasticrun.wire.auth import TlsError, reader_token
-from elasticrun.wire.messages import JobSpec, JobStatus
+from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.rpc.channel import ListenError, listen, make_server, server_options
-from elasticrun.wire.types import mint_nonce, typed
+from elasticrun.wire.types import loads, mint_nonce
 
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 """A configuration is some hundred bytes."""
@@ -472,13 +471,8 @@ class Listing:
 def config_from_json(text: str) -> MasterConfig:
     """What an agent writes to the pipe; ValueError with a sentence if it is not that."""
     try:
-        fields = json.loads(text)
-        if fields.get("spec") is not None:
-            fields["spec"] = typed(fields["spec"], JobSpec)
-        if fields.get("tls") is not None:
-            fields["tls"] = Tls(**fields["tls"])
-        return MasterConfig(**fields)
-    except (TypeError, AttributeError, ValueError) as wrong:
+        return loads(text, MasterConfig)
+    except ValueError as wrong:
         raise ValueError(f"this is no configuration of a master: {wrong}") from None
 
 
