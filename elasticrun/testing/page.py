@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import http.client
-import json
 import os
 import socket
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -42,7 +41,7 @@ def masters(folders: Iterable[Path]) -> list[Published]:
 
 
 def ask(master: Published) -> JobStatus:
-    """The job as this master sees it. NoAnswer."""
+    """The job as this master sees it. NoPage."""
     if not master.status_url:
         raise NoPage(f"the master of process {master.pid} has no status page")
     if state(master.pid) == "T":
@@ -57,16 +56,12 @@ def ask(master: Published) -> JobStatus:
         body = answer.read(MAX_PAGE)
         if answer.status != 200:
             raise NoPage(f"the status page answers {answer.status}")
-        return parse(json.loads(body))
-    except (OSError, http.client.HTTPException, ValueError, msgspec.ValidationError) as error:
+        # what a later version adds is left out
+        return msgspec.json.decode(body, type=JobStatus)
+    except (OSError, http.client.HTTPException, ValueError, msgspec.MsgspecError) as error:
         raise NoPage(f"no status page at {master.status_url}: {error}") from None
     finally:
         connection.close()
-
-
-def parse(page: dict[str, Any]) -> JobStatus:
-    """The page's JSON as what it was made of; what a later version adds is left out."""
-    return msgspec.convert(page, JobStatus)
 
 
 def _connect(address: tuple[str, int], namespace: str) -> socket.socket:
@@ -86,7 +81,7 @@ def _connect(address: tuple[str, int], namespace: str) -> socket.socket:
 
 
 def status(folders: Iterable[Path]) -> JobStatus:
-    """The job as its master sees it; of several masters, the one of the highest round. NoAnswer."""
+    """The job as its master sees it; of several masters, the one of the highest round. NoPage."""
     found: list[JobStatus] = []
     reasons = []
     for master in masters(folders):
