@@ -9,8 +9,7 @@ import signal
 import pytest
 
 from tests.compat.live import PUPPET, finish, summing
-from tests.containers.conftest import Box
-from tests.containers.container import MIB
+from tests.containers.conftest import MIB, Box
 from tests.further import further
 from tests.harness import SCRIPTS, World
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,3 +131,29 @@ def slurm(cluster: Cluster, world: World, request: pytest.FixtureRequest) -> Ite
     cluster.power_on_all()
     left = cluster.empty_memory()
     assert not passed(request) or not left, f"left in shared memory: {left}"
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "slurm.md"
+"""What people are told to type: tests run it as it stands there, but for the words that a small
+machine has to have otherwise."""
+BLOCKS = re.findall(r"^```\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def script_of_page(begins: str, instead: dict[str, str]) -> str:
+    """The block of the page that begins so."""
+    (block,) = (block for block in BLOCKS if block.startswith(begins))
+    return _with(block, instead)
+
+
+def typed_on_page(begins: str, instead: dict[str, str]) -> list[str]:
+    """The words of the line that begins so."""
+    lines = [line for block in BLOCKS for line in block.splitlines()]
+    (line,) = (line for line in lines if line.startswith(begins))
+    return shlex.split(_with(line, instead), comments=True)
+
+
+def _with(text: str, instead: dict[str, str]) -> str:
+    for word, other in instead.items():
+        assert word in text, f"docs/slurm.md has no {word} there any more"
+        text = text.replace(word, other)
+    return text

@@ -9,8 +9,7 @@ import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish, summing
 from tests.further import further
-from tests.slurm import page
-from tests.slurm.conftest import Slurm
+from tests.slurm.conftest import Slurm, typed_on_page
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.slow
 @further("slurm/test_steps::test_srun_of_several_nodes", "cli/test_bare")
 def test_a_step_of_two_nodes(slurm: Slurm) -> None:
     here = {"-N4": "-N2 -wn2,n3", "node=8": "node=2", "train.py": str(PUPPET)}
-    step = slurm.types(*page.command("srun -N4 elasticrun", here))
+    step = slurm.types(*typed_on_page("srun -N4 elasticrun", here))
     peers = slurm.world.hub.ranks(4, world_size=4)
     assert sorted(slurm.host_of(peer) for peer in peers) == ["n2", "n2", "n3", "n3"]
     assert [slurm.host_of(peer) for peer in peers[::2]] == ["n2", "n3"], "as srun numbers nodes"
@@ -43,7 +42,7 @@ def test_an_array_of_wrapped_commands_that_ask_for_srun(slurm: Slurm) -> None:
     """`sbatch --wrap "elasticrun --srun ..."`: one agent on each node. Two tasks of an array share
     both machines, and are jobs of their own."""
     here = {"-N4": "-N2 -wn1,n2 --array=0-1", "node=8": "node=1", "train.py": str(PUPPET)}
-    array = slurm.submits(*page.command("sbatch -N4 --wrap", here)[1:])
+    array = slurm.submits(*typed_on_page("sbatch -N4 --wrap", here)[1:])
     peers = slurm.world.hub.ranks(4, world_size=2)
     for task in (0, 1):
         ours = [peer for peer in peers if peer.run_id == f"{array.number}_{task}"]

@@ -13,8 +13,7 @@ from elasticrun.config import EXIT_SAVED
 from tests.further import further
 from tests.harness import until_file
 from tests.render.rendered import render
-from tests.slurm import page
-from tests.slurm.conftest import Batch, Slurm, meeting
+from tests.slurm.conftest import Batch, Slurm, meeting, script_of_page
 from tests.snapshots.conftest import TRAIN, ends, starts, until_printed
 
 pytestmark = pytest.mark.slow
@@ -130,7 +129,7 @@ def test_the_script_of_the_page(slurm: Slurm) -> None:
         "--nproc-per-node=8": f"--nproc-per-node=1 {UNHURRIED}",
         "train.py": shlex.join(two_lives(slurm)),
     }
-    job = slurm.sbatch(page.script("#!/bin/bash", here))
+    job = slurm.sbatch(script_of_page("#!/bin/bash", here))
     begun(slurm)
     slurm.cluster.run("scancel", "--signal=TERM", str(job.number))
     goes_on(slurm, job)

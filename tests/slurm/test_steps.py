@@ -13,8 +13,7 @@ from tests.compat.live import PUPPET, allreduce, finish
 from tests.further import further
 from tests.harness import Peer, until_file
 from tests.render.rendered import render
-from tests.slurm import page
-from tests.slurm.conftest import Slurm, agent
+from tests.slurm.conftest import Slurm, agent, typed_on_page
 
 pytestmark = pytest.mark.slow
 
@@ -151,7 +150,7 @@ def test_nodes_lose_power_one_after_the_other(slurm: Slurm) -> None:
     two that are left go on. No restart is charged, and Slurm has noticed nothing. When it does,
     that disturbs nobody."""
     here = {"train.py": f"{QUICK} {PUPPET}"}
-    step = slurm.types(*page.command("srun -N4 --no-kill", here))
+    step = slurm.types(*typed_on_page("srun -N4 --no-kill", here))
     peers = next_world(slurm, 3, set())
     busy = [slurm.host_of(peer) for peer in peers]
     (spare,) = set(slurm.cluster.nodes) - set(busy)
