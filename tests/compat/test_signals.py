@@ -127,20 +127,13 @@ def test_sigusr1_does_not_kill_the_launcher(world: World) -> None:
 GATHERING = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=x", "--local-addr=127.0.0.1")
 
 
-@further(why=ALONE)
-def test_torchrun_and_a_signal_before_the_first_start(torchrun_world: World) -> None:
-    """Defect (M:546): it installs its handlers with the first ranks, so in rendezvous it dies of
-    the signal without a clean-up."""
-    theirs = job(torchrun_world, TORCHRUN, *GATHERING, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
-    theirs.until_text("Rendezvous'ing worker group")
-    theirs.signal(signal.SIGTERM)
-    assert theirs.wait() == -signal.SIGTERM
-
-
-def test_a_signal_before_the_first_start(world: World) -> None:
-    """One sentence and 1."""
-    ours = job(world, ELASTICRUN, *GATHERING, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
-    ours.until_text("wait")
-    ours.signal(signal.SIGTERM)
-    assert ours.wait() == 1
-    assert "Traceback" not in ours.stderr
+@pytest.mark.parametrize("launcher", BOTH)
+def test_a_signal_before_the_first_start(theirs_or_ours: World, launcher: str) -> None:
+    """One sentence and 1. Defect (M:546): torchrun installs its handlers with the first ranks, so
+    in rendezvous it dies of the signal without a clean-up."""
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    launched = job(theirs_or_ours, launcher, *GATHERING, endpoint)
+    launched.until_text("Rendezvous'ing worker group" if launcher == TORCHRUN else "wait")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == (-signal.SIGTERM if launcher == TORCHRUN else 1)
+    assert launcher == TORCHRUN or "Traceback" not in launched.stderr
