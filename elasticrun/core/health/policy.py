@@ -352,10 +352,9 @@ class HealthPolicy:
         if not why_not:
             self._exclude([(node, SLOW, reason)])
             return
-        known = self._nodes[node].slow  # told of before; it may have become sparable, or not
-        self._nodes[node].slow = reason
-        if not known:
+        if not self._nodes[node].slow:  # else it was told, whatever keeps it now
             self._ctx.note(f"{reason}; {why_not}", "warning")
+        self._nodes[node].slow = reason
 
     # ------------------------------------------------------------ while training
 

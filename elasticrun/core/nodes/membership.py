@@ -190,11 +190,9 @@ class Membership:
             return Admission(f"a newer agent has taken the place of this one as node {hello.node}")
         old = self._nodes.get(hello.node)
         if old is None:
-            forgotten = ""
+            forgotten = self._forget_one() if len(self._nodes) >= MAX_SESSIONS else ""
             if len(self._nodes) >= MAX_SESSIONS:
-                forgotten = self._forget_one()
-                if not forgotten:
-                    return Admission(f"the master serves {MAX_SESSIONS} nodes and takes no more")
+                return Admission(f"the master serves {MAX_SESSIONS} nodes and takes no more")
             self._enter(session, hello, self._recalled(hello.node), now)
             return Admission(forgotten=forgotten)
         if old.incarnation == hello.incarnation:

@@ -104,16 +104,9 @@ class Nodes(dict[str, Node]):
 
     def order(self, keep: Collection[str], others: int) -> tuple[str, ...]:
         """The order of first join: of the nodes to keep, and of so many others, the newest."""
-        spare = sum(node not in keep for node in self._order) - others
-        order = []
-        for node in self._order:
-            if node in keep:
-                order.append(node)
-            else:
-                if spare <= 0:
-                    order.append(node)
-                spare -= 1
-        return tuple(order)
+        spare = [node for node in self._order if node not in keep]
+        dropped = set(spare[: max(0, len(spare) - others)])
+        return tuple(node for node in self._order if node not in dropped)
 
 
 def is_loopback(host: str) -> bool:

@@ -276,12 +276,7 @@ class RestorePoints:
             whole = [step for step in usable if ledger.is_whole(step)]
             if self.looks_back and known < 0 and usable and not whole:
                 known = usable[0]
-            if (
-                known in usable
-                and known not in whole
-                and not why
-                and known > max(whole, default=-1)
-            ):
+            if not why and known in usable and known > max(whole, default=-1):
                 lacks = ledger.why_not_whole(known)
                 why = f"step {known} cannot be restored from memory: {lacks}"
             if whole:
