@@ -83,9 +83,18 @@ class Node:
         self._place: m.Start | None = None  # the last
         self._runs = False
         self._joins = False
-        self.link = Link(lambda: load.endpoint, self._hello, self._deliver)
+        self.link = Link(self)
 
-    def _hello(self) -> m.Hello:
+    @property
+    def dial(self) -> Endpoint:
+        return self._load.endpoint
+
+    def no_master(self, reason: str) -> None: ...
+
+    def fatal(self, sentence: str) -> None:
+        raise RuntimeError(sentence)
+
+    def hello(self) -> m.Hello:
         place = self._place
         attached = None
         if place is not None:
@@ -148,7 +157,7 @@ class Node:
         self._runs = False
         self.join()
 
-    def _deliver(self, event: AgentEvent) -> None:
+    def linked(self, event: AgentEvent) -> None:
         tally = self._load.tally
         if isinstance(event, LinkLost):
             tally.lost += 1

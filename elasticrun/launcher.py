@@ -207,14 +207,7 @@ def entry_of(entrypoint: Callable[..., Any] | str, args: list[Any]) -> Entrypoin
 
 def run_program(config: AgentConfig, name: str) -> dict[int, Any]:
     """Run an agent whose ranks are programs; every rank's result is None."""
-    agent = AgentProcess(config)
-    try:
-        with signals_passed_on(agent, config.signals_to_handle):
-            outcome = agent.wait()
-    finally:
-        agent.give_up()
-        agent.close()
-    raise_for(outcome, name)
+    raise_for(_outcome(config), name)
     first = max(config.node_rank, 0) * config.nproc_per_node
     return dict.fromkeys(range(first, first + config.nproc_per_node))
 
@@ -227,17 +220,22 @@ def run_function(
     config = dataclasses.replace(config, env={**config.env, env.CALLER: token})
     mark = f"{env.CALLER}={token}".encode()
     spawner = FunctionSpawner(function, args, config.start_method, mark)
-    agent = AgentProcess(config, spawner.agents_end)
+    raise_for(_outcome(config, spawner), name)
+    return spawner.results()
+
+
+def _outcome(config: AgentConfig, spawner: FunctionSpawner | None = None) -> Exit:
+    """Run an agent to the end; nothing is left of it, nor of its ranks."""
+    agent = AgentProcess(config, None if spawner is None else spawner.agents_end)
     try:
         with signals_passed_on(agent, config.signals_to_handle) as handlers:
-            spawner.handlers = handlers
-            spawner.serve(agent)
-            outcome = agent.wait()
+            if spawner is not None:
+                spawner.handlers = handlers
+                spawner.serve(agent)
+            return agent.wait()
     finally:
         agent.give_up()
         agent.close()
-    raise_for(outcome, name)
-    return spawner.results()
 
 
 def raise_for(outcome: Exit, name: str) -> None:

@@ -11,6 +11,7 @@ agent a fair process 1 of a container.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -44,6 +45,32 @@ class SpawnerProcess:
     @property
     def pid(self) -> int | None:
         return None if self.process is None else self.process.pid
+
+    @property
+    def is_warm(self) -> bool:
+        return isinstance(self.process, WarmChild)
+
+    @property
+    def over(self) -> asyncio.Event | None:
+        """Set when the guard of a warm one has swept below it; None: it has no guard."""
+        return self.process.over if isinstance(self.process, WarmChild) else None
+
+    def watch(self, reaper: Reaper, ended: Callable[[int], None]) -> None:
+        """Call `ended(code)` when it was reaped, by us or by its guard."""
+        if isinstance(self.process, WarmChild):
+            self.process.watch(ended)
+        elif self.process is not None:
+            reaper.watch(self.process, ended)
+
+    def kill(self) -> None:
+        """SIGKILL to it alone, where it lives."""
+        if self.process is None or self.process.returncode is not None:
+            return
+        if isinstance(self.process, WarmChild):
+            self.process.kill()  # by its pidfd: its guard may have reaped it
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
 
 
 def configure_message(
@@ -79,10 +106,8 @@ def start_spawner(
     process: subprocess.Popen[bytes] | WarmChild
     warm = fork_server(environ, ignored) if can_be_warm(config) else None
     process, channel = warm or start_server(ignored=ignored, env=environ)
-    try:
+    with contextlib.suppress(OSError):  # it died at once: the reading side will tell
         channel.sendall(frames.encode(configure_message(config, learned, aside=aside)))
-    except OSError:  # it died at once: the reading side will tell
-        pass
     return SpawnerProcess(channel, process)
 
 
@@ -134,6 +159,8 @@ class Reaper:
     def __init__(self) -> None:
         self._foreign = _children_now()
         self._watched: dict[int, Callable[[int], None]] = {}
+        self.spared: set[int] = set()
+        """Children that no sweep touches, nor what is below them, until they are reaped."""
         self._gone: asyncio.Event | None = None
 
     def watch(self, process: subprocess.Popen[bytes], ended: Callable[[int], None]) -> None:
@@ -156,6 +183,7 @@ class Reaper:
                 continue
             if pid == 0:
                 return
+            self.spared.discard(pid)
             settle = self._watched.pop(pid, None)
             if settle is not None:
                 settle(os.waitstatus_to_exitcode(status))
@@ -181,8 +209,9 @@ class Reaper:
                 continue
         return None
 
-    async def sweep(self, *, keep: Collection[int], limit: float) -> tuple[int, ...]:
-        """SIGKILL and reap every descendant but `keep` (and what is below those).
+    async def sweep(self, *, limit: float, keep: Collection[int] = ()) -> tuple[int, ...]:
+        """SIGKILL and reap every descendant but those that are `spared`, or in `keep` (and what is
+        below them).
 
         Returns the pids that are still there after `limit` seconds: the kernel keeps them."""
         import asyncio  # an agent starts its fork server before it has that
@@ -191,18 +220,15 @@ class Reaper:
 
         loop = asyncio.get_running_loop()
         end = loop.time() + limit
-        spared = self._foreign | set(keep)
         while True:
             self._gone = asyncio.Event()
             self.reap()
             self._gone.clear()
-            left = below(os.getpid(), without=spared)
+            left = below(os.getpid(), without=self._foreign | self.spared | set(keep))
             if not left or loop.time() >= end:
                 self._gone = None
                 return tuple(sorted(left))
             for pid in left:
                 kill_group(pid, signal.SIGKILL, alone=True)
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), RESCAN)
-            except TimeoutError:
-                pass

@@ -30,7 +30,7 @@ from elasticrun.wire.spawning import ignored_signals
 if TYPE_CHECKING:
     import asyncio
 
-    from elasticrun.agent.rendezvous.finding import Found
+    from elasticrun.agent.rendezvous.finding import FoundJob
     from elasticrun.core.events import Exit
 
 FORWARDED = ("SIGUSR1", "SIGUSR2")
@@ -111,14 +111,9 @@ def run(config: AgentConfig) -> int:
     return run_agent(config, None).code
 
 
-def run_with_spawner(config: AgentConfig, spawner: socket.socket) -> Exit:
-    """The same for a caller that starts the ranks itself (`elastic_launch`): `spawner` is our end
-    of the conversation of `wire.spawning` with it. Its EOF is the end of the caller."""
-    return run_agent(config, spawner)
-
-
 def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
-    """See `run` and `run_with_spawner`; the whole outcome."""
+    """The same, with the whole outcome. `channel`: our end of the conversation of `wire.spawning`
+    with a caller that starts the ranks itself (`elastic_launch`); its EOF is the caller's end."""
     from elasticrun.core.events import Exit
 
     fill_standard_fds()
@@ -149,15 +144,15 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
         from elasticrun.agent.link.master_process import early_master
 
         master = early_master(config)
-        from elasticrun.agent.node import Node
+        from elasticrun.agent.node import NodeAgent
 
-        found: Found | None = None
+        found: FoundJob | None = None
         if config.rendezvous.kind in ("file", "open"):
             from elasticrun.agent.rendezvous.finding import find
 
             config, found = _runner().run(find(config, inbox))
         try:
-            node = Node(config, inbox, reaper, spawner, master, writer, ignored, found)
+            node = NodeAgent(config, inbox, reaper, spawner, master, writer, ignored, found)
             outcome = _runner().run(node.run())
             if config.warm:
                 leave_behind(node.learned)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun import __version__
@@ -18,7 +18,7 @@ from elasticrun.agent.checkup import Checkup
 from elasticrun.agent.farewell import Clearing, end_callers_ranks
 from elasticrun.agent.link import identity
 from elasticrun.agent.link.link import Link
-from elasticrun.agent.link.master_process import Context, MasterProcess
+from elasticrun.agent.link.master_process import MasterProcess
 from elasticrun.agent.link.trust import trust_of
 from elasticrun.agent.logs.output import LogsUnusable, RankOutput
 from elasticrun.agent.main import SignalInbox
@@ -34,7 +34,7 @@ from elasticrun.agent.runtime import (
     own_defect,
     threadsafe,
 )
-from elasticrun.agent.snapshots.snapshots import Snapshots
+from elasticrun.agent.snapshots.snapshots import LocalSnapshots
 from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.story import LongWaits, Story, directed, in_words
 from elasticrun.agent.workers.events import EventLog
@@ -43,41 +43,16 @@ from elasticrun.agent.workers.progress import Progress
 from elasticrun.agent.workers.ranks import Ranks
 from elasticrun.agent.workers.stores import HOLD, Stores
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig
-from elasticrun.core.events import (
-    AgentEffect,
-    AgentEvent,
-    CallOffProbe,
-    Exit,
-    LinkBack,
-    Note,
-    Obey,
-    PrepareStore,
-    ReleaseStore,
-    RunProbe,
-    Say,
-    SignalRanks,
-    SpawnerLost,
-    SpawnRanks,
-    SweepRanks,
-)
+from elasticrun.core import events as fx
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.worker.group import WorkerGroup
 from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.operator_log import LEVELS, NOTICE, StderrWriter, logger, name_speaker
-from elasticrun.wire import env
-from elasticrun.wire.messages import (
-    PROTOCOL_VERSION,
-    Finished,
-    Hello,
-    RanksFailed,
-    Running,
-    Stopped,
-    Stopping,
-)
-from elasticrun.wire.types import mint_incarnation
+from elasticrun.wire import env, messages as m
+from elasticrun.wire.types import Endpoint, mint_incarnation
 
 if TYPE_CHECKING:
-    from elasticrun.agent.rendezvous.finding import Found
+    from elasticrun.agent.rendezvous.finding import FoundJob
 
 NAME_LIMIT: Final = 2.0
 """Seconds that a name server may take to say how this host is called."""
@@ -98,45 +73,7 @@ LEAVE_LIMIT: Final = 10.0
 """Seconds for leaving the rendezvous; more than a meeting takes by itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Introduction:
-    """What was found."""
-
-    identity: identity.Identity
-    host: str  # its name for people
-    events: EventLog
-
-
-async def introduce(config: AgentConfig, writer: StderrWriter) -> Introduction:
-    """This node's id, its host's name, and the event log, which bears both."""
-    try:
-        found = await in_thread(
-            lambda: identity.identify(config.node_id, config.spec.job_id, os.environ),
-            limit=SLOT_LIMIT,
-            name="identity",
-            late=identity.Identity.release,
-        )
-    except TimeoutError as error:
-        found = identity.for_this_life(str(error) or f"no answer of the disk for {SLOT_LIMIT:g} s")
-    if found.note:
-        logger.warning("%s", found.note)
-    try:
-        host = await in_thread(identity.host_name, limit=NAME_LIMIT, name="host-name")
-    except TimeoutError:
-        host = os.uname().nodename
-    events = EventLog(
-        config.event_log_handler,
-        writer.write,
-        run_id=config.spec.job_id,
-        role=config.role,
-        host=host,
-        backend=config.rendezvous.kind,
-        entry_point=config.entry.target,
-    )
-    return Introduction(found, host, events)
-
-
-class Node:
+class NodeAgent:
     """Built once, run once."""
 
     def __init__(
@@ -148,7 +85,7 @@ class Node:
         master: MasterProcess | None,
         writer: StderrWriter,
         ignored: tuple[int, ...],
-        found: Found | None = None,
+        found: FoundJob | None = None,
     ) -> None:
         """`found`: where the job is, where that had to be found out before."""
         self._found = found
@@ -173,10 +110,9 @@ class Node:
             most=config.spec.max_restarts,
             several=config.spec.max_nodes > 1,
             say=_notice,
-            clock=time.monotonic,
         )
         self._checkup = Checkup(config)
-        self._tasks = Tasks(self._fatal)
+        self._tasks = Tasks(self.fatal)
 
     # ------------------------------------------------------------ the whole life
 
@@ -185,7 +121,7 @@ class Node:
         """Modules that its ranks have imported, once it has run."""
         return self._spawners.learned
 
-    async def run(self) -> Exit:
+    async def run(self) -> fx.Exit:
         """From the first turn to the last process gone."""
         if self._first_master is not None:
             self._first_master.watch(self._reaper)
@@ -219,7 +155,7 @@ class Node:
             loop.default_exception_handler(context)
             return
         logger.error("a defect of elasticrun", exc_info=error)
-        self._fatal(f"a defect of elasticrun, please report it: {error!r}")
+        self.fatal(f"a defect of elasticrun, please report it: {error!r}")
 
     def _build(self) -> None:
         config = self._config
@@ -234,29 +170,18 @@ class Node:
             host=os.uname().nodename,  # our own name may take a name server
         )
         self._loop = AgentLoop(self._brain, self._perform)
-        self._shared = NodeContext(config, self._loop.deliver, self._fatal)
-        self._meeting = rendezvous_of(
-            Context(config, self._reaper, self._writer, self._met, self._fatal, self._loop.deliver),
-            self._found,
+        self._shared = NodeContext(
+            config, self._loop.deliver, self.fatal, self._reaper, self._writer
         )
+        self._meeting = rendezvous_of(self._shared, self._met, self._found)
         self._spawners = Spawners(
-            config,
-            self._first_spawner,
-            self._reaper,
-            ignored=self._ignored,
-            spared=self._meeting.pids,
-            lost=self._spawner_lost,
-            fatal=self._fatal,
+            self._shared, self._first_spawner, self._ignored, self._spawner_lost
         )
-        self._link = Link(
-            lambda: self._meeting.dial,
-            self._hello,
-            self._from_master,
-            waiting=self._no_master,
-            broken=self._fatal,
+        self._link = self._shared.link = Link(
+            self,
+            trust_of(config),
             patience=spec.heartbeat_timeout,
             page_level=NOTICE if spec.max_nodes > 1 else logging.INFO,
-            trust=trust_of(config),
         )
         self._build_parts()
 
@@ -269,14 +194,7 @@ class Node:
             config.logs, spec.job_id, config.role, config.nproc_per_node, *config.console_fds
         )
         self._progress = Progress(config.nproc_per_node, self._link)
-        self._snapshots = Snapshots(
-            config,
-            self._spawners,
-            environ=os.environ,
-            link=lambda: self._link,
-            address=lambda: self._meeting.address,
-            resumed=self._story.resumed,
-        )
+        self._snapshots = LocalSnapshots(shared, self._spawners, os.environ, self._resumed)
         self._ranks = Ranks(shared, self._spawners, self._output, self._snapshots.drain.is_put_off)
         self._probing = Probing(shared, self._spawners)
 
@@ -288,31 +206,56 @@ class Node:
         try:
             slow = f"{where}: the disk does not answer"
             await in_thread(self._output.prepare, limit=DISK_LIMIT, name="logs", slow=slow)
-        except LogsUnusable as error:
-            self._fatal(str(error))
-            return
-        except NoThread as error:
-            self._fatal(str(error))
+        except (LogsUnusable, NoThread) as error:
+            self.fatal(str(error))
             return
         except TimeoutError:
-            self._fatal(f"{where}: the disk has not answered for {DISK_LIMIT:g} s")
+            self.fatal(f"{where}: the disk has not answered for {DISK_LIMIT:g} s")
             return
-        introduction = await introduce(config, self._writer)
-        self._identity, self._shared.host = introduction.identity, introduction.host
+        await self._introduce()
         if config.spec.max_nodes > 1:
             name_speaker(f"elasticrun[{self._identity.node}]")
             if self._output.has_files:
                 _notice(f"the output of its ranks is in {self._output.run_dir}")
-        self._events = introduction.events
         await self._snapshots.open(self._identity.node)
         config.env.update(planted_in(self._identity.node))
         if unfit := await self._checkup.unfit():
-            self._loop.end(Exit(code_of(Ending.UNFIT), unfit, (), 0))
+            self._loop.end(fx.Exit(code_of(Ending.UNFIT), unfit, (), 0))
             return
         try:
             await self._meeting.settle(self._first_master)
         except HostError as error:
-            self._fatal(str(error))
+            self.fatal(str(error))
+
+    async def _introduce(self) -> None:
+        """This node's id, its host's name, and the event log, which bears both."""
+        config = self._config
+        try:
+            self._identity = await in_thread(
+                lambda: identity.identify(config.node_id, config.spec.job_id, os.environ),
+                limit=SLOT_LIMIT,
+                name="identity",
+                late=identity.Identity.release,
+            )
+        except TimeoutError as error:
+            why = str(error) or f"no answer of the disk for {SLOT_LIMIT:g} s"
+            self._identity = identity.for_this_life(why)
+        if self._identity.note:
+            logger.warning("%s", self._identity.note)
+        try:
+            host = await in_thread(identity.host_name, limit=NAME_LIMIT, name="host-name")
+        except TimeoutError:
+            host = os.uname().nodename
+        self._shared.host = host
+        self._events = EventLog(
+            config.event_log_handler,
+            self._writer.write,
+            run_id=config.spec.job_id,
+            role=config.role,
+            host=host,
+            backend=config.rendezvous.kind,
+            entry_point=config.entry.target,
+        )
 
     def _met(self) -> None:
         """The master's place is known (again), and with it our own address."""
@@ -331,9 +274,9 @@ class Node:
         try:
             await asyncio.wait_for(self._link.connected.wait(), limit)
         except TimeoutError:
-            self._fatal(f"no job master answered at {self._meeting.dial} for {limit:g} s")
+            self.fatal(f"no job master answered at {self.dial} for {limit:g} s")
         else:
-            self._checkup.welcomed(self._meeting.dial)
+            self._checkup.welcomed(self.dial)
 
     # ------------------------------------------------------------ what comes in
 
@@ -347,40 +290,47 @@ class Node:
             return
         self._loop.deliver(self._snapshots.drain.signalled(signum, death=death))
 
-    def _from_master(self, event: AgentEvent) -> None:
+    @property
+    def dial(self) -> Endpoint:
+        """Where the master is, as far as it is known."""
+        return self._meeting.dial
+
+    def linked(self, event: fx.AgentEvent) -> None:
+        """What the link says."""
         self._meeting.heard(event)
-        if isinstance(event, LinkBack) and not self._brain.is_parked:  # held comes before said
+        if isinstance(event, fx.LinkBack) and not self._brain.is_parked:  # held comes before said
             self._snapshots.attached()
         self._loop.deliver(event)
 
     def _spawner_lost(self, reason: str) -> None:
         self._ranks.all_lost()
         self._probing.call_off()  # the brain knows, and answers for itself
-        self._loop.deliver(SpawnerLost(reason, time.time_ns() // 1000))
+        self._loop.deliver(fx.SpawnerLost(reason, time.time_ns() // 1000))
 
-    def _no_master(self, reason: str) -> None:
+    def no_master(self, reason: str) -> None:
         """The first dial was in vain; told once."""
-        dial, limit = self._meeting.dial, self._config.spec.join_timeout
+        dial, limit = self.dial, self._config.spec.join_timeout
         words = f"no job master answers at {dial} yet ({reason}); this node dials for {limit:g} s"
         logger.warning("%s", directed(words, dial))
 
-    def _directed(self, note: Note) -> str:
+    def _directed(self, note: fx.Note) -> str:
         """For people. The brain's sentence stands in traces and on pages as it is."""
-        return note.text if note.level == "info" else directed(note.text, self._meeting.dial)
+        return note.text if note.level == "info" else directed(note.text, self.dial)
 
-    def _fatal(self, sentence: str) -> None:
-        self._loop.end(Exit(EXIT_FAILED, sentence, (), 0))
+    def fatal(self, sentence: str) -> None:
+        """End, for this reason."""
+        self._loop.end(fx.Exit(EXIT_FAILED, sentence, (), 0))
 
     def _waits_long(self, status: GroupStatus) -> None:
-        where, dial = self._config.rendezvous, self._meeting.dial
+        where, dial = self._config.rendezvous, self.dial
         place = f"{where.host}:{where.port}" if where.host else str(dial)  # as the user wrote it
         _notice(directed(in_words(status, place, time.monotonic()), dial))
 
-    def _hello(self) -> Hello:
+    def hello(self) -> m.Hello:
         """What this node says to a master first."""
         config = self._config
-        return Hello(
-            protocol=PROTOCOL_VERSION,
+        return m.Hello(
+            protocol=m.PROTOCOL_VERSION,
             version=__version__,
             node=self._identity.node,
             incarnation=self._incarnation,
@@ -397,36 +347,36 @@ class Node:
 
     # ------------------------------------------------------------ what goes out
 
-    def _perform(self, effect: AgentEffect) -> None:
-        if isinstance(effect, Say):
-            self._say(effect)
-        elif isinstance(effect, SpawnRanks):
-            self._spawn(effect)
-        elif isinstance(effect, SignalRanks):
-            self._ranks.signal(effect.local_ranks, effect.signum)
-        elif isinstance(effect, SweepRanks):
-            self._ranks.sweep(effect.grace)
-        elif isinstance(effect, PrepareStore):
-            if self._attached:
+    def _perform(self, effect: fx.AgentEffect) -> None:
+        match effect:
+            case fx.Say(report):
+                self._say(report)
+            case fx.SpawnRanks():
+                self._spawn(effect)
+            case fx.SignalRanks(local_ranks, signum):
+                self._ranks.signal(local_ranks, signum)
+            case fx.SweepRanks(grace):
+                self._ranks.sweep(grace)
+            case fx.PrepareStore() if self._attached:
                 self._stores.prepare()
-            else:  # its endpoint carries our address, which is not known yet
+            case fx.PrepareStore():  # its endpoint carries our address, which is not known yet
                 self._store_wanted = True
-        elif isinstance(effect, ReleaseStore):
-            self._stores.release(effect.store)
-        elif isinstance(effect, RunProbe):
-            self._probing.run(effect.order)
-        elif isinstance(effect, CallOffProbe):
-            self._probing.call_off()
-        elif isinstance(effect, Obey):
-            self._snapshots.obey(effect.order)
-        elif isinstance(effect, Note):
-            logger.log(LEVELS.get(effect.level, 20), "%s", self._directed(effect))
+            case fx.ReleaseStore(store):
+                self._stores.release(store)
+            case fx.RunProbe(order):
+                self._probing.run(order)
+            case fx.CallOffProbe():
+                self._probing.call_off()
+            case fx.Obey(order):
+                self._snapshots.obey(order)
+            case fx.Note(level=level):
+                logger.log(LEVELS.get(level, 20), "%s", self._directed(effect))
         status = self._brain.status()
         if status.state in (State.STOPPING, State.ENDING):
             self._ranks.call_off()
         self._long_waits.look(status)
 
-    def _spawn(self, effect: SpawnRanks) -> None:
+    def _spawn(self, effect: fx.SpawnRanks) -> None:
         now = time.monotonic()
         start = effect.start
         self._story.starts(start)
@@ -441,30 +391,33 @@ class Node:
             effect, {rank: self._own(rank) for rank in range(self._config.nproc_per_node)}
         )
 
+    def _resumed(self, step: int, source: str) -> None:
+        self._story.resumed(step, source, time.monotonic())
+
     def _own(self, local_rank: int) -> dict[str, str]:
         """Where this rank tells its steps and speaks of its snapshots, as far as it can."""
         progress, snapshots = self._progress.place(local_rank), self._snapshots.place(local_rank)
         own = {env.PROGRESS: progress, env.SNAPSHOTS: snapshots}
         return {name: place for name, place in own.items() if place}
 
-    def _say(self, effect: Say) -> None:
-        report = effect.report
-        if isinstance(report, RanksFailed | Stopping | Stopped):
-            self._story.broke(max(self._progress.newest, self._snapshots.drain.newest()))
-        if isinstance(report, Stopped | Finished):
+    def _say(self, report: m.Report) -> None:
+        if isinstance(report, m.RanksFailed | m.Stopping | m.Stopped):
+            newest = max(self._progress.newest, self._snapshots.drain.newest())
+            self._story.broke(newest, time.monotonic())
+        if isinstance(report, m.Stopped | m.Finished):
             self._snapshots.reaped()
-        if isinstance(report, Stopped):
+        if isinstance(report, m.Stopped):
             self._waiting_since = time.monotonic()
             self._meeting.store(None)
-        elif isinstance(report, Running) and self._ranks.start:
-            self._story.running()
+        elif isinstance(report, m.Running) and self._ranks.start:
+            self._story.running(time.monotonic())
             if self._events is not None:
                 self._events.started(self._ranks.start, self._ranks.pids, time.time_ns() // 10**6)
         self._link.say(report)
 
     # ------------------------------------------------------------ the end
 
-    async def _leave_nothing(self, outcome: Exit | None) -> None:
+    async def _leave_nothing(self, outcome: fx.Exit | None) -> None:
         """End every process below this one, give back what was taken, and tell the user."""
         self._ending = True
         signalled = outcome is None or outcome.signum != 0
@@ -525,11 +478,11 @@ class Node:
 
     async def _kill_the_rest(self) -> None:
         limit = self._clearing.left(QUIT_LIMIT)
-        stuck = await self._reaper.sweep(keep=self._meeting.pids(), limit=limit)
+        stuck = await self._reaper.sweep(limit=limit)
         if stuck:
             logger.error("the kernel does not let these processes die: %s", stuck)
 
-    async def _tell_events(self, outcome: Exit) -> None:
+    async def _tell_events(self, outcome: fx.Exit) -> None:
         if self._events is not None:
             seconds = time.monotonic() - self._began
             ranks = dict(self._ranks.pids)

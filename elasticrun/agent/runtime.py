@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from elasticrun.config import EXIT_FAILED, AgentConfig
-from elasticrun.core.events import (
-    AgentEffect,
-    AgentEvent,
-    Exit,
-    PrepareStore,
-    RunProbe,
-    SignalRanks,
-    SpawnRanks,
-    SweepRanks,
-    Tick,
-)
-from elasticrun.operator_log import logger
+from elasticrun.core import events as fx
+from elasticrun.operator_log import StderrWriter, logger
 from elasticrun.wire.frames import Connection
+
+if TYPE_CHECKING:
+    from elasticrun.agent.boot import Reaper
+    from elasticrun.agent.link.link import Link
+    from elasticrun.core.worker.group import WorkerGroup
 
 T = TypeVar("T")
 
@@ -54,7 +50,7 @@ _OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.
 MAX_FAULTS: Final = 3
 """So many effects that could not be carried out end the agent."""
 
-AWAITED: Final = (PrepareStore, RunProbe, SignalRanks, SpawnRanks, SweepRanks)
+AWAITED: Final = (fx.PrepareStore, fx.RunProbe, fx.SignalRanks, fx.SpawnRanks, fx.SweepRanks)
 """Effects whose outcome the brain waits for: one that is not carried out would never come."""
 
 
@@ -140,6 +136,22 @@ def awaited(work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
     return asyncio.get_running_loop().create_task(work, name=what)
 
 
+async def first_of(
+    *works: Awaitable[Any], limit: float | None = None
+) -> list[asyncio.Future[Any] | None]:
+    """Until the first of these is over, or `limit` seconds: each one that is over then, for its
+    result or failure; None in the place of the others, which are cancelled, and ended."""
+    futures: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
+    over: set[asyncio.Future[Any]] = set()
+    try:
+        over, _ = await asyncio.wait(futures, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+    return [future if future in over else None for future in futures]
+
+
 def keep_sending(loop: asyncio.AbstractEventLoop, connection: Connection) -> None:
     """Write what waits there, now and whenever the peer has read some."""
     connection.flush()
@@ -189,6 +201,52 @@ class Tasks:
             task.cancel()
 
 
+class Timer:
+    """One call at a later time, or none: a new one takes the place of the last."""
+
+    def __init__(self) -> None:
+        self._handle: asyncio.TimerHandle | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self._handle is not None
+
+    def after(self, seconds: float, call: Callable[..., object], *args: object) -> None:
+        """In the running loop; not at once, even for 0 seconds."""
+        self.cancel()
+        loop = asyncio.get_running_loop()
+        self._handle = loop.call_later(max(0.0, seconds), self._due, call, args)
+
+    def cancel(self) -> None:
+        """Harmless where none is set."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _due(self, call: Callable[..., object], args: tuple[object, ...]) -> None:
+        self._handle = None
+        call(*args)
+
+
+class Once:
+    """Sentences for the operator: each once, and no more than so many."""
+
+    def __init__(self, most: int = 100) -> None:
+        self._most = most
+        self._said: set[str] = set()
+
+    def tell(self, sentence: str, level: int = logging.WARNING, *, kind: str = "") -> None:
+        """`kind`: what is told once, whatever else its sentence says; "": the sentence."""
+        kind = kind or sentence
+        if kind not in self._said and len(self._said) < self._most:
+            self._said.add(kind)
+            logger.log(level, "%s", sentence)
+
+    def clear(self) -> None:
+        """All may be said again."""
+        self._said.clear()
+
+
 def own_defect(context: dict[str, Any]) -> Exception | None:
     """What an exception handler of asyncio is told of, if a callback failed in our code."""
     error = context.get("exception")
@@ -222,82 +280,71 @@ class NodeContext:
     """What the parts of a node share. What is found out later is an attribute."""
 
     config: AgentConfig
-    deliver: Callable[[AgentEvent], None]
+    deliver: Callable[[fx.AgentEvent], None]
     """Tells the node's state machine."""
     fatal: Callable[[str], None]
     """Ends the node with this sentence."""
+    reaper: Reaper
+    writer: StderrWriter
     host: str = ""
     """This host's name for people."""
     address: str = ""
     """What other nodes dial."""
-
-
-class Brain(Protocol):
-    """What the loop needs of `core.worker.group.WorkerGroup`."""
-
-    def step(self, event: AgentEvent, now: float) -> list[AgentEffect]: ...
-
-    def next_deadline(self) -> float | None: ...
+    link: Link = field(init=False, repr=False)
 
 
 class AgentLoop:
     """Feeds events to the brain in the order of `deliver`, until the brain says Exit."""
 
-    def __init__(
-        self,
-        brain: Brain,
-        perform: Callable[[AgentEffect], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, brain: WorkerGroup, perform: Callable[[fx.AgentEffect], None]) -> None:
         self._brain = brain
         self._perform = perform
-        self._clock = clock
-        self._inbox: deque[AgentEvent] = deque()
+        self._inbox: deque[fx.AgentEvent] = deque()
         self._wake = asyncio.Event()
         self._faults = 0
-        self._exit: Exit | None = None
+        self._exit: fx.Exit | None = None
 
-    def deliver(self, event: AgentEvent) -> None:
+    def deliver(self, event: fx.AgentEvent) -> None:
         """Queue an event; in the loop's thread."""
         self._inbox.append(event)
         self._wake.set()
 
-    def end(self, outcome: Exit) -> None:
+    def end(self, outcome: fx.Exit) -> None:
         """End without the brain: what it needs cannot be had."""
         if self._exit is None:
             self._exit = outcome
             self._wake.set()
 
-    async def run(self) -> Exit:
+    async def run(self) -> fx.Exit:
         """Turn after turn until the outcome is known."""
-        self.deliver(Tick())
+        self.deliver(fx.Tick())
         while True:
             while self._inbox and self._exit is None:
                 self._turn(self._inbox.popleft())
             if self._exit is not None:
                 return self._exit
             deadline = self._brain.next_deadline()
-            wait = None if deadline is None else deadline - self._clock()
+            wait = None if deadline is None else deadline - time.monotonic()
             if wait is not None and wait <= 0:
-                self._inbox.append(Tick())
+                self._inbox.append(fx.Tick())
                 await asyncio.sleep(0)  # events that came meanwhile are looked at as well
                 continue
             self._wake.clear()
             try:
                 await asyncio.wait_for(self._wake.wait(), wait)
             except TimeoutError:
-                self._inbox.append(Tick())
+                self._inbox.append(fx.Tick())
 
-    def _turn(self, event: AgentEvent) -> None:
+    def _turn(self, event: fx.AgentEvent) -> None:
         try:
-            effects = self._brain.step(event, self._clock())
+            effects = self._brain.step(event, time.monotonic())
         except Exception as error:
             # Never for bad input. What the brain knows may be wrong now: nothing is to follow it.
             logger.exception("a defect of elasticrun: %s", error)
             self._end_of_defect(f"{type(event).__name__} was not understood", error)
             return
         for effect in effects:
-            if isinstance(effect, Exit):
+            if isinstance(effect, fx.Exit):
                 self._exit = effect
                 return
             try:
@@ -305,7 +352,7 @@ class AgentLoop:
             except Exception as error:
                 self._faulted(effect, error)
 
-    def _faulted(self, effect: AgentEffect, error: Exception) -> None:
+    def _faulted(self, effect: fx.AgentEffect, error: Exception) -> None:
         """A defect of ours in what the brain knows nothing of: the next effect is carried out."""
         name = type(effect).__name__
         logger.exception("a defect of elasticrun: %s could not be carried out", name)
@@ -315,4 +362,4 @@ class AgentLoop:
 
     def _end_of_defect(self, what: str, error: Exception) -> None:
         sentence = f"a defect of elasticrun, please report it: {what} ({error!r})"
-        self.end(Exit(EXIT_FAILED, sentence, (), 0))
+        self.end(fx.Exit(EXIT_FAILED, sentence, (), 0))

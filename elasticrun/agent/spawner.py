@@ -10,41 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final, Protocol
 
 from elasticrun.agent import warm
-from elasticrun.agent.boot import Reaper, SpawnerProcess, configure_message, start_spawner
-from elasticrun.agent.runtime import Tasks, keep_sending
+from elasticrun.agent.boot import SpawnerProcess, configure_message, start_spawner
+from elasticrun.agent.runtime import NodeContext, Once, Tasks, Timer, keep_sending
 from elasticrun.agent.warm import WarmChild
-from elasticrun.config import AgentConfig, Learning
+from elasticrun.config import Learning
 from elasticrun.operator_log import logger
 from elasticrun.system.processes import state
+from elasticrun.wire import spawning
 from elasticrun.wire.frames import Connection, FrameError, HungUp
-from elasticrun.wire.spawning import (
-    Exited,
-    FromSpawner,
-    Keepalive,
-    Learned,
-    Notice,
-    Ping,
-    Pong,
-    Quit,
-    SendSignal,
-    Spawned,
-    SpawnerReady,
-    SpawnFailed,
-    SpawnProbe,
-    SpawnRank,
-    SpawnSaver,
-    SpawnStore,
-    Stale,
-    Swept,
-    ToSpawner,
-)
 
 KEEPALIVE_LIMIT: Final = 90.0
 """A spawner that hears nothing from the agent's loop for so long ends its ranks: a stopped agent
@@ -76,7 +55,7 @@ SWEEP_LIMIT: Final = 30.0
 class Owner(Protocol):
     """Who had a process started. Told in the loop's thread, in the order in which things happen."""
 
-    def heard(self, child: Child, message: FromSpawner) -> None:
+    def heard(self, child: Child, message: spawning.FromSpawner) -> None:
         """What a spawner says of the child: Spawned, then its own words, Exited or SpawnFailed."""
 
     def lost(self, child: Child) -> None:
@@ -97,7 +76,7 @@ class Child:
         """Whether nobody hears of it any more."""
         return self.spawner is None or self.spawner.ended.is_set()
 
-    def send(self, message: ToSpawner) -> None:
+    def send(self, message: spawning.ToSpawner) -> None:
         """Give an order about it; nothing where it is lost."""
         if self.spawner is not None and not self.is_lost:
             self.spawner.send(message)
@@ -105,36 +84,30 @@ class Child:
 
     def signal(self, signum: int, *, alone: bool = False) -> None:
         """Send a signal to its process group; `alone`: to no other process of its group."""
-        self.send(SendSignal(self.key, signum, alone))
+        self.send(spawning.SendSignal(self.key, signum, alone))
 
 
 class Spawner:
-    """One conversation; `heard` gets every message, `lost` the reason of its end, once."""
+    """One conversation; its owner hears every message, and the reason of its end, once."""
 
-    def __init__(
-        self,
-        process: SpawnerProcess,
-        heard: Callable[[Spawner, FromSpawner], None],
-        lost: Callable[[Spawner, str], None],
-    ) -> None:
+    def __init__(self, process: SpawnerProcess, owner: Spawners) -> None:
         self.process = process
         self.children: dict[int, Child] = {}
         """By key: what it was told to start and nobody has forgotten yet."""
-        self.ready: SpawnerReady | None = None
+        self.ready: spawning.SpawnerReady | None = None
         self.quitting = False
         self._death = ""
         self.ended = asyncio.Event()
         self._pings = 0
         self._due = 0.0
-        self._silence: asyncio.TimerHandle | None = None
-        self._heard = heard
-        self._lost = lost
+        self._silence = Timer()
+        self._owner = owner
         self._loop = asyncio.get_running_loop()
         # Orders may wait as long as torch is imported; who never answers is replaced (`expect`).
-        self._connection = Connection(process.channel, FromSpawner, most_bytes=0)
+        self._connection = Connection(process.channel, spawning.FromSpawner, most_bytes=0)
         self._loop.add_reader(self._connection, self._read)
 
-    def send(self, message: ToSpawner) -> None:
+    def send(self, message: spawning.ToSpawner) -> None:
         """Queue an order; it is lost if the spawner is (which is told)."""
         if self.ended.is_set():
             return
@@ -147,19 +120,13 @@ class Spawner:
         if self.ready is None or self.process.process is None or self.quitting:
             return
         self._pings += 1
-        self.send(Ping(self._pings))
-        if self._silence is None:
+        self.send(spawning.Ping(self._pings))
+        if not self._silence.is_set:
             self._wait_for_answer()
 
     def _wait_for_answer(self) -> None:
-        self._hush()
         self._due = self._loop.time() + ANSWER_LIMIT
-        self._silence = self._loop.call_at(self._due, self._silent)
-
-    def _hush(self) -> None:
-        if self._silence is not None:
-            self._silence.cancel()
-            self._silence = None
+        self._silence.after(ANSWER_LIMIT, self._silent)
 
     def _silent(self) -> None:
         if self._loop.time() > self._due + STALLED:
@@ -173,18 +140,18 @@ class Spawner:
         """Tell it to kill and reap all it has, and to end."""
         if not self.quitting:
             self.quitting = True
-            self.send(Quit())
+            self.send(spawning.Quit())
 
     def end(self, reason: str) -> None:
         """The conversation is over: its process has gone or talks nonsense."""
         if self.ended.is_set():
             return
         self.ended.set()
-        self._hush()
+        self._silence.cancel()
         self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
         self._connection.close()
-        self._lost(self, reason)
+        self._owner.ended(self, reason)
 
     def hear_out(self, reason: str) -> None:
         """Its process has been reaped: all that it has said lies in the socket by now."""
@@ -211,15 +178,15 @@ class Spawner:
             return False
         if messages is None:
             return False
-        if self._silence is not None:
+        if self._silence.is_set:
             self._wait_for_answer()
         try:
             for message in messages:
-                if isinstance(message, Pong):
+                if isinstance(message, spawning.Pong):
                     if message.number == self._pings:
-                        self._hush()
+                        self._silence.cancel()
                     continue
-                self._heard(self, message)
+                self._owner.heard(self, message)
                 if self.ended.is_set():
                     break
         except FrameError as error:
@@ -228,53 +195,48 @@ class Spawner:
 
 
 class Spawners:
-    """All spawners of this agent, seen as one.
+    """All spawners of this agent, seen as one. The node ends when none can be kept alive.
 
     `lost(reason)` is called when a spawner with processes has died and all that it had is killed
-    and reaped; `fatal(sentence)` when none can be kept alive."""
+    and reaped; `ignored` are the signals that this process was born ignoring."""
 
     def __init__(
         self,
-        config: AgentConfig,
+        node: NodeContext,
         first: SpawnerProcess,
-        reaper: Reaper,
-        *,
         ignored: tuple[int, ...],
-        spared: Callable[[], set[int]],
         lost: Callable[[str], None],
-        fatal: Callable[[str], None],
     ) -> None:
-        self._config = config
+        self._config = node.config
         self._ignored = ignored
-        self._reaper = reaper
-        self._spared = spared
+        self._reaper = node.reaper
         self._lost = lost
-        self._fatal = fatal
+        self._fatal = node.fatal
         self._keys = count(1)
         self._all: list[Spawner] = []
         self._pidfds: dict[int, int] = {}
         self._early_deaths = 0
-        self._learned: tuple[str, ...] = ()
-        self._told: set[str] = set()
-        self._aside: asyncio.TimerHandle | None = None
+        self.learned: tuple[str, ...] = ()
+        """The modules that ranks have imported beside what the first spawner had."""
+        self._told = Once()  # every life would say it again
+        self._aside = Timer()
         self._closing = False
-        self._keepalive: asyncio.TimerHandle | None = None
-        self._tasks = Tasks(fatal)
+        self._keepalive = Timer()
+        self._tasks = Tasks(node.fatal)
         self.lives_by_call = first.process is None
         """The caller of elastic_launch is the spawner: it can be neither replaced nor reaped."""
         self._current = self._adopt(first)
         self._next: Spawner | None = None
         if self.lives_by_call:
-            self._current.send(configure_message(config))
-
-    @property
-    def learned(self) -> tuple[str, ...]:
-        """The modules that ranks have imported beside what the first spawner had."""
-        return self._learned
+            self._current.send(configure_message(node.config))
 
     # ------------------------------------------------------------ orders
 
-    def start(self, order: SpawnRank | SpawnStore | SpawnProbe | SpawnSaver, owner: Owner) -> Child:
+    def start(
+        self,
+        order: spawning.SpawnRank | spawning.SpawnStore | spawning.SpawnProbe | spawning.SpawnSaver,
+        owner: Owner,
+    ) -> Child:
         """Give an order that makes a process, to the newest spawner that is ready. The key in the
         order is set here."""
         self._switch()
@@ -300,19 +262,17 @@ class Spawners:
     async def close(self, limit: float) -> None:
         """Tell all to quit and wait for it, `limit` seconds at most."""
         self._closing = True
-        self._forget_aside()
+        self._aside.cancel()
         if not self._config.warm:  # else see `agent.main`: it is started when all is swept
-            warm.teach(self._learned)
-        if self._keepalive is not None:
-            self._keepalive.cancel()
+            warm.teach(self.learned)
+        self._keepalive.cancel()
         self._tasks.close()
         for spawner in self._all:
             spawner.quit()
         ends = [spawner.ended for spawner in self._all]
         for spawner in self._all:
-            child = spawner.process.process
-            if isinstance(child, WarmChild) and child.over is not None:  # its guard goes, too
-                ends.append(child.over)
+            if spawner.process.over is not None:  # its guard goes, too
+                ends.append(spawner.process.over)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 for end in ends:
@@ -323,36 +283,34 @@ class Spawners:
     # ------------------------------------------------------------ reports
 
     def _adopt(self, process: SpawnerProcess) -> Spawner:
-        spawner = Spawner(process, self._heard, self._ended)
+        spawner = Spawner(process, self)
         self._all.append(spawner)
-        if isinstance(process.process, WarmChild):
-            process.process.watch(lambda code: self._reaped(spawner, code))
-        elif process.process is not None:
-            self._reaper.watch(process.process, lambda code: self._reaped(spawner, code))
+        process.watch(self._reaper, lambda code: self._reaped(spawner, code))
         return spawner
 
-    def _heard(self, spawner: Spawner, message: FromSpawner) -> None:
-        if isinstance(message, SpawnerReady):
+    def heard(self, spawner: Spawner, message: spawning.FromSpawner) -> None:
+        """Called by a spawner, as `ended` is."""
+        if isinstance(message, spawning.SpawnerReady):
             self._ready(spawner, message)
-        elif isinstance(message, Notice):
-            self._tell(message.text)
-        elif isinstance(message, Learned):
+        elif isinstance(message, spawning.Notice):
+            self._told.tell(message.text)
+        elif isinstance(message, spawning.Learned):
             self._learn(spawner, message.modules)
-        elif isinstance(message, Stale):
-            self._tell(message.reason)
+        elif isinstance(message, spawning.Stale):
+            self._told.tell(message.reason)
             self._prepare_next(spawner)
         else:
-            if isinstance(message, Spawned):
+            if isinstance(message, spawning.Spawned):
                 self._watch(spawner, message)
-            elif isinstance(message, Exited | SpawnFailed):
+            elif isinstance(message, spawning.Exited | spawning.SpawnFailed):
                 self._unwatch(message.key)
-            assert not isinstance(message, Pong)  # its own spawner has taken it
-            keys = message.keys if isinstance(message, Swept) else (message.key,)
+            assert not isinstance(message, spawning.Pong)  # its own spawner has taken it
+            keys = message.keys if isinstance(message, spawning.Swept) else (message.key,)
             children = (spawner.children[key] for key in keys if key in spawner.children)
             if (child := next(children, None)) is not None:
                 child.owner.heard(child, message)
 
-    def _watch(self, spawner: Spawner, born: Spawned) -> None:
+    def _watch(self, spawner: Spawner, born: spawning.Spawned) -> None:
         """Hear of its death from the kernel, too: a spawner that stands still tells of none."""
         if self.lives_by_call:
             return
@@ -363,7 +321,7 @@ class Spawners:
             return
         except OSError as error:
             what = "a fork server that stands still is not noticed by the death of a rank"
-            self._tell(f"{what}: no pidfd ({error.strerror})")
+            self._told.tell(f"{what}: no pidfd ({error.strerror})")
             return
         self._pidfds[born.key] = pidfd
         asyncio.get_running_loop().add_reader(pidfd, self._died, spawner, born.key)
@@ -378,41 +336,34 @@ class Spawners:
             asyncio.get_running_loop().remove_reader(pidfd)
             os.close(pidfd)
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:  # every life would say it again
-            self._told.add(text)
-            logger.warning("%s", text)
-
-    def _ready(self, spawner: Spawner, ready: SpawnerReady) -> None:
+    def _ready(self, spawner: Spawner, ready: spawning.SpawnerReady) -> None:
         spawner.ready = ready
         if spawner.children:
             spawner.expect()
         self._early_deaths = 0
-        warmed = isinstance(spawner.process.process, WarmChild)
         logger.info(
             "ranks will be started by %s%s (torch %s, ready in %.2f s)",
             ready.mode,
-            " from the warm process" if warmed else "",
+            " from the warm process" if spawner.process.is_warm else "",
             ready.torch or "not imported",
             ready.import_seconds,
         )
         if ready.mode == "exec" and self._config.launch != "exec" and ready.reason:
-            self._tell(f"ranks are started by exec, not by fork: {ready.reason}")
+            self._told.tell(f"ranks are started by exec, not by fork: {ready.reason}")
 
     def _learn(self, spawner: Spawner, modules: tuple[str, ...]) -> None:
         """Make a spawner ready that has what the ranks import, for the next life."""
-        known = set(self._learned)
+        known = set(self.learned)
         # in the order of their imports: many a library does not bear another one
         new = tuple(module for module in dict.fromkeys(modules) if module not in known)
         if not new or spawner is not self._current or self._next is not None:
             return
-        self._learned = (*self._learned, *new)
-        self._forget_aside()
+        self.learned = (*self.learned, *new)
+        self._aside.cancel()
         if self._config.preload_learn is Learning.AT_ONCE:
             self._prepare_next(spawner)
         else:
-            loop = asyncio.get_running_loop()
-            self._aside = loop.call_later(ASIDE_AFTER, self._prepare_next, spawner)
+            self._aside.after(ASIDE_AFTER, self._prepare_next, spawner)
 
     def _prepare_next(self, spawner: Spawner) -> None:
         """Start a second spawner in the place of `spawner`; it serves from the life after it is
@@ -423,19 +374,14 @@ class Spawners:
             return
         aside = self._config.preload_learn is Learning.ASIDE
         logger.info(
-            "a second fork server imports %d modules that the ranks used", len(self._learned)
+            "a second fork server imports %d modules that the ranks used", len(self.learned)
         )
         try:
             self._next = self._adopt(
-                start_spawner(self._config, self._ignored, self._learned, aside=aside)
+                start_spawner(self._config, self._ignored, self.learned, aside=aside)
             )
         except OSError as error:
-            self._tell(f"no second fork server: {error}")
-
-    def _forget_aside(self) -> None:
-        if self._aside is not None:
-            self._aside.cancel()
-            self._aside = None
+            self._told.tell(f"no second fork server: {error}")
 
     def _switch(self) -> None:
         fresh = self._next
@@ -455,14 +401,14 @@ class Spawners:
         words = f"it was killed by signal {-code}" if code < 0 else f"exit code {code}"
         spawner.hear_out(spawner.how(words))
 
-    def _ended(self, spawner: Spawner, reason: str) -> None:
+    def ended(self, spawner: Spawner, reason: str) -> None:
         self._all.remove(spawner)
         for key in spawner.children if self._all else list(self._pidfds):
             self._unwatch(key)
         if spawner is self._next:
             self._next = None
             if not self._closing:
-                self._tell(f"the second fork server failed ({reason}); the first one stays")
+                self._told.tell(f"the second fork server failed ({reason}); the first one stays")
         if self._closing or spawner.quitting:
             return
         if self.lives_by_call:
@@ -472,18 +418,12 @@ class Spawners:
 
     async def _bury(self, spawner: Spawner, reason: str) -> None:
         """Kill and reap all that a dead spawner left (its orphans are our children by now)."""
-        process = spawner.process.process
-        if process is not None and process.returncode is None:  # it lives, but talks no sense
-            if isinstance(process, WarmChild):
-                process.kill()  # by its pidfd: its guard may have reaped it
-            else:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-        if isinstance(process, WarmChild) and process.over is not None:  # its guard sweeps
+        spawner.process.kill()  # where it lives, but talks no sense
+        if spawner.process.over is not None:  # its guard sweeps
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.over.wait(), SWEEP_LIMIT)
+                await asyncio.wait_for(spawner.process.over.wait(), SWEEP_LIMIT)
         others = {other.process.pid for other in self._all if other.process.pid is not None}
-        stuck = await self._reaper.sweep(keep=self._spared() | others, limit=SWEEP_LIMIT)
+        stuck = await self._reaper.sweep(keep=others, limit=SWEEP_LIMIT)
         if stuck:
             logger.error("processes %s do not die", ", ".join(map(str, stuck)))
         if spawner is self._current:
@@ -504,7 +444,7 @@ class Spawners:
             self._fatal(f"the fork server cannot be kept alive ({reason})")
             return False
         try:
-            process = start_spawner(self._config, self._ignored, self._learned)
+            process = start_spawner(self._config, self._ignored, self.learned)
         except OSError as error:
             self._fatal(f"the fork server cannot be started: {error}")
             return False
@@ -517,10 +457,7 @@ class Spawners:
         Without it they end their ranks after KEEPALIVE_LIMIT, and no later than the master may take
         it for granted that ranks which nobody hears of have been stopped (`core/rounds`, the
         fence): after `master_lost_timeout`, where that is shorter."""
-        if self._keepalive is not None:
-            self._keepalive.cancel()
         limit = max(1.0, min(KEEPALIVE_LIMIT, master_lost_timeout))
         for spawner in self._all:
-            spawner.send(Keepalive(limit))
-        loop = asyncio.get_running_loop()
-        self._keepalive = loop.call_later(limit / KEEPALIVES, self.keep_alive, master_lost_timeout)
+            spawner.send(spawning.Keepalive(limit))
+        self._keepalive.after(limit / KEEPALIVES, self.keep_alive, master_lost_timeout)

@@ -8,10 +8,10 @@ the moment at which the last rank runs. What is not known is left out.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from elasticrun.agent.runtime import Timer
 from elasticrun.core.words import some
 from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.wire.messages import Start
@@ -56,21 +56,13 @@ def directed(sentence: str, dial: object = "") -> str:
 
 
 class Story:
-    """Call its methods as things happen; `say` gets each line. `most`: restarts that the user has
-    given the job."""
+    """Call its methods as things happen, with monotonic seconds; `say` gets each line. `most`:
+    restarts that the user has given the job."""
 
-    def __init__(
-        self,
-        *,
-        most: int,
-        several: bool,
-        say: Callable[[str], None],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, *, most: int, several: bool, say: Callable[[str], None]) -> None:
         self._most = most
         self._several = several
         self._say = say
-        self._clock = clock
         self._last: Start | None = None
         self._broke: tuple[float, int] | None = None  # since when no rank trains, newest step
         self._words = ""  # what a restart costs, for the line that is told when the ranks go on
@@ -78,10 +70,10 @@ class Story:
         self._grows = False  # nodes came: nothing was lost that would be recovered
         self._tells_steps = False  # ranks here have said from where they go on
 
-    def broke(self, newest: int) -> None:
+    def broke(self, newest: int, now: float) -> None:
         """Ranks have failed here, or are told to stop. `newest`: the newest step that they have
         come to, -1: unknown."""
-        since, before = self._broke or (self._clock(), -1)
+        since, before = self._broke or (now, -1)
         self._broke = (since, max(before, newest))
 
     def starts(self, start: Start) -> None:
@@ -105,12 +97,12 @@ class Story:
             told = f"{why}{then}restarting the ranks with {size} (no restart used)"
             self._say(directed(told))
 
-    def running(self) -> None:
+    def running(self, now: float) -> None:
         """The last rank of this node runs."""
         if not self._tells_steps:
-            self._tell("restarted", "")
+            self._tell("restarted", "", now)
 
-    def resumed(self, step: int, source: str) -> None:
+    def resumed(self, step: int, source: str, now: float) -> None:
         """A rank goes on from this step; the first one counts."""
         self._tells_steps = True
         newest = -1 if self._broke is None else self._broke[1]
@@ -120,15 +112,15 @@ class Story:
         else:
             again = f"from the beginning, {some(newest, 'step')} repeated" if newest > 0 else ""
         if self._broke is not None or source != NOTHING:
-            self._tell("restarted" if self._grows else "recovered", again)
+            self._tell("restarted" if self._grows else "recovered", again, now)
 
-    def _tell(self, verb: str, again: str) -> None:
+    def _tell(self, verb: str, again: str, now: float) -> None:
         """Once in a life of the ranks: that they go on."""
         if self._told:
             return
         words = again
         if self._broke is not None:  # else it is the first life of ranks here
-            words = f"{verb} in {self._clock() - self._broke[0]:.2f} s{self._words}"
+            words = f"{verb} in {now - self._broke[0]:.2f} s{self._words}"
             words += f"; {again}" if again else ""
         self._words, self._broke = "", None
         if words:
@@ -144,7 +136,7 @@ class LongWaits:
         self._say = say
         self._seen: tuple[State, str] | None = None
         self._status: GroupStatus | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()
 
     def look(self, status: GroupStatus) -> None:
         """To be called with the brain's picture whenever it may have changed."""
@@ -154,24 +146,19 @@ class LongWaits:
         self._seen = (status.state, status.reason)
         self.close()
         if _leaves(status):
-            self._after(LEAVING)
+            self._timer.after(LEAVING, self._tell)
         elif status.state in _WAITS and status.reason:
             quick = status.state in _ENDS or status.reason.startswith((FOR_NODES, LAST_CALL))
-            self._after(SOON if quick else LATE)
-
-    def _after(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._tell)
+            self._timer.after(SOON if quick else LATE, self._tell)
 
     def _tell(self) -> None:
         if self._status is not None:
             self._say(self._status)
-        self._after(AGAIN)
+        self._timer.after(AGAIN, self._tell)
 
     def close(self) -> None:
         """Say no more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.cancel()
 
 
 def _leaves(status: GroupStatus) -> bool:

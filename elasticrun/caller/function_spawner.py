@@ -311,13 +311,10 @@ class FunctionSpawner:
         pids = [self._pids[key] for key in order.keys if key in self._pids]
         for pid in pids:
             kill_group(pid, signal.SIGKILL)
-        sweep = self._new_sweep(pids, order.grace)
+        now = time.monotonic()
+        sweep = Sweep(pids, self._mark, grace=order.grace, patience=STUCK_AFTER, now=now)
         self._sweep = (order.keys, sweep)
         self._watch_sweep(sweep)
-
-    def _new_sweep(self, pids: list[int], grace: float) -> Sweep:
-        now = time.monotonic()
-        return Sweep(pids, self._mark, grace=grace, patience=STUCK_AFTER, now=now)
 
     def _watch_sweep(self, sweep: Sweep) -> None:
         for pidfd in sweep.watch:

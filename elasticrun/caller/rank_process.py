@@ -123,10 +123,8 @@ def run_rank(
 def _become_a_rank(plan: RankPlan) -> None:
     for signum, handler in plan.handlers.items():
         signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-    try:
+    with contextlib.suppress(PermissionError):  # it leads a group already
         os.setsid()
-    except PermissionError:  # it leads a group already
-        pass
     if plan.parent:
         die_with_parent(signal.SIGKILL)
         if os.getppid() != plan.parent:  # it died before the kernel was asked
@@ -143,17 +141,14 @@ def _become_a_rank(plan: RankPlan) -> None:
 
 def _redirect(fd: int, path: str, name: str) -> None:
     stream = getattr(sys, name)
-    try:
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         stream.flush()
-    except (AttributeError, OSError, ValueError):
-        pass
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
     os.dup2(file, fd)
     os.close(file)
-    try:
+    same = False
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         same = stream.fileno() == fd
-    except (AttributeError, OSError, ValueError):
-        same = False
     if not same:  # a notebook or a test had put something else in its place
         setattr(sys, name, open(fd, "w", buffering=1, closefd=False, errors="replace"))  # noqa: SIM115
 

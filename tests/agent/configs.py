@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from elasticrun.agent.boot import Reaper, start_spawner
+from elasticrun.agent.runtime import NodeContext
 from elasticrun.agent.spawner import Spawners
 from elasticrun.config import AgentConfig, LogPlan, MasterPlace
 from elasticrun.wire.messages import JobSpec, Start
@@ -95,7 +96,7 @@ async def reaping() -> AsyncIterator[Reaper]:
     try:
         yield reaper
     finally:
-        await reaper.sweep(keep=(), limit=LIMIT)
+        await reaper.sweep(limit=LIMIT)
         loop.remove_signal_handler(signal.SIGCHLD)
 
 
@@ -104,6 +105,12 @@ def spawners(
 ) -> Spawners:
     """With a real fork server; `lost` is told why it ended."""
     first = start_spawner(config, ())
-    return Spawners(
-        config, first, reaper, ignored=(), spared=set, lost=lost, fatal=lambda why: pytest.fail(why)
-    )
+    return Spawners(node_context(config, reaper=reaper), first, (), lost)
+
+
+def node_context(config: AgentConfig, link: Any = None, **how: Any) -> NodeContext:
+    """What the parts of a node share; what it delivers is for nobody, and its end is a failure."""
+    how = {"deliver": id, "fatal": pytest.fail, "reaper": Reaper(), "writer": None, **how}
+    node = NodeContext(config, **{"address": "127.0.0.1", **how})
+    node.link = link
+    return node

@@ -158,11 +158,10 @@ def test_the_text_is_torchs(name: str, tmp_path: Path, monkeypatch) -> None:
         },
     )
     ours = [
-        describe(
-            host=socket.getfqdn(), rank=rank, local_rank=i, pid=100 + i, exitcode=code,
+        describe(failure(
+            rank, host=socket.getfqdn(), local_rank=i, pid=100 + i, exitcode=code, error_file=file,
             time_us=(NOON + 100) * SECOND if file else NOON * SECOND + 500_000,
-            error_file=file, stopping=False,
-        )
+        ), stopping=False)
         for i, (rank, (code, file)) in enumerate(ranks.items())
     ]  # fmt: skip
     root = min(ours, key=lambda failure: failure.time_us)

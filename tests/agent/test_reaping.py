@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -199,11 +200,8 @@ def test_a_spawner_that_was_reaped_is_heard_out_at_once() -> None:
 
     async def play() -> None:
         ours, theirs = socket.socketpair()
-        spawner = Spawner(
-            SpawnerProcess(ours, None),
-            lambda _, message: heard.append(message),
-            lambda _, reason: heard.append(reason),
-        )
+        hear = lambda _, message: heard.append(message)  # noqa: E731
+        spawner = Spawner(SpawnerProcess(ours, None), SimpleNamespace(heard=hear, ended=hear))
         said = [Notice(str(number) * 1000) for number in range(100)]
         theirs.sendall(b"".join(map(frames.encode, said)))
         spawner.hear_out("exit code 3")

@@ -80,7 +80,7 @@ async def begun(monkeypatch) -> AsyncIterator[Node]:
             await node.until(lambda: node.server.ready is not None)
             node.pid = node.server.process.pid
             node.first, node.second = await node.ranks(2)
-            await node.until(lambda: node.server._silence is None)
+            await node.until(lambda: node.server._silence.is_set is False)
             monkeypatch.setattr(spawner, "ANSWER_LIMIT", 1.0)
             yield node
         finally:
@@ -118,10 +118,10 @@ async def test_a_fork_server_that_nobody_needs_may_stand_still(node: Node, monke
     assert not node.reasons
     monkeypatch.setattr(spawner, "ANSWER_LIMIT", LIMIT)
     os.kill(node.first.pid, signal.SIGKILL)
-    await node.until(lambda: node.server._silence is not None)
+    await node.until(lambda: node.server._silence.is_set)
     os.kill(node.pid, signal.SIGCONT)
     await node.until(node.exits)
-    await node.until(lambda: node.server._silence is None)
+    await node.until(lambda: node.server._silence.is_set is False)
     assert not node.reasons
     assert node.server.process.pid == node.pid
     os.kill(node.second.pid, 0)
@@ -133,5 +133,5 @@ async def test_an_agent_that_stood_still_gives_the_fork_server_another_limit(nod
     node.server._due -= spawner.STALLED + 0.1  # as after a Ctrl-Z of both
     node.server._silent()
     os.kill(node.pid, signal.SIGCONT)
-    await node.until(lambda: node.server._silence is None)
+    await node.until(lambda: node.server._silence.is_set is False)
     assert not node.reasons

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from elasticrun.agent import story
 from elasticrun.agent.farewell import sentence
-from elasticrun.agent.node import Node
+from elasticrun.agent.node import NodeAgent
 from elasticrun.agent.story import NOTHING, Story, directed
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core.events import Exit, Note
@@ -34,25 +34,24 @@ class Told:
             most=3,
             several=several,
             say=self.lines.append,
-            clock=lambda: self.now,
         )
         if first is not None:
             self.story.starts(first)
-            self.story.running()
+            self.story.running(self.now)
 
     def restart(self, start: Start, *, step: int | None = None, newest: int = -1) -> list[str]:
         """Ranks break at 10 s and go on 0.41 s later; the lines of that."""
         self.lines.clear()
         self.now = 10.0
-        self.story.broke(newest)
+        self.story.broke(newest, self.now)
         self.now = 10.2
-        self.story.broke(newest)  # said again
+        self.story.broke(newest, self.now)  # said again
         self.story.starts(start)
         self.now = 10.41
-        self.story.running()
+        self.story.running(self.now)
         if step is not None:
-            self.story.resumed(step, "memory" if step else NOTHING)
-            self.story.resumed(step, "memory" if step else NOTHING)  # another rank
+            self.story.resumed(step, "memory" if step else NOTHING, self.now)
+            self.story.resumed(step, "memory" if step else NOTHING, self.now)  # another rank
         return self.lines
 
 
@@ -75,14 +74,14 @@ def test_a_join() -> None:
     ]
     newcomer = Told(first=None)
     newcomer.story.starts(both)
-    newcomer.story.running()
-    newcomer.story.resumed(230, "memory")
+    newcomer.story.running(newcomer.now)
+    newcomer.story.resumed(230, "memory", newcomer.now)
     assert newcomer.lines == ["this node joined: 2 nodes, world size 4", "resumed at step 230"]
 
 
 def test_a_lost_node() -> None:
     told = Told(first=structs.replace(FIRST, group_world_size=2, world_size=4))
-    told.story.resumed(0, NOTHING)
+    told.story.resumed(0, NOTHING, told.now)
     assert told.restart(after(FIRST, why=DEAD), step=1200, newest=1204) == [
         f"{DEAD}; restarting the ranks with 1 node, world size 2 (no restart used)",
         "recovered in 0.41 s; resumed at step 1200, 4 steps repeated",
@@ -91,7 +90,7 @@ def test_a_lost_node() -> None:
 
 def test_a_failure() -> None:
     told = Told()
-    told.story.resumed(0, NOTHING)
+    told.story.resumed(0, NOTHING, told.now)
     again = after(FIRST, restart_count=1, why=BAD_LUCK)
     assert told.restart(again, step=1200, newest=1204) == [
         f"recovered in 0.41 s: restart 1 of 3 ({BAD_LUCK}); resumed at step 1200, 4 steps repeated"
@@ -108,7 +107,7 @@ def test_ranks_that_die_before_they_go_on_are_not_recovered() -> None:
     # of a script that tells no steps nobody knows: only that it was started again
     assert Told().restart(again) == ["restarted in 0.41 s: restart 1 of 3 (rank 0: exit code 7)"]
     told = Told()
-    told.story.resumed(0, NOTHING)
+    told.story.resumed(0, NOTHING, told.now)
     assert told.restart(again) == []
     more = after(again, restart_count=2, why="rank 0: exit code 7")
     assert told.restart(more, step=5, newest=5) == [
@@ -217,7 +216,7 @@ def test_a_master_that_does_not_answer() -> None:
 
 def test_the_brains_own_warning_is_directed_where_it_is_printed() -> None:
     """What is for people alone: scripts and pages have the brain's sentence as it is."""
-    node = object.__new__(Node)
+    node = object.__new__(NodeAgent)
     node._meeting = SimpleNamespace(dial="h:1")
     said = "no master answers (reset); this node goes on for 60 s"
     assert node._directed(Note(said, "warning")) == (

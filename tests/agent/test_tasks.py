@@ -19,7 +19,7 @@ from elasticrun.config import EXIT_FAILED
 from elasticrun.core import events as fx
 from elasticrun.operator_log import StderrWriter
 from elasticrun.wire import run_folder
-from tests.agent.configs import agent_config
+from tests.agent.configs import agent_config, node_context
 from tests.harness import LIMIT
 
 AGENT = Path(runtime.__file__).parent
@@ -91,8 +91,11 @@ def test_a_place_of_a_node_that_does_not_answer(monkeypatch) -> None:
     monkeypatch.setattr(node, "SLOT_LIMIT", 0.01)
 
     async def body() -> str:
-        found = await node.introduce(agent_config(), StderrWriter())
-        return found.identity.note
+        one = object.__new__(node.NodeAgent)
+        one._config, one._writer = agent_config(), StderrWriter()
+        one._shared = node_context(one._config)
+        await one._introduce()
+        return one._identity.note
 
     assert "only as long as this agent: no run folder (no answer of the disk" in asyncio.run(body())
     go.set()
@@ -257,10 +260,10 @@ def test_a_log_folder_that_does_not_answer_ends_the_start(monkeypatch, caplog) -
     class Checkup:
         def begin(self) -> None: ...
 
-    one = object.__new__(node.Node)
+    one = object.__new__(node.NodeAgent)
     one._config = agent_config()
     one._checkup, one._output = Checkup(), Output()
-    one._fatal = fatal.append
+    one.fatal = fatal.append
     with caplog.at_level(logging.WARNING, logger="elasticrun"):
         asyncio.run(one._set_out())
     go.set()

@@ -124,9 +124,8 @@ def test_an_honest_link_under_attack_is_never_lost(world: World) -> None:
     (peer,) = world.hub.ranks(1)
 
     async def live() -> Heard:
-        heard = Heard()
-        endpoint = Endpoint("127.0.0.1", port)
-        link = Link(lambda: endpoint, lambda: job_hello("spare"), heard, trust=Trust(TOKEN))
+        heard = Heard(Endpoint("127.0.0.1", port), lambda: job_hello("spare"))
+        link = Link(heard, Trust(TOKEN))
         link.start()
         await asyncio.wait_for(link.connected.wait(), LIMIT)
         with attacked(world, port, "spare", "twin"):

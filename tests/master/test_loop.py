@@ -10,7 +10,6 @@ from msgspec import structs
 
 from elasticrun.agent.link.link import Link
 from elasticrun.core.events import (
-    AgentEvent,
     Attached,
     Detached,
     Heard,
@@ -26,6 +25,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.messages import Holding, Holdings, Steps
 from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.types import Endpoint
+from tests.agent.link.test_link import Heard as Followed
 from tests.master.people import LIMIT, ROUND, Clock, Recorder, hello, serving, status
 
 HEARD = Heard(1, m.Beat(1))
@@ -191,9 +191,8 @@ async def test_an_echo_tells_the_pace_of_a_job_that_has_grown() -> None:
 
 
 async def test_an_agent_beats_as_the_echo_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[AgentEvent] = []
     async with serving() as served:
-        link = Link(lambda: served.endpoint, hello, heard.append)
+        link = Link(Followed(served.endpoint, hello))
         link.start()
         monkeypatch.setattr(master_loop, "beat_interval", lambda streams: 7.0)
         await served.brain.until(lambda e: isinstance(e, Heard) and e.report == m.Beat(1))

@@ -37,7 +37,7 @@ THEY_REFUSE_US: Final = (
 )
 
 
-class Answer(Enum):
+class PortAnswer(Enum):
     """What came back from a port."""
 
     NOBODY = "nobody"  # no connection: refused, unreachable, no such name yet
@@ -48,7 +48,7 @@ class Answer(Enum):
     INSECURE = "insecure"  # certificates do not fit, or one side has no TLS
 
 
-Found = tuple[Answer, str]
+Found = tuple[PortAnswer, str]
 """What was found and, for INSECURE, the sentence why."""
 
 
@@ -59,28 +59,28 @@ async def probe(
     seconds for each. `name`: what the certificate must bear, "" for the endpoint's host."""
     if files is None:
         answer = await _look(endpoint, limit)
-        if answer is Answer.CLOSED and await _speaks_tls(endpoint, limit):
-            return Answer.INSECURE, THEY_WANT_TLS
+        if answer is PortAnswer.CLOSED and await _speaks_tls(endpoint, limit):
+            return PortAnswer.INSECURE, THEY_WANT_TLS
         return answer, ""
     try:
         context = await in_thread(lambda: auth.client_context(files), limit=limit, name="tls")
         answer = await _look(endpoint, limit, context, name or endpoint.host)
         # A server that does not like the client's certificate closes without a word.
-        refused = answer is Answer.CLOSED
-        return (Answer.INSECURE, THEY_REFUSE_US) if refused else (answer, "")
+        refused = answer is PortAnswer.CLOSED
+        return (PortAnswer.INSECURE, THEY_REFUSE_US) if refused else (answer, "")
     except ssl.SSLCertVerificationError as wrong:
         why = wrong.verify_message.rstrip(".")
-        return Answer.INSECURE, f"the master's certificate is refused: {why}"
+        return PortAnswer.INSECURE, f"the master's certificate is refused: {why}"
     except ssl.SSLError as wrong:
         answer = await _look(endpoint, limit)
-        if answer is Answer.HTTP2:
-            return Answer.INSECURE, THEY_HAVE_NO_TLS
-        if answer is not Answer.CLOSED:
+        if answer is PortAnswer.HTTP2:
+            return PortAnswer.INSECURE, THEY_HAVE_NO_TLS
+        if answer is not PortAnswer.CLOSED:
             return answer, ""
         reason = (wrong.reason or "it was broken off").lower().replace("_", " ")
-        return Answer.INSECURE, f"the TLS handshake with the master failed: {reason}"
+        return PortAnswer.INSECURE, f"the TLS handshake with the master failed: {reason}"
     except (auth.TlsError, OSError, TimeoutError):
-        return Answer.NOBODY, ""
+        return PortAnswer.NOBODY, ""
 
 
 async def _speaks_tls(endpoint: Endpoint, limit: float) -> bool:
@@ -90,14 +90,14 @@ async def _speaks_tls(endpoint: Endpoint, limit: float) -> bool:
     context.verify_mode = ssl.CERT_NONE  # nothing is said to it: only whether it speaks
     context.set_alpn_protocols(["h2"])
     try:
-        return await _look(endpoint, limit, context) is not Answer.NOBODY
+        return await _look(endpoint, limit, context) is not PortAnswer.NOBODY
     except ssl.SSLError:
         return False
 
 
 async def _look(
     endpoint: Endpoint, limit: float, context: ssl.SSLContext | None = None, name: str = ""
-) -> Answer:
+) -> PortAnswer:
     """One connection. SSLError where TLS fails, with what is known of the reason."""
     try:
         opening = asyncio.open_connection(
@@ -107,18 +107,18 @@ async def _look(
     except ssl.SSLError:
         raise
     except (OSError, TimeoutError):
-        return Answer.NOBODY
+        return PortAnswer.NOBODY
     try:
         writer.write(GREETING)
         head = await asyncio.wait_for(reader.readexactly(HEAD), limit)
-        return Answer.HTTP2 if head[3] == SETTINGS else Answer.FOREIGN
+        return PortAnswer.HTTP2 if head[3] == SETTINGS else PortAnswer.FOREIGN
     except asyncio.IncompleteReadError as short:
-        return Answer.FOREIGN if short.partial else Answer.CLOSED
+        return PortAnswer.FOREIGN if short.partial else PortAnswer.CLOSED
     except ssl.SSLError:
         raise
     except TimeoutError:
-        return Answer.SILENT
+        return PortAnswer.SILENT
     except OSError:
-        return Answer.CLOSED
+        return PortAnswer.CLOSED
     finally:
         writer.transport.abort()

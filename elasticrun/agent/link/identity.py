@@ -55,9 +55,8 @@ class Slot:
     def release(self) -> None:
         """Give the place back and leave no file."""
         with contextlib.suppress(OSError):
-            os.unlink(
-                self.path
-            )  # while the lock is held: who waits finds another inode and retries
+            # While the lock is held: who waits for it finds another inode, and retries.
+            os.unlink(self.path)
         os.close(self.fd)
 
 

@@ -12,13 +12,12 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-from elasticrun.agent.link.answering import Answer, probe
+from elasticrun.agent.link.answering import PortAnswer, probe
 from elasticrun.agent.link.session import Session
 from elasticrun.agent.link.trust import NO_TRUST, Trust
-from elasticrun.agent.runtime import in_thread, tell_failure
+from elasticrun.agent.runtime import Tasks, first_of, in_thread
 from elasticrun.config import EXIT_FAILED, HEARTBEAT_TIMEOUT
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.core.rounds.failures import Ending, code_of
@@ -51,49 +50,56 @@ class FailedDial(NamedTuple):
     code: int | None = None
 
 
-class Link:
-    """Keeps one session with the master alive, whatever becomes of connections and masters.
+class LinkOwner(Protocol):
+    """Whose link it is."""
 
-    `deliver` gets Ordered, LinkBack and LinkLost; `hello` is asked for a fresh Hello before each
-    attempt; `endpoint` may change between attempts (a standalone master on a new port);
-    `waiting(reason)` is called once when no master is there at first, `broken(sentence)` when the
-    link itself fails. After `patience` seconds without a word a stream counts as lost."""
+    @property
+    def dial(self) -> Endpoint:
+        """Where the master is; it may change between attempts (a standalone one on a new port)."""
+
+    def hello(self) -> Hello:
+        """A fresh one, before each attempt."""
+
+    def linked(self, event: AgentEvent) -> None:
+        """Ordered, LinkBack or LinkLost."""
+
+    def no_master(self, reason: str) -> None:
+        """None is there at first; once."""
+
+    def fatal(self, sentence: str) -> None:
+        """The link itself has failed."""
+
+
+class Link:
+    """Keeps one session with the master alive, whatever becomes of connections and masters. After
+    `patience` seconds without a word a stream counts as lost."""
 
     def __init__(
         self,
-        endpoint: Callable[[], Endpoint],
-        hello: Callable[[], Hello],
-        deliver: Callable[[AgentEvent], None],
-        waiting: Callable[[str], None] = lambda reason: None,
-        broken: Callable[[str], None] = lambda reason: None,
+        owner: LinkOwner,
         trust: Trust = NO_TRUST,
         patience: float = HEARTBEAT_TIMEOUT,
         page_level: int = logging.INFO,
     ) -> None:
         """`page_level`: at which the address of the job's page is told."""
+        self._owner = owner
         self._page_level = page_level
         self._patience = patience
-        self._endpoint = endpoint
         self._trust = trust
         self._warned = ""
-        self._hello = hello
-        self._deliver = deliver
         self._session: Session | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = Tasks(owner.fatal)
         self._page = ""
         self._strange = 0
         self._nudge = asyncio.Event()
         self._moved = asyncio.Event()
         self._dialled: Endpoint | None = None
-        self._waiting = waiting
-        self._broken = broken
         self._tries = 0
         self.connected = asyncio.Event()
         """Set once a master has welcomed us, for good."""
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
-        tell_failure(self._task, self._broken, "the link to the master")
+        self._tasks.start(self._run(), "the link to the master")
 
     def say(self, report: Report) -> None:
         """Send a report; dropped without a session, since LinkBack makes the brain tell it all."""
@@ -113,7 +119,7 @@ class Link:
         """Dial now instead of at the end of the back-off: a master is known to be up. Where that is
         another than the one we dial or talk to, it is given up for this one."""
         self._nudge.set()
-        if self._dialled is not None and self._dialled != self._endpoint():
+        if self._dialled is not None and self._dialled != self._owner.dial:
             self._moved.set()
 
     async def close(self, limit: float) -> None:
@@ -121,9 +127,8 @@ class Link:
         session, self._session = self._session, None
         if session is not None:
             await session.close(limit)
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._tasks.close()
+        await self._tasks.over()
 
     async def _run(self) -> None:
         loop, pause = asyncio.get_running_loop(), BACKOFF_FIRST
@@ -137,7 +142,7 @@ class Link:
             if self._session is None:  # close() has taken it
                 return
             ended, self._session = self._session, None
-            self._deliver(LinkLost(reason))
+            self._owner.linked(LinkLost(reason))
             await ended.drop()
             # one that ends again and again just after its welcome is not dialled without a rest
             lasted = loop.time() - began >= BACKOFF_MOST
@@ -147,10 +152,10 @@ class Link:
         self.connected.set()
         self._session = session
         if session.welcome is not None:
-            self._deliver(Ordered(session.welcome))
-        self._deliver(LinkBack())
+            self._owner.linked(Ordered(session.welcome))
+        self._owner.linked(LinkBack())
         session.carry(
-            lambda order: self._deliver(Ordered(order)),
+            lambda order: self._owner.linked(Ordered(order)),
             lambda silent: self._silent(session, silent),
             self._patience,
         )
@@ -161,11 +166,11 @@ class Link:
         if session is not self._session:
             return
         if silent:
-            self._deliver(LinkLost(f"nothing was heard from it for {self._patience:g} s"))
+            self._owner.linked(LinkLost(f"nothing was heard from it for {self._patience:g} s"))
             return
         if session.welcome is not None:  # only that says to the brain that a master is there
-            self._deliver(Ordered(session.welcome))
-        self._deliver(LinkBack())
+            self._owner.linked(Ordered(session.welcome))
+        self._owner.linked(LinkBack())
 
     async def _hold(self) -> str:
         """Until the session is gone for good; a stale one is replaced on the way."""
@@ -173,13 +178,9 @@ class Link:
             session = self._session
             if session is None:
                 return "closed"
-            if session.endpoint == self._endpoint():
-                stale = asyncio.ensure_future(session.stale.wait())
-                moved = asyncio.ensure_future(self._moved.wait())
-                waits: tuple[asyncio.Future[Any], ...] = (session.ended, stale, moved)
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                stale.cancel()
-                moved.cancel()
+            if session.endpoint == self._owner.dial:
+                ended = asyncio.shield(session.ended)
+                await first_of(ended, session.stale.wait(), self._moved.wait())
             if session.ended.done():
                 return session.ended.result()
             began = asyncio.get_running_loop().time()
@@ -205,7 +206,7 @@ class Link:
             if isinstance(outcome, Session):
                 return outcome
             if isinstance(outcome, Refused):
-                self._deliver(Ordered(outcome))
+                self._owner.linked(Ordered(outcome))
                 return None
             pause = await self._rest(pause)
 
@@ -219,7 +220,7 @@ class Link:
 
     async def _attempt(self) -> Session | Refused | None:
         """Dial once: a welcomed session, the end of all dialling, or None to dial again."""
-        endpoint = self._dialled = self._endpoint()
+        endpoint = self._dialled = self._owner.dial
         self._moved.clear()
         outcome = await self._dial(endpoint)
         if not isinstance(outcome, FailedDial):
@@ -237,7 +238,7 @@ class Link:
             return None
         final = await self._stranger(endpoint)
         if final is None and self._tries == TELL_AFTER:
-            self._waiting(reason)
+            self._owner.no_master(reason)
         return final
 
     async def _dial(self, endpoint: Endpoint) -> Session | Refused | FailedDial:
@@ -266,21 +267,14 @@ class Link:
 
     async def _answer(self, session: Session) -> Welcome | Refused:
         """The answer to our hello. LinkError, also when the master is known to be elsewhere."""
-        opening = asyncio.ensure_future(session.open(self._hello()))
-        moved = asyncio.ensure_future(self._moved.wait())
-        try:
-            await asyncio.wait(
-                (opening, moved), timeout=WELCOME_LIMIT, return_when=asyncio.FIRST_COMPLETED
-            )
-            if opening.done():
-                return opening.result()
-            if moved.done():
-                raise LinkError("the master is elsewhere now")
-            raise TimeoutError
-        finally:
-            opening.cancel()
-            moved.cancel()
-            await asyncio.gather(opening, moved, return_exceptions=True)
+        opening, moved = await first_of(
+            session.open(self._owner.hello()), self._moved.wait(), limit=WELCOME_LIMIT
+        )
+        if opening is not None:
+            return opening.result()  # type: ignore[no-any-return]
+        if moved is not None:
+            raise LinkError("the master is elsewhere now")
+        raise TimeoutError
 
     async def _pem(self) -> auth.Pem | None:
         """Our certificates as they stand now. TlsError, TimeoutError."""
@@ -307,11 +301,11 @@ class Link:
         """Whether the port belongs to somebody else, so that no patience will help."""
         files, name = self._trust.files, self._trust.name
         answer, why = await probe(endpoint, WELCOME_LIMIT, files, name)
-        if answer is Answer.INSECURE:
+        if answer is PortAnswer.INSECURE:
             return Refused(f"{endpoint}: {why}", code_of(Ending.REFUSED))
-        if answer is Answer.FOREIGN:
+        if answer is PortAnswer.FOREIGN:
             self._strange = STRANGER_AFTER
-        elif answer in (Answer.SILENT, Answer.CLOSED):
+        elif answer in (PortAnswer.SILENT, PortAnswer.CLOSED):
             self._strange += 1
         else:
             self._strange = 0

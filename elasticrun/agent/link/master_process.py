@@ -1,6 +1,6 @@
 """The job master as a process of this agent, and what keeps one alive.
 
-Like the port proxy (`port_proxy.py`) it lives in a session of its own, ignores the signals that hit
+Like the port proxy it lives in a session of its own, ignores the signals that hit
 every process of a job, and ends when the agent's end of a pipe is closed, by whatever death.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from elasticrun.agent.boot import Reaper
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
-from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.operator_log import logger
 from elasticrun.wire import run_folder
 from elasticrun.wire.run_folder import LaunchFolder
 from elasticrun.wire.spawning import SHIELDED
@@ -29,7 +29,7 @@ from elasticrun.wire.types import Endpoint, dumps
 if TYPE_CHECKING:
     import asyncio
 
-    from elasticrun.core.events import AgentEvent
+    from elasticrun.agent.runtime import NodeContext
 
 PACKAGE_ROOT: Final = str(Path(__file__).resolve().parents[3])
 
@@ -221,19 +221,6 @@ def early_master(config: AgentConfig) -> MasterProcess | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What a node has to meet its job with, and whom it tells: `met` when the master's place is
-    known and whenever one serves there anew, `fatal(sentence)` when it cannot be had."""
-
-    config: AgentConfig
-    reaper: Reaper
-    writer: StderrWriter
-    met: Callable[[], None]
-    fatal: Callable[[str], None]
-    deliver: Callable[[AgentEvent], None]
-
-
 class MasterOwner(Protocol):
     """Who has a master hosted."""
 
@@ -249,15 +236,15 @@ class MasterHost:
 
     def __init__(
         self,
-        context: Context,
+        node: NodeContext,
         owner: MasterOwner,
         bind: Endpoint,
         record: LaunchFolder | None,
         in_etcd: InEtcd | None = None,
     ) -> None:
         """`record`: what this launch's masters remember; it is removed when the last one ends."""
-        self._context = context
-        self._config = context.config
+        self._node = node
+        self._config = node.config
         self._owner = owner
         self._bind = bind
         self._record = record
@@ -275,9 +262,10 @@ class MasterHost:
         self._gone.set()
         self._served = False
 
-    def pids(self) -> set[int]:
-        """Of the master, which a sweep must spare."""
-        return set() if self._master is None else {self._master.process.pid}
+    @property
+    def lives(self) -> bool:
+        """Whether a process of the master has not been reaped yet."""
+        return self._master is not None
 
     @property
     def serves(self) -> bool:
@@ -296,7 +284,8 @@ class MasterHost:
             self._again()
             return
         if first is None:
-            master.watch(self._context.reaper)
+            master.watch(self._node.reaper)
+        self._node.reaper.spared.add(master.process.pid)
         self._master = master
         self._answer = {}
         self._since = self._loop.time()
@@ -387,7 +376,7 @@ class MasterHost:
         except BlockingIOError:
             return
         if text:
-            self._context.writer.write(text.decode(errors="replace"))
+            self._node.writer.write(text.decode(errors="replace"))
         else:
             self._loop.remove_reader(master.output_fd)
 
@@ -399,6 +388,7 @@ class MasterHost:
         self._relay(master)
         self._let_go(master)
         self._master = None
+        self._node.reaper.spared.discard(master.process.pid)  # the early one may be reaped before
         self._gone.set()
         if self._closing or code == 0:
             return  # the job is over, or we are
@@ -412,11 +402,11 @@ class MasterHost:
             self._port_taken()
             return
         if "error" in self._answer:
-            self._context.fatal(str(self._answer["error"]))
+            self._node.fatal(str(self._answer["error"]))
             return
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         if not self._served and self._deaths >= MAX_STILLBORN:
-            self._context.fatal(f"the job master cannot be started: it {how} each time")
+            self._node.fatal(f"the job master cannot be started: it {how} each time")
             return
         logger.warning("the job master %s; a new one is started, and the ranks go on", how)
         self._again()

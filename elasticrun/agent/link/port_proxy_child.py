@@ -82,7 +82,7 @@ def parse_address(text: str) -> Address:
     return family, address
 
 
-class Connection:
+class ProxiedConnection:
     """One connection through the proxy: the visitor's socket and, once dialled, the one behind."""
 
     __slots__ = ("back", "dialling", "ended", "front", "held", "open", "target", "to_back")
@@ -117,9 +117,9 @@ class Proxy:
         self._line = bytearray()
         self._told: dict[str, str | None] = {"master": None, "store": None}
         self._where: dict[str, Address | None] = {"master": None, "store": None}
-        self._links: dict[int, tuple[Connection, str]] = {}  # fd -> link and side
+        self._links: dict[int, tuple[ProxiedConnection, str]] = {}  # fd -> link and side
         self._masks: dict[int, int] = {}  # fd -> what epoll watches it for
-        self._limits: list[tuple[float, int, Connection, Callable[[], bool]]] = []
+        self._limits: list[tuple[float, int, ProxiedConnection, Callable[[], bool]]] = []
         self._limit_count = 0
         self._count = 0
         self._accepting = False
@@ -201,14 +201,14 @@ class Proxy:
                 self._accept_more()
             return
         _prepare(front)
-        link = Connection(front)
+        link = ProxiedConnection(front)
         self._count += 1
         self._links[front.fileno()] = (link, "front")
         self._limit(HEAD_LIMIT, link, lambda: not link.target)
         self._refresh(link)
         self._accept_more()
 
-    def _sort(self, link: Connection) -> None:
+    def _sort(self, link: ProxiedConnection) -> None:
         """Say where a connection belongs, as soon as its first bytes tell."""
         head = bytes(link.to_back[: len(PREFACE)])
         for start in (PREFACE, CLIENT_HELLO):
@@ -218,7 +218,7 @@ class Proxy:
         if self._where[link.target] is not None:
             self._dial(link)
 
-    def _dial(self, link: Connection) -> None:
+    def _dial(self, link: ProxiedConnection) -> None:
         where = self._where[link.target]
         assert where is not None
         family, address = where
@@ -242,7 +242,7 @@ class Proxy:
 
     # ------------------------------------------------------------ bytes
 
-    def _moved(self, link: Connection, side: str, events: int) -> None:
+    def _moved(self, link: ProxiedConnection, side: str, events: int) -> None:
         """Something happened to one socket of a link."""
         try:
             if link.back is None and events & (_HUNG | _HALF) and link.target:
@@ -265,7 +265,7 @@ class Proxy:
         if link.open:
             self._refresh(link)
 
-    def _take(self, link: Connection, side: str) -> None:
+    def _take(self, link: ProxiedConnection, side: str) -> None:
         source = link.front if side == "front" else link.back
         assert source is not None
         data = source.recv(CHUNK)
@@ -278,7 +278,7 @@ class Proxy:
         else:
             link.ended.setdefault(side, False)
 
-    def _give(self, link: Connection) -> None:
+    def _give(self, link: ProxiedConnection) -> None:
         """Pass on what lies here, and the end of a side once all of it has been passed on."""
         if link.back is None or link.dialling or not link.open:
             return
@@ -294,7 +294,7 @@ class Proxy:
         if all(link.ended.get(side) for side in ("front", "back")):
             self._close(link)
 
-    def _wants(self, link: Connection, side: str) -> bool:
+    def _wants(self, link: ProxiedConnection, side: str) -> bool:
         """Whether this side is to be read now."""
         if side in link.ended or (side == "back" and link.dialling):
             return False
@@ -302,7 +302,7 @@ class Proxy:
             return False  # the first bytes are enough until there is somebody to give them to
         return len(link.pending(side)) < BUFFER
 
-    def _refresh(self, link: Connection) -> None:
+    def _refresh(self, link: ProxiedConnection) -> None:
         """Watch each socket for what can be done with it now, and for nothing else."""
         for side, sock in link.sides():
             mask = _READ if self._wants(link, side) else 0
@@ -329,7 +329,7 @@ class Proxy:
             self._epoll.modify(fd, mask)
         self._masks[fd] = mask
 
-    def _close(self, link: Connection) -> None:
+    def _close(self, link: ProxiedConnection) -> None:
         if not link.open:
             return
         link.open = False
@@ -342,7 +342,7 @@ class Proxy:
         self._short_until = None
         self._accept_more()
 
-    def _limit(self, after: float, link: Connection, still: Callable[[], bool]) -> None:
+    def _limit(self, after: float, link: ProxiedConnection, still: Callable[[], bool]) -> None:
         """Close the link `after` seconds from now if `still` says yes then."""
         self._limit_count += 1
         heapq.heappush(self._limits, (time.monotonic() + after, self._limit_count, link, still))

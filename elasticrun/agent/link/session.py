@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 from elasticrun.agent.link.trust import Trust
-from elasticrun.agent.runtime import tell_failure
-from elasticrun.operator_log import logger
+from elasticrun.agent.runtime import Once, Tasks
 from elasticrun.wire import auth
 from elasticrun.wire.messages import Beat, Echo, Hello, Order, Refused, Report, Welcome
 from elasticrun.wire.rpc.channel import Attendance, LinkError, attend, open_channel
@@ -37,10 +37,10 @@ class Session:
         self._stream: Attendance = attend(self._channel)
         self._token = trust.token
         self._outbox: deque[Report] = deque()
-        self._told: set[str] = set()
+        self._told = Once(MOST_TOLD)
         self._more = asyncio.Event()
         self._closing = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks(self._end)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the stream is gone, with the reason."""
         self.stale = asyncio.Event()
@@ -80,10 +80,8 @@ class Session:
         """Begin to exchange reports and orders; to be called after a Welcome. `silent(True)` when
         nothing was heard for `patience` seconds, `silent(False)` when that is over."""
         self._silent, self._patience = silent, patience
-        bodies: list[Coroutine[Any, Any, None]] = [self._read(heard), self._write(), self._beat()]
-        self._tasks = [asyncio.create_task(body) for body in bodies]
-        for task in self._tasks:
-            tell_failure(task, self._end, "the session with the master")
+        for body in (self._read(heard), self._write(), self._beat()):
+            self._tasks.start(body, "the session with the master")
 
     def say(self, report: Report) -> None:
         if len(self._outbox) >= OUTBOX_MOST:
@@ -111,9 +109,8 @@ class Session:
     async def drop(self) -> None:
         """Cut the connection, in whatever state it is."""
         self._end("closed")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.close()
+        await self._tasks.over()
         self._stream.cancel()
         await self._channel.close()
 
@@ -155,10 +152,7 @@ class Session:
         try:
             await self._stream.send(report)
         except WireError as error:
-            text = f"a report was not sent to the master: {error}"
-            if text not in self._told and len(self._told) < MOST_TOLD:
-                self._told.add(text)
-                logger.error("%s", text)
+            self._told.tell(f"a report was not sent to the master: {error}", logging.ERROR)
 
     async def _beat(self) -> None:
         number = 0

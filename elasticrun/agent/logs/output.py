@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import os
 import re
 import shutil
@@ -22,11 +23,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, Final
 
 from elasticrun.agent.logs.console import FROZEN_AFTER, ConsoleWriter
-from elasticrun.agent.logs.plugin import Destinations, LogsPlugin
 from elasticrun.agent.logs.tail import LineFilter, Reader, Tail
 from elasticrun.config import LogPlan
 from elasticrun.operator_log import logger
@@ -51,6 +52,61 @@ DEV_NULL = os.devnull
 
 MOST_NAMED = 3
 """Files named in one sentence."""
+
+
+PLUGINS: Final = "torchrun.logs_specs"
+"""Group of the entry points that --logs-specs may name."""
+
+
+@dataclass(slots=True)
+class Destinations:
+    """The shape of torch's LogsDest: by local rank the file of each stream ("" is the launcher's
+    own stream), which of them are copied to the console, and where errors are described."""
+
+    stdouts: dict[int, str] = field(default_factory=dict)
+    stderrs: dict[int, str] = field(default_factory=dict)
+    tee_stdouts: dict[int, str] = field(default_factory=dict)
+    tee_stderrs: dict[int, str] = field(default_factory=dict)
+    error_files: dict[int, str] = field(default_factory=dict)
+    filtered_stdout: str = ""
+    filtered_stderr: str = ""
+
+
+class LogsPlugin:
+    """The user's LogsSpecs, named by --logs-specs. Its contract is torch's (`LogsSpecs.reify(envs)
+    -> LogsDest`), so torch is loaded here, late, in the agent; a line says so because it costs
+    memory and time. Raises what the plug-in raises; ValueError if there is none."""
+
+    def __init__(self, plan: LogPlan, nproc: int) -> None:
+        name = plan.logs_specs or ""
+        points = list(metadata.entry_points(group=PLUGINS, name=name))
+        if not points:
+            raise ValueError(f"no entry point of that name in the group {PLUGINS}")
+        logger.warning("loading torch in the agent for --logs-specs %s", name)
+        std = importlib.import_module("torch.distributed.elastic.multiprocessing").Std
+
+        def words(every: int, by_rank: Mapping[int, int]) -> Any:
+            if not by_rank:
+                return std(every)
+            return {i: std(by_rank.get(i, every)) for i in range(nproc)}
+
+        self._specs = points[0].load()(
+            log_dir=plan.log_dir,
+            redirects=words(plan.redirects_all, plan.redirects),
+            tee=words(plan.tee_all, plan.tee),
+            local_ranks_filter=set(plan.local_ranks_filter) if plan.local_ranks_filter else None,
+        )
+
+    def reify(self, envs: Mapping[int, dict[str, str]]) -> Destinations:
+        """Ask the plug-in; it may change `envs` too (torch's own sets the error file there). What a
+        LogsDest of its version does not have is empty."""
+        dest, ours = self._specs.reify(dict(envs)), Destinations()
+        for name in ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files"):
+            files = getattr(dest, name, None) or {}
+            setattr(ours, name, {int(rank): str(path) for rank, path in files.items()})
+        for name in ("filtered_stdout", "filtered_stderr"):
+            setattr(ours, name, str(getattr(dest, name, "") or ""))
+        return ours
 
 
 class LogFolder:

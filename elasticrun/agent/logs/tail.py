@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import queue
 import re
@@ -22,10 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from elasticrun.agent.logs.console import ConsoleWriter
 from elasticrun.config import LOG_DRAIN
+from elasticrun.operator_log import logger
 
 IN_MODIFY: Final = 0x0000_0002
 _IN_Q_OVERFLOW: Final = 0x0000_4000
@@ -106,9 +107,6 @@ class Inotify:
 def _last_error() -> OSError:
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))
-
-
-logger = logging.getLogger("elasticrun")
 
 
 class LineFilter:
@@ -195,23 +193,6 @@ class Tail:
             self.console.put(lines, self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Add:
-    tails: tuple[Tail, ...]
-    filters: tuple[LineFilter, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _RankGone:
-    local_rank: int
-    drain_until: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
 @dataclass(slots=True)
 class Reader:
     """The thread. Every method may be called from any other thread and returns at once."""
@@ -219,7 +200,8 @@ class Reader:
     make_inotify: Callable[[], Inotify] = Inotify
     told: set[str] = field(default_factory=set)
     """Warnings that were given, by this reader or by another one that shares the set."""
-    _inbox: queue.SimpleQueue[_Add | _RankGone | _Stop] = field(default_factory=queue.SimpleQueue)
+    _inbox: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
+    """What the thread is to do; None: end."""
     _tails: list[Tail] = field(default_factory=list)
     _filters: list[LineFilter] = field(default_factory=list)
     _inotify: Inotify | None = None
@@ -236,18 +218,18 @@ class Reader:
         self._start()
         for tail in tails:
             tail.console.start()
-        self._send(_Add(tuple(tails), tuple(filters)))
+        self._send(partial(self._follow, tuple(tails), tuple(filters)))
 
     def rank_gone(self, local_rank: int) -> None:
         """The rank has been reaped. What it left behind may write for LOG_DRAIN seconds more."""
         if self._thread is not None:
-            self._send(_RankGone(local_rank, time.monotonic() + LOG_DRAIN))
+            self._send(partial(self._drain, local_rank, time.monotonic() + LOG_DRAIN))
 
     def end(self) -> None:
         """Read everything that is there now and end; `ended` waits for that."""
         if self._thread is not None and not self._ending:
             self._ending = True
-            self._send(_Stop())
+            self._send(None)
 
     def ended(self, timeout: float, console: ConsoleWriter) -> bool:
         """Whether the reader came to its end. False if for `timeout` seconds it could not get on (a
@@ -274,8 +256,8 @@ class Reader:
             raise
         self._thread = thread
 
-    def _send(self, message: _Add | _RankGone | _Stop) -> None:
-        self._inbox.put(message)
+    def _send(self, work: Callable[[], None] | None) -> None:
+        self._inbox.put(work)
         os.eventfd_write(self._wake, 1)
 
     # ---------------------------------------------------------------- in the thread
@@ -301,7 +283,7 @@ class Reader:
             ready = {fd for fd, _ in self._poller.poll(self._wait_ms())}
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-                if not self._take_messages():
+                if not self._obey():
                     break
             self._look(ready)
             self._expire()
@@ -325,25 +307,26 @@ class Reader:
             return None
         return max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1
 
-    def _take_messages(self) -> bool:
-        while True:
-            try:
-                message = self._inbox.get_nowait()
-            except queue.Empty:
-                return True
-            match message:
-                case _Add(tails, filters):
-                    self._finish(self._tails)
-                    self._filters.extend(filters)
-                    for tail in tails:
-                        self._open(tail)
-                case _RankGone(local_rank, drain_until):
-                    for tail in self._tails:
-                        if tail.local_rank == local_rank:
-                            tail.drain_until = drain_until
-                            self._read(tail)
-                case _Stop():
-                    return False
+    def _obey(self) -> bool:
+        """Do what others want; false when that is to end."""
+        while not self._inbox.empty():
+            work = self._inbox.get()
+            if work is None:
+                return False
+            work()
+        return True
+
+    def _follow(self, tails: tuple[Tail, ...], filters: tuple[LineFilter, ...]) -> None:
+        self._finish(self._tails)
+        self._filters.extend(filters)
+        for tail in tails:
+            self._open(tail)
+
+    def _drain(self, local_rank: int, until: float) -> None:
+        for tail in self._tails:
+            if tail.local_rank == local_rank:
+                tail.drain_until = until
+                self._read(tail)
 
     def _open(self, tail: Tail) -> None:
         try:

@@ -10,26 +10,32 @@ external    somebody has started it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import json
 import os
 import random
 import secrets
 import socket
+import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+from elasticrun.agent.boot import Reaper
+from elasticrun.agent.link import port_proxy_child
 from elasticrun.agent.link.identity import offered_address
 from elasticrun.agent.link.master_process import (
     LEAVE_LIMIT,
-    Context,
+    RESTARTS,
     MasterHost,
     MasterProcess,
     new_record,
+    shielded,
     sweep_records,
 )
-from elasticrun.agent.link.port_proxy import PortProxy
-from elasticrun.agent.runtime import Tasks, in_thread
+from elasticrun.agent.runtime import NodeContext, Tasks, in_thread
 from elasticrun.config import AgentConfig
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import logger
@@ -41,7 +47,7 @@ from elasticrun.wire.types import Endpoint
 if TYPE_CHECKING:
     from elasticrun.agent.rendezvous.etcd import EtcdRendezvous
     from elasticrun.agent.rendezvous.file import FileRendezvous
-    from elasticrun.agent.rendezvous.finding import Found
+    from elasticrun.agent.rendezvous.finding import FoundJob
 
 LOOPBACK: Final = "127.0.0.1"
 ANYWHERE: Final = ("::", "0.0.0.0")
@@ -80,7 +86,7 @@ class Bind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SettledPlace:
     """Where the master is to be.
 
     `dial`: what this agent dials, `address` the same in numbers (for the choice of our own
@@ -153,24 +159,24 @@ def _socket_for(address: str) -> socket.socket:
     return made
 
 
-def settle(config: AgentConfig) -> Place:
+def settle(config: AgentConfig) -> SettledPlace:
     """Where the master is to be, as far as this host can say now. NotYet, HostError. Blocks."""
     where = config.rendezvous
     if where.kind == "standalone":
-        return Place(Endpoint(LOOPBACK, 0), LOOPBACK, bind=Endpoint(LOOPBACK, 0))
+        return SettledPlace(Endpoint(LOOPBACK, 0), LOOPBACK, bind=Endpoint(LOOPBACK, 0))
     addresses = resolve(where.host, where.port)
     if where.kind == "static" and config.node_rank <= 0:
         proxy = Endpoint(_proxy_address(where.host, addresses), where.port)
         here = Endpoint(LOOPBACK, 0)
-        return Place(here, addresses[0], bind=here, proxy=proxy)
+        return SettledPlace(here, addresses[0], bind=here, proxy=proxy)
     if where.kind == "elastic" and where.is_host is not False:
         place = _elastic(config, addresses)
         if place is not None:
             return place
-    return Place(Endpoint(where.host, where.port), addresses[0])
+    return SettledPlace(Endpoint(where.host, where.port), addresses[0])
 
 
-def _elastic(config: AgentConfig, addresses: list[str]) -> Place | None:
+def _elastic(config: AgentConfig, addresses: list[str]) -> SettledPlace | None:
     """Our part of the bind test; None if the master is another host's."""
     where = config.rendezvous
     several = config.spec.max_nodes > 1 and not names_this_host_only(where.host)
@@ -183,12 +189,14 @@ def _elastic(config: AgentConfig, addresses: list[str]) -> Place | None:
         result = bind_test(at, where.port)
         if result is Bind.OURS:
             here = Endpoint(at, where.port)
-            return Place(here, at, bind=here)
+            return SettledPlace(here, at, bind=here)
         if result is Bind.TAKEN:
-            return Place(Endpoint(at, where.port), at)
+            return SettledPlace(Endpoint(at, where.port), at)
     if where.is_host:
         # The user says so although no address is ours: behind NAT, or a Service of Kubernetes.
-        return Place(Endpoint(LOOPBACK, where.port), addresses[0], bind=Endpoint("::", where.port))
+        return SettledPlace(
+            Endpoint(LOOPBACK, where.port), addresses[0], bind=Endpoint("::", where.port)
+        )
     return None
 
 
@@ -231,19 +239,84 @@ def resolve_again(tries: int) -> float:
 
 
 def rendezvous_of(
-    context: Context, found: Found | None
+    node: NodeContext, met: Callable[[], None], found: FoundJob | None
 ) -> C10dRendezvous | EtcdRendezvous | FileRendezvous:
-    """The way in which the nodes of this job meet. `found`: see `finding`. What is not needed is
-    not imported."""
+    """The way in which the nodes of this job meet. `met` is called when the master's place is known
+    and whenever one serves there anew; `found`: see `finding`. What is not needed is not
+    imported."""
     if found is not None:
         from elasticrun.agent.rendezvous.file import FileRendezvous
 
-        return FileRendezvous(context, found)
-    if context.config.rendezvous.kind == "etcd":
+        return FileRendezvous(node, met, found)
+    if node.config.rendezvous.kind == "etcd":
         from elasticrun.agent.rendezvous.etcd import EtcdRendezvous
 
-        return EtcdRendezvous(context)
-    return C10dRendezvous(context)
+        return EtcdRendezvous(node, met)
+    return C10dRendezvous(node, met)
+
+
+class PortProxy:
+    """The port proxy of a static job as a process that its agent keeps alive (decision 008): the
+    listening socket itself is ours."""
+
+    def __init__(self, listener: socket.socket, reaper: Reaper) -> None:
+        self._listener = listener
+        self._reaper = reaper
+        self._said: dict[str, str | None] = {}
+        self._closing = False
+        self._deaths = 0
+        self._control: socket.socket | None = None
+        self._gone = asyncio.Event()
+        self._start()
+
+    def say(self, target: str, where: Endpoint | None) -> None:
+        """Name the `master` or the `store` behind it."""
+        self._said[target] = None if where is None else str(where)
+        self._tell({target: self._said[target]})
+
+    async def close(self, limit: float) -> None:
+        """End it and give the port back."""
+        self._closing = True
+        self._listener.close()
+        if self._control is not None:
+            self._control.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), limit)
+
+    def _start(self) -> None:
+        if self._closing:
+            return
+        ours, theirs = socket.socketpair()
+        fds = (self._listener.fileno(), theirs.fileno())
+        with theirs, shielded():
+            process = subprocess.Popen(
+                port_proxy_child.command(*fds),
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        self._control = ours
+        self._reaper.watch(process, self._ended)
+        self._reaper.spared.add(process.pid)
+        self._tell(self._said)
+
+    def _tell(self, what: dict[str, str | None]) -> None:
+        if self._control is not None and what:
+            with contextlib.suppress(OSError):  # it has died; its successor is told everything
+                self._control.send(json.dumps(what).encode() + b"\n")
+
+    def _ended(self, code: int) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        self._gone.set()
+        if self._closing:
+            return
+        logger.warning("the proxy of the master port ended (%d) and is started again", code)
+        wait = RESTARTS[min(self._deaths, len(RESTARTS) - 1)]
+        self._deaths += 1
+        asyncio.get_running_loop().call_later(wait, self._start)
 
 
 class C10dRendezvous:
@@ -255,10 +328,11 @@ class C10dRendezvous:
     that can: it tries to take the endpoint whenever no master has answered for HEIR_AFTER
     seconds."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._config = context.config
-        self._tasks = Tasks(context.fatal)
+    def __init__(self, node: NodeContext, met: Callable[[], None]) -> None:
+        self._node = node
+        self._met = met
+        self._config = node.config
+        self._tasks = Tasks(node.fatal)
         self._master: MasterHost | None = None
         self._proxy: PortProxy | None = None
         self._heir: asyncio.Task[None] | None = None
@@ -286,9 +360,9 @@ class C10dRendezvous:
                     "host; give every node a --node-rank of its own, or all --rdzv-backend=c10d",
                     where.host,
                 )
-            self._proxy = PortProxy(listen_proxy(place.proxy), self._context.reaper)
+            self._proxy = PortProxy(listen_proxy(place.proxy), self._node.reaper)
         if place.bind is None:
-            self._context.met()
+            self._met()
             # No master has answered us yet, so none that we know of has ended the job.
             self._look_after(may_succeed=True)
             return
@@ -297,7 +371,7 @@ class C10dRendezvous:
     async def _host(self, bind: Endpoint, early: MasterProcess | None = None) -> None:
         sweep_records()
         record = None if early is not None else await in_thread(new_record, name="record")
-        self._master = MasterHost(self._context, self, bind, record)
+        self._master = MasterHost(self._node, self, bind, record)
         self._master.start(early)
 
     def heard(self, event: AgentEvent) -> None:
@@ -351,11 +425,6 @@ class C10dRendezvous:
             self._heir.cancel()
             self._heir = None
 
-    def pids(self) -> set[int]:
-        """Helpers that a sweep must spare."""
-        parts = (self._master, self._proxy)
-        return {pid for part in parts if part is not None for pid in part.pids()}
-
     def store(self, where: Endpoint | None) -> None:
         """The store behind the proxy; None between rounds."""
         if self._proxy is not None:
@@ -370,7 +439,7 @@ class C10dRendezvous:
         if self._proxy is not None:
             await self._proxy.close(LEAVE_LIMIT)
 
-    async def _place(self) -> Place:
+    async def _place(self) -> SettledPlace:
         loop = asyncio.get_running_loop()
         end = loop.time() + self._config.spec.join_timeout
         tries = 0
@@ -394,13 +463,13 @@ class C10dRendezvous:
         self.dial = endpoint
         if self._proxy is not None:
             self._proxy.say("master", endpoint)
-        self._context.met()
+        self._met()
 
     def master_taken(self, sentence: str) -> None:
         if self._config.rendezvous.kind == "elastic" and self._config.rendezvous.is_host is None:
             # Another agent of this host was faster: the master there is the job's.
             logger.info("%s; the job master is looked for there", sentence)
             self._master = None
-            self._context.met()
+            self._met()
         else:
-            self._context.fatal(sentence)
+            self._node.fatal(sentence)

@@ -23,6 +23,7 @@ import contextlib
 import errno
 import io
 import json
+import logging
 import os
 import random
 import re
@@ -36,7 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from elasticrun.agent.runtime import Tasks, in_thread, threadsafe
+from elasticrun.agent.runtime import Once, Tasks, in_thread, threadsafe
 from elasticrun.operator_log import logger
 from elasticrun.system.processes import start_time
 
@@ -111,13 +112,10 @@ class Claim:
 
 
 def fresh(words: Mapping[str, Any]) -> Claim:
-    """A claim of a new holder, which is this process."""
-    return Claim(secrets.token_hex(8), {**words, "process": _this_process()})
-
-
-def _this_process() -> dict[str, Any]:
-    """What names it on this host for as long as that is up."""
-    return {"kernel": _kernel(), "pid": os.getpid(), "started": start_time(os.getpid())}
+    """A claim of a new holder, which is this process: named as on this host for as long as that is
+    up."""
+    process = {"kernel": _kernel(), "pid": os.getpid(), "started": start_time(os.getpid())}
+    return Claim(secrets.token_hex(8), {**words, "process": process})
 
 
 def _kernel() -> str:
@@ -138,7 +136,7 @@ def died_here(claim: Claim) -> bool:
     return type(pid) is int and pid > 0 and start_time(pid) != started
 
 
-class Files:
+class SharedFiles:
     """The calls on the shared folder, in one object: a test can make them those of a slow one."""
 
     def read(self, path: str) -> tuple[bytes, os.stat_result]:
@@ -170,12 +168,14 @@ class ClaimFile:
     `private`: nobody else may read it, and it is believed only if it is of the same owner as what
     we make there."""
 
-    def __init__(self, path: str, *, private: bool = True, files: Files | None = None) -> None:
+    def __init__(
+        self, path: str, *, private: bool = True, files: SharedFiles | None = None
+    ) -> None:
         self.path = path
         self._private = private
-        self._files = files or Files()
+        self._files = files or SharedFiles()
         self._owner = -1  # as this file system shows our files: it may map users
-        # What we have linked. A file object: closed by an end that did not wait for a keeper's
+        # What we have linked. A file object: closed by an end that did not wait for a renewer's
         # thread which hangs, it is written to no more, and its number may be another file's.
         self._held: io.FileIO | None = None
         self._at = 0
@@ -414,7 +414,7 @@ class Looks:
         return claim.left or died_here(claim) or self.same >= STALE_LOOKS
 
 
-class Keeper:
+class ClaimRenewer:
     """Renews a claim in a thread of its own until it is closed. Who attaches is told, in that
     thread, once or twice: `lost(claim)` when another one has taken its place, `trouble(sentence)`
     when it cannot be renewed, with "" when it can again."""
@@ -440,6 +440,11 @@ class Keeper:
         self._over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_LIMIT)
+
+    def remove(self) -> None:
+        """The same, and the claim is removed."""
+        self.close()
+        self._file.remove()
 
     def _keep(self) -> None:
         told = ""
@@ -497,12 +502,12 @@ class FolderClaim:
         """`term`: of the master that this node follows."""
         self._job_id = job_id
         self._term = term
-        self._url = ""
+        self._path = ""
         self._file: ClaimFile | None = None
-        self._keeper: Keeper | None = None
+        self._renewer: ClaimRenewer | None = None
         self._looks = Looks()
         self._why = ""  # why it is not ours, as far as that is settled
-        self._told: set[str] = set()
+        self._told = Once(MOST_TERMS)
         self._tasks = Tasks(logger.error)
         self._looking: asyncio.Task[bool] | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -529,21 +534,14 @@ class FolderClaim:
         try:
             await self._leave(FOLDER_CLOSE_LIMIT)
         except TimeoutError:
-            path = self._file.path if self._file is not None else ""
+            path = os.path.join(self._path, NAME)
             logger.warning("%s was not removed: its file system does not answer", path)
 
     async def _leave(self, limit: float) -> None:
         """Renew and keep our claim no more. TimeoutError."""
-        keeper, file = self._keeper, self._file
-        self._keeper = None
-        if keeper is None or file is None:
-            return
-
-        def leave() -> None:
-            keeper.close()
-            file.remove()
-
-        await in_thread(leave, limit=limit, name="claim")
+        renewer, self._renewer = self._renewer, None
+        if renewer is not None:
+            await in_thread(renewer.remove, limit=limit, name="claim")
 
     # ------------------------------------------------------------ looking
 
@@ -551,7 +549,7 @@ class FolderClaim:
         """Until it is ours; what is in the way is said as soon as it is known."""
         while not await self._look(url):
             if self._why:
-                self._tell(f"no checkpoint is written: {self._why}")
+                self._told.tell(f"no checkpoint is written: {self._why}")
             await asyncio.sleep(LOOK_EVERY * random.uniform(1.0, 1.25))
 
     async def _look(self, url: str) -> bool:
@@ -559,27 +557,28 @@ class FolderClaim:
         that was made has to be renewed, whoever waits for it no more."""
         while self._looking is not None and not self._looking.done():
             await asyncio.wait({self._looking})
-        self._looking = asyncio.create_task(self._look_once(url))
+        self._looking = self._tasks.start(self._look_once(url), "looking at a folder's claim")
         return await asyncio.shield(self._looking)
 
     async def _look_once(self, url: str) -> bool:
         path = _local(url)
         if path is None:
-            self._tell(f"{url} is no folder of a file system, so no job claims it", "info")
+            words = f"{url} is no folder of a file system, so no job claims it"
+            self._told.tell(words, logging.INFO)
             return True
         try:
             return await self._try(path)
         except ClaimError as wrong:
-            self._tell(f"checkpoints are written without a claim of their folder: {wrong}")
+            self._told.tell(f"checkpoints are written without a claim of their folder: {wrong}")
             return True
         except TimeoutError:
             self._why = f"{path} has not answered for {FILE_LIMIT:g} s"
             return False
 
     async def _try(self, path: str) -> bool:
-        if self._file is None or self._url != path:
+        if self._file is None or self._path != path:
             await self._leave(FILE_LIMIT)  # another folder is named now
-            self._url, self._looks = path, Looks()
+            self._path, self._looks = path, Looks()
             self._file = ClaimFile(os.path.join(path, NAME), private=False)
         file = self._file
         claim, took = await on_disk(partial(_first, file, path))
@@ -605,9 +604,9 @@ class FolderClaim:
         return await self._take(file, claim, term)
 
     async def _take(self, file: ClaimFile, claim: Claim | None, term: int) -> bool:
-        if self._keeper is not None:
-            await on_disk(self._keeper.close)
-            self._keeper = None
+        if self._renewer is not None:
+            await on_disk(self._renewer.close)
+            self._renewer = None
         past: list[int] = []
         if claim is not None and claim.words.get("job") == self._job_id:
             past = [one for one in (*_terms(claim), claim.number("term")) if one != term]
@@ -620,26 +619,21 @@ class FolderClaim:
         if not await on_disk(partial(file.take, fresh(words), claim)):
             return False
         self._why = ""
-        self._keeper = Keeper(file)
+        self._renewer = ClaimRenewer(file)
         loop = asyncio.get_running_loop()
-        self._keeper.attach(
+        self._renewer.attach(
             lambda other: threadsafe(loop, self._lost, other), lambda sentence: None
         )
         return True
 
     def _lost(self, other: Claim) -> None:
         """Another node of this job has it now, which is as it should be; or another job."""
-        self._keeper = None
+        self._renewer = None
         if other.words.get("job") != self._job_id:
-            self._tell(
-                f"{self._url} was taken over by job {other.text('job')} on {other.text('host')}, "
+            self._told.tell(
+                f"{self._path} was taken over by job {other.text('job')} on {other.text('host')}, "
                 "which has seen no renewal of this job's claim"
             )
-
-    def _tell(self, sentence: str, level: str = "warning") -> None:
-        if sentence not in self._told and len(self._told) < MOST_TERMS:
-            self._told.add(sentence)
-            getattr(logger, level)("%s", sentence)
 
 
 def _local(url: str) -> str | None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
 from elasticrun.agent.link.identity import offered_address
 from elasticrun.agent.link.master_process import (
-    Context,
     InEtcd,
     MasterHost,
     MasterProcess,
@@ -34,7 +34,7 @@ from elasticrun.agent.rendezvous.c10d import (
     everywhere,
     resolve,
 )
-from elasticrun.agent.runtime import Tasks, in_thread
+from elasticrun.agent.runtime import NodeContext, Tasks, Timer, in_thread
 from elasticrun.config import CANDIDATE_TTL, ETCD_CALL_LIMIT, Tls
 from elasticrun.core.events import AgentEvent, Ordered
 from elasticrun.operator_log import logger
@@ -62,10 +62,11 @@ class EtcdRendezvous:
     """As `c10d.C10dRendezvous`, by way of etcd. The brain is told the End of a job that is over
     already."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._config = config = context.config
-        self._tasks = Tasks(context.fatal)
+    def __init__(self, node: NodeContext, met: Callable[[], None]) -> None:
+        self._node = node
+        self._met = met
+        self._config = config = node.config
+        self._tasks = Tasks(node.fatal)
         self._chores = Tasks(logger.error)  # nobody waits for them before the end
         self._master: MasterHost | None = None
         self._keys = Keys(config.spec.job_id)
@@ -80,9 +81,10 @@ class EtcdRendezvous:
         self._following: asyncio.Task[None] | None = None
         self._standing: asyncio.Task[None] | None = None
         self._candidacy = 0  # a lease
-        self._deposed: asyncio.TimerHandle | None = None
-        self._silence: asyncio.TimerHandle | None = None
-        self._silent = False
+        self._deposed = Timer()
+        self._silence = Timer()
+        self._asks_in_vain = False  # etcd does not answer
+        self._silent = False  # and the user was told so
         self.dial = Endpoint("", 0)
         """What the link dials: whoever led last."""
         self.address = ""
@@ -110,15 +112,11 @@ class EtcdRendezvous:
                 self._following = self._tasks.start(follow, "following etcd")
                 await self._known.wait()
         except TimeoutError:
-            why = "names no job master" if self._silence is None else "does not answer"
+            why = "does not answer" if self._asks_in_vain else "names no job master"
             raise HostError(f"{place} {why}, for {limit:g} s") from None
 
     def heard(self, event: AgentEvent) -> None:
         """What the link says matters to others: who leads is known from etcd."""
-
-    def pids(self) -> set[int]:
-        """Helpers that a sweep must spare."""
-        return set() if self._master is None else self._master.pids()
 
     def store(self, where: Endpoint | None) -> None:
         """There is no port proxy here."""
@@ -129,9 +127,8 @@ class EtcdRendezvous:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        for timer in (self._deposed, self._silence):
-            if timer is not None:
-                timer.cancel()
+        self._deposed.cancel()
+        self._silence.cancel()
         if self._master is not None:
             await self._master.close(job_over=job_over)
         await self._chores.over(CLOSE_LIMIT)
@@ -169,7 +166,7 @@ class EtcdRendezvous:
                 self._there = there
                 self._look()
         except etcd.EtcdRefused as refused:
-            self._context.fatal(str(refused))
+            self._node.fatal(str(refused))
 
     def _look(self) -> None:
         """Act on what etcd says now."""
@@ -193,7 +190,7 @@ class EtcdRendezvous:
         if endpoint != self.dial or not self._known.is_set():
             self.dial = endpoint
             self._known.set()
-            self._context.met()
+            self._met()
 
     def _is_over(self, item: etcd.KeyValue) -> None:
         """The job has ended, and so has its master."""
@@ -205,30 +202,29 @@ class EtcdRendezvous:
         try:
             end = protobuf.order_from_wire(item.value)
         except WireError as wrong:
-            self._context.fatal(f"{item.key} in etcd is {wrong}")
+            self._node.fatal(f"{item.key} in etcd is {wrong}")
             return
         if not isinstance(end, End):
-            self._context.fatal(f"{item.key} in etcd is no end of a job")
+            self._node.fatal(f"{item.key} in etcd is no end of a job")
             return
         if late:
             logger.warning(
                 "job %s has ended before, as etcd remembers; a new run needs a new --rdzv-id",
                 self._config.spec.job_id,
             )
-        self._context.deliver(Ordered(end))
+        self._node.deliver(Ordered(end))
 
     def _trouble(self, sentence: str) -> None:
         """etcd does not answer; "": it does again."""
         if not sentence:
-            if self._silence is not None:
-                self._silence.cancel()
-                self._silence = None
+            self._silence.cancel()
+            self._asks_in_vain = False
             if self._silent:
                 self._silent = False
                 logger.warning("etcd answers again")
-        elif self._silence is None:
-            loop = asyncio.get_running_loop()
-            self._silence = loop.call_later(TELL_AFTER, self._tell_silent, sentence)
+        elif not self._asks_in_vain:
+            self._asks_in_vain = True
+            self._silence.after(TELL_AFTER, self._tell_silent, sentence)
 
     def _tell_silent(self, sentence: str) -> None:
         self._silent = True
@@ -267,13 +263,13 @@ class EtcdRendezvous:
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(etcd.BACKOFF_MOST, 2 * pause)
             except etcd.EtcdRefused as refused:
-                self._context.fatal(str(refused))
+                self._node.fatal(str(refused))
                 return
         # For its trace; its record is in etcd.
         folder = await in_thread(new_record, name="record")
         bind = Endpoint(self._listen_at, self._config.rendezvous.port)
         here = InEtcd(self._me, self.address)
-        self._master = MasterHost(self._context, self, bind, folder, here)
+        self._master = MasterHost(self._node, self, bind, folder, here)
         self._master.start()
 
     def _stood(self, task: asyncio.Task[None]) -> None:
@@ -292,7 +288,7 @@ class EtcdRendezvous:
         self._failed_once = False
         self.dial = endpoint
         self._known.set()
-        self._context.met()
+        self._met()
         self._release_later()
 
     def master_taken(self, sentence: str) -> None:
@@ -320,15 +316,11 @@ class EtcdRendezvous:
     def _watch_deposed(self, *, leading: bool) -> None:
         """End a master of ours that stands still while its key is gone."""
         if leading or self._master is None:
-            if self._deposed is not None:
-                self._deposed.cancel()
-                self._deposed = None
-        elif self._deposed is None and self._master.serves:
-            loop = asyncio.get_running_loop()
-            self._deposed = loop.call_later(DEPOSED_LIMIT, self._end_deposed)
+            self._deposed.cancel()
+        elif not self._deposed.is_set and self._master.serves:
+            self._deposed.after(DEPOSED_LIMIT, self._end_deposed)
 
     def _end_deposed(self) -> None:
-        self._deposed = None
         if self._master is not None:
             logger.warning("the job master here leads no more and does not end: it is killed")
             self._master.kill()

@@ -14,13 +14,13 @@ import asyncio
 import contextlib
 import os
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from elasticrun.agent.link.identity import offered_address
 from elasticrun.agent.link.master_process import (
-    Context,
     MasterHost,
     MasterProcess,
     new_record,
@@ -32,12 +32,12 @@ from elasticrun.agent.rendezvous.claims import (
     LOOK_EVERY,
     Claim,
     ClaimError,
-    Keeper,
+    ClaimRenewer,
     Looks,
     timed,
 )
-from elasticrun.agent.rendezvous.finding import Found, on_file, place_of
-from elasticrun.agent.runtime import Tasks, in_thread, threadsafe
+from elasticrun.agent.rendezvous.finding import FoundJob, on_file, place_of
+from elasticrun.agent.runtime import NodeContext, Tasks, in_thread, threadsafe
 from elasticrun.config import FIRST_PORT
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import logger
@@ -56,16 +56,17 @@ class FileRendezvous:
     """As `c10d.C10dRendezvous`, for what was found. A job without a file has a holder and no
     claim."""
 
-    def __init__(self, context: Context, found: Found) -> None:
-        self._context = context
-        self._config = config = context.config
-        self._tasks = Tasks(context.fatal)
-        self._chores = Tasks(context.fatal)  # that the end waits for
+    def __init__(self, node: NodeContext, met: Callable[[], None], found: FoundJob) -> None:
+        self._node = node
+        self._met = met
+        self._config = config = node.config
+        self._tasks = Tasks(node.fatal)
+        self._chores = Tasks(node.fatal)  # that the end waits for
         self._master: MasterHost | None = None
         self._record: LaunchFolder | None = None
         self._found = found
         self._file = found.file
-        self._keeper = found.keeper
+        self._renewer = found.renewer
         self._claim = found.claim
         self._own = config.rendezvous.host if found.ours else ""
         self._told = False
@@ -89,7 +90,7 @@ class FileRendezvous:
             await self._begin(where.port)
             return
         self.address = offered_address(self._config.local_addr, where.host, where.host)
-        self._context.met()
+        self._met()
         self._follow()
 
     # ------------------------------------------------------------ hosting
@@ -97,16 +98,16 @@ class FileRendezvous:
     async def _begin(self, port: int) -> None:
         """Start a master here, at this port or the next one that is free."""
         sweep_records()
-        if self._keeper is not None:
+        if self._renewer is not None:
             loop = asyncio.get_running_loop()
-            self._keeper.attach(
+            self._renewer.attach(
                 lambda claim: threadsafe(loop, self._deposed, claim),
                 lambda sentence: threadsafe(loop, self._trouble, sentence),
             )
         self._record = await in_thread(new_record, name="record")
         if self._over:
             return
-        self._master = MasterHost(self._context, self, Endpoint(self._own, port), self._record)
+        self._master = MasterHost(self._node, self, Endpoint(self._own, port), self._record)
         self._master.start()
 
     def master_serves(self, endpoint: Endpoint) -> None:
@@ -114,7 +115,7 @@ class FileRendezvous:
         if not self._told and self._config.spec.max_nodes > 1:
             self._told = True
             self._chores.start(self._tell(endpoint), "meeting by a file")
-        self._context.met()
+        self._met()
 
     def master_taken(self, sentence: str) -> None:
         """Somebody was faster at that port: the next one."""
@@ -129,20 +130,20 @@ class FileRendezvous:
             if self._file is not None and not await self._take(free, self._file.mine):
                 raise HostError(f"{self._file.path} was taken over by another host")
         except (HostError, ClaimError) as wrong:
-            self._context.fatal(str(wrong))
+            self._node.fatal(str(wrong))
             return
         await self._begin(free)
 
     async def _take(self, port: int, instead: Claim | None) -> bool:
         """Make the claim that counts ours, with this port."""
         assert self._file is not None
-        file, keeper = self._file, self._keeper
+        file, renewer = self._file, self._renewer
         mine = finding.claim_of(self._config, self._own, port, given=self._found.given)
-        if keeper is not None:
-            await in_thread(keeper.close, name="claim")
+        if renewer is not None:
+            await in_thread(renewer.close, name="claim")
         if not await on_file(partial(file.take, mine, instead), file):
             return False
-        self._claim, self._keeper = mine, Keeper(file)
+        self._claim, self._renewer = mine, ClaimRenewer(file)
         return True
 
     async def _tell(self, endpoint: Endpoint) -> None:
@@ -189,7 +190,7 @@ class FileRendezvous:
         return path
 
     def _say(self, sentence: str) -> None:
-        self._context.writer.write(f"elasticrun: {sentence}\n")
+        self._node.writer.write(f"elasticrun: {sentence}\n")
 
     # ------------------------------------------------------------ holding a claim
 
@@ -201,7 +202,7 @@ class FileRendezvous:
 
     def _deposed(self, claim: Claim) -> None:
         """Another host has taken the job over, having seen nothing of us."""
-        if self._over or self._file is None or self._keeper is None:
+        if self._over or self._file is None or self._renewer is None:
             return
         logger.warning(
             "%s has taken this job over, as %s says: the job master here ends, and this node "
@@ -209,7 +210,7 @@ class FileRendezvous:
             claim.text("host"), self._file.path,
         )  # fmt: skip
         self._file.let_go()
-        self._keeper = None
+        self._renewer = None
         old, self._master = self._master, None
         if old is not None:
             old.kill()
@@ -274,7 +275,7 @@ class FileRendezvous:
             return
         self._claim = claim
         self.dial = place_of(claim)
-        self._context.met()
+        self._met()
 
     async def _succeed(self, claim: Claim) -> bool:
         """Take over what nobody renews and where nobody answers; whether it is ours now."""
@@ -304,10 +305,6 @@ class FileRendezvous:
 
     # ------------------------------------------------------------ the end
 
-    def pids(self) -> set[int]:
-        """Helpers that a sweep must spare."""
-        return set() if self._master is None else self._master.pids()
-
     def store(self, where: Endpoint | None) -> None:
         """There is no port proxy here."""
 
@@ -315,14 +312,14 @@ class FileRendezvous:
         """Let the master go, and leave the file as it should be left."""
         self._over = True
         self._follow_no_more()
-        if self._keeper is not None:
+        if self._renewer is not None:
             with contextlib.suppress(TimeoutError):
-                await in_thread(self._keeper.close, limit=CLOSE_LIMIT, name="claim")
+                await in_thread(self._renewer.close, limit=CLOSE_LIMIT, name="claim")
         if self._master is not None:
             await self._master.close(job_over=job_over)
         await self._chores.over(CLOSE_LIMIT)
         if self._file is not None:
-            lives_on = bool(self.pids()) and not job_over
+            lives_on = self._master is not None and self._master.lives and not job_over
             with contextlib.suppress(TimeoutError, ClaimError):
                 work = partial(self._leave_file, lives_on=lives_on, job_over=job_over)
                 await in_thread(work, limit=CLOSE_LIMIT, name="claim")

@@ -29,13 +29,13 @@ from elasticrun.agent.rendezvous.claims import (
     Claim,
     ClaimError,
     ClaimFile,
-    Keeper,
+    ClaimRenewer,
     Looks,
     fresh,
     on_disk,
     timed,
 )
-from elasticrun.agent.runtime import in_thread, threadsafe
+from elasticrun.agent.runtime import first_of, in_thread, threadsafe
 from elasticrun.agent.story import directed
 from elasticrun.config import AgentConfig
 from elasticrun.operator_log import logger
@@ -55,12 +55,12 @@ MOST_PORTS: Final = 200
 
 
 @dataclass
-class Found:
-    """What came of it. `file` and `keeper`: our claim; `claim`: whose the job is; `wrong`: why it
+class FoundJob:
+    """What came of it. `file` and `renewer`: our claim; `claim`: whose the job is; `wrong`: why it
     cannot be met, in a sentence; `interrupted`: a signal came first."""
 
     file: ClaimFile | None = None
-    keeper: Keeper | None = None
+    renewer: ClaimRenewer | None = None
     claim: Claim | None = None
     wrong: str = ""
     interrupted: bool = False
@@ -73,12 +73,11 @@ class Found:
 
     def close(self) -> None:
         """Let go of a claim that nobody has let go of."""
-        if self.keeper is not None and self.file is not None and self.file.mine is not None:
-            self.keeper.close()
-            self.file.remove()
+        if self.renewer is not None and self.file is not None and self.file.mine is not None:
+            self.renewer.remove()
 
 
-async def find(config: AgentConfig, inbox: SignalInbox) -> tuple[AgentConfig, Found]:
+async def find(config: AgentConfig, inbox: SignalInbox) -> tuple[AgentConfig, FoundJob]:
     """The configuration with the master's place, the job's name and its token. A death signal ends
     the search; it is heard again by whoever attaches to the inbox next."""
     loop = asyncio.get_running_loop()
@@ -91,23 +90,18 @@ async def find(config: AgentConfig, inbox: SignalInbox) -> tuple[AgentConfig, Fo
 
     caught: list[int] = []
     inbox.attach(signalled, lambda: None)
-    search = asyncio.create_task(_find(config))
-    stopped = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({search, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if search.done():
-            return search.result()
-        search.cancel()
-        await asyncio.gather(search, return_exceptions=True)
-        return config, Found(interrupted=True)
+        search, _ = await first_of(_find(config), stop.wait())
+        if search is None:
+            return config, FoundJob(interrupted=True)
+        return search.result()  # type: ignore[no-any-return]
     except (HostError, ClaimError, auth.TlsError) as wrong:
-        return config, Found(wrong=str(wrong))
+        return config, FoundJob(wrong=str(wrong))
     finally:
-        stopped.cancel()
         inbox.detach(caught)
 
 
-async def _find(config: AgentConfig) -> tuple[AgentConfig, Found]:
+async def _find(config: AgentConfig) -> tuple[AgentConfig, FoundJob]:
     address = await in_thread(partial(own_address, config.local_addr), name="resolve")
     where = config.rendezvous
     if where.kind == "file":
@@ -124,7 +118,7 @@ async def _find(config: AgentConfig) -> tuple[AgentConfig, Found]:
         logger.warning("this host has no address but loopback: no other host can join")
     token = config.token or secrets.token_hex(TOKEN_BYTES)
     place = dataclasses.replace(where, host=address)
-    return dataclasses.replace(config, rendezvous=place, token=token), Found(
+    return dataclasses.replace(config, rendezvous=place, token=token), FoundJob(
         given=bool(config.token)
     )
 
@@ -139,7 +133,7 @@ class _Search:
         self._looks = Looks()
         self._told = ""
 
-    async def run(self) -> tuple[AgentConfig, Found]:
+    async def run(self) -> tuple[AgentConfig, FoundJob]:
         loop = asyncio.get_running_loop()
         limit = self._config.spec.join_timeout
         end = loop.time() + limit
@@ -151,7 +145,7 @@ class _Search:
                 raise HostError(f"{self._told or 'no job was found'}, for {limit:g} s")
             await asyncio.sleep(LOOK_EVERY * random.uniform(1.0, 1.25))
 
-    async def _look(self) -> tuple[AgentConfig, Found] | None:
+    async def _look(self) -> tuple[AgentConfig, FoundJob] | None:
         claim, took = await on_file(partial(timed, self._file), self._file)
         may_host = self._config.rendezvous.is_host is not False
         if claim is None:
@@ -189,7 +183,7 @@ class _Search:
             else:
                 logger.info("%s", sentence)
 
-    async def _claim(self, before: Claim | None) -> tuple[AgentConfig, Found] | None:
+    async def _claim(self, before: Claim | None) -> tuple[AgentConfig, FoundJob] | None:
         config = inherit(self._config, before)
         port = await in_thread(partial(free_port, self._address, config.rendezvous.port))
         mine = claim_of(config, self._address, port, given=bool(self._config.token))
@@ -197,16 +191,18 @@ class _Search:
             return None
         place = dataclasses.replace(config.rendezvous, host=self._address, port=port)
         config = dataclasses.replace(config, rendezvous=place)
-        return config, Found(self._file, Keeper(self._file), mine, given=bool(self._config.token))
+        return config, FoundJob(
+            self._file, ClaimRenewer(self._file), mine, given=bool(self._config.token)
+        )
 
-    def _joined(self, claim: Claim) -> tuple[AgentConfig, Found]:
+    def _joined(self, claim: Claim) -> tuple[AgentConfig, FoundJob]:
         where = place_of(claim)
         logger.info(
             "job %s is joined at %s, which %s names", claim.text("job"), where, self._file.path
         )
         config = inherit(self._config, claim)
         place = dataclasses.replace(config.rendezvous, host=where.host, port=where.port)
-        return dataclasses.replace(config, rendezvous=place), Found(
+        return dataclasses.replace(config, rendezvous=place), FoundJob(
             self._file, None, claim, given=bool(self._config.token)
         )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from elasticrun.agent.rendezvous.claims import FolderClaim, NotOurs
-from elasticrun.agent.runtime import Tasks
+from elasticrun.agent.runtime import Tasks, Timer
 from elasticrun.agent.snapshots.fetching import MAX_REASON, Shards
 from elasticrun.agent.snapshots.inventory import Local
 from elasticrun.agent.snapshots.saver import SaverGone
@@ -31,7 +31,7 @@ class CannotPersist(Exception):
 @dataclass(eq=False)
 class _Attempt:
     order: Persist
-    timer: asyncio.TimerHandle | None = None
+    timer: Timer = field(default_factory=Timer)
     tasks: Tasks = field(default_factory=lambda: Tasks(logger.error))
     said: list[Persisted] = field(default_factory=list)
     committing: bool = False
@@ -68,8 +68,7 @@ class Persisting:
             self._say_again(known)
             return
         attempt = self._attempts[order.attempt] = _Attempt(order)
-        loop = asyncio.get_running_loop()
-        attempt.timer = loop.call_later(order.limit, self._late, attempt)
+        attempt.timer.after(order.limit, self._late, attempt)
         attempt.tasks.start(self._write(attempt), attempt.name)
 
     def commit(self, order: CommitCheckpoint) -> None:
@@ -207,8 +206,7 @@ class Persisting:
 
     def _close(self, attempt: _Attempt, *, ok: bool) -> None:
         self._attempts.pop(attempt.order.attempt, None)
-        if attempt.timer is not None:
-            attempt.timer.cancel()
+        attempt.timer.cancel()
         attempt.tasks.close()
         if not ok:
             self._local.savers.give_up(attempt.order.attempt)

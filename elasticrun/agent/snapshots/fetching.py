@@ -22,7 +22,7 @@ from typing import Any, Final
 from elasticrun.agent.runtime import Tasks
 from elasticrun.agent.snapshots.inventory import Local
 from elasticrun.agent.snapshots.peers import Peer, one_line
-from elasticrun.agent.snapshots.saver import SaverGone, unheard
+from elasticrun.agent.snapshots.saver import SaverGone
 from elasticrun.agent.snapshots.segments import Held, Sizes
 from elasticrun.operator_log import logger
 from elasticrun.shm.memory import NoRoom
@@ -61,10 +61,11 @@ class Shards:
 
     def __init__(self, local: Local) -> None:
         self._local = local
-        self._tasks = Tasks(logger.error)
+        self._questions = Tasks(logger.error)
+        self._work = Tasks(logger.error)
         self._checks: dict[tuple[int, int, int], asyncio.Task[tuple[bool, str]]] = {}
         self._holders: dict[int, asyncio.Future[m.Holder]] = {}
-        self._copies: dict[int, asyncio.Task[Held]] = {}
+        self._copies: dict[int, asyncio.Task[Held | str]] = {}
         self._given: dict[int, tuple[Held, Snapshot, int]] = {}
         self._bad: set[int] = set()
         self.restore: m.Restore | None = None
@@ -80,9 +81,8 @@ class Shards:
 
     def end(self) -> None:
         """Nobody asks any more."""
-        self._tasks.close()
-        for task in self._checks.values():
-            task.cancel()
+        self._questions.close()
+        self._work.close()
         self._checks.clear()
         self._holders.clear()
         self.let_copies_go()
@@ -174,13 +174,11 @@ class Shards:
         if order.saver is None:
             raise Absent(order.reason or f"nobody holds what rank {rank} had")
         if order.holds not in self._copies:
-            task = asyncio.create_task(self._fetch(order))
-            self._copies[order.holds] = task
-            task.add_done_callback(unheard)
-        try:
-            held = await asyncio.shield(self._copies[order.holds])
-        except (NoRoom, SaverGone) as error:
-            raise Absent(str(error)) from None
+            fetching = self._work.start(self._fetch(order), "copying a shard")
+            self._copies[order.holds] = fetching
+        held = await asyncio.shield(self._copies[order.holds])
+        if isinstance(held, str):
+            raise Absent(held)
         snapshot = held.find_any()
         if snapshot is None:
             raise Absent("the copy from another node is gone")
@@ -204,8 +202,8 @@ class Shards:
         if self.restore is not None:
             self._local.say(m.WhereIs(self.restore.round, self.restore.step, rank))
 
-    async def _fetch(self, order: m.Holder) -> Held:
-        """A copy in memory of its own. Absent, NoRoom, SaverGone."""
+    async def _fetch(self, order: m.Holder) -> Held | str:
+        """A copy in memory of its own, or why there is none."""
         assert order.saver is not None
         segments, savers = self._local.segments, self._local.savers
         key = segments.new_key()
@@ -216,14 +214,16 @@ class Shards:
                     s.Fetch(key, order.round, order.step, order.holds, *where)
                 )
                 if not size.ok:
-                    raise Absent(size.reason)
+                    return size.reason
                 held = await segments.copy_of(size.layout_length, size.slot_bytes)
                 done = await savers.fetch_into(key, held)
         except TimeoutError:
-            raise Absent(f"it could not be fetched within {FETCH_LIMIT:g} s") from None
+            return f"it could not be fetched within {FETCH_LIMIT:g} s"
+        except (NoRoom, SaverGone) as error:
+            return str(error)
         if not done.ok:
             segments.drop(held)
-            raise Absent(done.reason)
+            return done.reason
         return held
 
     # ------------------------------------------------------------ comparing
@@ -241,7 +241,7 @@ class Shards:
     def _check(self, held: Held, snapshot: Snapshot) -> asyncio.Task[tuple[bool, str]]:
         name = (held.key, snapshot.slot, snapshot.sequence)
         if name not in self._checks:
-            self._checks[name] = asyncio.create_task(self._compared(held, snapshot))
+            self._checks[name] = self._work.start(self._compared(held, snapshot), "comparing")
         return self._checks[name]
 
     async def _compared(self, held: Held, snapshot: Snapshot) -> tuple[bool, str]:
@@ -266,14 +266,14 @@ class Shards:
         return self._local.inventory.find(name, step, rank)
 
     def _spawn(self, peer: Peer, work: Coroutine[Any, Any, None]) -> None:
-        if len(self._tasks) >= MAX_ASKED:
+        if len(self._questions) >= MAX_ASKED:
             work.close()
             peer.break_off(f"more than {MAX_ASKED} questions about shards are open")
             return
-        self._tasks.start(work, "bringing a shard")
+        self._questions.start(work, "bringing a shard")
 
 
-class Replicas:
+class Replicator:
     """Those of this node."""
 
     def __init__(self, local: Local) -> None:

@@ -9,7 +9,6 @@ a path that two jobs share.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import hashlib
@@ -23,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from elasticrun import config
-from elasticrun.agent.runtime import Tasks, in_thread
+from elasticrun.agent.runtime import Tasks, Timer, in_thread
 from elasticrun.operator_log import logger
 from elasticrun.shm.segment import round_key
 from elasticrun.wire.messages import Restore, Start
@@ -135,7 +134,7 @@ class SegmentFolder:
         self.torn = False  # what lay here was of before this machine's last start
         if _is_of_another_boot(lock):
             self.torn = True
-            self.clear()
+            _clear(path)
         _note_boot(lock)
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(path, ORPHAN))
@@ -169,13 +168,6 @@ class SegmentFolder:
         with open(path + ".new", "w") as file:
             file.write(text)
         os.rename(path + ".new", path)
-
-    def clear(self) -> None:
-        """Remove all that lies here but the lock."""
-        for name in os.listdir(self.path):
-            if name != LOCK:
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(self.path, name))
 
     def leave(self) -> None:
         """Let another agent have it, as it is."""
@@ -328,13 +320,18 @@ def _remove_free(
     return removed
 
 
+def _clear(path: str) -> None:
+    """Remove all that lies there but the lock."""
+    for name in os.listdir(path):
+        if name != LOCK:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(path, name))
+
+
 def _remove(path: str) -> None:
     """While its lock is held; the lock goes last, so that who waits for it finds another one."""
     with contextlib.suppress(OSError):
-        for name in os.listdir(path):
-            if name != LOCK:
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(path, name))
+        _clear(path)
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(path, LOCK))
         os.rmdir(path)
@@ -365,7 +362,7 @@ class Orphans:
     def __init__(self, base: str, job_id: str) -> None:
         self._base = base
         self._job_id = job_id
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()
         self._tasks = Tasks(logger.error)
 
     def look(self, grace: float | None = None) -> Cleaned:
@@ -375,11 +372,10 @@ class Orphans:
 
     def again(self, due: float | None) -> None:
         """Look again in so many seconds; None: there is nothing to look for."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.cancel()
         if due is not None:
-            self._timer = asyncio.get_running_loop().call_later(due, self._due)
+            what = "looking for killed agents' snapshots"
+            self._timer.after(due, lambda: self._tasks.start(self._look_again(), what))
 
     async def make_room(self) -> bool:
         """There is no room without what they have left: whether there was any of it."""
@@ -398,9 +394,6 @@ class Orphans:
         """This agent ends; the next one looks."""
         self.again(None)
         self._tasks.close()
-
-    def _due(self) -> None:
-        self._tasks.start(self._look_again(), "looking for killed agents' snapshots")
 
     async def _look_again(self) -> None:
         try:

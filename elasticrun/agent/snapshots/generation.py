@@ -14,10 +14,11 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from elasticrun.agent.snapshots.inventory import Local
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Held
 from elasticrun.config import AgentConfig
@@ -259,16 +260,10 @@ def _not_its_speaker(rank: LocalRank, pid: int) -> str:
 
 class Drain:
     """This node leaves, or another one: which step its ranks are at, and which one all ranks are
-    asked to save. `held`: all segments that lie here."""
+    asked to save."""
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        held: Callable[[], Iterable[Held]],
-        say: Callable[[m.Report], None],
-    ) -> None:
-        self._held = held
-        self._say = say
+    def __init__(self, config: AgentConfig, local: Local) -> None:
+        self._local = local
         names = set(MAY_PUT_OFF).intersection(config.signals_to_handle)
         self.signals = tuple(sorted(signal.Signals[name].value for name in names))
         """Those that ranks are to put off."""
@@ -306,7 +301,7 @@ class Drain:
             return
         if len(self._told) < MOST_MISSED:
             report = self._told[said.asked] = m.Missed(start.round, said.asked, max(0, said.step))
-            self._say(report)
+            self._local.say(report)
 
     # ------------------------------------------------------------ the node
 
@@ -338,7 +333,8 @@ class Drain:
         """What the brain is told of a signal to this agent."""
         name = signal.Signals(signum).name
         step = self.step() if death else NONE
-        held = max((one.step for held in self._held() for one in held.snapshots()), default=NONE)
+        steps = (one.step for held in self._local.segments.held for one in held.snapshots())
+        held = max(steps, default=NONE)
         return Signalled(signum, name, death, step, self.margin(), held)
 
     def ask(self, order: m.SaveAt) -> None:
@@ -350,7 +346,7 @@ class Drain:
             for held in self._generation.held():
                 held.segment.save_at = order.step
             if order.step in self._told:
-                self._say(self._told[order.step])
+                self._local.say(self._told[order.step])
 
     def show(self, local_rank: int, held: Held) -> None:
         """This rank is given this segment: write it there."""

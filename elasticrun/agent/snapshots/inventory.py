@@ -17,9 +17,10 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from elasticrun.agent.link.link import Link
+from elasticrun.agent.runtime import Timer
 from elasticrun.agent.snapshots.folder import LocalRound
 from elasticrun.agent.snapshots.saver import Savers
 from elasticrun.agent.snapshots.segments import Held, Segments
@@ -28,6 +29,9 @@ from elasticrun.shm.segment import NONE, Snapshot, round_key
 from elasticrun.wire import messages as m
 from elasticrun.wire.snapshots import RankHere, Restored
 from elasticrun.wire.types import RoundName
+
+if TYPE_CHECKING:
+    from elasticrun.agent.snapshots.snapshots import LocalSnapshots
 
 MOST_GAP: Final = 64
 """Ranks between two of which a report lists replicas as one row: those between them have 0."""
@@ -39,7 +43,7 @@ CHOSEN: Final = "restore"
 class Inventory:
     """The rounds whose snapshots may lie here."""
 
-    def __init__(self, segments: Segments, wanted: Wanted, nproc: int) -> None:
+    def __init__(self, segments: Segments, wanted: WantedSnapshots, nproc: int) -> None:
         self._segments = segments
         self._wanted = wanted
         self._nproc = nproc
@@ -321,7 +325,7 @@ TIMES: Final = 3.0
 stop snapshots for good."""
 
 
-class Wanted:
+class WantedSnapshots:
     """Snapshots that the ranks want written out: kept until the master says that this is over.
     `limit`: seconds that one attempt may take; `freed` is called when pins were taken away for
     good."""
@@ -387,25 +391,15 @@ ALONE: Final = 1.0
 what matters is said at once (`now`)."""
 
 
-class HoldsSnapshots(Protocol):
-    """Who makes the report of what is held, as it is now."""
-
-    def holdings(self) -> m.Holdings:
-        """The report."""
-
-    def nodes(self) -> int:
-        """How many the round has."""
-
-
 class HoldingsReport:
-    """When it is sent."""
+    """When the master is told what is held."""
 
-    def __init__(self, link: Callable[[], Link], holder: HoldsSnapshots) -> None:
+    def __init__(self, link: Link, holder: LocalSnapshots) -> None:
         self._link = link
         self._holder = holder
         self._said: m.Holdings | None = None
         self._said_at = -math.inf
-        self._due: asyncio.TimerHandle | None = None
+        self._due = Timer()
         self._closed = False
 
     def changed(self) -> None:
@@ -415,33 +409,31 @@ class HoldingsReport:
         due = self._said_at + (nodes / REPORTS_PER_SECOND if nodes > 1 else ALONE)
         if due <= loop.time():
             self._offer()
-        elif self._due is None and not self._closed:
-            self._due = loop.call_at(due, self._offer)
+        elif not self._due.is_set and not self._closed:
+            self._due.after(due - loop.time(), self._offer)
 
     def now(self, *, again: bool = False) -> None:
         """Tell it before anything that is said from now on; `again`: also where nothing is new."""
-        self._cancel()
+        self._due.cancel()
         report = self._holder.holdings()
         if self._nothing(report) or (report == self._said and not again):
             return
-        self._link().say(report)
+        self._link.say(report)
         self._told(report)
 
     def close(self) -> None:
         self._closed = True
-        self._cancel()
+        self._due.cancel()
 
     def _offer(self) -> None:
-        self._cancel()
+        self._due.cancel()
         report = self._holder.holdings()
         if self._closed or self._nothing(report) or report == self._said:
             return
-        link = self._link()
-        if link.offer(report):
+        if self._link.offer(report):
             self._told(report)
-        elif link.beat_interval:  # it is busy; without a session, the next one is told all
-            loop = asyncio.get_running_loop()
-            self._due = loop.call_later(1 / REPORTS_PER_SECOND, self._offer)
+        elif self._link.beat_interval:  # it is busy; without a session, the next one is told all
+            self._due.after(1 / REPORTS_PER_SECOND, self._offer)
 
     def _nothing(self, report: m.Holdings) -> bool:
         """As far as anybody knows, no script of this job takes snapshots."""
@@ -449,11 +441,6 @@ class HoldingsReport:
 
     def _told(self, report: m.Holdings) -> None:
         self._said, self._said_at = report, asyncio.get_running_loop().time()
-
-    def _cancel(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
 
 
 @dataclass(frozen=True, slots=True)

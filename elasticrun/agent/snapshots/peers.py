@@ -12,13 +12,16 @@ import asyncio
 import contextlib
 import os
 import socket
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from elasticrun.agent.runtime import keep_sending
+from elasticrun.agent.runtime import Once, keep_sending
 from elasticrun.operator_log import logger
 from elasticrun.wire.frames import Connection, FrameError, NotRead, peer_of
 from elasticrun.wire.progress import address, mint_name
 from elasticrun.wire.snapshots import FromPeer, RankHere, SaverHere, ToPeer
+
+if TYPE_CHECKING:
+    from elasticrun.agent.snapshots.snapshots import LocalSnapshots
 
 OUTBOX_MOST: Final = 1024
 """Messages that wait for a peer to read; ranks and savers always do."""
@@ -39,16 +42,6 @@ TEXT_MOST: Final = 500
 def one_line(text: str) -> str:
     """A sentence of a peer's as it may be shown."""
     return "".join(c if c.isprintable() else " " for c in text[:TEXT_MOST])
-
-
-class Listener(Protocol):
-    """Who hears the peers."""
-
-    def heard(self, peer: Peer, message: FromPeer) -> None:
-        """A message of a peer, its introduction first."""
-
-    def lost(self, peer: Peer) -> None:
-        """Its connection is over; it had introduced itself."""
 
 
 def _named(here: RankHere | SaverHere) -> str:
@@ -130,12 +123,11 @@ class PeerServer:
     """The listening socket and all that have dialled. `name` is what they dial, "" where the kernel
     gave no socket (one line says so)."""
 
-    def __init__(self, nproc: int, listener: Listener) -> None:
+    def __init__(self, nproc: int, listener: LocalSnapshots) -> None:
         self._most = 2 * nproc + SPARE
         self.listener = listener
-        self._peers: set[Peer] = set()
-        self._strangers: set[int] = set()
-        self._crowded = False
+        self.peers: set[Peer] = set()
+        self._told = Once()
         self._socket: socket.socket | None = None
         self.name = ""
 
@@ -159,15 +151,12 @@ class PeerServer:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
             self._socket = None
-        for peer in list(self._peers):
+        for peer in list(self.peers):
             peer.close()
-
-    def peers(self) -> list[Peer]:
-        return list(self._peers)
 
     def gone(self, peer: Peer) -> None:
         """It has closed its connection."""
-        self._peers.discard(peer)
+        self.peers.discard(peer)
         if peer.here is not None:
             self.listener.lost(peer)
 
@@ -195,27 +184,22 @@ class PeerServer:
             with contextlib.suppress(OSError):
                 channel.close()
             return
-        self._peers.add(Peer(channel, pid, self))
+        self.peers.add(Peer(channel, pid, self))
 
     def _trusted(self, channel: socket.socket) -> int | None:
         """The pid at the other end, None for another user's."""
         pid, uid = peer_of(channel)
         if uid == os.geteuid():
             return pid
-        if uid not in self._strangers and len(self._strangers) < 100:
-            self._strangers.add(uid)
-            logger.warning(
-                "a process of another user (pid %d, uid %d) has dialled about snapshots: it is not "
-                "listened to",
-                pid,
-                uid,
-            )
+        self._told.tell(
+            f"a process of another user (pid {pid}, uid {uid}) has dialled about snapshots: it is "
+            "not listened to",
+            kind=f"user {uid}",
+        )
         return None
 
     def _room(self) -> bool:
-        if len(self._peers) < self._most:
+        if len(self.peers) < self._most:
             return True
-        if not self._crowded:
-            self._crowded = True
-            logger.warning("more than %d connections about snapshots: refused", self._most)
+        self._told.tell(f"more than {self._most} connections about snapshots: refused")
         return False

@@ -13,8 +13,9 @@ import hmac
 import signal
 from collections import deque
 from collections.abc import Hashable
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from elasticrun.agent.runtime import Timer
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Held
 from elasticrun.agent.spawner import Child, Spawners
@@ -24,6 +25,9 @@ from elasticrun.shm.segment import VERSION, Snapshot
 from elasticrun.wire import env, snapshots as s
 from elasticrun.wire.spawning import Exited, FromSpawner, SpawnFailed, SpawnSaver
 from elasticrun.wire.types import RoundName
+
+if TYPE_CHECKING:
+    from elasticrun.agent.snapshots.snapshots import LocalSnapshots
 
 T = TypeVar("T")
 
@@ -54,29 +58,10 @@ class SaverGone(Exception):
     """There is no saver, or it died meanwhile; a sentence."""
 
 
-class SaverOwner(Protocol):
-    """Whose saver it is."""
-
-    def socket_name(self) -> str:
-        """The agent's socket, which it dials."""
-
-    def serving_host(self) -> str:
-        """Where it serves other nodes; "": nowhere."""
-
-    def saver_ready(self) -> None:
-        """One is there, with its segments still to be opened."""
-
-    def saver_lost(self) -> None:
-        """There is none any more."""
-
-    def remark(self, text: str) -> None:
-        """A sentence of its for the operator."""
-
-
 class Savers:
     """At most one saver at a time."""
 
-    def __init__(self, config: AgentConfig, spawners: Spawners, owner: SaverOwner) -> None:
+    def __init__(self, config: AgentConfig, spawners: Spawners, owner: LocalSnapshots) -> None:
         self._config = config
         self._spawners = spawners
         self._owner = owner
@@ -91,7 +76,7 @@ class Savers:
         self._hopeless = ""  # why none is started any more
         self._spoke = False  # the one that was started last
         self._misses = 0  # tries in a row that came to nothing
-        self._again: asyncio.TimerHandle | None = None  # until then none is tried
+        self._again = Timer()  # until then none is tried
         self.port = 0
         """Where it serves other nodes; 0: nowhere."""
 
@@ -188,8 +173,7 @@ class Savers:
     def close(self) -> None:
         """The agent ends; its spawners kill and reap what is left."""
         self._closed = True
-        if self._again is not None:
-            self._again.cancel()
+        self._again.cancel()
         self._fail("this agent ends")
 
     # ------------------------------------------------------------ what it says
@@ -254,7 +238,7 @@ class Savers:
 
     def _start(self) -> None:
         """Order one, once the last one was reaped."""
-        if self._child is not None or self._coming is None or self._again is not None:
+        if self._child is not None or self._coming is None or self._again.is_set:
             return
         now = asyncio.get_running_loop().time()
         while self._starts and now - self._starts[0] > STARTS_WINDOW:
@@ -293,11 +277,7 @@ class Savers:
         self._misses += 1
         if self._misses == 1:
             logger.warning("%s; it is tried again, %g s later at most", why, RETRY_MOST)
-        self._again = asyncio.get_running_loop().call_later(wait, self._retry)
-
-    def _retry(self) -> None:
-        self._again = None
-        self._start()
+        self._again.after(wait, self._start)
 
     def _introduced(self, peer: Peer, here: s.SaverHere) -> None:
         if here.version != VERSION:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import mmap
 import os
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from functools import partial
 from itertools import count
 from typing import Final, NamedTuple
 
-from elasticrun.agent.runtime import NoThread, Tasks, in_thread
+from elasticrun.agent.runtime import NoThread, Once, Tasks, in_thread
 from elasticrun.agent.snapshots.folder import (
     DEFAULT_BASE,
     LocalRound,
@@ -161,7 +162,7 @@ class Segments:
         self._serials = count(1)
         self._taking = 0  # bytes that are being taken now
         self._taken = asyncio.Event()
-        self._told: set[str] = set()
+        self._told = Once()
         self._closed = False
         self._tasks = Tasks(logger.error)
         self._to_note: list[LocalRound] = []
@@ -208,7 +209,7 @@ class Segments:
             try:
                 await in_thread(note, limit=OPEN_LIMIT, name="segments")
             except (OSError, TimeoutError) as error:
-                self._once(f"snapshots will not outlive this agent: {error or 'no answer'}")
+                self._told.tell(f"snapshots will not outlive this agent: {error or 'no answer'}")
 
     def new_key(self) -> int:
         """A number that no segment has had."""
@@ -230,7 +231,7 @@ class Segments:
         except NoRoom as error:
             if fewer == sizes or self._closed:
                 raise
-            self._once(
+            self._told.tell(
                 f"there is room for {least} snapshots of a rank only: some are skipped while a "
                 f"checkpoint is written ({error})"
             )
@@ -256,7 +257,8 @@ class Segments:
                 held.content = content
                 return held
         slots = f"{sizes.slots} x {in_words(sizes.slot_bytes)}"
-        self._once(f"replicas take {slots} of shared memory for each rank of another node", "info")
+        words = f"replicas take {slots} of shared memory for each rank of another node"
+        self._told.tell(words, logging.INFO)
         return await self._make(-1, sizes, content, sizes.nbytes, rank)
 
     def drop(self, held: Held) -> None:
@@ -354,7 +356,8 @@ class Segments:
 
         fd, mapped = await in_thread(work, name="segments", late=late)
         for why in small:
-            self._once(f"snapshots are in pages of 4 KiB, which ranks map slowly ({why})", "info")
+            words = f"snapshots are in pages of 4 KiB, which ranks map slowly ({why})"
+            self._told.tell(words, logging.INFO)
         view, slots = memoryview(mapped), sizes.slots
         begin(view, layout_length=sizes.layout_length, slot_bytes=sizes.slot_bytes, slots=slots)
         segment = Segment(view)
@@ -391,7 +394,7 @@ class Segments:
             raise NoRoom(f"{in_words(need)} are needed, and {bound} has {in_words(free)} left")
         where = f"{self._base} has room for {in_words(room or 0)}"
         why = self._no_folder if room is None else where
-        self._once(
+        self._told.tell(
             f"{why}: snapshots are kept in memory without a name, and do not outlive this agent "
             f"(mount a larger tmpfs, or name another folder by {env.SHM_DIR})"
         )
@@ -418,7 +421,7 @@ class Segments:
             os.close(fd)
             warm = False
         if not warm:
-            self._once("the kernel cannot make memory warm: the first snapshots take longer")
+            self._told.tell("the kernel cannot make memory warm: the first snapshots take longer")
 
     # ------------------------------------------------------------ taking over
 
@@ -477,12 +480,7 @@ class Segments:
     def _announce(self, sizes: Sizes) -> None:
         slots = f"{sizes.slots} x {in_words(sizes.slot_bytes)}"
         ranks = "the local rank" if self._nproc == 1 else f"each of {self._nproc} local ranks"
-        self._once(f"snapshots take {slots} of shared memory for {ranks}", level="info")
-
-    def _once(self, sentence: str, level: str = "warning") -> None:
-        if sentence not in self._told and len(self._told) < 100:
-            self._told.add(sentence)
-            getattr(logger, level)("%s", sentence)
+        self._told.tell(f"snapshots take {slots} of shared memory for {ranks}", logging.INFO)
 
 
 def _leave(found: tuple[float | None, Adopted | None]) -> None:

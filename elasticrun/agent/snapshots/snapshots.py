@@ -12,29 +12,28 @@ The end of a rank's connection means nothing: what it has committed counts when 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
 from msgspec.structs import replace
 
-from elasticrun.agent.link.link import Link
 from elasticrun.agent.rendezvous.claims import FolderClaim
-from elasticrun.agent.runtime import Tasks
+from elasticrun.agent.runtime import NodeContext, Once, Tasks
 from elasticrun.agent.snapshots.checkpoints import Persisting
-from elasticrun.agent.snapshots.fetching import Replicas, Shards
+from elasticrun.agent.snapshots.fetching import Replicator, Shards
 from elasticrun.agent.snapshots.generation import Drain, Generation
 from elasticrun.agent.snapshots.inventory import (
     CHOSEN,
     HoldingsReport,
     Inventory,
     Local,
-    Wanted,
+    WantedSnapshots,
 )
 from elasticrun.agent.snapshots.peers import Peer, PeerServer, one_line
 from elasticrun.agent.snapshots.saver import Hashing, Savers
 from elasticrun.agent.snapshots.segments import Segments, Sizes
 from elasticrun.agent.spawner import Spawners
-from elasticrun.config import AgentConfig
 from elasticrun.operator_log import logger
 from elasticrun.shm.memory import NoRoom
 from elasticrun.shm.segment import NONE, round_key
@@ -74,34 +73,32 @@ def resume(start: Start, *, same: bool, put_off: tuple[int, ...]) -> s.Resume:
     )
 
 
-class Snapshots:
-    """Built with the node; `open` when its id is known. `link` leads to the master, `address` is
-    where this node is reached by others, `resumed(step, source)` is called when ranks go on."""
+class LocalSnapshots:
+    """Built with the node, once it has a link; `open` when its id is known. `resumed(step, source)`
+    is called when ranks go on."""
 
     def __init__(
         self,
-        config: AgentConfig,
+        node: NodeContext,
         spawners: Spawners,
-        *,
         environ: Mapping[str, str],
-        link: Callable[[], Link],
-        address: Callable[[], str],
         resumed: Callable[[int, str], None] = lambda step, source: None,
     ) -> None:
+        config = node.config
         self._nproc = config.nproc_per_node
         self._several = config.spec.max_nodes > 1
-        self._link = link
+        self._node = node
+        self._say = node.link.say
         self._resumed = resumed
-        self._address = address
-        self._remarks: set[str] = set()  # that were shown in this generation
+        self._remarks = Once(REMARKS_MOST)  # that are shown in one generation
         self._tasks = Tasks(logger.error)
         self._generation = Generation(self._nproc)
         self._server = PeerServer(self._nproc, self)
         self.savers = Savers(config, spawners, self)
         self._segments = Segments(config.spec.job_id, self._nproc, environ)
-        self._wanted = Wanted(self._segments, config.spec.saves.limit, self._tidy)
+        self._wanted = WantedSnapshots(self._segments, config.spec.saves.limit, self._tidy)
         self._inventory = Inventory(self._segments, self._wanted, self._nproc)
-        self._report = HoldingsReport(link, self)
+        self._report = HoldingsReport(node.link, self)
         self._local = Local(
             self._segments,
             self._inventory,
@@ -112,9 +109,9 @@ class Snapshots:
         )
         self._claim = FolderClaim(config.spec.job_id, self._term)
         self._shards = Shards(self._local)
-        self._replicas = Replicas(self._local)
+        self._replicas = Replicator(self._local)
         self._persisting = Persisting(self._local, self._shards, self._claim)
-        self.drain = Drain(config, lambda: self._segments.held, self._say)
+        self.drain = Drain(config, self._local)
         self._hashing = Hashing(self.savers)
 
     async def open(self, node: str) -> None:
@@ -147,7 +144,7 @@ class Snapshots:
         """Ranks of this round are about to be started."""
         self._generation.close()
         self._generation = Generation(self._nproc, start)
-        for peer in self._server.peers():
+        for peer in list(self._server.peers):
             if isinstance(peer.here, s.RankHere):
                 peer.close()
         self._remarks.clear()
@@ -244,7 +241,7 @@ class Snapshots:
             self._rank_says(peer, local_rank, message)
 
     def lost(self, peer: Peer) -> None:
-        """Its connection is over."""
+        """Its connection is over; it had introduced itself."""
         if isinstance(peer.here, s.SaverHere):
             self.savers.hung_up(peer)
         elif (local_rank := self._generation.of(peer)) is not None:
@@ -272,7 +269,7 @@ class Snapshots:
             self._claim.want(here.folder)
         self._replicas.wanted = here.replicas > 0
         if here.replicas and start.group_world_size == 1:
-            self.remark("no replicas: this node is the only one", level="info")
+            self.remark("no replicas: this node is the only one", level=logging.INFO)
         self.savers.want()
         same = start.restore is not None and self._shards.is_here(here.rank)
         peer.send(resume(start, same=same, put_off=self.drain.signals))
@@ -312,7 +309,7 @@ class Snapshots:
         self.drain.began(said.step)
         self._resumed(said.step, said.source)
         if said.source != "nothing":
-            self.remark(f"ranks go on from step {said.step} ({said.source})", level="info")
+            self.remark(f"ranks go on from step {said.step} ({said.source})", level=logging.INFO)
 
     # ------------------------------------------------------------ segments
 
@@ -386,12 +383,15 @@ class Snapshots:
     # ------------------------------------------------------------ for the saver's client
 
     def socket_name(self) -> str:
+        """The agent's socket, which it dials."""
         return self._server.name
 
     def serving_host(self) -> str:
-        return self._address() if self._several else ""
+        """Where it serves other nodes; "": nowhere."""
+        return self._node.address if self._several else ""
 
     def saver_ready(self) -> None:
+        """One is there, with its segments still to be opened."""
         self._shards.compare()
         self._serve()
         for held in self._segments.held:
@@ -399,16 +399,14 @@ class Snapshots:
         self._report.now()
 
     def saver_lost(self) -> None:
+        """There is none any more."""
         if any(rank.peer is not None for rank in self._generation.ranks):
             self.savers.want()
         self._report.changed()
 
-    def remark(self, text: str, level: str = "warning") -> None:
+    def remark(self, text: str, level: int = logging.WARNING) -> None:
         """A sentence of a rank or the saver for the operator: each once in a generation."""
-        text = one_line(text)
-        if text not in self._remarks and len(self._remarks) < REMARKS_MOST:
-            self._remarks.add(text)
-            getattr(logger, level)("%s", text)
+        self._remarks.tell(one_line(text), level)
 
     # ------------------------------------------------------------ for the report
 
@@ -416,7 +414,7 @@ class Snapshots:
         """What this node holds."""
         generation = self._generation
         held = self._inventory.holdings(living=generation.living)
-        saver = Endpoint(self._address(), self.savers.port) if self.savers.port else None
+        saver = Endpoint(self._node.address, self.savers.port) if self.savers.port else None
         last, went_on = self._inventory.last(), generation.went_on()
         skipped = max((rank.skipped for rank in generation.ranks), default=0)
         return m.Holdings(saver, held, self._replicas.wanted, last, went_on, skipped)
@@ -437,9 +435,6 @@ class Snapshots:
                 self.savers.serve(held, snapshot, life.name, rank)
 
     # ------------------------------------------------------------ small change
-
-    def _say(self, report: m.Report) -> None:
-        self._link().say(report)
 
     def _note(self) -> None:
         self._tasks.start(self._segments.note(self._inventory.lives()), "noting the rounds")

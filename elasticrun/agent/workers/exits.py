@@ -8,6 +8,7 @@ took, and its log. All but `Killers` touches the disk; call it in a thread.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -19,9 +20,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from elasticrun.agent.runtime import in_thread
+from msgspec.structs import replace
+
+from elasticrun.agent.runtime import Once, in_thread
 from elasticrun.core.rounds.failures import NO_TRACEBACK, classify
-from elasticrun.operator_log import logger
 from elasticrun.wire import env
 from elasticrun.wire.messages import Failure
 from elasticrun.wire.types import MAX_TEXT
@@ -45,7 +47,7 @@ class Killers:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
-        self._told: set[str] = set()
+        self._told = Once()
 
     async def look(self, failure: Failure) -> None:
         """Tell what the log says of this rank, which a SIGKILL ended that nobody here has sent."""
@@ -59,9 +61,7 @@ class Killers:
         except TimeoutError:
             return
         level = logging.INFO if word.clear else logging.WARNING
-        if word.text not in self._told:
-            self._told.add(word.text)
-            logger.log(level, "rank %d: %s", failure.rank, word.text)
+        self._told.tell(f"rank {failure.rank}: {word.text}", level, kind=word.text)
 
 
 class OomKills:
@@ -91,14 +91,11 @@ class OomKills:
 
 def _read(file: Path) -> int | None:
     """The count in a file, None if it has none."""
-    try:
-        with file.open() as lines:
-            for line in lines:
-                name, _, value = line.partition(" ")
-                if name == "oom_kill":
-                    return int(value)
-    except (OSError, ValueError):
-        pass
+    with contextlib.suppress(OSError, ValueError), file.open() as lines:
+        for line in lines:
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
     return None
 
 
@@ -143,41 +140,27 @@ class ErrorFile:
     problem: str = ""
 
 
-def describe(
-    *,
-    host: str,
-    rank: int,
-    local_rank: int,
-    pid: int,
-    exitcode: int,
-    time_us: int,
-    error_file: str,
-    stopping: bool,
-) -> Failure:
-    """One failed rank as a Failure. Never raises for what stands in the file.
+def describe(bare: Failure, *, stopping: bool) -> Failure:
+    """A failed rank, with what its error file says. Never raises for what stands in that.
 
-    `exitcode` is negative for a signal, `time_us` is when the rank was reaped, `stopping` says that
-    its agent had been stopping it. The failure's time is the error file's where there is one: a
-    rank may have spent seconds in its exit handlers since.
-    """
-    found = read_error_file(error_file)
-    oom = exitcode == -signal.SIGKILL and not stopping and oom_kills().near(time_us)
+    `bare`: with the time at which the rank was reaped; `stopping`: its agent had been stopping it.
+    The failure's time is the error file's where there is one: a rank may have spent seconds in its
+    exit handlers since."""
+    code, reaped_us = bare.exitcode, bare.time_us
+    found = read_error_file(bare.error_file)
+    oom = code == -signal.SIGKILL and not stopping and oom_kills().near(reaped_us)
     message = found.message
     if not message:
-        message = _without_file(exitcode, pid, oom)
+        message = _without_file(code, bare.pid, oom)
         if found.problem:
             message = f"{message} ({found.problem})"
-    return Failure(
-        host=host,
-        rank=rank,
-        local_rank=local_rank,
-        pid=pid,
-        exitcode=exitcode,
-        time_us=min(found.time_us, time_us) if found.time_us else time_us,
-        kind=classify(exitcode, message, stopping=stopping, oom=oom),
+    return replace(
+        bare,
+        time_us=min(found.time_us, reaped_us) if found.time_us else reaped_us,
+        kind=classify(code, message, stopping=stopping, oom=oom),
         message=message,
         traceback=found.traceback,
-        error_file=error_file if found.data is not None or found.problem else "",
+        error_file=bare.error_file if found.data is not None or found.problem else "",
     )
 
 
@@ -191,7 +174,8 @@ def read_error_file(path: str) -> ErrorFile:
     except FileNotFoundError:
         return ErrorFile()
     except (OSError, ValueError) as error:
-        return ErrorFile(problem=f"its error file cannot be read: {_reason(error)}")
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        return ErrorFile(problem=f"its error file cannot be read: {why}")
     if not text:
         return ErrorFile(problem="its error file is empty, as on a disk that is full")
     try:
@@ -204,11 +188,8 @@ def read_error_file(path: str) -> ErrorFile:
     if isinstance(message, dict):
         extra = message.get("extraInfo")
         extra = extra if isinstance(extra, dict) else {}
-        words, stack, stamp = (
-            message.get("message"),
-            extra.get("py_callstack"),
-            extra.get("timestamp"),
-        )
+        words, stack = message.get("message"), extra.get("py_callstack")
+        stamp = extra.get("timestamp")
     else:
         words, stack, stamp = message, "", data.get("timestamp")
     words, stack = _text(words), _text(stack)
@@ -319,10 +300,8 @@ def _replace(target: str, data: dict[str, Any]) -> str:
             json.dump(data, file)
         os.replace(fresh, target)
     except OSError:
-        try:
+        with contextlib.suppress(OSError):
             os.unlink(fresh)
-        except OSError:
-            pass
         return ""
     return target
 
@@ -331,7 +310,3 @@ def _text(value: object) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else repr(value)[:MAX_TEXT]
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

@@ -7,18 +7,16 @@ told, or it was called off and nothing is told.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 from elasticrun import accelerators
 from elasticrun.accelerators import Accelerator
-from elasticrun.agent.runtime import NodeContext, Tasks, in_thread
+from elasticrun.agent.runtime import NodeContext, Tasks, Timer, in_thread
 from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.agent.workers import numa
 from elasticrun.agent.workers.ranks import probe_environment
@@ -26,16 +24,8 @@ from elasticrun.config import PROBE_LOAD_CPU, PROBE_LOAD_GPU, ProbeLoad
 from elasticrun.core.events import ProbeEnded
 from elasticrun.core.health.words import duration
 from elasticrun.operator_log import logger
-from elasticrun.wire import env
+from elasticrun.wire import env, spawning
 from elasticrun.wire.messages import Probe, Probed, ProbePhase, Transfer
-from elasticrun.wire.spawning import (
-    Exited,
-    FromSpawner,
-    ProbePlan,
-    ProbeSaid,
-    SpawnFailed,
-    SpawnProbe,
-)
 
 OWN_PHASES: Final = (ProbePhase.START, ProbePhase.COMPUTE)
 """Whoever fails here has failed with no part of any other node in it."""
@@ -55,7 +45,7 @@ class _Probing:
     children: dict[Child, int] = field(default_factory=dict)  # their local ranks, until reaped
     phases: dict[int, ProbePhase] = field(default_factory=dict)  # by local rank
     results: dict[int, _Result] = field(default_factory=dict)  # in the order of their coming
-    timer: asyncio.TimerHandle | None = None
+    timer: Timer = field(default_factory=Timer)
     started: bool = False  # its processes have been ordered
     over: bool = False  # told, or called off
 
@@ -105,8 +95,7 @@ class Probing:
         self.call_off()
         probing = _Probing(order, PROBE_LOAD_CPU, time.monotonic())
         self._current = probing
-        loop = asyncio.get_running_loop()
-        probing.timer = loop.call_later(order.limit, self._overdue, probing)
+        probing.timer.after(order.limit, self._overdue, probing)
         self._tasks.start(self._start(probing), "starting probes")
 
     def call_off(self) -> None:
@@ -123,20 +112,20 @@ class Probing:
 
     # ------------------------------------------------------------ reports
 
-    def heard(self, child: Child, message: FromSpawner) -> None:
+    def heard(self, child: Child, message: spawning.FromSpawner) -> None:
         """A probe enters a phase, has come to its end, or is reaped: the last one's is the end of
         the order."""
         probing = self._children[child]
         local_rank = probing.children[child]
-        if isinstance(message, Exited | SpawnFailed):
+        if isinstance(message, spawning.Exited | spawning.SpawnFailed):
             self._spawners.forget(child)
             self.lost(child)
             if not probing.over:
                 ended = "it ended without a result"
-                why = ended if isinstance(message, Exited) else message.reason
-                self._failed(probing, local_rank, why)
+                why = ended if isinstance(message, spawning.Exited) else message.reason
+                self._failed(probing, local_rank, self._clause(probing, local_rank, why))
             self._look(probing)
-        elif isinstance(message, ProbeSaid) and not probing.over:
+        elif isinstance(message, spawning.ProbeSaid) and not probing.over:
             with contextlib.suppress(ValueError):  # no phase of ours
                 probing.phases[local_rank] = ProbePhase(message.phase)
             if message.done:
@@ -157,8 +146,9 @@ class Probing:
             bindings = await self._bind()
             environments = [probe_environment(config, rank, os.environ) for rank in ranks]
         except Exception as error:  # BadEnvironment, or whatever a vendor's tools have raised
+            why = str(error) or type(error).__name__
             for rank in ranks:
-                self._failed(probing, rank, str(error) or type(error).__name__)
+                self._failed(probing, rank, self._clause(probing, rank, why))
             probing.started = True
             self._look(probing)
             return
@@ -168,7 +158,7 @@ class Probing:
         probing.started = True
         for rank in ranks:
             plan = self._plan(probing, accelerator, rank)
-            order = SpawnProbe(0, plan, environments[rank], (), bindings[rank].cpus)
+            order = spawning.SpawnProbe(0, plan, environments[rank], (), bindings[rank].cpus)
             child = self._spawners.start(order, self)
             probing.children[child] = rank
             self._children[child] = probing
@@ -188,9 +178,11 @@ class Probing:
             self._bindings, _ = await in_thread(lambda: numa.find(config), name="numa")
         return self._bindings or [numa.Binding()] * config.nproc_per_node
 
-    def _plan(self, probing: _Probing, accelerator: Accelerator, local_rank: int) -> ProbePlan:
+    def _plan(
+        self, probing: _Probing, accelerator: Accelerator, local_rank: int
+    ) -> spawning.ProbePlan:
         order, load = probing.order, probing.load
-        return ProbePlan(
+        return spawning.ProbePlan(
             check=order.check,
             rank=order.first_rank + local_rank,
             world_size=order.world_size,
@@ -215,10 +207,8 @@ class Probing:
         """The limit: what has not said its result by now has failed where it is, and is killed."""
         limit = probing.order.limit
         for local_rank in range(self._config.nproc_per_node):
-            phase = probing.phase(local_rank)
-            reason = f"{self._where(local_rank)}hung: no end within its limit of {limit:g} s"
-            hung = _Result(False, phase, phase in OWN_PHASES, False, reason)
-            probing.results.setdefault(local_rank, hung)
+            hung = f"{self._where(local_rank)}hung: no end within its limit of {limit:g} s"
+            self._failed(probing, local_rank, hung)
         probing.started = True
         self._kill(probing)
         self._look(probing)
@@ -237,12 +227,11 @@ class Probing:
 
     def _close(self, probing: _Probing) -> None:
         probing.over = True
-        if probing.timer is not None:
-            probing.timer.cancel()
+        probing.timer.cancel()
 
     # ------------------------------------------------------------ results
 
-    def _result(self, probing: _Probing, local_rank: int, said: ProbeSaid) -> _Result:
+    def _result(self, probing: _Probing, local_rank: int, said: spawning.ProbeSaid) -> _Result:
         phase = probing.phase(local_rank)
         reason = ""
         if said.excused:
@@ -260,9 +249,8 @@ class Probing:
             said.timed,
         )
 
-    def _failed(self, probing: _Probing, local_rank: int, why: str) -> None:
+    def _failed(self, probing: _Probing, local_rank: int, reason: str) -> None:
         phase = probing.phase(local_rank)
-        reason = self._clause(probing, local_rank, why)
         failed = _Result(False, phase, phase in OWN_PHASES, False, reason)
         probing.results.setdefault(local_rank, failed)
 
@@ -279,30 +267,25 @@ class Probing:
         order, load = probing.order, probing.load
         results = list(probing.results.values())
         worst = max(results, key=lambda result: result.weight)  # of several, the first
-        ok = worst.ok
         times = zip(*(result.transfers for result in results), strict=False)
         sizes = load.perf_sizes if order.perf else (load.size,)
         return Probed(
             check=order.check,
-            ok=ok,
+            ok=worst.ok,
             phase=worst.phase,
             own=worst.own,
             excused=worst.excused,
             reason=worst.reason,
-            compute=_most(result.compute for result in results),
+            compute=max(result.compute for result in results),
             flops=0.0 if order.perf else 2.0 * load.matrix**3,
             transfers=tuple(
                 Transfer(size, max(seconds))
                 for size, seconds in zip(sizes, times, strict=False)
-                if ok
+                if worst.ok
             ),
             seconds=time.monotonic() - probing.began,
-            timed=_most(result.timed for result in results),
+            timed=max(result.timed for result in results),
         )
-
-
-def _most(values: Iterable[float]) -> float:
-    return max(values, default=0.0)
 
 
 def _another(order: Probe) -> str:

@@ -13,9 +13,9 @@ import os
 import socket
 import struct
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from elasticrun.operator_log import logger
+from elasticrun.agent.runtime import Once, Timer
 from elasticrun.wire.messages import Start, Steps
 from elasticrun.wire.progress import (
     DATAGRAM_BYTES,
@@ -27,6 +27,9 @@ from elasticrun.wire.progress import (
     place,
 )
 from elasticrun.wire.types import INT32
+
+if TYPE_CHECKING:
+    from elasticrun.agent.link.link import Link
 
 SAY_EVERY: Final = 1.0
 """Seconds between two reports at the least; the interval of the beats where that is longer."""
@@ -89,21 +92,10 @@ class _Window:
         self.seconds = self.own = self.waited = 0.0
 
 
-class Uplink(Protocol):
-    """The link to the master."""
-
-    def offer(self, report: Steps, /) -> bool:
-        """Send it unless the link is busy or down; whether it was sent."""
-
-    @property
-    def beat_interval(self) -> float:
-        """Seconds."""
-
-
 class Progress:
     """The socket of the present life, and the folding."""
 
-    def __init__(self, nproc: int, link: Uplink) -> None:
+    def __init__(self, nproc: int, link: Link) -> None:
         self._nproc = nproc
         self._link = link
         self._socket: socket.socket | None = None
@@ -115,8 +107,8 @@ class Progress:
         self._new_since = math.inf
         self._second = 0
         self._read_in_second = 0
-        self._pause: asyncio.TimerHandle | None = None
-        self._told: set[str] = set()
+        self._pause = Timer()
+        self._told = Once()
         self.newest = -1
         """The newest step that a rank of this life has told; -1: none."""
 
@@ -129,18 +121,15 @@ class Progress:
         self._new_since = math.inf
         share = start.group_world_size / REPORTS_PER_SECOND
         self._every = max(SAY_EVERY, min(SAY_SELDOM, share))
-        name = mint_name()
+        name, found = mint_name(), None
         try:
             found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        except OSError as error:
-            self._once(f"steps are not told to this agent: {error}")
-            return
-        try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             found.bind(address(name))
         except OSError as error:
-            found.close()
-            self._once(f"steps are not told to this agent: {error}")
+            if found is not None:
+                found.close()
+            self._told.tell(f"steps are not told to this agent: {error}")
             return
         self._socket, self._name = found, name
         asyncio.get_running_loop().add_reader(found, self._readable)
@@ -151,12 +140,9 @@ class Progress:
 
     def end(self) -> None:
         """Hear nobody any more; harmless if that is so already."""
-        if self._pause is not None:
-            self._pause.cancel()
-            self._pause = None
-        elif self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket)
+        self._pause.cancel()
         if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
         self._socket, self._name = None, ""
 
@@ -180,7 +166,7 @@ class Progress:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._once(f"steps are not heard any more: {error}")
+                self._told.tell(f"steps are not heard any more: {error}")
                 self.end()
                 return
             self._read_in_second += 1
@@ -190,12 +176,11 @@ class Progress:
     def _rest(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         """Read on in the next second: a rank that floods must not keep the agent busy."""
         assert self._socket is not None
-        self._once("a local rank tells its steps too often: some are not heard")
+        self._told.tell("a local rank tells its steps too often: some are not heard")
         loop.remove_reader(self._socket)
-        self._pause = loop.call_later(max(0.0, seconds), self._resume)
+        self._pause.after(seconds, self._resume)
 
     def _resume(self) -> None:
-        self._pause = None
         if self._socket is not None:
             asyncio.get_running_loop().add_reader(self._socket, self._readable)
 
@@ -206,7 +191,8 @@ class Progress:
                 pid, uid, _ = _CREDENTIALS.unpack_from(data)
                 if uid == os.getuid():
                     return True
-                self._once(f"a process of another user (pid {pid}, uid {uid}) tells steps: unheard")
+                sentence = f"a process of another user (pid {pid}, uid {uid}) tells steps: unheard"
+                self._told.tell(sentence, kind="another user")
         return False
 
     def _heard(self, said: RankSteps | None, now: float) -> None:
@@ -214,7 +200,7 @@ class Progress:
             return
         several = self._start is not None and self._start.group_world_size > 1
         if said.knows is Own.UNTOLD and several:
-            self._once(
+            self._told.tell(
                 "torch's flight recorder does not tell how long ranks wait for each other: whether "
                 "this node is slow will not be known"
             )
@@ -248,10 +234,3 @@ class Progress:
             self._windows = {rank: one for rank, one in self._windows.items() if one.fresh}
             for window in self._windows.values():
                 window.clear()
-
-    def _once(self, sentence: str) -> None:
-        """Tell the operator, each sentence once in the life of this agent."""
-        kind = sentence.partition("(")[0]
-        if kind not in self._told:
-            self._told.add(kind)
-            logger.warning("%s", sentence)

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from string import Template
 from typing import Any, Final
 
@@ -31,17 +32,8 @@ from elasticrun.config import AgentConfig
 from elasticrun.core.events import RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.core.rounds.failures import ECHOES, in_words
 from elasticrun.operator_log import logger
-from elasticrun.wire import env
+from elasticrun.wire import env, spawning
 from elasticrun.wire.messages import Failure, FailureKind, Start
-from elasticrun.wire.spawning import (
-    Exited,
-    FromSpawner,
-    Spawned,
-    SpawnFailed,
-    SpawnRank,
-    SweepOrder,
-    Swept,
-)
 from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint
 
 DESCRIBE_LIMIT: Final = 0.5
@@ -71,9 +63,9 @@ def rank_environment(
     # torchrun: the proxy at that port leads on to the round's store (decision 008).
     where = config.rendezvous
     master = Endpoint(where.host, where.port) if where.kind == "static" else start.store
-    table = {
+    return {
         env.RANK: str(start.first_rank + local_rank),
-        env.LOCAL_RANK: str(local_rank),
+        env.LOCAL_RANK: "0" if config.virtual_local_rank else str(local_rank),
         env.GROUP_RANK: str(start.group_rank),
         env.ROLE_RANK: str(start.role_first_rank + local_rank),
         env.ROLE_NAME: config.role,
@@ -91,14 +83,8 @@ def rank_environment(
         env.SIGNALS_TO_HANDLE: ",".join(config.signals_to_handle),
         env.NCCL_ASYNC_ERROR_HANDLING: environ.get(env.NCCL_ASYNC_ERROR_HANDLING, "1"),
         **own,
+        **probe_environment(config, local_rank, environ),
     }
-    if config.set_omp_threads:
-        table[env.OMP_NUM_THREADS] = "1"
-    if config.virtual_local_rank:
-        table[env.LOCAL_RANK] = "0"
-        table[env.CUDA_VISIBLE_DEVICES] = _only_device(local_rank, environ)
-    table.update(config.env)
-    return table
 
 
 def probe_environment(
@@ -240,7 +226,9 @@ class Ranks:
             self._node.deliver(RanksSwept(()))
             return
         self._sweeping = tuple(life.children)
-        self._sweeping[0].send(SweepOrder(tuple(child.key for child in self._sweeping), grace))
+        self._sweeping[0].send(
+            spawning.SweepOrder(tuple(child.key for child in self._sweeping), grace)
+        )
 
     async def clear(self, grace: float) -> None:
         """The same at the end of the agent, for ranks that were never swept; returns when nothing
@@ -253,39 +241,39 @@ class Ranks:
 
     # ------------------------------------------------------------ reports
 
-    def heard(self, child: Child, message: FromSpawner) -> None:
+    def heard(self, child: Child, message: spawning.FromSpawner) -> None:
         """A rank was started, has ended, or could not be started; or all were swept."""
         life = self._life
-        if isinstance(message, Swept):
+        if isinstance(message, spawning.Swept):
             self._swept(message)
         elif life is None or child not in life.children:
             return
-        elif isinstance(message, Spawned):
+        elif isinstance(message, spawning.Spawned):
             local_rank = life.children[child]
             life.pids[local_rank] = message.pid
             self._node.deliver(RankSpawned(local_rank, message.pid))
-        elif isinstance(message, SpawnFailed):
+        elif isinstance(message, spawning.SpawnFailed):
             self._spawn_failed(life, life.children[child], message)
-        elif isinstance(message, Exited):
+        elif isinstance(message, spawning.Exited):
             self._exited(life, life.children[child], message)
 
     def lost(self, child: Child) -> None:
         """The whole life is over then, see `all_lost`."""
 
-    def _spawn_failed(self, life: _Life, local_rank: int, message: SpawnFailed) -> None:
+    def _spawn_failed(self, life: _Life, local_rank: int, message: spawning.SpawnFailed) -> None:
         logger.error("local rank %d could not be started: %s", local_rank, message.reason)
         failure = self._bare_failure(life, local_rank, 1, time.time_ns() // 1000)
         failure = replace(failure, kind=FailureKind.SPAWN, message=message.reason)
         self._queue_exit(life, _ready(RankExited(local_rank, 1, failure)))
 
-    def _exited(self, life: _Life, local_rank: int, message: Exited) -> None:
+    def _exited(self, life: _Life, local_rank: int, message: spawning.Exited) -> None:
         self._output.rank_exited(local_rank)
         sent = life.signalled.get(local_rank)
         if sent is None and self._is_put_off(local_rank, -message.code):
             logger.warning("local rank %d ended by a signal that it had put off", local_rank)
         self._queue_exit(life, self._explain(life, local_rank, message, tell=sent is None))
 
-    def _swept(self, message: Swept) -> None:
+    def _swept(self, message: spawning.Swept) -> None:
         if self._sweeping and set(message.keys) == {child.key for child in self._sweeping}:
             self._spawners.forget(*self._sweeping)
             self._sweeping = ()
@@ -321,7 +309,7 @@ class Ranks:
             return
         for local_rank, environment in environments.items():
             logs, binding = life.logs[local_rank], bindings[local_rank]
-            order = SpawnRank(
+            order = spawning.SpawnRank(
                 key=0,
                 local_rank=local_rank,
                 entry=rank_entry(config.entry, local_rank),
@@ -384,7 +372,7 @@ class Ranks:
                 self._node.deliver(event)
 
     async def _explain(
-        self, life: _Life, local_rank: int, message: Exited, *, tell: bool
+        self, life: _Life, local_rank: int, message: spawning.Exited, *, tell: bool
     ) -> RankExited:
         """What it died of. `tell`: it ended by itself, which the user is told at once."""
         if message.code == 0:
@@ -395,29 +383,16 @@ class Ranks:
         )
         bare = self._bare_failure(life, local_rank, message.code, message.time_us)
         bare = replace(bare, pid=message.pid)
-
-        def read(error_file: str) -> Failure:
-            return describe(
-                host=bare.host,
-                rank=bare.rank,
-                local_rank=local_rank,
-                pid=message.pid,
-                exitcode=message.code,
-                time_us=message.time_us,
-                error_file=error_file,
-                stopping=stopping,
-            )
-
+        unread = replace(bare, error_file="")
+        read = partial(describe, bare, stopping=stopping)
         try:
-            failure = await in_thread(
-                lambda: read(bare.error_file), limit=DESCRIBE_LIMIT, name="error-file"
-            )
+            failure = await in_thread(read, limit=DESCRIBE_LIMIT, name="error-file")
         except NoThread as error:
             logger.warning("the error file of local rank %d was not read: %s", local_rank, error)
-            failure = read("")
+            failure = describe(unread, stopping=stopping)
         except TimeoutError:
             logger.warning("the error file of local rank %d could not be read in time", local_rank)
-            failure = read("")
+            failure = describe(unread, stopping=stopping)
         except Exception:  # a rank that ended has ended, whatever is known of it
             logger.exception("a defect of elasticrun: no cause for local rank %d", local_rank)
             failure = bare

@@ -10,22 +10,14 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from elasticrun.agent.runtime import NodeContext
+from elasticrun.agent.runtime import NodeContext, Timer
 from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.core.events import StoreLost, StoreReady
 from elasticrun.operator_log import logger
-from elasticrun.wire.spawning import (
-    CloseStore,
-    Exited,
-    FromSpawner,
-    Spawned,
-    SpawnFailed,
-    SpawnStore,
-    StoreListening,
-)
+from elasticrun.wire import spawning
 from elasticrun.wire.types import Endpoint
 
 HOLD: Final = 600.0
@@ -77,12 +69,7 @@ class _Store:
     held: socket.socket
     listening: bool = False
     released: bool = False
-    late: asyncio.TimerHandle | None = None
-
-    def forget_limit(self) -> None:
-        """It listens, or has gone."""
-        if self.late is not None:
-            self.late.cancel()
+    late: Timer = field(default_factory=Timer)  # until it listens, or has gone
 
 
 class Stores:
@@ -103,18 +90,17 @@ class Stores:
         self._start_limits = start_limits
         self._stores: dict[Child, _Store] = {}
         self._held: deque[socket.socket] = deque()
-        self._wanted: asyncio.TimerHandle | None = None
+        self._wanted = Timer()
 
     def prepare(self) -> None:
         """Have a store host started on a port of its own; StoreReady tells when it listens."""
-        self._wanted = None
         try:
             held = bind_port()
         except OSError as error:
             self._again(f"no port for a store: {error.strerror}")
             return
         port = int(held.getsockname()[1])
-        child = self._spawners.start(SpawnStore(0, port), self)
+        child = self._spawners.start(spawning.SpawnStore(0, port), self)
         self._stores[child] = _Store(Endpoint(self._node.address, port), held)
 
     def release(self, endpoint: Endpoint) -> None:
@@ -122,29 +108,30 @@ class Stores:
         for child, store in self._stores.items():
             if store.endpoint == endpoint and not store.released:
                 store.released = True
-                child.send(CloseStore(child.key))
+                child.send(spawning.CloseStore(child.key))
 
-    def heard(self, child: Child, message: FromSpawner) -> None:
+    def heard(self, child: Child, message: spawning.FromSpawner) -> None:
         """From its start on a store host has so long until it must listen. Its end is told to the
         brain unless it had been released."""
         store = self._stores[child]
-        if isinstance(message, Spawned):
+        if isinstance(message, spawning.Spawned):
             limit = self._start_limits[message.forked]
-            loop = asyncio.get_running_loop()
-            store.late = loop.call_later(limit, self._late, child, limit)
-        elif isinstance(message, StoreListening) and not store.listening:
+            store.late.after(limit, self._late, child, limit)
+        elif isinstance(message, spawning.StoreListening) and not store.listening:
             store.listening = True
             self._tries = 0
-            store.forget_limit()
+            store.late.cancel()
             self._node.deliver(StoreReady(store.endpoint))
-        elif isinstance(message, Exited | SpawnFailed):
+        elif isinstance(message, spawning.Exited | spawning.SpawnFailed):
             self._spawners.forget(child)
             self.lost(child)
             if store.listening and not store.released:
                 self._node.deliver(StoreLost(store.endpoint))
             elif not store.released:
                 why = (
-                    f"it ended ({message.code})" if isinstance(message, Exited) else message.reason
+                    f"it ended ({message.code})"
+                    if isinstance(message, spawning.Exited)
+                    else message.reason
                 )
                 self._again(f"a store host could not be started: {why}")
 
@@ -152,7 +139,7 @@ class Stores:
         """It has gone: its port is held. Where its spawner died, too, the brain knows and will ask
         for a new one."""
         store = self._stores.pop(child)
-        store.forget_limit()
+        store.late.cancel()
         if self._hold <= 0:
             store.held.close()
             return
@@ -163,10 +150,9 @@ class Stores:
 
     def close(self) -> None:
         """Let every port go."""
-        if self._wanted is not None:
-            self._wanted.cancel()
+        self._wanted.cancel()
         for store in self._stores.values():
-            store.forget_limit()
+            store.late.cancel()
             store.held.close()
         while self._held:
             self._held.popleft().close()
@@ -174,7 +160,7 @@ class Stores:
     def _late(self, child: Child, limit: float) -> None:
         if not self._stores[child].released:  # its end is told by the kernel: another one is tried
             logger.warning("a store host does not listen %g s after its start: it is ended", limit)
-            child.send(CloseStore(child.key))
+            child.send(spawning.CloseStore(child.key))
 
     def _let_go(self, held: socket.socket) -> None:
         if held in self._held:
@@ -187,5 +173,5 @@ class Stores:
             self._node.fatal(f"{sentence}, {self._tries} times in a row")
             return
         logger.warning("%s; trying again in %g s", sentence, RETRY)
-        if self._wanted is None:
-            self._wanted = asyncio.get_running_loop().call_later(RETRY, self.prepare)
+        if not self._wanted.is_set:
+            self._wanted.after(RETRY, self.prepare)

@@ -188,14 +188,14 @@ async def _asked(master: status.Question) -> list[Finding]:
 
 async def _no_answer(master: status.Question, wrong: LinkError) -> Finding:
     """The finding about a master that does not answer; one side without TLS is told apart."""
-    from elasticrun.agent.link.answering import Answer, probe
+    from elasticrun.agent.link.answering import PortAnswer, probe
 
     where = master.endpoint
     if wrong.rejected:
         todo = "check --rdzv-endpoint and the token"
         return failed(MASTER, f"the master at {where} refuses to answer: {wrong}", todo)
     answer, why = await probe(where, status.ANSWER_LIMIT, master.files)
-    if answer is Answer.INSECURE:
+    if answer is PortAnswer.INSECURE:
         todo = "give the doctor the --tls-ca, --tls-cert and --tls-key of the job's nodes, or none"
         return failed(MASTER, f"the master at {where} refuses to answer: {why}", todo)
     todo = "check --rdzv-endpoint, and that the job runs"

@@ -227,7 +227,7 @@ def _ask(
 ) -> tuple[list[tuple[Endpoint, JobStatus]], list[str]]:
     """The pages of those who answer, with their addresses; a sentence for each who is silent."""
     # Late: grpc takes longer to import than everything else here together.
-    from elasticrun.agent.link.answering import Answer, probe
+    from elasticrun.agent.link.answering import PortAnswer, probe
     from elasticrun.wire import auth
     from elasticrun.wire.rpc.channel import LinkError, get_status
 
@@ -242,7 +242,7 @@ def _ask(
             if error.rejected:
                 raise
             found, why = await probe(where, ANSWER_LIMIT, question.files)
-            if found is Answer.INSECURE:
+            if found is PortAnswer.INSECURE:
                 raise LinkError(why, rejected=True) from None
             raise
 

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from elasticrun.agent.link import session
-from elasticrun.agent.link.answering import Answer, probe
+from elasticrun.agent.link.answering import PortAnswer, probe
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.master_process import MasterProcess
 from elasticrun.core import events
@@ -58,11 +58,17 @@ def hello(**changes: Any) -> Hello:
 class Heard:
     """What a link delivered, and a wait for the next of a kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, dial: Endpoint, hello: Callable[[], Hello]) -> None:
+        self.dial = dial
+        self.hello = hello
         self.events: list[AgentEvent] = []
         self._changed = asyncio.Event()
 
-    def __call__(self, event: AgentEvent) -> None:
+    fatal = staticmethod(pytest.fail)
+
+    def no_master(self, reason: str) -> None: ...
+
+    def linked(self, event: AgentEvent) -> None:
         self.events.append(event)
         self._changed.set()
 
@@ -82,16 +88,11 @@ class Heard:
 
 @contextlib.asynccontextmanager
 async def linked(
-    where: Endpoint | Callable[[], Endpoint],
-    say: Hello | None = None,
-    *,
-    patience: float = LIMIT,
-    **how: Any,
+    where: Endpoint, say: Hello | None = None, *, patience: float = LIMIT, **how: Any
 ) -> AsyncIterator[tuple[Link, Heard]]:
     """A master may stand still for as long as it likes: its silence is no loss here."""
-    heard = Heard()
-    at = where if callable(where) else lambda: where
-    link = Link(at, lambda: say or hello(), heard, patience=patience, **how)
+    heard = Heard(where, lambda: say or hello())
+    link = Link(heard, patience=patience, **how)
     link.start()
     try:
         yield link, heard
@@ -246,7 +247,7 @@ async def test_a_session_that_ends_just_after_its_welcome_is_not_dialled_without
 
 
 async def test_the_probe_knows_a_master(master: Hosted) -> None:
-    assert await probe(master[1], LIMIT) == (Answer.HTTP2, "")
+    assert await probe(master[1], LIMIT) == (PortAnswer.HTTP2, "")
 
 
 async def rude(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -260,7 +261,10 @@ async def test_the_probe_knows_strangers_and_nobody() -> None:
         await reader.read()
         writer.close()
 
-    for handler, limit, answer in ((rude, LIMIT, Answer.FOREIGN), (silent, 0.1, Answer.SILENT)):
+    for handler, limit, answer in (
+        (rude, LIMIT, PortAnswer.FOREIGN),
+        (silent, 0.1, PortAnswer.SILENT),
+    ):
         server = await asyncio.start_server(handler, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         assert await probe(Endpoint("127.0.0.1", port), limit) == (answer, "")
@@ -269,7 +273,7 @@ async def test_the_probe_knows_strangers_and_nobody() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-        assert await probe(Endpoint("127.0.0.1", port), LIMIT) == (Answer.NOBODY, "")
+        assert await probe(Endpoint("127.0.0.1", port), LIMIT) == (PortAnswer.NOBODY, "")
 
 
 async def test_a_master_that_says_nothing_counts_as_lost(master: Hosted) -> None:

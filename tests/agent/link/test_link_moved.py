@@ -13,17 +13,6 @@ from tests.agent.link.test_link import hello, linked
 from tests.harness import LIMIT
 from tests.master.people import SPEC, serving
 
-
-class Where:
-    """An endpoint that changes."""
-
-    def __init__(self, at: Endpoint) -> None:
-        self.at = at
-
-    def __call__(self) -> Endpoint:
-        return self.at
-
-
 OURS = hello(spec=SPEC)
 
 
@@ -31,20 +20,20 @@ async def test_a_dial_that_hangs_is_given_up_for_the_new_place(monkeypatch) -> N
     """A host that is frozen takes connections and never answers: nobody waits for it."""
     monkeypatch.setattr("elasticrun.agent.link.link.WELCOME_LIMIT", 10 * LIMIT)
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        where = Where(Endpoint(*mute.getsockname()))
+        where = Endpoint(*mute.getsockname())
         async with linked(where, OURS) as (link, heard), serving() as master:
             await asyncio.to_thread(mute.accept)  # it has dialled
-            where.at = master.endpoint
+            heard.dial = master.endpoint
             link.nudge()
             await heard.until(lambda _: bool(heard.orders(Welcome)))
 
 
 async def test_a_session_that_stands_is_left_for_the_new_place() -> None:
     async with serving() as old, serving() as new:
-        where = Where(old.endpoint)
+        where = old.endpoint
         async with linked(where, OURS) as (link, heard):
             await heard.until(lambda _: len(heard.orders(Welcome)) == 1)
-            where.at = new.endpoint
+            heard.dial = new.endpoint
             link.nudge()
             await heard.until(lambda _: len(heard.orders(Welcome)) == 2)
             assert heard.count(LinkLost) == 0

@@ -192,7 +192,7 @@ async def test_tls_that_does_not_fit_is_one_sentence(
         assert said in refused.reason
         assert refused.exit_code == EXIT_FAILED
         found, why = await answering.probe(served.endpoint, LIMIT, mine)
-        assert found is answering.Answer.INSECURE
+        assert found is answering.PortAnswer.INSECURE
         assert said in why
 
 
@@ -201,8 +201,11 @@ def test_the_probe_knows_a_master_over_tls_and_nobody(files: Files) -> None:
         async with serving(tls=raw(files["good"]), port=port) as served:
             where = served.endpoint
             found = await answering.probe(where, LIMIT, files["good"])
-            assert found == (answering.Answer.HTTP2, "")
-        assert await answering.probe(where, LIMIT, files["good"]) == (answering.Answer.NOBODY, "")
+            assert found == (answering.PortAnswer.HTTP2, "")
+        assert await answering.probe(where, LIMIT, files["good"]) == (
+            answering.PortAnswer.NOBODY,
+            "",
+        )
 
     with held_port() as port:
         aio.run(run(port))
@@ -211,7 +214,7 @@ def test_the_probe_knows_a_master_over_tls_and_nobody(files: Files) -> None:
 async def test_the_probe_knows_a_stranger_who_speaks_no_tls(files: Files) -> None:
     server = await asyncio.start_server(rude, "127.0.0.1", 0)
     where = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
-    assert await answering.probe(where, LIMIT, files["good"]) == (answering.Answer.FOREIGN, "")
+    assert await answering.probe(where, LIMIT, files["good"]) == (answering.PortAnswer.FOREIGN, "")
     server.close()
     await server.wait_closed()
 

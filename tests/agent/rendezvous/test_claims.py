@@ -16,16 +16,16 @@ from elasticrun.agent.rendezvous.claims import (
     Claim,
     ClaimError,
     ClaimFile,
-    Files,
-    Keeper,
+    ClaimRenewer,
     Looks,
+    SharedFiles,
     fresh,
 )
 
 HOSTS = 12
 
 
-class Late(Files):
+class Late(SharedFiles):
     """A host whose file system shows what others have done only after `late` looks at a name, as
     attribute and name caches of NFS do; a change of its own to the folder ends that."""
 
@@ -115,7 +115,7 @@ def test_who_judges_by_an_old_view_takes_nothing(path: str, tmp_path: Path) -> N
 def test_one_that_died_while_it_took_over_is_succeeded_itself(path: str, tmp_path: Path) -> None:
     """It had linked its claim and not renamed it: all who read the old one read it."""
 
-    class Dies(Files):
+    class Dies(SharedFiles):
         def rename(self, path: str, name: str) -> None:
             raise OSError(errno.EIO, "died")
 
@@ -135,7 +135,7 @@ def test_one_that_died_while_it_took_over_is_succeeded_itself(path: str, tmp_pat
 def test_a_link_whose_answer_was_lost_counts(path: str) -> None:
     """NFS asks again, and is told that the name is there: it is ours."""
 
-    class Twice(Files):
+    class Twice(SharedFiles):
         def link(self, path: str, name: str) -> None:
             super().link(path, name)
             raise FileExistsError(errno.EEXIST, "there is one")
@@ -205,7 +205,7 @@ def test_a_keeper_renews_and_tells_whoever_attaches_later(path: str, monkeypatch
     monkeypatch.setattr("elasticrun.agent.rendezvous.claims.RENEW_EVERY", 0.01)
     first, second = ClaimFile(path), ClaimFile(path)
     assert first.take(fresh({"n": 1}))
-    keeper = Keeper(first)
+    renewer = ClaimRenewer(first)
     assert second.take(fresh({"n": 2}), second.read())
     lost, told = threading.Event(), []
 
@@ -213,9 +213,9 @@ def test_a_keeper_renews_and_tells_whoever_attaches_later(path: str, monkeypatch
         told.append(claim)
         lost.set()
 
-    keeper.attach(hear, lambda sentence: None)
+    renewer.attach(hear, lambda sentence: None)
     assert lost.wait(60)
-    keeper.close()
+    renewer.close()
     assert told[0].words["n"] == 2
 
 
@@ -247,7 +247,7 @@ def test_a_file_of_another_user_is_not_believed(path: str) -> None:
 
 
 def test_a_file_system_without_hard_links_says_so(path: str, tmp_path: Path) -> None:
-    class Bucket(Files):
+    class Bucket(SharedFiles):
         def link(self, path: str, name: str) -> None:
             raise OSError(errno.EPERM, "Operation not permitted")
 

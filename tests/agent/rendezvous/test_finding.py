@@ -16,7 +16,7 @@ import pytest
 
 from elasticrun.agent.main import SignalInbox
 from elasticrun.agent.rendezvous import claims, finding
-from elasticrun.agent.rendezvous.finding import Found, find, free_port
+from elasticrun.agent.rendezvous.finding import FoundJob, find, free_port
 from elasticrun.config import AgentConfig, MasterPlace
 from tests.agent.configs import agent_config
 
@@ -42,7 +42,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-Look = Callable[[AgentConfig], tuple[AgentConfig, Found]]
+Look = Callable[[AgentConfig], tuple[AgentConfig, FoundJob]]
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def look() -> Iterator[Look]:
     """What it finds is let go of at the end."""
     with contextlib.ExitStack() as ends:
 
-        def found(wanted: AgentConfig) -> tuple[AgentConfig, Found]:
+        def found(wanted: AgentConfig) -> tuple[AgentConfig, FoundJob]:
             config, one = asyncio.run(find(wanted, SignalInbox([])))
             ends.callback(one.close)
             return config, one
@@ -97,7 +97,7 @@ def test_what_nobody_renews_and_nobody_answers_for_is_taken_over_with_name_and_t
     there: There, file: Path, look: Look
 ) -> None:
     first, one = look(config(file))
-    one.keeper.close()
+    one.renewer.close()
     there["answers"] = False
     second, two = look(config(file, "other"))
     assert two.ours
@@ -118,10 +118,10 @@ def test_a_file_that_is_renewed_is_not_taken_over(
 
 
 def test_a_file_that_nobody_named_is_done_without(monkeypatch, file: Path, look: Look) -> None:
-    def no_links(self: claims.Files, path: str, name: str) -> None:
+    def no_links(self: claims.SharedFiles, path: str, name: str) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(claims.Files, "link", no_links)
+    monkeypatch.setattr(claims.SharedFiles, "link", no_links)
     begun, one = look(config(file, found="this folder is on FUSE"))
     assert begun.rendezvous.kind == "open"
     assert one.ours
@@ -135,7 +135,7 @@ def test_a_death_signal_ends_the_search_and_is_heard_again(tmp_path: Path) -> No
     inbox.install()
     try:
 
-        async def run() -> tuple[AgentConfig, Found]:
+        async def run() -> tuple[AgentConfig, FoundJob]:
             searching = asyncio.create_task(find(config(tmp_path / "a", is_host=False), inbox))
             os.kill(os.getpid(), 15)
             return await searching

@@ -49,7 +49,7 @@ def test_another_job_is_refused_and_told_by_whom_until_the_first_has_ended(tmp_p
 async def test_the_claim_of_a_killed_job_is_taken_by_one_of_another_name(tmp_path: Path) -> None:
     killed, resumed = claim("killed"), claim("resumed")
     await killed.sure(str(tmp_path))
-    killed._keeper.close()
+    killed._renewer.close()
     await resumed.sure(str(tmp_path))
     await resumed.close()
 
@@ -89,7 +89,7 @@ async def test_after_a_split_the_half_of_the_older_master_writes_nothing(tmp_pat
 
 async def test_what_is_in_the_way_is_said_before_a_checkpoint(tmp_path: Path, monkeypatch) -> None:
     said: asyncio.Queue[str] = asyncio.Queue()
-    monkeypatch.setattr(claims.logger, "warning", lambda form, *args: said.put_nowait(form % args))
+    monkeypatch.setattr(claims.logger, "log", lambda _, form, *args: said.put_nowait(form % args))
     one, two = claim("one"), claim("two")
     await one.sure(str(tmp_path))
     two.want(str(tmp_path))
@@ -109,7 +109,7 @@ def test_what_is_no_folder_is_claimed_by_nobody(url: str) -> None:
 
 def test_a_folder_that_cannot_be_claimed_is_written_to(tmp_path: Path, monkeypatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(claims.logger, "warning", lambda form, *args: said.append(form % args))
+    monkeypatch.setattr(claims.logger, "log", lambda _, form, *args: said.append(form % args))
     (tmp_path / "file").touch()
     asyncio.run(claim().sure(str(tmp_path / "file" / "ckpt")))
     assert "checkpoints are written without a claim of their folder" in said[0]

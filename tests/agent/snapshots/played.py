@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elasticrun.agent.snapshots.snapshots import Snapshots
+from elasticrun.agent.snapshots.snapshots import LocalSnapshots
 from elasticrun.agent.spawner import Child, Owner
 from elasticrun.shm.layout import PAGE, Item, ItemKind, Layout, lay_out
 from elasticrun.shm.segment import VERSION, Segment
@@ -24,7 +24,7 @@ from elasticrun.wire.messages import Holdings, Persist, Report, Restore, SaveSpe
 from elasticrun.wire.progress import address, read_place
 from elasticrun.wire.spawning import Exited, SpawnSaver
 from elasticrun.wire.types import RoundName
-from tests.agent.configs import agent_config, start as a_start
+from tests.agent.configs import agent_config, node_context, start as a_start
 from tests.harness import LIMIT
 
 T = TypeVar("T")
@@ -324,12 +324,10 @@ class Node:
         spec = {"max_nodes": 3 if several else 1, "saves": SaveSpec(True, limit)}
         self.config = agent_config(spec, token="secret", nproc_per_node=nproc)
         self.several = several
-        self.snapshots = Snapshots(
-            self.config,
+        self.snapshots = LocalSnapshots(
+            node_context(self.config, link=self.master, address="10.0.0.1"),
             self.spawners,
-            environ={"ELASTICRUN_SHM_DIR": str(shm)},
-            link=lambda: self.master,
-            address=lambda: "10.0.0.1",
+            {"ELASTICRUN_SHM_DIR": str(shm)},
         )
         self.start: Start
 

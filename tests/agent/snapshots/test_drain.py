@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from msgspec import structs
@@ -40,7 +41,8 @@ def made(config: AgentConfig | None = None) -> tuple[Drain, Generation, list[m.R
     """Two ranks of a generation with a segment each."""
     said: list[m.Report] = []
     generation = begun()
-    drain = Drain(config or made_config(), generation.held, said.append)
+    local = SimpleNamespace(segments=SimpleNamespace(held=generation.held()), say=said.append)
+    drain = Drain(config or made_config(), local)
     drain.begin(generation)
     return drain, generation, said
 

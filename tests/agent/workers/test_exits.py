@@ -28,10 +28,11 @@ def now_us() -> int:
 
 def describe(path: Path | str, **more: Any) -> Failure:
     words: dict[str, Any] = {
-        "host": "here", "rank": 5, "local_rank": 1, "pid": 77, "exitcode": 1,
-        "time_us": now_us(), "error_file": str(path), "stopping": False,
+        "host": "here", "rank": 5, "local_rank": 1, "pid": 77, "exitcode": 1, "message": "",
+        "time_us": now_us(), "error_file": str(path), "kind": FailureKind.SCRIPT, "traceback": "",
     }  # fmt: skip
-    return exits.describe(**(words | more))
+    stopping = more.pop("stopping", False)
+    return exits.describe(Failure(**(words | more)), stopping=stopping)
 
 
 def recorded(path: Path, monkeypatch) -> None:

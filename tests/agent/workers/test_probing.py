@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from elasticrun.agent.boot import Reaper
-from elasticrun.agent.runtime import NodeContext
 from elasticrun.agent.spawner import Child, Spawner
 from elasticrun.agent.workers.probes import Probing
 from elasticrun.agent.workers.ranks import probe_environment
@@ -24,7 +23,7 @@ from elasticrun.wire import env
 from elasticrun.wire.messages import Probe, Probed, ProbePhase
 from elasticrun.wire.spawning import FromSpawner, ProbeSaid
 from elasticrun.wire.types import Endpoint
-from tests.agent.configs import Waiting, agent_config, reaping, spawners
+from tests.agent.configs import Waiting, agent_config, node_context, reaping, spawners
 from tests.further import further
 from tests.harness import ELASTICRUN, LIMIT, SCRIPTS, Launched, World
 
@@ -42,7 +41,7 @@ class NodeOfProbes(Waiting):
         self.said: list[ProbeSaid] = []
         self.lost: list[str] = []
         self.spawners = spawners(self.config, reaper, self._lost)
-        self.context = NodeContext(self.config, self._deliver, pytest.fail, address="127.0.0.1")
+        self.context = node_context(self.config, deliver=self._deliver)
         self.stores = Stores(self.context, self.spawners, 0.0)
         self.probing = Probing(self.context, self.spawners)
         self._hear, self.probing.heard = self.probing.heard, self._heard

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from elasticrun.agent.logs.output import RankLogs, RankOutput
-from elasticrun.agent.runtime import NodeContext, NoThread
+from elasticrun.agent.runtime import NoThread
 from elasticrun.agent.spawner import Child, Owner, Spawner, Spawners
 from elasticrun.agent.workers import ranks as ranks_module
 from elasticrun.agent.workers.ranks import BadEnvironment, Ranks, rank_entry, rank_environment
@@ -26,7 +26,7 @@ from elasticrun.wire.env import RANK_VARIABLES
 from elasticrun.wire.messages import FailureKind
 from elasticrun.wire.spawning import Exited, Spawned, SpawnFailed, SpawnRank, SweepOrder, Swept
 from elasticrun.wire.types import EntryKind, Entrypoint
-from tests.agent.configs import Waiting, agent_config, start
+from tests.agent.configs import Waiting, agent_config, node_context, start
 from tests.harness import LIMIT
 
 
@@ -74,7 +74,7 @@ class Stage(Waiting):
         self.events: list[AgentEvent] = []
         self.orders = Orders(self.changed.set)
         self.ranks = Ranks(
-            NodeContext(agent_config(), self._deliver, pytest.fail, host="host"),
+            node_context(agent_config(), deliver=self._deliver, host="host"),
             cast(Spawners, self.orders),
             output,
         )

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.runtime import NodeContext
 from elasticrun.agent.spawner import Child
 from elasticrun.agent.workers import stores
 from elasticrun.agent.workers.stores import Stores
 from elasticrun.core.events import AgentEvent, StoreReady
 from elasticrun.wire.spawning import Exited, FromSpawner, SpawnFailed
-from tests.agent.configs import agent_config, reaping, spawners
+from tests.agent.configs import agent_config, node_context, reaping, spawners
 from tests.harness import LIMIT
 
 pytestmark = pytest.mark.slow
@@ -60,7 +59,7 @@ class Node:
     async def has_store(self) -> None:
         """Prepare one; until it is there, or given up."""
         config = agent_config(launch="exec")  # executed, a store host imports torch itself
-        node = NodeContext(config, self._deliver, self._fatal, address="127.0.0.1")
+        node = node_context(config, deliver=self._deliver, fatal=self._fatal)
         async with reaping() as reaper:
             started = spawners(config, reaper)
             stores = Stores(node, started, 0.0, start_limits=Limits())
