@@ -26,7 +26,7 @@ from elasticrun.checkpointing.restore import BadShard, Recall
 from elasticrun.checkpointing.state import TrainingState
 from elasticrun.dcp.torches import save_alone
 from elasticrun.shm.segment import NONE, VERSION
-from elasticrun.storage.timeline import chain
+from elasticrun.storage.timeline import PERIODIC, chain, surplus
 from elasticrun.storage.writing import StorageError
 from elasticrun.wire.snapshots import CannotRestore, RankHere, Remark, Restored, Resume, Skipped
 
@@ -279,10 +279,10 @@ class TorchWay(Way):
         """Rank 0 removes what is no longer kept, once a newer one is there."""
         if self._setting.rank != 0 or not self._setting.keep_last:
             return
-        done = chain(self._setting.folder.survey())
-        for one in done[: max(0, len(done) - self._setting.keep_last)]:
-            if not self._setting.keep_every or one % self._setting.keep_every:
-                self._setting.folder.remove(one)
+        done = [(step, PERIODIC) for step in chain(self._setting.folder.survey())]
+        last, every = self._setting.keep_last, self._setting.keep_every
+        for step in surplus(done, last=last, every=every):
+            self._setting.folder.remove(step)
 
     def remark(self, text: str) -> None:
         if self._setting.rank == 0:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import struct
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -21,13 +20,10 @@ from elasticrun.checkpointing.state import SnapshotPlan, TrainingState
 from elasticrun.dcp.image import arrange, views, write_envelopes
 from elasticrun.dcp.restoring import copy_all
 from elasticrun.shm.layout import PAGE, Layout
-from elasticrun.shm.memory import map_shared, system
-from elasticrun.shm.segment import NONE, Segment, SegmentError
+from elasticrun.shm.memory import map_pages, map_shared
+from elasticrun.shm.segment import NONE, Segment, values_region
 from elasticrun.wire.snapshots import Committed, NeedSegment, SegmentHere
 from elasticrun.wire.types import RoundName
-
-MADV_POPULATE_READ: Final = 22
-"""Linux 5.14. Of shared memory, pages that are mapped by it are writable as well."""
 
 LEAST_ROOM: Final = 64 * 1024
 """Bytes for opaque values, at least."""
@@ -66,34 +62,15 @@ class Mapped:
         return self._tensors[slot]
 
     def warm(self, slot: int) -> None:
-        """Map all pages of a slot: where the agent got no large pages, a new mapping of warm pages
-        costs a fault for each, and here the kernel makes all entries at once, in some 80 ms a GiB.
-        An older kernel does not know how; then the first copy does it."""
+        """Map all pages of a slot, where the agent got no large ones."""
         at = self._address + self.segment.slot_at(slot)
-        system().madvise(at - at % PAGE, self.segment.slot_bytes + PAGE, MADV_POPULATE_READ)
+        map_pages(at, at + self.segment.slot_bytes + PAGE)
 
     def close(self) -> None:
         """Unmapped once nobody has a tensor of it any more."""
         self.segment.close()
         self.memory.release()
         self._tensors.clear()
-
-
-def values_at(mapped: Mapped, slot: int, layout: Layout, values_bytes: int) -> list[memoryview]:
-    """The opaque values of a slot. SegmentError for a table that cannot be true."""
-    at = layout.own_bytes + layout.shared_bytes
-    region = mapped.segment.payload(slot)[at : at + values_bytes]
-    count = len(layout.values)
-    if values_bytes < 8 * count or len(region) != values_bytes:
-        raise SegmentError("a snapshot's opaque values have no table")
-    lengths = struct.unpack(f"={count}Q", region[: 8 * count])
-    found, begin = [], 8 * count
-    for length in lengths:
-        found.append(region[begin : begin + length])
-        begin += length
-    if begin != values_bytes:
-        raise SegmentError("a snapshot's opaque values are longer or shorter than its record says")
-    return found
 
 
 class Taker:
@@ -129,7 +106,7 @@ class Taker:
         both."""
         plan = self._state.take()
         serialised = self._state.serialised(plan.values)
-        values = struct.pack(f"={len(serialised)}Q", *map(len, serialised)) + b"".join(serialised)
+        values = values_region(serialised)
         return plan, values, *self._fit(plan, len(values))
 
     def note(self, step: int) -> None:
@@ -166,7 +143,7 @@ class Taker:
                 return False
         segment.withdraw(slot)
         copy_out(mapped.tensors(slot, layout), plan.tensors)
-        at = layout.own_bytes + layout.shared_bytes
+        at = layout.tensor_bytes
         segment.payload(slot)[at : at + len(values)] = values
         self._sequence += 1
         if persist:
@@ -195,18 +172,16 @@ class Taker:
                 return self._mapped, layout
         layout = plan.layout
         if layout is None or values_bytes > layout.bytes_room:
-            layout = arrange(plan.pieces, self._room(values_bytes))
+            # a power of two with as much to spare as is needed: of two lives whose values are about
+            # as long, the second finds the segment of the first
+            room = max(LEAST_ROOM, 1 << (2 * values_bytes - 1).bit_length())
+            if values_bytes <= self.room_hint:
+                room = self.room_hint
+            layout = arrange(plan.pieces, room)
         if layout.key in self._refused:
             raise StateError(self._refused[layout.key])
         self._mapped, self._layout, self._plan = self._obtain(layout), layout, plan
         return self._mapped, layout
-
-    def _room(self, values_bytes: int) -> int:
-        """A power of two with as much to spare as is needed; of two lives whose values are about as
-        long, the second finds the segment of the first."""
-        if values_bytes <= self.room_hint:
-            return self.room_hint
-        return max(LEAST_ROOM, 1 << (2 * values_bytes - 1).bit_length())
 
     def _obtain(self, layout: Layout) -> Mapped:
         encoded = layout.encode()

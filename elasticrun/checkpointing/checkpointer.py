@@ -216,7 +216,7 @@ class Checkpointer:
         if self._way is None or self._board is None:
             self._way, life = self._choose_way()
             prefix = f"elasticrun/{life}/{next(_instances)}"
-            self._board = Board(prefix, self._setting.rank, self._setting.world_size)
+            self._board = Board(prefix, self._setting.world_size)
         return self._way, self._board
 
     def _choose_way(self) -> tuple[Way, str]:
@@ -252,22 +252,21 @@ class Checkpointer:
         _, board = self._open()
         self._schedule = Schedule(pace, board, self._setting.rank, time.monotonic(), step)
 
-    def _begun(self, number: int) -> Way:
-        """The way, also where the script restores nothing and begins with step `number`."""
+    def _begun(self, number: int) -> tuple[Way, Schedule]:
+        """Also where the script restores nothing and begins with step `number`."""
         way, _ = self._open()
         if self._schedule is None:
             way.fresh(number - 1)
             self._begin(number - 1)
-        return way
+        assert self._schedule is not None
+        return way, self._schedule
 
     def step(self, number: int, *, healthy: bool = True) -> None:
         """Training has done step `number`: take a snapshot if one is due. `healthy=False` (a loss
         that is no number, say) leaves it out; all ranks must be of one mind. ValueError for a
         number that no step has."""
         number = _step(number)
-        way = self._begun(number)
-        schedule = self._schedule
-        assert schedule is not None
+        way, schedule = self._begun(number)
         if number < self._last:  # counted anew with every epoch, say: such steps are never due
             self._tell(
                 "a step came that is below an earlier one: nothing is saved until steps are above "
@@ -283,8 +282,7 @@ class Checkpointer:
         if healthy and asked:
             saved = self._attempt(way, Due(number, True), ASKED_LIMIT)
         elif healthy and due is not None:
-            wait = max(self._busy, PERSIST_LIMIT if due.persist else 0.0)
-            self._attempt(way, due, wait)
+            self._attempt(way, due, max(self._busy, PERSIST_LIMIT if due.persist else 0.0))
         if due is not None:
             stall = min(self._stalls, default=0.0)
             self._guarded(lambda: schedule.advance(time.monotonic(), due, stall))
@@ -296,7 +294,7 @@ class Checkpointer:
         could not be taken. Every rank calls it at the same step. ValueError for a number that no
         step has."""
         number = _step(number)
-        way = self._begun(number)
+        way, _ = self._begun(number)
         return self._attempt(way, Due(number, True), BUSY_LIMIT)
 
     def _attempt(self, way: Way, due: Due, wait: float) -> bool:
@@ -357,16 +355,16 @@ class Checkpointer:
             self._guarded(self._way.close)
 
 
-def _refuse_what_is_no_state(named: Mapping[str, Any]) -> None:
+def _refuse_what_is_no_state(given: Mapping[str, Any]) -> None:
     """Among what was given by name. A typo in an option is none, either. StateError."""
-    for name, value in named.items():
+    for name, value in given.items():
         why = why_no_state(value)
         if not why:
             continue
         parameters = inspect.signature(Checkpointer).parameters.values()
-        options = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
-        options = [one for one in options if one not in ("every", "persist_every")]
-        near = difflib.get_close_matches(name, options, n=1)
+        old = ("every", "persist_every")
+        named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in old]
+        near = difflib.get_close_matches(name, named, n=1)
         if near:
             raise StateError(
                 f"Checkpointer has no option {name} ({value!r:.100}): did you mean {near[0]}?"

@@ -97,9 +97,8 @@ class Board:
     the ranks alone. They are in the default process group's store, or else in torch's store at
     MASTER_ADDR:MASTER_PORT, which every launcher has there. One rank alone needs none."""
 
-    def __init__(self, prefix: str, rank: int, world_size: int) -> None:
+    def __init__(self, prefix: str, world_size: int) -> None:
         self._prefix = prefix
-        self._rank = rank
         self._world_size = world_size
         self._alone = world_size < 2
         self._store: Any = None
@@ -251,11 +250,9 @@ class Stored:
         )
         targets = state.targets(saved, own)
         for fqn, target in targets.items():
-            if tuple(target.shape) != saved[fqn].shape:
-                raise StateError(
-                    f"{fqn} was saved with shape {saved[fqn].shape} and is now "
-                    f"{tuple(target.shape)}"
-                )
+            shape, now = saved[fqn].shape, tuple(target.shape)
+            if now != shape:
+                raise StateError(f"{fqn} was saved with shape {shape} and is now {now}")
         values: dict[str, Any] = {**targets, **dict.fromkeys(state.wanted_values(saved, own))}
         self._fill(values)
         state.adopt(saved, values, own)
@@ -267,11 +264,11 @@ class Stored:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that this rank loads alone is meant so
                 load_alone(values, self._reader, Loading(self._setting.weights_only))
-        except CheckpointException as error:  # which is no Exception
-            failures: list[Any] = list(error.failures.values())
-            raise SpoiledError(self.condemn(self._blamed(failures[0][0]))) from error
-        except Exception as error:  # torch's reader and pickle raise many kinds
-            raise SpoiledError(self.condemn(self._blamed(error))) from error
+        except (Exception, CheckpointException) as error:  # torch's reader raises many kinds
+            first: Any = error
+            if isinstance(error, CheckpointException):  # which is no Exception
+                first = next(iter(error.failures.values()))[0]
+            raise SpoiledError(self.condemn(self._blamed(first))) from error
 
     def _own_of(self, rank: int, name: str) -> dict[Path, Any]:
         """The state of one old rank, {} if it has none."""

@@ -87,50 +87,35 @@ class Pace:
         """Steps (int) or seconds (float). `start`: the step that training begins from."""
         self._every = every
         self._persist_every = persist_every
-        self._start = start
+        self.start = start
         self.timed = not isinstance(every, int) or isinstance(persist_every, float)
-        self._begun: tuple[float, int] | None = None
+        self._began, self._begun_at = 0.0, start
         self._persisted = 0.0
 
-    def first(self) -> Due:
-        """The first one, the same for all ranks without a word."""
-        return self._unheard(self._start)
-
-    def second(self) -> Due:
-        """The one after it, likewise."""
-        return self._unheard(self.first().step)
-
-    def _unheard(self, after: int) -> Due:
-        """By steps, or where all goes by time the next step, before rank 0 can have said one."""
+    def unheard(self, after: int) -> Due:
+        """The next one, the same for all ranks without a word: by steps, or where all goes by time
+        the next step, before rank 0 can have said one."""
         if isinstance(self._every, int):
             return self.stepwise(after)
         return Due(after + 1, self._persists(after, after + 1))
 
     def begin(self, now: float, step: int) -> None:
         """Training is at `step`."""
-        if self._begun is None:
-            self._begun = (now, step)
-            self._persisted = now
+        self._began = self._persisted = now
+        self._begun_at = step
 
     def after(self, now: float, here: Due, coming: Due, stall: float) -> Due:
         """Rank 0 is at `here`, the next one is known to all; choose the one after that. `stall`:
         seconds that a snapshot takes."""
-        assert self._begun is not None
-        began, from_ = self._begun
-        seconds = (now - began) / max(1, here.step - from_)
+        seconds = (now - self._began) / max(1, here.step - self._begun_at)
         if isinstance(self._every, int):
             step = self.stepwise(coming.step).step
         else:
+            interval = float(self._every) if self._every != AUTO else auto_interval(stall)
+            wanted = interval / seconds if seconds > 0 else math.inf
             last = max(1, coming.step - here.step)
-            wanted = self._interval(stall) / seconds if seconds > 0 else math.inf
             step = coming.step + max(1, math.ceil(min(wanted, GROWTH * last)))
         return Due(step, self._due_to_persist(now, seconds, here, coming, step))
-
-    def _interval(self, stall: float) -> float:
-        """Seconds between two snapshots: Young's, which weighs their cost against what is lost."""
-        if self._every != AUTO:
-            return float(self._every)
-        return max(FLOOR, stall / OVERHEAD, math.sqrt(2 * stall * FAILURES))
 
     def _due_to_persist(
         self, now: float, seconds: float, here: Due, coming: Due, step: int
@@ -158,6 +143,11 @@ class Pace:
         return isinstance(every, int) and step // every > after // every
 
 
+def auto_interval(stall: float) -> float:
+    """Seconds between two snapshots: Young's, which weighs their cost against what is lost."""
+    return max(FLOOR, stall / OVERHEAD, math.sqrt(2 * stall * FAILURES))
+
+
 class Words(Protocol):
     """How rank 0 tells the others (`choosing.Board`)."""
 
@@ -174,8 +164,8 @@ class Schedule:
         self._words = words
         self._rank = rank
         self._index = 0
-        self.next = pace.first()
-        self._coming = pace.second()
+        self.next = pace.unheard(pace.start)
+        self._coming = pace.unheard(self.next.step)
         pace.begin(now, start)
 
     def due(self, step: int) -> Due | None:

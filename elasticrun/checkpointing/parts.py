@@ -89,6 +89,7 @@ class StatePart(Protocol):
 
     def steady(self) -> tuple[Nested, TensorWatch] | None:
         """Its steady tensors, nested as a checkpoint names them; None: it has none."""
+        return None
 
     def loose(self) -> Any:
         """The rest, as it is now; None: there is none."""
@@ -119,15 +120,12 @@ def why_no_state(value: Any) -> str:
     return f"is {value!r:.100}, a plain value: put it into a dict, as in state={{...}}"
 
 
-class PlainPart:
+class PlainPart(StatePart):
     """A dict, which is refilled, or a tensor, which is overwritten."""
 
     def __init__(self, name: str, value: dict[Any, Any] | torch.Tensor) -> None:
         self._name = name
         self._value = value
-
-    def steady(self) -> None:
-        return None
 
     def loose(self) -> Any:
         return self._value
@@ -174,15 +172,12 @@ class RestPart(PlainPart):
         refill(self._all, {**self._apart, **unflatten(values, self.loose())})
 
 
-class StatefulPart:
+class StatefulPart(StatePart):
     """What has `state_dict()` and `load_state_dict()`."""
 
     def __init__(self, value: Stateful) -> None:
         self._value = value
         self._template: Any = {}
-
-    def steady(self) -> None:
-        return None
 
     def loose(self) -> Any:
         return self._value.state_dict()
@@ -234,12 +229,18 @@ def unflatten(values: Mapping[Path, Any], template: Any) -> Any:
     counted = bool(names) and all(isinstance(key, int) for key in like)
     made: dict[Any, Any] = {}
     for head, below in heads.items():
-        key = names.get(str(head), _number(head) if counted else head)
+        is_number = counted and str(head).isdecimal()
+        key = names.get(str(head), int(head) if is_number else head)
         made[key] = unflatten(below, like.get(key))
     for key, value in like.items():
         if _has_no_trace(value):
             made.setdefault(key, value)
-    return _as(made, template)
+    if type(template) is dict or not isinstance(template, Mapping):
+        return made
+    try:
+        return type(template)(made)  # type: ignore[call-arg]
+    except TypeError:  # of a mapping that is not made from one
+        return made
 
 
 def _has_no_trace(value: Any) -> bool:
@@ -248,20 +249,6 @@ def _has_no_trace(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(_has_no_trace, value.values()))
     return isinstance(value, list | tuple) and bool(value) and all(map(_has_no_trace, value))
-
-
-def _number(head: str | int) -> str | int:
-    return int(head) if str(head).isdecimal() else head
-
-
-def _as(made: dict[Any, Any], template: Any) -> Any:
-    """As the template's type, where that is a mapping that is made from one."""
-    if type(template) is dict or not isinstance(template, Mapping):
-        return made
-    try:
-        return type(template)(made)  # type: ignore[call-arg]
-    except TypeError:
-        return made
 
 
 def refill(present: dict[Any, Any], new: Mapping[Any, Any]) -> None:
@@ -299,8 +286,8 @@ class ModulePart:
             return self._steady
         watch, self._steady = TensorWatch(), None
         for inner in self.module.modules():
-            for holder in (inner._parameters, inner._buffers):
-                watch.add(holder)
+            watch.add(inner._parameters)
+            watch.add(inner._buffers)
             watch.sizes.append((inner._modules, len(inner._modules)))
         there = zip(watch.pointers, watch.tensors, strict=True)
         known = {(pointer, tensor.shape) for pointer, tensor in there}
@@ -378,13 +365,11 @@ def _canonical(name: str, ddp: set[str]) -> str:
 class _Names(dict[torch.Tensor, str]):
     """Parameters' names; StateError for a parameter that has none."""
 
-    def __init__(self, optimizer: str, names: Mapping[torch.Tensor, str]) -> None:
-        super().__init__(names)
-        self._optimizer = optimizer
+    optimizer = ""
 
     def __missing__(self, parameter: torch.Tensor) -> str:
         raise StateError(
-            f"{self._optimizer} has a parameter of shape {tuple(parameter.shape)} that is in none "
+            f"{self.optimizer} has a parameter of shape {tuple(parameter.shape)} that is in none "
             "of the modules any more: where one is replaced, make the optimizer and the "
             "Checkpointer anew"
         )
@@ -410,15 +395,12 @@ class OptimizerPart:
         return (p for group in self._optimizer.param_groups for p in group["params"])
 
     def _names(self) -> dict[torch.Tensor, str]:
-        many = len(self._modules) > 1
-        return _Names(
-            self._name,
-            {
-                parameter: f"{part._name}.{name}" if many else name
-                for part in self._modules
-                for parameter, name in part.names().items()
-            },
-        )
+        found, many = _Names(), len(self._modules) > 1
+        found.optimizer = self._name
+        for part in self._modules:
+            for parameter, name in part.names().items():
+                found[parameter] = f"{part._name}.{name}" if many else name
+        return found
 
     def steady(self) -> tuple[Nested, TensorWatch]:
         names, watch = self._names(), TensorWatch()

@@ -19,18 +19,17 @@ from typing import Any, Final
 
 import torch
 
-from elasticrun.checkpointing.capture import Mapped, values_at
+from elasticrun.checkpointing.capture import Mapped
 from elasticrun.checkpointing.line import AgentLine
 from elasticrun.checkpointing.parts import Path, StateError
 from elasticrun.checkpointing.state import Known, TrainingState
 from elasticrun.dcp.items import PLAIN, own_key, pieces
 from elasticrun.dcp.loading import NotAllowed, deserialise
-from elasticrun.dcp.restoring import Cover, RestoreError, copy, copy_all, names_of
+from elasticrun.dcp.restoring import Cover, RestoreError, copy, copy_all
 from elasticrun.shm.layout import Item, Layout
 from elasticrun.shm.segment import SegmentError, Snapshot
 from elasticrun.wire import env
 from elasticrun.wire.snapshots import IsWhole, Resume, ShardHere, WantShard, Whole
-from elasticrun.wire.types import RoundName
 
 MOST_THREADS: Final = 8
 """A few fill the memory bus."""
@@ -138,7 +137,7 @@ class Shard:
 
     def value(self, place: int, weights_only: bool) -> Any:
         """NotAllowed, or whatever a user's class makes of its bytes."""
-        found = values_at(self.mapped, self.snapshot.slot, self.layout, self.snapshot.values_bytes)
+        found = self.mapped.segment.values(self.snapshot, self.layout)
         name = self.layout.values[place].fqn
         return deserialise(bytes(found[place]), weights_only, name)
 
@@ -159,7 +158,6 @@ class Recall:
         self._line = line
         self._state = state
         self._resume = resume
-        self._round = RoundName(resume.round.term, resume.round.number, resume.round.nonce)
         self._shards: dict[int, Shard] = {}
         self._checked: set[int] = set()
         self._filled: dict[str, torch.Tensor] = {}
@@ -199,7 +197,7 @@ class Recall:
         try:
             snapshot = mapped.segment.read(here.slot)
             fits = snapshot is not None and snapshot.sequence == here.sequence
-            if snapshot is None or not fits or not snapshot.is_of(self._round):
+            if snapshot is None or not fits or not snapshot.is_of(self._resume.round):
                 raise BadShard(rank, f"the snapshot of rank {here.rank} is not the one promised")
             layout = mapped.segment.layout(snapshot.layout)
             if snapshot.step != self._resume.step:
@@ -227,6 +225,7 @@ class Recall:
 
     def _restore(self, same: bool) -> None:
         saved: dict[str, Item] = {}
+        mine = own_key(self._state.rank)
         why = "nothing of it is held any more"
         found: tuple[Cover, list[torch.Tensor], dict[str, torch.Tensor]] | None = None
         for rank in self._order:
@@ -234,7 +233,10 @@ class Recall:
             if isinstance(shard, str):
                 why = shard
                 continue
-            names = self._names_in(shard)
+            # what belongs to other ranks is left out: each has its own, and what is needed would
+            # have to be looked up anew for every shard
+            items = shard.layout.items
+            names = {i.fqn: i for i in items if not i.own or i.path[0] == mine}
             self.bytes_room = self.bytes_room or shard.layout.bytes_room
             try:
                 if found is None or not names.keys() <= saved.keys():
@@ -250,12 +252,6 @@ class Recall:
                 return
             why = f"{found[0].missing[0]} is held by no rank that was asked"
         raise BadShard(self._order[0], why)
-
-    def _names_in(self, shard: Shard) -> dict[str, Item]:
-        """Without what belongs to other ranks: each has its own, and what is needed would have to
-        be looked up anew for every shard."""
-        mine, found = own_key(self._state.rank), names_of([shard.layout])
-        return {fqn: item for fqn, item in found.items() if not item.own or item.path[0] == mine}
 
     def _cover(
         self, saved: dict[str, Item], own: bool

@@ -88,7 +88,11 @@ class RandomPart:
         return None
 
     def loose(self) -> torch.Tensor:
-        return torch.cat(list(self._sections()))
+        found: list[torch.Tensor] = []
+        for name, index, is_current, state in self._sections():
+            head = _HEAD.pack(name.encode(), index, is_current, state.numel())
+            found += [_tensor(head), state]
+        return torch.cat(found)
 
     def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
         return fitting(None, saved, in_place=False)
@@ -110,26 +114,23 @@ class RandomPart:
             elif index == current.get(name):
                 index = before.get(name, index)
             try:
-                if name in _SETTERS:
-                    _SETTERS[name](state)
-                else:
-                    _to_device(name, index, state)
+                _go_on_from(name, index, state)
             except Exception as error:  # of another torch, say
                 self._remark(f"the random state of {name} could not be restored: {error!r:.200}")
 
-    def _sections(self) -> Iterator[torch.Tensor]:
+    def _sections(self) -> Iterator[tuple[str, int, bool, torch.Tensor]]:
+        """Whose each state is, of which device, whether that is the current one, and the state."""
         version, words, left = random.getstate()
         if version == _PYTHON_VERSION:
             packed = _PYTHON.pack(*words, left is not None, left or 0.0)
-            yield from _section("python", _tensor(packed))
+            yield "python", 0, False, _tensor(packed)
         if "numpy" in sys.modules:
-            yield from _section("numpy", _tensor(self._numpy()))
-        yield from _section("torch", torch.get_rng_state())
+            yield "numpy", 0, False, _tensor(self._numpy())
+        yield "torch", 0, False, torch.get_rng_state()
         for name, module in _devices():
             mine = module.current_device()
             for index in range(module.device_count()):
-                state = module.get_rng_state(index).cpu()
-                yield from _section(name, state, index, index == mine)
+                yield name, index, index == mine, module.get_rng_state(index).cpu()
 
     def _numpy(self) -> bytes:
         numpy_random: Any = sys.modules.get("numpy.random")  # torch loads numpy without it
@@ -143,15 +144,8 @@ class RandomPart:
         return _NUMPY.pack(*words, place, state["has_gauss"], state["gauss"], True)
 
 
-def _section(
-    name: str, state: torch.Tensor, index: int = 0, current: bool = False
-) -> Iterator[torch.Tensor]:
-    yield _tensor(_HEAD.pack(name.encode(), index, current, state.numel()))
-    yield state
-
-
 def _split(states: torch.Tensor) -> Iterator[tuple[str, int, bool, torch.Tensor]]:
-    """Whose each section is, of which device, whether that was the current one, and the state."""
+    """Back to what `_sections` gave."""
     at = 0
     while at < states.numel():
         tag, index, was_current, length = _HEAD.unpack(bytes(states[at : at + _HEAD.size].tolist()))
@@ -172,30 +166,23 @@ def _devices() -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _to_device(name: str, index: int, state: torch.Tensor) -> None:
-    """Does nothing for a device that this node does not have."""
-    module: Any = getattr(torch, name, None)
-    if module is not None and index < module.device_count():
-        module.set_rng_state(state, index)
+def _go_on_from(name: str, index: int, state: torch.Tensor) -> None:
+    """Draw from this state from now on; nothing for a device that this node does not have."""
+    if name == "python":
+        *words, is_left, left = _PYTHON.unpack(bytes(state.tolist()))
+        random.setstate((_PYTHON_VERSION, tuple(words), left if is_left else None))
+    elif name == "numpy":
+        *words, place, has_gauss, gauss, is_there = _NUMPY.unpack(bytes(state.tolist()))
+        if is_there:
+            numpy_random: Any = importlib.import_module("numpy.random")  # it may not be loaded yet
+            numpy_random.set_state((_NUMPY_KIND, words, place, has_gauss, gauss))
+    elif name == "torch":
+        torch.set_rng_state(state)
+    else:
+        module: Any = getattr(torch, name, None)
+        if module is not None and index < module.device_count():
+            module.set_rng_state(state, index)
 
-
-def _to_python(state: torch.Tensor) -> None:
-    *words, is_left, left = _PYTHON.unpack(bytes(state.tolist()))
-    random.setstate((_PYTHON_VERSION, tuple(words), left if is_left else None))
-
-
-def _to_numpy(state: torch.Tensor) -> None:
-    *words, place, has_gauss, gauss, is_there = _NUMPY.unpack(bytes(state.tolist()))
-    if is_there:
-        numpy_random: Any = importlib.import_module("numpy.random")  # it may not be loaded yet
-        numpy_random.set_state((_NUMPY_KIND, words, place, has_gauss, gauss))
-
-
-_SETTERS: Final[dict[str, Callable[[torch.Tensor], None]]] = {
-    "python": _to_python,
-    "numpy": _to_numpy,
-    "torch": torch.set_rng_state,
-}
 
 STATE = "state"
 """The name whose dict may have objects with a `state_dict` beside plain values."""
@@ -365,9 +352,7 @@ class TrainingState:
 
     def _vouch(self, flat: Flat) -> None:
         """Whether opaque values can be loaded again is tried once for each name and type."""
-        if not self.weights_only:
-            return
-        for fqn, value in flat.values.items():
+        for fqn, value in flat.values.items() if self.weights_only else ():
             if type(value) in _VOUCHED or (fqn, type(value)) in self._vouched:
                 continue
             if not (isinstance(value, torch.Tensor) and is_array(value)) and not _is_plain(value):
@@ -380,13 +365,17 @@ class TrainingState:
     def take(self) -> SnapshotPlan:
         """What there is now. Not a copy: it is to be copied before training goes on. StateError,
         or whatever a Stateful raises."""
-        loose = self._loose()
-        flat = flatten(loose)
+        flat = flatten(self._loose())
         self._vouch(flat)
-        signature = tuple((fqn, _shape(value)) for fqn, value in flat.values.items())
-        plan = self._plan if signature == self._signature else None
+        plan = self._plan if _signature(flat) == self._signature else None
         if plan is not None and all(watch.holds() for watch in self._watches):
-            self._refresh(plan, flat)
+            for fqn, value in flat.values.items():
+                if fqn in self._places:  # else sharded over a mesh that this rank is not in
+                    is_tensor, at = self._places[fqn]
+                    if is_tensor:
+                        plan.tensors[at] = local(value)
+                    else:
+                        plan.values[at] = value
             return plan
         known, self.known = self.known, None
         with no_collection():
@@ -404,20 +393,18 @@ class TrainingState:
         return steady
 
     def _loose(self) -> dict[str, Any]:
-        loose = {name: part.loose() for name, part in self.parts.items()}
-        found = {
-            name: value
-            for name, value in loose.items()
-            if value is not None and not (isinstance(value, Mapping) and not value)
-        }
+        found = {}
+        for name, part in self.parts.items():
+            value = part.loose()
+            if value is not None and not (isinstance(value, Mapping) and not value):
+                found[name] = value
         if self.own:
             found[own_key(self.rank)] = {n: own.part.loose() for n, own in self.own.items()}
         return found
 
     def _planned(self) -> SnapshotPlan:
-        whole = self.whole()
         try:
-            ordered = in_order(pieces(whole, own_key(self.rank)))
+            ordered = in_order(pieces(self.whole(), own_key(self.rank)))
         except ValueError as error:
             raise StateError(str(error)) from error
         return self._keep([(one.item, one.value) for one in ordered])
@@ -459,7 +446,7 @@ class TrainingState:
             ):
                 return None
             there.append((item, value if item.kind is ItemKind.BYTES else local(value)))
-        self._signature = tuple((fqn, _shape(v)) for fqn, v in loose.values.items())
+        self._signature = _signature(loose)
         return self._keep(there, layout)
 
     def whole(self) -> dict[str, Any]:
@@ -467,56 +454,41 @@ class TrainingState:
         whole, loose = self._steady(), self._loose()
         flat = flatten(loose)
         self._vouch(flat)
-        self._signature = tuple((fqn, _shape(v)) for fqn, v in flat.values.items())
-        self._merge(whole, loose)
-        self._plan = None
-        return whole
-
-    @staticmethod
-    def _merge(whole: dict[str, Any], loose: Mapping[str, Any]) -> None:
-        """An optimizer's state is in both."""
+        self._signature = _signature(flat)
         for name, value in loose.items():
             steady = whole.get(name)
             if steady is None:
                 whole[name] = value
                 continue
             state = {key: dict(entries) for key, entries in steady["state"].items()}
-            for key, entries in value["state"].items():
+            for key, entries in value["state"].items():  # an optimizer's state is in both
                 state.setdefault(key, {}).update(entries)
             whole[name] = {**value, "state": state}
-
-    def _refresh(self, plan: SnapshotPlan, flat: Flat) -> None:
-        for fqn, value in flat.values.items():
-            place = self._places.get(fqn)
-            if place is None:  # sharded over a mesh that this rank is not in
-                continue
-            if place[0]:
-                plan.tensors[place[1]] = local(value)
-            else:
-                plan.values[place[1]] = value
+        self._plan = None
+        return whole
 
     def serialised(self, values: Iterable[Any]) -> list[bytes]:
         """Opaque values as bytes; small plain ones that were the same the last time are not made
         again."""
         before, self._serialised = self._serialised, {}
-        return [self._bytes_of(value, before) for value in values]
-
-    def _bytes_of(self, value: Any, before: dict[tuple[type, str], bytes]) -> bytes:
-        text = repr(value) if _is_plain(value) else ""
-        if not 0 < len(text) <= REMEMBERED:
-            return serialise(value)
-        key = (type(value), text)
-        if key not in self._serialised:
-            self._serialised[key] = before[key] if key in before else serialise(value)
-        return self._serialised[key]
+        found = []
+        for value in values:
+            text = repr(value) if _is_plain(value) else ""
+            if not 0 < len(text) <= REMEMBERED:
+                found.append(serialise(value))
+                continue
+            key = (type(value), text)
+            if key not in self._serialised:
+                self._serialised[key] = before[key] if key in before else serialise(value)
+            found.append(self._serialised[key])
+        return found
 
     def targets(self, saved: Mapping[str, Item], own: bool) -> dict[str, torch.Tensor]:
         """Where the tensors that were saved under these names go; nothing is changed yet. `own`:
         this rank's own state too. StateError."""
         found: dict[str, torch.Tensor] = {}
-        for prefix, part in self._restored(own):
-            below = self._items_below(saved, prefix)
-            names = {item.path[len(prefix) :]: item.fqn for item in below.values()}
+        for prefix, part, below in self._restored(saved, own):
+            names = {path: item.fqn for path, item in below.items()}
             if not below:
                 now = part.loose()
                 if prefix[-1] == RNG:
@@ -528,36 +500,35 @@ class TrainingState:
                 found[names[path]] = tensor
         return found
 
-    def _items_below(self, saved: Mapping[str, Item], prefix: tuple[str, ...]) -> dict[Path, Item]:
-        """The items of one part, by the rest of their paths."""
+    def _restored(
+        self, saved: Mapping[str, Item], own: bool
+    ) -> Iterator[tuple[tuple[str, ...], StatePart, dict[Path, Item]]]:
+        """Each part that is to be had: where it stands, and its items by the rest of their
+        paths."""
+        mine = own_key(self.rank)
         if self._below[0] is not saved:
             groups: _Groups = {}
-            mine = own_key(self.rank)
             for item in saved.values():
                 size = 2 if item.path[0] == mine else 1
                 groups.setdefault(item.path[:size], {})[item.path[size:]] = item
             self._below = (saved, groups)
-        return self._below[1].get(prefix, {})
-
-    def _restored(self, own: bool) -> list[tuple[tuple[str, ...], StatePart]]:
-        listed: list[tuple[tuple[str, ...], StatePart]] = [((n,), p) for n, p in self.parts.items()]
-        if own:
-            listed += [((own_key(self.rank), name), one.part) for name, one in self.own.items()]
-        return listed
+        for name, part in self.parts.items():
+            yield (name,), part, self._below[1].get((name,), {})
+        for name, one in self.own.items() if own else ():
+            yield (mine, name), one.part, self._below[1].get((mine, name), {})
 
     def wanted_values(self, saved: Mapping[str, Item], own: bool) -> list[str]:
         """Names of the opaque values that belong to these parts."""
         return [
             item.fqn
-            for prefix, _ in self._restored(own)
-            for item in self._items_below(saved, prefix).values()
+            for _, _, below in self._restored(saved, own)
+            for item in below.values()
             if item.kind is ItemKind.BYTES
         ]
 
     def adopt(self, saved: Mapping[str, Item], values: Mapping[str, Any], own: bool) -> None:
         """The targets are filled; `values`: they and the opaque ones by name."""
-        for prefix, part in self._restored(own):
-            below = self._items_below(saved, prefix)
+        for _, part, below in self._restored(saved, own):
             had = {p: values[item.fqn] for p, item in below.items() if item.fqn in values}
             if had:
                 part.adopt(had)
@@ -585,8 +556,12 @@ def _spread(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**given, **among}, among
 
 
+def _signature(flat: Flat) -> tuple[Any, ...]:
+    """Equal for two states whose values are the same items one by one."""
+    return tuple((fqn, _shape(value)) for fqn, value in flat.values.items())
+
+
 def _shape(value: Any) -> Any:
-    """Equal for two values that are one and the same item."""
     if isinstance(value, DTensor):
         return (value.dtype, value.shape, value.placements, id(value.device_mesh))
     if isinstance(value, torch.Tensor) and is_array(value):

@@ -9,9 +9,10 @@ unable to read its own checkpoints.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from elasticrun.dcp.torches import no_collection
-from elasticrun.shm.layout import Item, ItemKind, Layout
+from elasticrun.shm.layout import Item, ItemKind, Layout, items_of, stretch_of
 
 _KINDS: Final = {
     ItemKind.TENSOR: WriteItemType.TENSOR,
@@ -60,18 +61,6 @@ class PartFile:
     shared: bool
     lengths: tuple[int, ...]
     places: tuple[tuple[int, int], ...] = ()
-
-
-def items_of(layout: Layout, shared: bool) -> tuple[Item, ...]:
-    """Those that a part has: tensors, then opaque values; own ones alone if not `shared`."""
-    if shared:
-        return layout.items
-    return tuple(item for item in layout.items if item.own)
-
-
-def stretch_of(layout: Layout, shared: bool) -> int:
-    """Bytes of tensors at the beginning of a part's file."""
-    return layout.own_bytes + layout.shared_bytes if shared else layout.own_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +119,16 @@ def build(parts: Sequence[PartFile], checkpoint: str, attempt: str) -> bytes:
     if plan.marker and (known := plan.marker.changed(words, alike)):
         return known
     with no_collection():
-        results = [_results(part, left) for part, left in zip(ordered, plan.left, strict=True)]
+        results = []
+        for part, left in zip(ordered, plan.left, strict=True):
+            places = list(_places(part))
+            stored = ((index, *places[number]) for number, index in left)
+            results.append(
+                [
+                    WriteResult(index, length, _StorageInfo(part.file, at, length))
+                    for index, at, length in stored
+                ]
+            )
         writer = _InMemory(StorageMeta(checkpoint_id=checkpoint, save_id=save_id))
         writer.finish(plan.metadata, results)
         plan.metadata.storage_data = None
@@ -160,12 +158,11 @@ def _planned(parts: Sequence[PartFile]) -> _Plan:
 
 
 def _plan(parts: Sequence[PartFile], key: tuple[tuple[int, int, bool], ...]) -> _Plan:
-    known: dict[str, Any] = {}
     plans = []
     for part in parts:
         items = items_of(part.layout, part.shared)
         paths = {item.fqn: item.path for item in items}
-        plans.append(SavePlan([_write_item(item, known) for item in items], planner_data=paths))
+        plans.append(SavePlan([write_item(item) for item in items], planner_data=paths))
     # torch looks for missing chunks only where there are two plans or more
     plans.append(SavePlan([], planner_data={}))
     try:
@@ -178,14 +175,6 @@ def _plan(parts: Sequence[PartFile], key: tuple[tuple[int, int, bool], ...]) -> 
         # what the planner has left to a part: of equal chunks one is enough
         left.append(tuple((position[item.index], item.index) for item in plan.items))
     return _Plan(key, metadata, tuple(left))
-
-
-def _results(part: PartFile, left: Iterable[tuple[int, MetadataIndex]]) -> list[WriteResult]:
-    places = list(_places(part))
-    return [
-        WriteResult(index, places[number][1], _StorageInfo(part.file, *places[number]))
-        for number, index in left
-    ]
 
 
 def _check(parts: Sequence[PartFile]) -> None:
@@ -207,13 +196,8 @@ def _check(parts: Sequence[PartFile]) -> None:
         own |= {item.fqn for item in part.layout.items if item.own}
 
 
-def write_items(items: Iterable[Item]) -> list[WriteItem]:
-    """As torch's planner describes them."""
-    known: dict[str, Any] = {}
-    return [_write_item(item, known) for item in items]
-
-
-def _write_item(item: Item, known: dict[str, Any]) -> WriteItem:
+def write_item(item: Item) -> WriteItem:
+    """As torch's planner describes it."""
     if item.kind is ItemKind.BYTES:
         return WriteItem(index=MetadataIndex(item.fqn), type=WriteItemType.BYTE_IO)
     offsets, sizes = torch.Size(item.offsets), torch.Size(item.sizes)
@@ -222,7 +206,7 @@ def _write_item(item: Item, known: dict[str, Any]) -> WriteItem:
         type=_KINDS[item.kind],
         tensor_data=TensorWriteData(
             chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
-            properties=_properties(item, known),
+            properties=_properties(item.dtype, item.requires_grad),
             size=torch.Size(item.shape),
         ),
     )
@@ -236,18 +220,15 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def _properties(item: Item, known: dict[str, Any]) -> TensorProperties:
-    key = f"{item.dtype} {item.requires_grad}"
-    if key not in known:
-        known[key] = TensorProperties(
-            dtype=dtype_of(item.dtype),
-            layout=torch.strided,
-            requires_grad=item.requires_grad,
-            memory_format=torch.contiguous_format,
-            pin_memory=False,
-        )
-    found: TensorProperties = known[key]
-    return found
+@cache
+def _properties(dtype: str, requires_grad: bool) -> TensorProperties:
+    return TensorProperties(
+        dtype=dtype_of(dtype),
+        layout=torch.strided,
+        requires_grad=requires_grad,
+        memory_format=torch.contiguous_format,
+        pin_memory=False,
+    )
 
 
 def _places(part: PartFile) -> Iterator[tuple[int, int]]:

@@ -168,12 +168,3 @@ def _block(tensor: torch.Tensor, begin: tuple[int, ...], lengths: tuple[int, ...
     for axis, (at, length) in enumerate(zip(begin, lengths, strict=True)):
         tensor = tensor.narrow(axis, at, length)
     return tensor
-
-
-def names_of(layouts: Iterable[Layout]) -> dict[str, Item]:
-    """One item for each name in these layouts: a tensor's shape and type, or an opaque value."""
-    found: dict[str, Item] = {}
-    for layout in layouts:
-        for item in layout.items:
-            found.setdefault(item.fqn, item)
-    return found

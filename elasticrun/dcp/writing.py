@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from elasticrun.dcp.metadata import dtype_of, write_items
+from elasticrun.dcp.metadata import dtype_of, write_item
 from elasticrun.shm.layout import Item
 
 Write = Callable[[memoryview], None]
@@ -30,7 +30,7 @@ def write_data(
 
     `payload`: the slot from its first tensor on; `values`: of the opaque items, in their order.
     What `write` raises comes through."""
-    planned = write_items(items)
+    planned = [write_item(item) for item in items]
     planner = _FromSlot(zip(planned, items, strict=True), payload, values)
     # copying ahead would open the accelerator in a process that has no business there
     writer = FileSystemWriter("unused", sync_files=False, per_thread_copy_ahead=0)

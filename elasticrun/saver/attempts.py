@@ -7,8 +7,9 @@ once; if its thread does not come back soon, the process is of no use any more a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Event
 from typing import Any, Final, TypeVar
 
@@ -90,20 +91,6 @@ class WriteAttempt:
         return self.running is not None or (waits and not self.over)
 
 
-@dataclass(frozen=True, slots=True)
-class HangLimit:
-    """A piece of work that must come to its end, `limit` seconds after `since` or, where that is
-    None, after its turn has come."""
-
-    what: str
-    limit: float
-    since: float | None = None
-
-    def due(self, piece: WorkItem[Any]) -> float | None:
-        since = piece.began if self.since is None else self.since
-        return None if since is None else since + self.limit
-
-
 class Attempts:
     """All of them. Belongs to the loop's thread."""
 
@@ -121,30 +108,32 @@ class Attempts:
         self._disk = disk
         self._puts = puts
         self._attempts: dict[str, WriteAttempt] = {}
-        self._watched: dict[WorkItem[Any], HangLimit] = {}
+        self._watched: dict[WorkItem[Any], tuple[str, float, float | None]] = {}
+        """Work that must come to its end: what it fails to do else, in so many seconds, since when
+        (None: since its turn has come)."""
 
     def get_ready(self) -> None:
         """Import what the first attempt would have to wait for."""
-
-        def done(outcome: Outcome) -> None:
-            self._remark("checkpoints cannot be written", outcome)
-
+        done = partial(self._remark, "checkpoints cannot be written")
         self._disk.add(WorkItem(lambda stop: work.get_ready(), Outcome.failed, done))
 
     def next_deadline(self) -> float | None:
         """When `hung` is to be asked."""
-        dues = (watch.due(piece) for piece, watch in self._watched.items())
-        return min((due for due in dues if due is not None), default=None)
+        return min((due for due, _ in self._dues()), default=None)
 
     def hung(self, now: float) -> bool:
         """Whether a thread has stayed away for too long; then the agent has been told why."""
-        for piece, watch in self._watched.items():
-            due = watch.due(piece)
-            if due is not None and now >= due:
-                what = f"{watch.what} within {watch.limit:g} s"
+        for due, what in self._dues():
+            if now >= due:
                 self._say(Remark(f"{what}, so the saver ends; another can be started"))
                 return True
         return False
+
+    def _dues(self) -> Iterator[tuple[float, str]]:
+        for piece, (what, limit, since) in self._watched.items():
+            began = piece.began if since is None else since
+            if began is not None:
+                yield began + limit, f"{what} within {limit:g} s"
 
     # ------------------------------------------------------------ this node's parts
 
@@ -186,11 +175,7 @@ class Attempts:
 
         def hand_on(stop: Event) -> str:
             for rank, part in parts.items():
-                encoded = part.encode()
-
-                def put(rank: int = rank, encoded: bytes = encoded) -> None:
-                    transfer.put(place, self._secret, order.attempt, rank, encoded)
-
+                put = partial(transfer.put, place, self._secret, order.attempt, rank, part.encode())
                 tried(put, stop, PUT_LIMIT)
             return ""
 
@@ -266,7 +251,8 @@ class Attempts:
                 attempt.committed = CommitDone(order.attempt, not reason, reason)
                 self._say(attempt.committed)
                 if not reason:
-                    self._end(attempt)
+                    attempt.over = True
+                    self._forget()
                     self._sweep(order)
 
         def write(stop: Event) -> Outcome:
@@ -275,19 +261,29 @@ class Attempts:
         attempt.committing = True
         self._to_disk(attempt, WorkItem(write, Outcome.failed, done, name=order.attempt))
 
-    def _sweep(
-        self, order: PersistParts, how: Callable[[PersistParts], Outcome] = work.sweep
-    ) -> None:
+    def _sweep(self, order: PersistParts) -> None:
         """Remove what is not to be kept any more, when there is nothing else to do."""
+        self._remove_old(order, lambda: work.sweep(order))
 
+    def _remove_old(self, order: PersistParts, how: Callable[[], Outcome]) -> None:
+        what = f"{order.folder} did not come to an end of removing old checkpoints"
+        self._remove(how, "older checkpoints were not removed", (what, SWEEP_LIMIT, None))
+
+    def _remove(
+        self,
+        how: Callable[[], Outcome],
+        trouble: str,
+        limit: tuple[str, float, None],
+        *,
+        first: bool = False,
+    ) -> None:
         def done(outcome: Outcome) -> None:
             self._watched.pop(piece, None)
-            self._remark("older checkpoints were not removed", outcome)
+            self._remark(trouble, outcome)
 
-        piece = WorkItem(lambda stop: how(order), Outcome.failed, done, urgent=False)
-        what = f"{order.folder} did not come to an end of removing old checkpoints"
-        self._watched[piece] = HangLimit(what, SWEEP_LIMIT)
-        self._disk.add(piece)
+        piece = WorkItem(lambda stop: how(), Outcome.failed, done, urgent=first)
+        self._watched[piece] = limit
+        self._disk.add(piece, first=first)
 
     # ------------------------------------------------------------ the end of an attempt
 
@@ -301,7 +297,8 @@ class Attempts:
         elif attempt.committing and attempt.committed is None:
             self._say(CommitDone(name, False, "it was given up while its marker was written"))
         piece = attempt.running
-        self._end(attempt)
+        attempt.over = True
+        self._forget()
         if piece is None or self._disk.drop(name) or self._puts.drop(name):
             attempt.running = None
             self._clean(attempt.order)
@@ -310,7 +307,7 @@ class Attempts:
         if attempt.on_disk:
             limit = CLEAN_LIMIT if attempt.committing else LET_GO_LIMIT
             what = f"{attempt.order.folder} did not let go of an attempt"
-            self._watched[piece] = HangLimit(what, limit, now)
+            self._watched[piece] = (what, limit, now)
         else:
             self._clean(attempt.order)  # what still runs is a conversation, which ends by itself
 
@@ -323,32 +320,23 @@ class Attempts:
             self._watched.pop(attempt.running, None)
         attempt.running, attempt.on_disk = None, False
 
-    def _end(self, attempt: WriteAttempt) -> None:
-        attempt.over = True
-        self._forget()
-
     def _forget(self) -> None:
         """Keep no more than the answers of the last ones that are nobody's business any more."""
         idle = [name for name, each in self._attempts.items() if not each.under_way]
         for name in idle[:-MAX_OVER]:
             del self._attempts[name]
-        for name in idle:
-            if name in self._attempts and self._attempts[name].committed is not None:
+        for name in idle[-MAX_OVER:]:
+            if self._attempts[name].committed is not None:
                 self._attempts[name].parts.clear()
 
     def _clean(self, order: PersistParts) -> None:
-        """Remove the files of an attempt that came to nothing."""
-
-        def done(outcome: Outcome) -> None:
-            self._watched.pop(piece, None)
-            self._remark(f"files of a given-up attempt stay in {order.folder}", outcome)
-
-        piece = WorkItem(lambda stop: work.clean(order), Outcome.failed, done)
+        """Remove the files of an attempt that came to nothing. First: the next attempt may need
+        the room."""
         what = f"{order.folder} did not let go of the files of an attempt"
-        self._watched[piece] = HangLimit(what, CLEAN_LIMIT)
-        self._disk.add(piece, first=True)  # the next attempt may need the room
+        trouble = f"files of a given-up attempt stay in {order.folder}"
+        self._remove(lambda: work.clean(order), trouble, (what, CLEAN_LIMIT, None), first=True)
         if order.coordinates:
-            self._sweep(order, work.tidy)
+            self._remove_old(order, lambda: work.tidy(order))
 
     def _remark(self, what: str, outcome: Outcome) -> None:
         for remark in outcome.remarks:

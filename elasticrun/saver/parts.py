@@ -1,4 +1,4 @@
-"""What a saver does to write snapshots out: parts, the commit of a checkpoint, what is not kept.
+"""How snapshots become files: the part of one rank, and the commit that makes parts a checkpoint.
 
 Plain functions that take as long as the storage takes; the saver calls them in its worker. A part
 is one file of one rank. The stretch of tensors in a slot is written as it lies there, in one run,
@@ -9,9 +9,7 @@ the coordinator's saver has to know of a part is a `PartWritten`.
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Final
 
@@ -19,46 +17,26 @@ import torch
 import xxhash
 
 from elasticrun.dcp import image
-from elasticrun.dcp.metadata import MetadataError, PartFile, build, items_of, stretch_of
+from elasticrun.dcp.metadata import MetadataError, PartFile, build
 from elasticrun.dcp.writing import write_data
 from elasticrun.saver.written import MAX_LAYOUTS, PartWritten
-from elasticrun.shm.layout import (
-    Item,
-    Layout,
-)
-from elasticrun.shm.segment import Segment, Snapshot, block_of
+from elasticrun.shm.layout import Layout, items_of, stretch_of
+from elasticrun.shm.segment import Segment, SegmentError, Snapshot, block_of
 from elasticrun.storage import manifest as manifests
 from elasticrun.storage.folder import MARKER, Folder
-from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError
-from elasticrun.storage.timeline import (
-    PERIODIC,
-    Listed,
-    Timeline,
-    chain,
-    join,
-    not_kept,
-    timeline_of,
-)
+from elasticrun.storage.manifest import FileEntry, Manifest
+from elasticrun.storage.retention import file_name, is_of_attempt
+from elasticrun.storage.timeline import Listed, Timeline, chain, join
 from elasticrun.storage.writing import PIECE, Sink, StorageError
 from elasticrun.wire.snapshots import PartOf, PersistParts
 from elasticrun.wire.types import MAX_ATTEMPT
 
-OLD: Final = 3600.0
-"""Seconds after which a checkpoint that was never committed is removed."""
-
 _ATTEMPT: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_ATTEMPT}}}\Z")
-_NAME: Final = re.compile(r"__(?P<rank>\d+)_\d+\.\d+\.(?P<attempt>.+)\.distcp\Z")
-_DRAFT: Final = re.compile(r"(elasticrun\.json|\.metadata)\.[0-9a-f]{8}\.tmp\Z")
 _layouts: dict[int, Layout] = {}
 
 
 class PersistError(Exception):
     """A part or a checkpoint was not written, and nothing is left of it; a sentence."""
-
-
-def file_name(rank: int, number: int, sequence: int, attempt: str) -> str:
-    """Of a part. No other attempt, round or life writes a file of this name."""
-    return f"__{rank}_{number}.{sequence}.{attempt}.distcp"
 
 
 # ---------------------------------------------------------------- a part
@@ -104,9 +82,10 @@ def write_part(
     except BaseException:
         sink.abort()
         raise
-    lengths = tuple(len(value) for value in slot.values)
-    layout = slot.layout
-    return PartWritten(entry, step, order.round, attempt, layout.torch, lengths, places, layout)
+    return PartWritten(
+        *(entry, step, order.round, attempt, slot.layout.torch),
+        *(tuple(map(len, slot.values)), places, slot.layout),
+    )
 
 
 class _Slot:
@@ -116,30 +95,21 @@ class _Slot:
         self.rank, self.shared = rank, shared
         self.layout = _layout_of(segment, snapshot)
         self.payload = segment.payload(snapshot.slot)
-        self.items: Sequence[Item] = items_of(self.layout, shared)
+        self.items = items_of(self.layout, shared)
         self.stretch = stretch_of(self.layout, shared)
-        tensors = stretch_of(self.layout, True)
-        self.block = block_of(tensors)
-        self.values = self._values(tensors, snapshot)
-        self.size = self.stretch + sum(len(value) for value in self.values)
+        try:
+            values = segment.values(snapshot, self.layout)
+        except SegmentError:
+            raise PersistError(
+                f"rank {rank}'s snapshot has a table of values that is none"
+            ) from None
+        named = zip(self.layout.values, values, strict=True)
+        self.values = [value for item, value in named if item.own or shared]
+        self.size = self.stretch + sum(map(len, self.values))
+        self.block = block_of(self.layout.tensor_bytes)
         known = segment.hashes(snapshot)
-        whole = shared and len(known) == -(-tensors // self.block) + 1
-        self.known: tuple[int, ...] = known[:-1] if whole else ()
-
-    def _values(self, tensors: int, snapshot: Snapshot) -> list[memoryview]:
-        items = self.layout.values
-        region = self.payload[tensors : tensors + snapshot.values_bytes]
-        table = struct.calcsize(f"={len(items)}Q")
-        whole = len(region) == snapshot.values_bytes >= table
-        lengths = struct.unpack_from(f"={len(items)}Q", region) if whole else ()
-        if not whole or table + sum(lengths) != snapshot.values_bytes:
-            raise PersistError(f"rank {self.rank}'s snapshot has a table of values that is none")
-        found, at = [], table
-        for item, length in zip(items, lengths, strict=True):
-            if item.own or self.shared:
-                found.append(region[at : at + length])
-            at += length
-        return found
+        whole = shared and len(known) == -(-self.stretch // self.block) + 1
+        self.known = known[:-1] if whole else ()
 
     def entry(self, name: str, size: int, stretch: int, hashes: Sequence[int]) -> FileEntry:
         return FileEntry(
@@ -285,14 +255,10 @@ def _tidy(folder: Folder, made: Manifest, line: Timeline) -> None:
     """Remove what earlier attempts at this step have left. The checkpoint counts already."""
     ours = {entry.name for entry in made.files} | {line.file}
     try:
-        names = [n for n in folder.files(made.step) if _is_of_attempt(n) and n not in ours]
+        names = [n for n in folder.files(made.step) if is_of_attempt(n) and n not in ours]
         folder.unlink(made.step, names)
     except StorageError as error:
         folder.remark(f"files of earlier attempts at step {made.step} stay: {error}")
-
-
-def _is_of_attempt(name: str) -> bool:
-    return bool(_NAME.match(name) or _DRAFT.match(name) or timeline_of(name))
 
 
 def _told(part: PartWritten) -> PartFile:
@@ -307,76 +273,3 @@ def _all_there(folder: Folder, made: Manifest) -> None:
             f"step {made.step} was not committed: {wrong} in {folder.path(made.step)} "
             "(do all nodes see the same storage there?)"
         )
-
-
-def clear_earlier(folder: Folder, step: int, ranks: Collection[int], attempt: str) -> None:
-    """Remove what earlier attempts of savers that were killed have left of these ranks: on a disk
-    that is nearly full no new one would come through. StorageError."""
-    files = folder.files(step)
-    if MARKER in files:
-        return
-    parts = [(name, found) for name in files if (found := _NAME.match(name))]
-    old = [n for n, f in parts if int(f["rank"]) in ranks and f["attempt"] != attempt]
-    if old:
-        folder.unlink(step, old)
-
-
-def give_up(folder: Folder, step: int, attempt: str) -> None:
-    """Remove what an attempt has written, unless it was committed. StorageError."""
-    files = folder.files(step)
-    names = [n for n in files if (found := _NAME.match(n)) and found["attempt"] == attempt]
-    try:
-        manifest = folder.manifest(step)
-    except ManifestError:
-        manifest = None
-    ours = manifest is not None and manifest.attempt == attempt
-    if MARKER in files and (ours or manifest is None):
-        return
-    if MARKER not in files:
-        names += [name for name in files if timeline_of(name)]
-    folder.unlink(step, [*names, manifests.NAME] if ours else names)
-
-
-@dataclass(frozen=True, slots=True)
-class SweepResult:
-    """Steps whose checkpoints were removed, and sentences about those that could not be."""
-
-    removed: tuple[int, ...]
-    remarks: tuple[str, ...]
-
-
-def sweep(
-    folder: Folder, *, keep_last: int, keep_every: int, in_use: Collection[int] = ()
-) -> SweepResult:
-    """Remove what is not to be kept (storage.timeline), what was condemned and is older than all
-    that is kept, and what was begun and never committed. To be called after a commit."""
-    removed, remarks = [], []
-    try:
-        found = folder.survey()
-        told = _reasons(folder, chain(found), keep_last)
-        gone = not_kept(found, told, last=keep_last, every=keep_every, in_use=in_use)
-        gone += [step for step in folder.uncommitted(OLD, found) if step not in in_use]
-    except StorageError as error:
-        return SweepResult((), (f"old checkpoints are not removed: {error}",))
-    for step in gone:
-        try:
-            folder.remove(step)
-            removed.append(step)
-        except StorageError as error:
-            remarks.append(str(error))
-    return SweepResult(tuple(removed), tuple(remarks))
-
-
-def _reasons(folder: Folder, committed: Sequence[int], last: int) -> list[tuple[int, str]]:
-    """Only manifests that matter are read: back to the newest periodic checkpoint."""
-    found: list[tuple[int, str]] = []
-    for step in reversed(committed):
-        reason = ""
-        if last > 0 and all(known != PERIODIC for _, known in found):
-            try:
-                manifest = folder.manifest(step)
-                reason = manifest.reason if manifest is not None else PERIODIC
-            except ManifestError:
-                reason = ""
-        found.append((step, reason))
-    return found

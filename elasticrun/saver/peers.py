@@ -24,7 +24,7 @@ from elasticrun.saver.written import PartError, PartWritten
 from elasticrun.shm.segment import round_key
 from elasticrun.system.reasons import reason_of
 from elasticrun.wire.snapshots import Fetch, Fetched, FetchInto, FetchSize, FromSaver, Remark
-from elasticrun.wire.types import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint
 
 FETCH_LIMIT: Final = 20.0
 """Seconds of new tries: ranks wait for it, and storage has the state too."""
@@ -73,7 +73,7 @@ class Fetches:
             self._orders.pop(next(iter(self._orders)))
         self._orders[order.key] = order
         place = Endpoint(order.host, order.port)
-        get = Get(round_key(_name(order)).hex(), order.step, order.rank, body=False)
+        get = Get(round_key(order.round).hex(), order.step, order.rank, body=False)
 
         def work(stop: threading.Event) -> FetchSize:
             head = tried(lambda: transfer.ask_size(place, self._secret, get), stop, FETCH_LIMIT)
@@ -100,7 +100,7 @@ class Fetches:
         place = Endpoint(order.host, order.port)
 
         def copy() -> None:
-            which = (_name(order), order.step, order.rank)
+            which = (order.round, order.step, order.rank)
             transfer.fetch(place, self._secret, *which, descriptor, into.slot, into.layout)
 
         def work(stop: threading.Event) -> Fetched:
@@ -124,10 +124,6 @@ class Fetches:
             f"step {order.step} of rank {order.rank} could not be had from the saver at {place}: "
             f"{reason_of(error)}"
         )
-
-
-def _name(order: Fetch) -> RoundName:
-    return RoundName(order.round.term, order.round.number, order.round.nonce)
 
 
 class Peers:

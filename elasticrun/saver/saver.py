@@ -26,24 +26,8 @@ from elasticrun.saver.transfer import Answer, Get, Put, Refusal, Served
 from elasticrun.saver.written import PartWritten
 from elasticrun.shm.segment import VERSION, round_key
 from elasticrun.system.reasons import reason_of
+from elasticrun.wire import snapshots as m
 from elasticrun.wire.frames import Connection, DescriptorsLost, FrameError, HungUp, NotRead
-from elasticrun.wire.snapshots import (
-    Checked,
-    CheckSnapshot,
-    CommitNow,
-    Fetch,
-    FetchInto,
-    FromSaver,
-    GiveUp,
-    HashSnapshot,
-    PersistParts,
-    Remark,
-    SaverHere,
-    SegmentClosed,
-    SegmentOpen,
-    Serve,
-    ToSaver,
-)
 from elasticrun.wire.spawning import SpawnSaver
 
 EXIT_CONFUSED: Final = 2
@@ -75,13 +59,13 @@ class Saver:
         remark: str,
     ) -> None:
         self._order = order
-        self._agent = Connection(agent, ToSaver, descriptors=MAX_DESCRIPTORS)
+        self._agent = Connection(agent, m.ToSaver, descriptors=MAX_DESCRIPTORS)
         self._remark = remark
         self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._inbox = Inbox(self._poke)
         self._selector = selectors.DefaultSelector()
         self._segments: dict[int, OpenSegment] = {}
-        self._served: dict[tuple[bytes, int, int], Serve] = {}
+        self._served: dict[tuple[bytes, int, int], m.Serve] = {}
         post = self._inbox.post
         self._peers = Peers(listener, order.secret, self._answer, self.say, post)
         self._memory = WorkerPool("hash", 1, post)
@@ -94,7 +78,12 @@ class Saver:
         """Until the agent hangs up; ends the process."""
         code = EXIT_DEFECT
         try:
-            self._begin()
+            self._selector.register(self._agent, selectors.EVENT_READ)
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            self.say(m.SaverHere(VERSION, self._order.key, self._peers.port))
+            if self._remark:
+                self.say(m.Remark(self._remark))
+            self._attempts.get_ready()
             while True:
                 self._turn()
         except Lost as lost:
@@ -105,7 +94,7 @@ class Saver:
             sys.__excepthook__(type(defect), defect, defect.__traceback__)
         os._exit(code)  # threads may hang in a file system
 
-    def say(self, message: FromSaver) -> None:
+    def say(self, message: m.FromSaver) -> None:
         """Tell the agent. Lost if it does not read."""
         try:
             self._agent.send(message)
@@ -113,14 +102,6 @@ class Saver:
             raise Lost("the agent does not read what its saver says") from None
 
     # ------------------------------------------------------------ one turn
-
-    def _begin(self) -> None:
-        self._selector.register(self._agent, selectors.EVENT_READ)
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        self.say(SaverHere(VERSION, self._order.key, self._peers.port))
-        if self._remark:
-            self.say(Remark(self._remark))
-        self._attempts.get_ready()
 
     def _turn(self) -> None:
         writing = selectors.EVENT_WRITE if self._agent.unsent else 0
@@ -179,30 +160,33 @@ class Saver:
     def _obey(self, order: Any) -> None:
         try:
             match order:
-                case SegmentOpen():
+                case m.SegmentOpen():
                     self._open(order, self._descriptor())
-                case SegmentClosed():
-                    self._close(order.key)
-                case HashSnapshot():
+                case m.SegmentClosed():
+                    self._segments.pop(order.key, None)
+                    self._memory.drop(order.key)
+                    served = self._served.items()
+                    self._served = {name: one for name, one in served if one.key != order.key}
+                case m.HashSnapshot():
                     self._hash(order)
-                case CheckSnapshot():
+                case m.CheckSnapshot():
                     self._check(order)
-                case PersistParts():
+                case m.PersistParts():
                     self._attempts.begin(order)
-                case CommitNow():
+                case m.CommitNow():
                     self._attempts.commit(order)
-                case GiveUp():
+                case m.GiveUp():
                     self._attempts.give_up(order.attempt, time.monotonic())
-                case Fetch():
+                case m.Fetch():
                     self._fetches.begin(order)
-                case FetchInto():
+                case m.FetchInto():
                     self._fetches.go_on(order, self._descriptor())
-                case Serve():
+                case m.Serve():
                     self._serve(order)
         except Full as full:
             raise Lost(str(full)) from None
 
-    def _open(self, order: SegmentOpen, descriptor: int) -> None:
+    def _open(self, order: m.SegmentOpen, descriptor: int) -> None:
         self._segments.pop(order.key, None)
         if len(self._segments) >= MAX_SEGMENTS:
             os.close(descriptor)
@@ -211,14 +195,9 @@ class Saver:
             self._segments[order.key] = OpenSegment(descriptor, order.local_rank)
         except (OSError, ValueError) as error:
             about = f"the segment of local rank {order.local_rank} cannot be read"
-            self.say(Remark(f"{about}: {reason_of(error)}"))
+            self.say(m.Remark(f"{about}: {reason_of(error)}"))
 
-    def _close(self, key: int) -> None:
-        self._segments.pop(key, None)
-        self._memory.drop(key)
-        self._served = {name: each for name, each in self._served.items() if each.key != key}
-
-    def _hash(self, order: HashSnapshot) -> None:
+    def _hash(self, order: m.HashSnapshot) -> None:
         opened = self._segments.get(order.key)
         if opened is None:
             return
@@ -234,26 +213,27 @@ class Saver:
         def done(reason: str) -> None:
             if reason:
                 about = f"a snapshot of {opened.whose} was not hashed"
-                self.say(Remark(f"{about}: {reason}"))
+                self.say(m.Remark(f"{about}: {reason}"))
 
         self._memory.add(WorkItem(work, failed, done, urgent=False, name=order.key))
 
-    def _check(self, order: CheckSnapshot) -> None:
+    def _check(self, order: m.CheckSnapshot) -> None:
         which = (order.key, order.slot, order.sequence)
         opened = self._segments.get(order.key)
         if opened is None:
-            self.say(Checked(*which, False, "the saver does not have that segment"))
+            self.say(m.Checked(*which, False, "the saver does not have that segment"))
             return
 
-        def work(stop: threading.Event) -> Checked:
-            return Checked(*which, True, hashing.check_snapshot(opened, order.slot, order.sequence))
+        def work(stop: threading.Event) -> m.Checked:
+            reason = hashing.check_snapshot(opened, order.slot, order.sequence)
+            return m.Checked(*which, True, reason)
 
-        def failed(error: BaseException) -> Checked:
-            return Checked(*which, False, reason_of(error))
+        def failed(error: BaseException) -> m.Checked:
+            return m.Checked(*which, False, reason_of(error))
 
         self._memory.add(WorkItem(work, failed, self.say))
 
-    def _serve(self, order: Serve) -> None:
+    def _serve(self, order: m.Serve) -> None:
         name = (round_key(order.round), order.step, order.rank)
         self._served.pop(name, None)
         while len(self._served) >= MAX_SERVED:

@@ -35,13 +35,15 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from elasticrun.saver.hashing import Gone, OpenSegment, digest, keep
 from elasticrun.shm.layout import MAX_LAYOUT_BYTES, MAX_SIZE, PAGE
 from elasticrun.shm.segment import Segment, SegmentError, block_of, round_key
 from elasticrun.wire.frames import LENGTH_BYTES, FrameError, decode, encode, length_of, types_of
 from elasticrun.wire.types import Endpoint, RoundName
+
+M = TypeVar("M")
 
 VERSION: Final = 1
 
@@ -413,7 +415,6 @@ def _dial(place: Endpoint, secret: str, request: Get | Put) -> tuple[socket.sock
         nonce = secrets.token_hex(NONCE_BYTES)
         link.say(Dial(VERSION, nonce, bool(secret)))
         counter = _hear(link, Counter)
-        assert isinstance(counter, Counter)
         check(secret, counter.proof, prove(secret, "host", nonce, counter.nonce))
         asked = encode(request)
         proof = prove(secret, "client", nonce, counter.nonce, asked[LENGTH_BYTES:])
@@ -424,20 +425,18 @@ def _dial(place: Endpoint, secret: str, request: Get | Put) -> tuple[socket.sock
     return sock, link
 
 
-def _hear(link: PeerLink, wanted: type) -> FromHost:
+def _hear(link: PeerLink, wanted: type[M]) -> M:
     try:
-        message = read(link.payload(), HOST_TYPES, wanted, Refusal)
+        message: M | Refusal = read(link.payload(), HOST_TYPES, wanted, Refusal)
     except FrameError as error:
         raise Broken(str(error)) from None
     if isinstance(message, Refusal):
         raise PeerRefused(message.reason, message.again)
-    found: FromHost = message
-    return found
+    return message
 
 
 def _head(link: PeerLink) -> Head:
     head = _hear(link, Head)
-    assert isinstance(head, Head)
     numbers = (head.layout_length, head.slot_bytes, head.tensor_bytes, head.values_bytes)
     if not all(0 <= n <= MAX_SIZE for n in numbers) or head.layout_length > MAX_LAYOUT_BYTES:
         raise Broken("it offers a snapshot of impossible sizes")
@@ -482,11 +481,10 @@ def fetch(
         link.allow(head.layout_length + head.slot_bytes)
         link.take_into(memoryview(mapping)[PAGE : PAGE + head.layout_length])
         layout = segment.layout()
-        if (layout.key, layout.own_bytes + layout.shared_bytes) != (head.layout, head.tensor_bytes):
+        if (layout.key, layout.tensor_bytes) != (head.layout, head.tensor_bytes):
             raise Broken("its layout is not the one that it has announced")
         hashes = _receive(link, head, segment.payload(slot))
         sent = _hear(link, Sent)
-    assert isinstance(sent, Sent)
     if not sent.ok:
         raise Spoiled(sent.reason[:MAX_TEXT])
     segment.commit(
@@ -505,8 +503,7 @@ def fetch(
 def _receive(link: PeerLink, head: Head, payload: memoryview) -> tuple[int, ...]:
     """The stretches of a snapshot; their hashes. Broken, Spoiled."""
     block = block_of(head.tensor_bytes)
-    ends = [*range(block, head.tensor_bytes, block)]
-    ends += [head.tensor_bytes] if head.tensor_bytes else []
+    ends = [min(at + block, head.tensor_bytes) for at in range(0, head.tensor_bytes, block)]
     ends.append(head.tensor_bytes + head.values_bytes)
     hashes = []
     at = 0

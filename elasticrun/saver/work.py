@@ -1,7 +1,7 @@
 """What the saver does with storage, each piece in its one thread for that.
 
-torch and all that writes checkpoints are imported here when the first piece is done, so that the
-saver answers its agent before.
+torch and all that writes checkpoints (`saver.parts`) are imported when the first piece is done, so
+that the saver answers its agent before.
 """
 
 from __future__ import annotations
@@ -9,26 +9,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from elasticrun.saver import hashing
-from elasticrun.saver.hashing import OpenSegment
+from elasticrun.saver.hashing import Gone, OpenSegment
 from elasticrun.saver.written import PartWritten
+from elasticrun.storage import retention
+from elasticrun.storage.folder import Folder
 from elasticrun.system.reasons import reason_of
 from elasticrun.wire.snapshots import PersistParts
-
-if TYPE_CHECKING:
-    from elasticrun.storage.folder import Folder
-
 
 MAX_FOLDERS: Final = 8
 """That are kept, with what was found out about their file systems."""
 
 _folders: dict[str, Folder] = {}
-
-
-class GivenUp(Exception):
-    """The agent wants this attempt no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +34,7 @@ class Outcome:
 
     @classmethod
     def failed(cls, error: BaseException) -> Outcome:
-        remarks: list[str] = []
-        for folder in list(_folders.values()):
-            remarks += folder.take_remarks()
+        remarks = [text for folder in list(_folders.values()) for text in folder.take_remarks()]
         return cls(reason_of(error), tuple(remarks))
 
 
@@ -59,20 +50,20 @@ def write_parts(
     opened: Mapping[int, OpenSegment | None], order: PersistParts, stop: Callable[[], bool]
 ) -> Outcome:
     """Every part of this node, one after the other. The agent has had them compared before."""
-    from elasticrun.saver import parts as saver_parts
+    from elasticrun.saver.parts import PersistError, write_part
 
-    folder = _folder(order.folder)
+    folder = _folder(order)
     ranks = {part.rank for part in order.parts}
-    saver_parts.clear_earlier(folder, order.step, ranks, order.attempt)
+    retention.clear_earlier(folder, order.step, ranks, order.attempt)
     parts = []
     for part in order.parts:
         if stop():
-            raise GivenUp("it was given up")
+            raise PersistError("it was given up")
         held = opened[part.key]
         if held is None:
-            raise hashing.Gone(f"the saver does not have the segment of rank {part.rank}")
+            raise Gone(f"the saver does not have the segment of rank {part.rank}")
         held.drop_others(held.snapshot(part.slot, part.sequence))
-        parts.append(saver_parts.write_part(held.segment, part, order, folder, stop=stop))
+        parts.append(write_part(held.segment, part, order, folder, stop=stop))
     return Outcome("", tuple(folder.take_remarks()), tuple(parts))
 
 
@@ -80,49 +71,39 @@ def commit(order: PersistParts, parts: Sequence[PartWritten], stop: Callable[[],
     """Write manifest and marker."""
     from elasticrun.saver import parts as saver_parts
 
-    folder = _folder(order.folder)
+    folder = _folder(order)
     saver_parts.commit(folder, order, parts, stop)
     return Outcome("", tuple(folder.take_remarks()))
 
 
 def sweep(order: PersistParts) -> Outcome:
     """Remove what is not to be kept any more."""
-    from elasticrun.saver import parts as saver_parts
-
-    folder = _folder(order.folder)
-    swept = saver_parts.sweep(
-        folder,
-        keep_last=order.keep_last,
-        keep_every=order.keep_every,
-        in_use=(order.step, *order.in_use),
-    )
-    return Outcome("", (*swept.remarks, *folder.take_remarks()))
-
-
-def clean(order: PersistParts) -> Outcome:
-    """Remove the files of an attempt that came to nothing."""
-    from elasticrun.saver import parts as saver_parts
-
-    folder = _folder(order.folder)
-    saver_parts.give_up(folder, order.step, order.attempt)
-    return Outcome("", tuple(folder.take_remarks()))
+    return _swept(order, order.keep_last, order.keep_every, order.in_use)
 
 
 def tidy(order: PersistParts) -> Outcome:
     """Remove what was begun long ago, and no checkpoint: where no attempt comes through there is no
     sweep."""
-    from elasticrun.saver import parts as saver_parts
-
-    folder = _folder(order.folder)
-    swept = saver_parts.sweep(folder, keep_last=0, keep_every=0, in_use=(order.step,))
-    return Outcome("", (*swept.remarks, *folder.take_remarks()))
+    return _swept(order, 0, 0, ())
 
 
-def _folder(url: str) -> Folder:
-    from elasticrun.storage.folder import Folder
+def _swept(order: PersistParts, last: int, every: int, in_use: Sequence[int]) -> Outcome:
+    folder = _folder(order)
+    used = (order.step, *in_use)
+    _, remarks = retention.sweep(folder, keep_last=last, keep_every=every, in_use=used)
+    return Outcome("", (*remarks, *folder.take_remarks()))
 
-    if url not in _folders:
+
+def clean(order: PersistParts) -> Outcome:
+    """Remove the files of an attempt that came to nothing."""
+    folder = _folder(order)
+    retention.give_up(folder, order.step, order.attempt)
+    return Outcome("", tuple(folder.take_remarks()))
+
+
+def _folder(order: PersistParts) -> Folder:
+    if order.folder not in _folders:
         while len(_folders) >= MAX_FOLDERS:
             del _folders[next(iter(_folders))]
-        _folders[url] = Folder(url)
-    return _folders[url]
+        _folders[order.folder] = Folder(order.folder)
+    return _folders[order.folder]

@@ -18,6 +18,8 @@ from elasticrun.shm.layout import (
     Layout,
     LayoutError,
     decode,
+    items_of,
+    stretch_of,
 )
 from elasticrun.storage.manifest import FileEntry, ManifestError, file_of, plain_file
 from elasticrun.wire.types import MAX_ATTEMPT, RoundName
@@ -108,17 +110,14 @@ def _checked(plain: Any, layout: Layout) -> PartWritten:
     if file.layout != layout.key:
         raise PartError("a part is of another layout than it says")
     if not places:
-        _check_size(file, layout, lengths)
+        values = sum(i.kind is ItemKind.BYTES for i in items_of(layout, file.shared))
+        stretch = stretch_of(layout, file.shared)
+        sizes = (len(lengths), file.stretch, file.size)
+        if sizes != (values, stretch, stretch + sum(lengths)):
+            raise PartError(f"{file.name} is not as long as its items are together")
     elif any(offset + length > file.size for offset, length in places):
         raise PartError("an item reaches beyond the file of its part")
     return PartWritten(
         *(file, plain["step"], RoundName(term, number, nonce), attempt, layout.torch),
         *(lengths, places, layout),
     )
-
-
-def _check_size(file: FileEntry, layout: Layout, lengths: tuple[int, ...]) -> None:
-    values = sum(1 for i in layout.items if i.kind is ItemKind.BYTES and (file.shared or i.own))
-    stretch = layout.own_bytes + (layout.shared_bytes if file.shared else 0)
-    if (len(lengths), file.stretch, file.size) != (values, stretch, stretch + sum(lengths)):
-        raise PartError(f"{file.name} is not as long as its items are together")

@@ -16,8 +16,9 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
@@ -90,47 +91,47 @@ class Layout:
     shared_bytes: int  # of the stretch of shared tensors; a multiple of PAGE
     bytes_room: int  # a multiple of PAGE
     torch: str  # version whose envelopes these are
-    _kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[Item, ...]:
         return tuple(item for item in self.items if item.kind is not ItemKind.BYTES)
 
-    @property
+    @cached_property
     def values(self) -> tuple[Item, ...]:
         """The opaque ones, in the order of the slot's table."""
         return tuple(item for item in self.items if item.kind is ItemKind.BYTES)
 
     @property
+    def tensor_bytes(self) -> int:
+        """Of both stretches: where the opaque values begin."""
+        return self.own_bytes + self.shared_bytes
+
+    @property
     def slot_bytes(self) -> int:
         """Of one slot, without its header page."""
-        return self.own_bytes + self.shared_bytes + self.bytes_room
+        return self.tensor_bytes + self.bytes_room
 
-    @property
+    @cached_property
     def key(self) -> int:
         """64 bits that differ for different layouts."""
-        if "key" not in self._kept:
-            self._kept["key"] = _hash(self._plain())
-        return int(self._kept["key"])
+        return _key(_json(self._plain()))
 
-    @property
+    @cached_property
     def content(self) -> int:
         """64 bits, equal for two ranks whose shared items are the same chunks of the same state:
         either can stand for the other. Never 0."""
-        if "content" not in self._kept:
-            names = sorted([i.fqn, i.offsets, i.sizes] for i in self.items if not i.own)
-            self._kept["content"] = _hash(names) or 1
-        return int(self._kept["content"])
+        names = sorted([i.fqn, i.offsets, i.sizes] for i in self.items if not i.own)
+        return _key(_json(names)) or 1
 
     def encode(self) -> bytes:
         """Compressed JSON. LayoutError if it is beyond all bounds."""
-        if "encoded" not in self._kept:
-            plain = json.dumps(self._plain(), separators=(",", ":")).encode("ascii")
+        kept = vars(self)
+        if "encoded" not in kept:
+            plain = _json(self._plain())
             if len(plain) > MAX_LAYOUT_BYTES:
                 raise LayoutError(f"a layout of {len(self.items)} items is too long to be kept")
-            self._kept.setdefault("key", _key(plain))
-            self._kept["encoded"] = zlib.compress(plain, 1)
-        return bytes(self._kept["encoded"])
+            kept |= {"key": _key(plain), "encoded": zlib.compress(plain, 1)}
+        return bytes(kept["encoded"])
 
     def _plain(self) -> list[Any]:
         """Items that differ in name and place alone have one form: a row for each item begins with
@@ -145,6 +146,16 @@ class Layout:
                 names[at] = i.fqn
         sizes = (self.own_bytes, self.shared_bytes, self.bytes_room)
         return [self.torch, *sizes, self.content, list(numbers), rows, names]
+
+
+def items_of(layout: Layout, shared: bool) -> tuple[Item, ...]:
+    """Those of a rank's file: tensors, then opaque values; own ones alone if not `shared`."""
+    return layout.items if shared else tuple(item for item in layout.items if item.own)
+
+
+def stretch_of(layout: Layout, shared: bool) -> int:
+    """Bytes of tensors at the beginning of that file."""
+    return layout.tensor_bytes if shared else layout.own_bytes
 
 
 Around = Callable[[str, tuple[int, ...]], tuple[int, int]]
@@ -187,9 +198,10 @@ def decode(encoded: bytes, key: int | None = None) -> Layout:
         if key is not None:
             if _key(plain) != key:
                 raise LayoutError("a layout is not the one that was promised")
-            kept = {"key": key, "content": content, "encoded": encoded}
             made = _items([_believed(form) for form in forms], rows, names)
-            return Layout(made, own, shared, room, torch, kept)
+            layout = Layout(made, own, shared, room, torch)
+            vars(layout).update(key=key, content=content, encoded=encoded)
+            return layout
         if len(rows) > MAX_ITEMS:
             raise LayoutError("a layout has too many items")
         for row in rows:
@@ -279,7 +291,7 @@ def _check_order(layout: Layout) -> None:
     shared = False
     for item in layout.tensors:
         if not item.own and not shared:
-            shared, at, end = True, layout.own_bytes, layout.own_bytes + layout.shared_bytes
+            shared, at, end = True, layout.own_bytes, layout.tensor_bytes
         if item.extent < at or item.extent % LINE or item.extent + item.length > end:
             raise LayoutError(f"item {item.fqn[:80]!r} lies outside of its place")
         at = item.extent + item.length
@@ -289,8 +301,8 @@ def _up(number: int, to: int) -> int:
     return -(-number // to) * to
 
 
-def _hash(plain: Any) -> int:
-    return _key(json.dumps(plain, separators=(",", ":")).encode("ascii"))
+def _json(plain: Any) -> bytes:
+    return json.dumps(plain, separators=(",", ":")).encode("ascii")
 
 
 def _key(text: bytes) -> int:

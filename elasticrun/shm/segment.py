@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
@@ -253,6 +254,22 @@ class Segment:
         ]
         return min(needless, key=lambda s: s.sequence).slot if needless else None
 
+    def values(self, snapshot: Snapshot, layout: Layout) -> list[memoryview]:
+        """The opaque values of a snapshot. SegmentError for a table that cannot be true."""
+        at, count = layout.tensor_bytes, len(layout.values)
+        region = self.payload(snapshot.slot)[at : at + snapshot.values_bytes]
+        if not 8 * count <= len(region) == snapshot.values_bytes:
+            raise SegmentError("a snapshot's opaque values have no table")
+        found, begin = [], 8 * count
+        for length in struct.unpack(f"={count}Q", region[:begin]):
+            found.append(region[begin : begin + length])
+            begin += length
+        if begin != snapshot.values_bytes:
+            raise SegmentError(
+                "a snapshot's opaque values are longer or shorter than its record says"
+            )
+        return found
+
     # ------------------------------------------------------------ hashes, kept by the saver
 
     def hashes(self, snapshot: Snapshot) -> tuple[int, ...]:
@@ -289,6 +306,11 @@ def begin(memory: memoryview, *, layout_length: int, slot_bytes: int, slots: int
     words[_WATERMARK] = words[_SAVE_AT] = words[_CURRENT] = words[_GIVEN_UP] = NONE
     words[_MAGIC] = MAGIC
     words.release()
+
+
+def values_region(values: Sequence[bytes]) -> bytes:
+    """Opaque values as they lie in a slot: a table of their lengths, then each."""
+    return struct.pack(f"={len(values)}Q", *map(len, values)) + b"".join(values)
 
 
 def hashes_page(sequence: int, hashes: tuple[int, ...]) -> bytes:

@@ -73,22 +73,16 @@ class Folder:
         return fresh
 
     def _steps(self) -> list[int]:
-        found = []
-        for entry in self._place.entries(""):
-            match = _STEP.match(entry.name) if entry.folder else None
-            if match and step_name(int(match[1])) == entry.name and int(match[1]) < MAX_STEP:
-                found.append(int(match[1]))
-        return sorted(found)
+        named = ((_STEP.match(one.name), one) for one in self._place.entries("") if one.folder)
+        steps = [(int(match[1]), one.name) for match, one in named if match]
+        return sorted(n for n, name in steps if n < MAX_STEP and name == step_name(n))
 
     def _entries(self, step: int) -> dict[str, Entry]:
         return {entry.name: entry for entry in self._place.entries(step_name(step))}
 
     def survey(self) -> list[Listed]:
         """Every checkpoint that is there or was begun, by steps; one listing of each."""
-        return self._surveyed(self._steps())
-
-    def _surveyed(self, steps: Iterable[int]) -> list[Listed]:
-        return [_found(step, self._entries(step)) for step in steps]
+        return [_found(step, self._entries(step)) for step in self._steps()]
 
     def committed(self) -> list[int]:
         """Steps that have a marker and were not condemned, ascending; also what was left."""
@@ -101,8 +95,8 @@ class Folder:
         names = self._steps()
         if not names or names[-1] <= above:
             return -1
-        steps = [step for step in chain(self._surveyed(names)) if step > above]
-        return max((s for s in steps if below < 0 or s < below), default=-1)
+        steps = chain(_found(step, self._entries(step)) for step in names)
+        return max((s for s in steps if s > above and (below < 0 or s < below)), default=-1)
 
     def condemned(self) -> list[int]:
         """Steps that were found to be spoiled, ascending."""
@@ -207,21 +201,18 @@ class Folder:
             return f"{where} is spoiled: it cannot be read whole ({why})"
 
     def _compare(self, where: str, manifest: Manifest, part: int, of: int) -> str:
-        if wrong := self.lacks(manifest.step, manifest.files):
-            return f"{where} is spoiled: {wrong}"
-        if self._marker(manifest) != manifest.marker_hash:
+        if lacking := self.lacks(manifest.step, manifest.files):
+            return f"{where} is spoiled: {lacking}"
+        wrong = self.size(manifest.step, MARKER) != manifest.marker_size
+        if not wrong:
+            marker = self._read(manifest.step, MARKER, manifest.marker_size)
+            wrong = xxhash.xxh3_64_intdigest(marker) != manifest.marker_hash
+        if wrong:
             return f"{where} is spoiled: {MARKER} is not what was written"
         for entry in manifest.files[part::of] if of else ():
-            if wrong := self._changed(manifest.step, entry):
-                return f"{where} is spoiled: {wrong}"
+            if changed := self._changed(manifest.step, entry):
+                return f"{where} is spoiled: {changed}"
         return ""
-
-    def _marker(self, manifest: Manifest) -> int:
-        """Its hash; -1 if it has not even its size."""
-        if self.size(manifest.step, MARKER) != manifest.marker_size:
-            return -1
-        data = self._read(manifest.step, MARKER, manifest.marker_size)
-        return int(xxhash.xxh3_64_intdigest(data))
 
     def _changed(self, step: int, entry: FileEntry) -> str:
         with self._place.opened(f"{step_name(step)}/{entry.name}") as file:

@@ -97,12 +97,7 @@ def decode(data: bytes) -> Manifest:
     if int(first[1], 16) != xxhash.xxh3_64_intdigest(rest):
         raise ManifestError("the manifest is not what was written (its checksum differs)")
     try:
-        plain = json.loads(data)
-        if plain["version"] != VERSION:
-            raise ManifestError(
-                f"the manifest has version {plain['version']}, of which nothing is known here"
-            )
-        return _manifest(plain)
+        return _manifest(json.loads(data))
     except ManifestError:
         raise
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -117,8 +112,11 @@ def plain_file(entry: FileEntry) -> dict[str, Any]:
 
 def file_of(row: Any) -> FileEntry:
     """Back from `plain_file`, checked. ManifestError, ValueError, TypeError, KeyError."""
+    name = row["name"]
+    if not isinstance(name, str) or not _FILE_NAME.match(name) or name in (".", ".."):
+        raise ManifestError(f"{name!r:.40} is no name of a file")
     entry = FileEntry(
-        name=_file_name(row["name"]),
+        name=name,
         rank=_int(row["rank"]),
         shared=bool(row["shared"]),
         layout=_int(row["layout"], 2**63),
@@ -135,6 +133,10 @@ def file_of(row: Any) -> FileEntry:
 
 
 def _manifest(plain: Any) -> Manifest:
+    if plain["version"] != VERSION:
+        raise ManifestError(
+            f"the manifest has version {plain['version']}, of which nothing is known here"
+        )
     named, marker = plain["round"], plain["marker"]
     return Manifest(
         step=_int(plain["step"]),
@@ -168,12 +170,6 @@ def _int(number: Any, below: int = MAX_SIZE) -> int:
 def _text(text: Any) -> str:
     if not isinstance(text, str) or len(text) > MAX_TEXT:
         raise ManifestError(f"{text!r:.40} is no text that can be here")
-    return text
-
-
-def _file_name(text: Any) -> str:
-    if not isinstance(text, str) or not _FILE_NAME.match(text) or text in (".", ".."):
-        raise ManifestError(f"{text!r:.40} is no name of a file")
     return text
 
 

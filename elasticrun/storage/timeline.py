@@ -120,8 +120,8 @@ def surplus(
     steps = dict(committed)
     if last <= 0:
         return []
-    kept = set(sorted(steps)[-last:]) | set(in_use)
-    kept |= {max((s for s, reason in steps.items() if reason == PERIODIC), default=-1)}
+    periodic = (step for step, reason in steps.items() if reason == PERIODIC)
+    kept = {*sorted(steps)[-last:], *in_use, max(periodic, default=-1)}
     if every > 0:
         kept |= {step for step in steps if step % every == 0}
     return sorted(steps.keys() - kept)
@@ -140,10 +140,10 @@ def not_kept(
     again, what was condemned once it is older than all that is kept: until then people may want to
     look at it."""
     gone = surplus(chain, last=last, every=every, in_use=in_use)
-    kept = sorted({step for step, _ in chain} - set(gone))
+    steps = {step for step, _ in chain}
+    kept = sorted(steps.difference(gone))
     if not kept:
         return gone
-    steps = {step for step, _ in chain}
     for one in found:
         passed = one.committed and one.step not in steps and last > 0 and one.step < kept[-1]
         forever = one.step in in_use or (every > 0 and one.step % every == 0)

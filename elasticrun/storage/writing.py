@@ -128,7 +128,10 @@ class Ways:
     fsync: bool = True
     remarks: list[str] = field(default_factory=list)
 
-    def refused(self, feature: str, path: str, error: OSError, instead: str) -> None:
+    def without(self, feature: str, path: str, error: OSError, instead: str) -> None:
+        """Go on without what a file system says it does not have; another error is raised."""
+        if error.errno not in REFUSED:
+            raise error
         setattr(self, feature, False)
         name = {"direct": "O_DIRECT"}.get(feature, feature)
         where = os.path.dirname(path)
@@ -148,48 +151,44 @@ def ways_of(root: str, calls: Calls) -> Ways:
 class FileSink:
     """A large file of `size` bytes, as far as that is known before; see Sink."""
 
-    def __init__(self, ways: Ways, path: str, size: int) -> None:
+    def __init__(self, ways: Ways, path: str, size: int, flags: int = _NEW) -> None:
+        """StorageError; FileExistsError with O_EXCL."""
         self._ways, self._calls, self._path = ways, ways.calls, path
         self._at = 0
         self._direct = ways.direct and size >= PAGE
         self._fd = -1
         try:
-            self._open()
+            if self._direct:
+                try:
+                    self._fd = self._calls.open(path, flags | os.O_DIRECT)
+                except OSError as error:
+                    self._no_direct(error)
+            if self._fd < 0:
+                self._fd = self._calls.open(path, flags)
             if ways.fallocate and size:
-                self._reserve(size)
+                try:
+                    self._calls.fallocate(self._fd, size)
+                except OSError as error:
+                    ways.without("fallocate", path, error, "a full disk is noticed late")
+        except FileExistsError:
+            raise
         except OSError as error:
             self._fail(error)
 
-    def _open(self) -> None:
-        if self._direct:
-            try:
-                self._fd = self._calls.open(self._path, _NEW | os.O_DIRECT)
-                return
-            except OSError as error:
-                if error.errno not in REFUSED:
-                    raise
-                self._no_direct(error)
-        self._fd = self._calls.open(self._path, _NEW)
-
     def _no_direct(self, error: OSError) -> None:
+        instead = "files are written through the page cache"
+        self._ways.without("direct", self._path, error, instead)
         self._direct = False
-        self._ways.refused("direct", self._path, error, "files are written through the page cache")
-
-    def _reserve(self, size: int) -> None:
-        try:
-            self._calls.fallocate(self._fd, size)
-        except OSError as error:
-            if error.errno not in REFUSED:
-                raise
-            why = "a full disk is noticed late"
-            self._ways.refused("fallocate", self._path, error, why)
 
     def write(self, data: memoryview) -> None:
         """`data` is best aligned to pages, in memory and in length, up to the last piece."""
         at = 0
         try:
             while at < len(data):
-                at += _taken(self._some(data[at : at + PIECE]))
+                took = self._some(data[at : at + PIECE])
+                if took < 1:  # or it would be tried for ever
+                    raise OSError(errno.EIO, "a write took nothing")
+                at += took
         except OSError as error:
             self._fail(error)
 
@@ -201,10 +200,10 @@ class FileSink:
         try:
             took = self._put(piece[:whole] if self._direct else piece)
         except OSError as error:
-            if not self._direct or error.errno not in REFUSED:
+            if not self._direct:
                 raise
-            self._calls.cached(self._fd)
             self._no_direct(error)
+            self._calls.cached(self._fd)
             took = self._put(piece)
         self._at += took
         return took
@@ -214,10 +213,12 @@ class FileSink:
             return self._calls.pwrite(self._fd, piece, self._at)
         return self._calls.write(self._fd, piece)
 
-    def close(self) -> None:
+    def close(self, *, drop: bool = True) -> None:
+        """`drop`: nobody reads it soon."""
         try:
             if self._ways.fsync:
                 self._calls.fsync(self._fd)
+            if self._ways.fsync and drop:
                 with suppress(OSError):
                     self._calls.drop(self._fd)
             fd, self._fd = self._fd, -1
@@ -239,13 +240,6 @@ class FileSink:
         raise StorageError(sentence(error, self._path, "written", free)) from error
 
 
-def _taken(number: int) -> int:
-    """Bytes of one write; OSError for none, or it would be tried for ever."""
-    if number < 1:
-        raise OSError(errno.EIO, "a write took nothing")
-    return number
-
-
 def write_small(ways: Ways, path: str, data: bytes) -> None:
     """Put a small file in place at once: a reader sees the old one or all of the new. StorageError.
 
@@ -263,7 +257,7 @@ def write_small(ways: Ways, path: str, data: bytes) -> None:
                 os.unlink(draft)
             if error.errno not in REFUSED:
                 raise StorageError(sentence(error, path, "written")) from error
-            ways.refused("rename", path, error, "small files are written in their place")
+            ways.without("rename", path, error, "small files are written in their place")
     _write_all(ways, path, data, _NEW)
     sync_folder(ways, os.path.dirname(path))
 
@@ -279,27 +273,10 @@ def write_first(ways: Ways, path: str, data: bytes) -> bool:
 
 
 def _write_all(ways: Ways, path: str, data: bytes, flags: int) -> None:
-    calls = ways.calls
-    fd = -1
-    try:
-        fd = calls.open(path, flags)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[_taken(calls.write(fd, rest)) :]
-        if ways.fsync:
-            calls.fsync(fd)
-        closing, fd = fd, -1
-        calls.close(closing)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        if fd >= 0:
-            with suppress(OSError):
-                calls.close(fd)
-        with suppress(OSError):
-            os.unlink(path)
-        free = free_bytes(os.path.dirname(path))
-        raise StorageError(sentence(error, path, "written", free)) from error
+    """StorageError; FileExistsError with O_EXCL."""
+    sink = FileSink(ways, path, 0, flags)
+    sink.write(memoryview(data))
+    sink.close(drop=False)
 
 
 def sync_folder(ways: Ways, path: str) -> None:

@@ -82,7 +82,7 @@ def start_time(pid: int) -> int | None:
 def state(pid: int) -> str:
     """The letter of proc(5) for what a process does ("T": it is stopped); "" if there is none."""
     process = read_process(pid)
-    return process.state if process is not None else ""
+    return "" if process is None else process.state
 
 
 def everybody() -> list[Process]:

@@ -23,25 +23,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sbrk.restype = ctypes.c_void_p
 
 
+_AREAS: Final = (
+    *("start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack"),
+    *("arg_start", "arg_end", "env_start", "env_end"),
+)
+
+
 class _MemoryMap(ctypes.Structure):
     """struct prctl_mm_map of <linux/prctl.h>."""
 
-    _fields_ = (
-        ("start_code", ctypes.c_uint64),
-        ("end_code", ctypes.c_uint64),
-        ("start_data", ctypes.c_uint64),
-        ("end_data", ctypes.c_uint64),
-        ("start_brk", ctypes.c_uint64),
-        ("brk", ctypes.c_uint64),
-        ("start_stack", ctypes.c_uint64),
-        ("arg_start", ctypes.c_uint64),
-        ("arg_end", ctypes.c_uint64),
-        ("env_start", ctypes.c_uint64),
-        ("env_end", ctypes.c_uint64),
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in _AREAS),
         ("auxv", ctypes.c_uint64),
         ("auxv_size", ctypes.c_uint32),
         ("exe_fd", ctypes.c_uint32),
-    )
+    ]
 
 
 _kept: list[mmap.mmap] = []
@@ -90,20 +86,8 @@ def _show(arguments: bytes, environ: tuple[int, int] | None) -> bool:
 
 def _lay_out(fields: dict[int, int], arguments: tuple[int, int], environ: tuple[int, int]) -> bool:
     """Tell the kernel where the two areas lie; False where it refuses."""
-    layout = _MemoryMap(
-        start_code=fields[26],
-        end_code=fields[27],
-        start_data=fields[45],
-        end_data=fields[46],
-        start_brk=fields[47],
-        brk=_libc.sbrk(0),
-        start_stack=fields[28],
-        arg_start=arguments[0],
-        arg_end=arguments[1],
-        env_start=environ[0],
-        env_end=environ[1],
-        exe_fd=_NO_FILE,
-    )
+    areas = (*map(fields.get, (26, 27, 45, 46, 47)), _libc.sbrk(0), fields[28])
+    layout = _MemoryMap(*areas, *arguments, *environ, exe_fd=_NO_FILE)
     size = ctypes.c_ulong(ctypes.sizeof(layout))
     done: int = _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(layout), size, 0)
     return done == 0

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
@@ -78,24 +78,16 @@ def look() -> Look:
         return Look(Own.ALONE)
     for name, timed in ((NCCL_DUMP, True), (PLAIN_DUMP, False)):
         dump = getattr(sys.modules["torch"]._C._distributed_c10d, name, None)
-        seen = _entries(dump) if dump is not None else ()
-        if seen:
-            return Look(Own.KNOWN, seen, timed)
+        entries = dump is not None and json.loads(dump(True, False)).get("entries")
+        if entries:
+            return Look(Own.KNOWN, tuple(map(_collective, entries)), timed)
     return Look(Own.UNTOLD)
-
-
-def _entries(dump: Callable[[bool, bool], bytes]) -> tuple[Collective, ...]:
-    found = json.loads(dump(True, False)).get("entries") or []
-    return tuple(_collective(one) for one in found)
 
 
 def _collective(entry: dict[str, Any]) -> Collective:
     took = entry.get("duration_ms")
-    return Collective(
-        int(entry["record_id"]),
-        int(entry["time_created_ns"]),
-        None if took is None else float(took) / 1e3,
-    )
+    seconds = None if took is None else float(took) / 1e3
+    return Collective(int(entry["record_id"]), int(entry["time_created_ns"]), seconds)
 
 
 @dataclass(frozen=True, slots=True)

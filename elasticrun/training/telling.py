@@ -115,15 +115,8 @@ class Teller:
         if self._knows is Own.KNOWN:
             own = self._split.own / self._split.steps
             waited = self._split.waited / self._split.steps
-        said = RankSteps(
-            self._local_rank,
-            number,
-            self._steps,
-            self._seconds / self._steps,
-            own,
-            waited,
-            self._knows,
-        )
+        each = self._seconds / self._steps
+        said = RankSteps(self._local_rank, number, self._steps, each, own, waited, self._knows)
         with contextlib.suppress(OSError):  # a full queue, or an agent that has gone
             self._socket.sendto(encode(said), self._address)
             self._steps, self._seconds = 0, 0.0
@@ -176,11 +169,8 @@ def _begin() -> Teller | None:
     place = os.environ.get(env.PROGRESS)
     if not place:
         return None
-    slowness = 1.0
     planted = os.environ.get(env.NODE_FAULT)
-    if planted:
-        slowness = env.slowness(env.own_faults(planted))
-    return Teller(place, slowness)
+    return Teller(place, env.slowness(env.own_faults(planted)) if planted else 1.0)
 
 
 if env.PROGRESS in os.environ:

@@ -31,7 +31,7 @@ def choice(
         place.put(step, MARKER, b"there")
     setting = RankOptions(place, 0, 1, slots=2, keep_last=3, keep_every=0, verify=True)
     more = {"suspect": suspect, "restore_step": restore_step}
-    return RestoreChoice(setting, Board("x", 0, 1), told.append, memory, rewound_from, **more), told
+    return RestoreChoice(setting, Board("x", 1), told.append, memory, rewound_from, **more), told
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_who_waits_hears_what_the_last_one_says(libuv: bool, objection: str) -> 
     """Who waits already is woken. The older server runs where the libuv one cannot take a socket
     over, as until torch 2.6."""
     served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)
-    boards = [Board("life", rank, 2) for rank in range(2)]
+    boards = [Board("life", 2) for _ in range(2)]
     for board in boards:
         board._store = TCPStore("127.0.0.1", served.port, is_master=False, timeout=SECONDS)
     heard: list[str] = []

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from elasticrun.dcp.metadata import MetadataError, PartFile, build, items_of
-from elasticrun.shm.layout import Layout
+from elasticrun.dcp.metadata import MetadataError, PartFile, build
+from elasticrun.shm.layout import Layout, items_of
 from elasticrun.storage.folder import Folder
 from tests.dcp.checkpoints import bits, load, same, save
 from tests.dcp.slots import HandMade, renamed

@@ -15,6 +15,7 @@ from elasticrun.saver import parts
 from elasticrun.saver.parts import PersistError
 from elasticrun.saver.written import PartError, PartWritten
 from elasticrun.shm.segment import Segment
+from elasticrun.storage import retention
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.writing import Calls, StorageError
 from elasticrun.wire.snapshots import PartOf
@@ -148,7 +149,7 @@ def test_a_part_that_is_removed_during_the_commit_undoes_it(tmp_path: Path) -> N
         def rename(self, source: str, target: str) -> None:
             super().rename(source, target)
             if target.endswith(".metadata"):
-                parts.give_up(folder, 7, "a")
+                retention.give_up(folder, 7, "a")
                 for name in Path(target).parent.glob("*.distcp"):
                     name.unlink()
 
@@ -162,14 +163,14 @@ def test_a_part_that_is_removed_during_the_commit_undoes_it(tmp_path: Path) -> N
 def test_giving_up_removes_one_attempt(folder: Folder) -> None:
     write(folder, rank().segment(), attempt="a")
     part = write(folder, rank().segment(), attempt="b.a")
-    parts.give_up(folder, 7, "a")
+    retention.give_up(folder, 7, "a")
     assert list(folder.files(7)) == [part.file.name]
     commit(folder, [part], attempt="b.a")
-    parts.give_up(folder, 7, "b.a")
+    retention.give_up(folder, 7, "b.a")
     assert folder.verify(7) == ""
-    parts.give_up(folder, 8, "b.a")
+    retention.give_up(folder, 8, "b.a")
     write(folder, rank().segment(step=9), step=9)
-    parts.give_up(folder, 9, "a")
+    retention.give_up(folder, 9, "a")
     assert not os.path.exists(folder.path(9))
 
 
@@ -184,9 +185,9 @@ def test_giving_up_removes_a_manifest_without_a_marker(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="metadata was not written"):
         save(folder, [rank()])
     assert "elasticrun.json" in folder.files(7)
-    parts.give_up(folder, 7, "b")
+    retention.give_up(folder, 7, "b")
     assert "elasticrun.json" in folder.files(7)
-    parts.give_up(folder, 7, "a")
+    retention.give_up(folder, 7, "a")
     assert os.listdir(tmp_path) == []
 
 
@@ -209,12 +210,12 @@ def test_what_is_not_kept_is_swept(folder: Folder) -> None:
     save(folder, [rank()], step=5, reason="breakpoint")
     folder.condemn(1, "for this test")
     write(folder, rank().segment(step=6), step=6)
-    swept = parts.sweep(folder, keep_last=2, keep_every=0, in_use=(2,))
+    swept = retention.sweep(folder, keep_last=2, keep_every=0, in_use=(2,))
     assert (swept.removed, swept.remarks) == ((1,), ())
     assert folder.committed() == [2, 3, 4, 5]
-    assert parts.sweep(folder, keep_last=2, keep_every=0).removed == (2,)
-    assert parts.sweep(folder, keep_last=1, keep_every=4).removed == ()
-    assert parts.sweep(folder, keep_last=1, keep_every=0).removed == (4,)
+    assert retention.sweep(folder, keep_last=2, keep_every=0).removed == (2,)
+    assert retention.sweep(folder, keep_last=1, keep_every=4).removed == ()
+    assert retention.sweep(folder, keep_last=1, keep_every=0).removed == (4,)
     assert folder.committed() == [3, 5]
     assert list(folder.files(6))  # young: somebody may be writing it
 
@@ -223,7 +224,7 @@ def test_what_was_begun_long_ago_is_swept(folder: Folder) -> None:
     part = write(folder, rank().segment())
     os.utime(Path(folder.path(7)) / part.file.name, (1000, 1000))
     save(folder, [rank()], step=8)
-    assert parts.sweep(folder, keep_last=0, keep_every=0).removed == (7,)
+    assert retention.sweep(folder, keep_last=0, keep_every=0).removed == (7,)
 
 
 def test_by_url(tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_by_url(tmp_path: Path) -> None:
         assert loaded(folder, 8) == (8.0, 8.0)
         save(folder, [rank(fill=3)], step=8, attempt="b", distrusted="for this test")
         assert loaded(folder, 8) == (3.0, 3.0)
-        assert parts.sweep(folder, keep_last=1, keep_every=0).removed == (7,)
+        assert retention.sweep(folder, keep_last=1, keep_every=0).removed == (7,)
         assert (folder.committed(), folder.files(7)) == ([8], {})
         with pytest.raises(PersistError):
             write(folder, rank().segment(step=9), step=9, stop=lambda: True)
@@ -257,7 +258,7 @@ def test_on_storage_that_refuses(tmp_path: Path, storage: str, distrusted: str) 
     save(folder, [rank(fill=9)], step=8, attempt="b", distrusted=distrusted)
     assert folder.verify(8) == ""
     assert loaded(folder, 8) == (9.0, 9.0)
-    assert parts.sweep(folder, keep_last=1, keep_every=0).removed == (7,)
+    assert retention.sweep(folder, keep_last=1, keep_every=0).removed == (7,)
     assert os.listdir(root) == ["step-000000008"]
     assert os.listdir(hidden) == []
 

@@ -11,6 +11,7 @@ import pytest
 
 from elasticrun.saver import parts
 from elasticrun.saver.parts import PersistError
+from elasticrun.storage import retention
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.writing import Calls, StorageError
 from tests.dcp.checkpoints import commit, ordered, save
@@ -42,16 +43,16 @@ def test_a_smaller_step_of_a_new_timeline_is_the_newest(folder: Folder) -> None:
     assert "elasticrun.timeline.1.from.12" in folder.files(10)
     assert folder.verify(10) == folder.verify(12) == ""
     assert loaded(folder, 12) == (12.0, 12.0), "plain torch reads what was left"
-    removed = parts.sweep(folder, keep_last=2, keep_every=0, in_use=(10,)).removed
+    removed = retention.sweep(folder, keep_last=2, keep_every=0, in_use=(10,)).removed
     assert (removed, folder.newest()) == ((4,), 10)
     saved(folder, 11)
-    parts.sweep(folder, keep_last=2, keep_every=0)
+    retention.sweep(folder, keep_last=2, keep_every=0)
     assert folder.committed() == [10, 11, 12], "what was left stays until training has passed it"
     saved(folder, 12, attempt="b")
     assert "elasticrun.timeline.1.from.12" in folder.files(12)
     assert (folder.newest(), folder.verify(12)) == (12, "")
     saved(folder, 16)
-    parts.sweep(folder, keep_last=1, keep_every=0)
+    retention.sweep(folder, keep_last=1, keep_every=0)
     assert folder.committed() == [16]
     assert "elasticrun.timeline.1.from.12" in folder.files(16)
     assert folder.take_remarks() == []
@@ -71,7 +72,7 @@ def test_a_step_below_what_stands_there_is_kept_and_said(folder: Folder) -> None
     (said,) = folder.take_remarks()
     assert "later steps than 100" in said
     assert "up to step 5000" in said
-    assert parts.sweep(folder, keep_last=3, keep_every=0, in_use=(100,)).removed == ()
+    assert retention.sweep(folder, keep_last=3, keep_every=0, in_use=(100,)).removed == ()
     assert folder.committed() == [100, 3000, 4000, 5000]
 
 
@@ -91,7 +92,7 @@ def test_without_its_marker_it_is_no_timeline(tmp_path: Path) -> None:
         saved(folder, 10, rewound_from=12)
     assert "elasticrun.timeline.1.from.12" in folder.files(10)
     assert folder.newest() == 12
-    parts.give_up(folder, 10, "a")
+    retention.give_up(folder, 10, "a")
     assert folder.files(10) == {}
 
 
@@ -122,12 +123,12 @@ def test_what_killed_savers_have_left_does_not_fill_the_disk(folder: Folder) -> 
     for attempt in ("killed", "killed-too"):
         write(folder, rank().segment(), attempt=attempt)
     part = write(folder, rank().segment(), attempt="now")
-    parts.clear_earlier(folder, 7, {1}, "now")
+    retention.clear_earlier(folder, 7, {1}, "now")
     assert len(folder.files(7)) == 3
-    parts.clear_earlier(folder, 7, {0, 1}, "now")
+    retention.clear_earlier(folder, 7, {0, 1}, "now")
     assert list(folder.files(7)) == [part.file.name]
     commit(folder, [part], attempt="now")
-    parts.clear_earlier(folder, 7, {0}, "next")
+    retention.clear_earlier(folder, 7, {0}, "next")
     assert folder.verify(7) == ""
 
 

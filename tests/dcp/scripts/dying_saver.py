@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from elasticrun.saver import parts
+from elasticrun.storage import retention
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.writing import Calls
 from tests.dcp.checkpoints import load, save
@@ -68,7 +68,7 @@ def life(root: str, calls: int) -> int:
     try:
         folder = Folder(root, calls=Dying(calls))
         save(folder, ranks(2), step=2)
-        swept = parts.sweep(folder, keep_last=1, keep_every=0)
+        swept = retention.sweep(folder, keep_last=1, keep_every=0)
         code = 0 if swept.removed == (1,) else 3
     finally:
         os._exit(code)
