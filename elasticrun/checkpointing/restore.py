@@ -161,20 +161,17 @@ class Recall:
         self._shards: dict[int, Shard] = {}
         self._checked: set[int] = set()
         self._filled: dict[str, torch.Tensor] = {}
-        self._order: list[int] = []
         self.bytes_room = 0
         self.kept: Mapped | None = None  # this rank's own segment, its pages mapped: the caller's
 
     def run(self, world_size: int) -> None:
         """BadShard, LineError; RuntimeError where this process has no room for it."""
         same = self._resume.world_size == world_size
-        self._order = asking_order(
-            self._state.rank, world_size, self._resume.world_size, here=self._resume.same
-        )
+        ranks = self._resume.world_size
+        order = asking_order(self._state.rank, world_size, ranks, here=self._resume.same)
         try:
-            self._restore(same)
+            self._restore(order, same)
             if not same:
-                ranks = self._resume.world_size
                 self._state.resize(ranks, f"the job had {ranks} ranks before", self._own_of)
             own = self._shards.get(self._state.rank)
             if same and own is not None and own.rank == self._state.rank:
@@ -223,12 +220,12 @@ class Recall:
                 "vm.max_map_count)"
             ) from error
 
-    def _restore(self, same: bool) -> None:
+    def _restore(self, order: list[int], same: bool) -> None:
         saved: dict[str, Item] = {}
         mine = own_key(self._state.rank)
         why = "nothing of it is held any more"
         found: tuple[Cover, list[torch.Tensor], dict[str, torch.Tensor]] | None = None
-        for rank in self._order:
+        for rank in order:
             shard = self._fetch(rank)
             if isinstance(shard, str):
                 why = shard
@@ -251,7 +248,7 @@ class Recall:
                 self._finish(saved, *found, same)
                 return
             why = f"{found[0].missing[0]} is held by no rank that was asked"
-        raise BadShard(self._order[0], why)
+        raise BadShard(order[0], why)
 
     def _cover(
         self, saved: dict[str, Item], own: bool

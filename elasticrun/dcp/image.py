@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from elasticrun.dcp.items import Piece, in_order
 from elasticrun.dcp.torches import load_alone
-from elasticrun.shm.layout import Item, Layout, lay_out
+from elasticrun.shm.layout import Layout, lay_out
 
 SMALL: Final = 1 << 20
 """Bytes of tensors that may as well be allocated."""
@@ -121,25 +121,21 @@ def write_envelopes(payload: memoryview, layout: Layout) -> None:
 def views(storage: torch.UntypedStorage, at: int, layout: Layout) -> list[torch.Tensor]:
     """The tensors of a slot whose payload begins at byte `at` of the storage, in layout order. They
     keep the storage alive."""
-    rows: dict[torch.dtype, torch.Tensor] = {}
-    return [_view(storage, rows, at, item) for item in layout.tensors]
-
-
-def _view(
-    storage: torch.UntypedStorage, rows: dict[torch.dtype, torch.Tensor], at: int, item: Item
-) -> torch.Tensor:
-    """`rows`: all of the storage as elements of a type, made once for each."""
-    dtype, size, nbytes, strides = _form(item.dtype, item.sizes)
-    begin, rest = divmod(at + item.extent + item.head, size)
-    if nbytes != item.nbytes or (nbytes and rest):
-        raise ValueError(f"{item.fqn} does not lie in its slot as its type would")
-    if not nbytes:
-        return torch.empty(item.sizes, dtype=dtype)
-    row = rows.get(dtype)
-    if row is None:
-        count = storage.nbytes() // size
-        row = rows[dtype] = torch.empty(0, dtype=dtype).set_(storage, 0, (count,), (1,))
-    return row.as_strided(item.sizes, strides, begin)
+    rows: dict[torch.dtype, torch.Tensor] = {}  # all of the storage as elements of a type
+    found = []
+    for item in layout.tensors:
+        dtype, size, nbytes, strides = _form(item.dtype, item.sizes)
+        begin, rest = divmod(at + item.payload, size)
+        if nbytes != item.nbytes or (nbytes and rest):
+            raise ValueError(f"{item.fqn} does not lie in its slot as its type would")
+        if not nbytes:
+            found.append(torch.empty(item.sizes, dtype=dtype))
+            continue
+        if dtype not in rows:
+            count = storage.nbytes() // size
+            rows[dtype] = torch.empty(0, dtype=dtype).set_(storage, 0, (count,), (1,))
+        found.append(rows[dtype].as_strided(item.sizes, strides, begin))
+    return found
 
 
 @lru_cache(maxsize=4096)

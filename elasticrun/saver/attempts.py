@@ -20,14 +20,7 @@ from elasticrun.saver.transfer import Broken, PeerRefused
 from elasticrun.saver.work import Outcome
 from elasticrun.saver.written import PartWritten
 from elasticrun.system.reasons import reason_of
-from elasticrun.wire.snapshots import (
-    CommitDone,
-    CommitNow,
-    FromSaver,
-    PartsDone,
-    PersistParts,
-    Remark,
-)
+from elasticrun.wire import snapshots as m
 from elasticrun.wire.types import Endpoint
 
 T = TypeVar("T")
@@ -74,14 +67,14 @@ def tried(work: Callable[[], T], stop: Event, limit: float) -> T:
 class WriteAttempt:
     """One attempt as this node sees it."""
 
-    order: PersistParts
+    order: m.PersistParts
     began: float
     parts: dict[int, PartWritten] = field(default_factory=dict)  # by rank; of this node and others
     running: WorkItem[Any] | None = None
     on_disk: bool = False  # whether what is running needs storage
-    wrote: PartsDone | None = None
+    wrote: m.PartsDone | None = None
     committing: bool = False
-    committed: CommitDone | None = None
+    committed: m.CommitDone | None = None
     over: bool = False
 
     @property
@@ -98,7 +91,7 @@ class Attempts:
         self,
         secret: str,
         segments: Mapping[int, OpenSegment],
-        say: Callable[[FromSaver], None],
+        say: Callable[[m.FromSaver], None],
         disk: WorkerPool,
         puts: WorkerPool,
     ) -> None:
@@ -125,7 +118,7 @@ class Attempts:
         """Whether a thread has stayed away for too long; then the agent has been told why."""
         for due, what in self._dues():
             if now >= due:
-                self._say(Remark(f"{what}, so the saver ends; another can be started"))
+                self._say(m.Remark(f"{what}, so the saver ends; another can be started"))
                 return True
         return False
 
@@ -137,7 +130,7 @@ class Attempts:
 
     # ------------------------------------------------------------ this node's parts
 
-    def begin(self, order: PersistParts) -> None:
+    def begin(self, order: m.PersistParts) -> None:
         """Write the parts; PartsDone follows. One that is known is not begun again."""
         known = self._attempts.get(order.attempt)
         if known is not None:
@@ -146,7 +139,7 @@ class Attempts:
             return
         if sum(each.under_way for each in self._attempts.values()) >= MAX_ATTEMPTS:
             reason = f"{MAX_ATTEMPTS} attempts are under way already"
-            self._say(PartsDone(order.attempt, False, reason, 0, 0.0))
+            self._say(m.PartsDone(order.attempt, False, reason, 0, 0.0))
             return
         attempt = self._attempts[order.attempt] = WriteAttempt(order, time.monotonic())
         opened = {part.key: self._segments.get(part.key) for part in order.parts}
@@ -195,7 +188,7 @@ class Attempts:
         ours = {part.rank for part in attempt.order.parts}
         nbytes = sum(part.file.size for rank, part in attempt.parts.items() if rank in ours)
         seconds = time.monotonic() - attempt.began
-        attempt.wrote = PartsDone(name, not reason, reason, 0 if reason else nbytes, seconds)
+        attempt.wrote = m.PartsDone(name, not reason, reason, 0 if reason else nbytes, seconds)
         self._say(attempt.wrote)
         self._forget()
 
@@ -218,19 +211,19 @@ class Attempts:
             attempt.parts[put.rank] = part
         return transfer.Taken()
 
-    def commit(self, order: CommitNow) -> None:
+    def commit(self, order: m.CommitNow) -> None:
         """Write manifest and marker; CommitDone follows, then the sweep."""
         attempt = self._attempts.get(order.attempt)
         if attempt is not None and attempt.committed is not None:
             self._say(attempt.committed)
         elif attempt is None or attempt.over:
             reason = "this saver does not know that attempt, or it is over"
-            self._say(CommitDone(order.attempt, False, reason))
+            self._say(m.CommitDone(order.attempt, False, reason))
         elif attempt.committing:
             return
         elif len(attempt.parts) != order.writers or attempt.wrote is None:
             reason = f"{len(attempt.parts)} of {order.writers} parts have come in"
-            self._say(CommitDone(order.attempt, False, reason))
+            self._say(m.CommitDone(order.attempt, False, reason))
         else:
             self._commit(attempt)
 
@@ -245,15 +238,15 @@ class Attempts:
                 self._clean(order)
             elif attempt.over:
                 about = f"the checkpoint of step {order.step}"
-                self._say(Remark(f"{about} was committed although it had been given up"))
+                self._say(m.Remark(f"{about} was committed although it had been given up"))
             else:
                 reason = outcome.reason
-                attempt.committed = CommitDone(order.attempt, not reason, reason)
+                attempt.committed = m.CommitDone(order.attempt, not reason, reason)
                 self._say(attempt.committed)
                 if not reason:
                     attempt.over = True
                     self._forget()
-                    self._sweep(order)
+                    self._remove_old(order, lambda: work.sweep(order))
 
         def write(stop: Event) -> Outcome:
             return work.commit(order, parts, stop.is_set)
@@ -261,11 +254,8 @@ class Attempts:
         attempt.committing = True
         self._to_disk(attempt, WorkItem(write, Outcome.failed, done, name=order.attempt))
 
-    def _sweep(self, order: PersistParts) -> None:
+    def _remove_old(self, order: m.PersistParts, how: Callable[[], Outcome]) -> None:
         """Remove what is not to be kept any more, when there is nothing else to do."""
-        self._remove_old(order, lambda: work.sweep(order))
-
-    def _remove_old(self, order: PersistParts, how: Callable[[], Outcome]) -> None:
         what = f"{order.folder} did not come to an end of removing old checkpoints"
         self._remove(how, "older checkpoints were not removed", (what, SWEEP_LIMIT, None))
 
@@ -293,9 +283,9 @@ class Attempts:
         if attempt is None or attempt.over:
             return
         if attempt.wrote is None:
-            self._say(PartsDone(name, False, "it was given up", 0, 0.0))
+            self._say(m.PartsDone(name, False, "it was given up", 0, 0.0))
         elif attempt.committing and attempt.committed is None:
-            self._say(CommitDone(name, False, "it was given up while its marker was written"))
+            self._say(m.CommitDone(name, False, "it was given up while its marker was written"))
         piece = attempt.running
         attempt.over = True
         self._forget()
@@ -329,7 +319,7 @@ class Attempts:
             if self._attempts[name].committed is not None:
                 self._attempts[name].parts.clear()
 
-    def _clean(self, order: PersistParts) -> None:
+    def _clean(self, order: m.PersistParts) -> None:
         """Remove the files of an attempt that came to nothing. First: the next attempt may need
         the room."""
         what = f"{order.folder} did not let go of the files of an attempt"
@@ -340,6 +330,6 @@ class Attempts:
 
     def _remark(self, what: str, outcome: Outcome) -> None:
         for remark in outcome.remarks:
-            self._say(Remark(remark))
+            self._say(m.Remark(remark))
         if what and outcome.reason:
-            self._say(Remark(f"{what}: {outcome.reason}"))
+            self._say(m.Remark(f"{what}: {outcome.reason}"))

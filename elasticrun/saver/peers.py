@@ -12,8 +12,8 @@ import errno
 import os
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Final
 
 from elasticrun.saver import transfer
@@ -206,17 +206,12 @@ class Peers:
             part = PartWritten.decode(data) if data else None
         except PartError as error:
             return Refusal(str(error)[:MAX_TEXT], again=False)
-        answers: deque[transfer.Answer] = deque()
-        come = threading.Event()
-
-        def look() -> None:
-            answers.append(self._answer(request, part))
-            come.set()
-
-        self._post(look)
-        if not come.wait(ASK_LIMIT):
+        answers: SimpleQueue[transfer.Answer] = SimpleQueue()
+        self._post(lambda: answers.put(self._answer(request, part)))
+        try:
+            return answers.get(timeout=ASK_LIMIT)
+        except Empty:
             return Refusal("the saver there is too busy", again=True)
-        return answers[0]
 
 
 def listen(host: str) -> tuple[socket.socket | None, str]:

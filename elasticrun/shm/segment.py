@@ -127,8 +127,8 @@ class Segment:
             raise SegmentError("this is no segment of this version")
         self.slots = self._words[_SLOTS]
         self._layout_bytes = self._words[_LAYOUT_BYTES]
-        self._slot_bytes = self._words[_SLOT_BYTES]
-        sizes = (self._layout_bytes, self._slot_bytes, self._words[_LAYOUT_LENGTH])
+        self.slot_bytes = self._words[_SLOT_BYTES]  # without its header page
+        sizes = (self._layout_bytes, self.slot_bytes, self._words[_LAYOUT_LENGTH])
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS or not all(0 <= n <= MAX_SIZE for n in sizes):
             raise SegmentError("a segment has impossible sizes")
         if len(memory) < self.slot_at(self.slots) or sizes[2] > self._layout_bytes:
@@ -138,21 +138,16 @@ class Segment:
 
     def slot_at(self, slot: int) -> int:
         """Where the header page of a slot begins, in bytes from the segment's first."""
-        return PAGE + self._layout_bytes + slot * (PAGE + self._slot_bytes)
+        return PAGE + self._layout_bytes + slot * (PAGE + self.slot_bytes)
 
     def payload_at(self, slot: int) -> int:
         """Where a slot's first tensor begins."""
         return self.slot_at(slot) + PAGE
 
-    @property
-    def slot_bytes(self) -> int:
-        """Of one slot, without its header page."""
-        return self._slot_bytes
-
     def payload(self, slot: int) -> memoryview:
         """A slot without its header page."""
         at = self.payload_at(slot)
-        return self._memory[at : at + self._slot_bytes]
+        return self._memory[at : at + self.slot_bytes]
 
     def layout(self, key: int | None = None) -> Layout:
         """What the slots are laid out as; with the `key` that a snapshot's record has, in a third
@@ -163,7 +158,7 @@ class Segment:
             layout = decode(bytes(self._memory[at : at + length]), key)
         except LayoutError as error:
             raise SegmentError(f"a segment's layout cannot be read: {error}") from None
-        if layout.slot_bytes > self._slot_bytes:
+        if layout.slot_bytes > self.slot_bytes:
             raise SegmentError("a segment's slots are smaller than its layout")
         return layout
 
@@ -224,7 +219,7 @@ class Segment:
         )
         if magic != MAGIC or version != VERSION or zlib.crc32(record[:-4]) != crc:
             return None
-        if not sequence or self.committed(slot) != sequence or values > self._slot_bytes:
+        if not sequence or self.committed(slot) != sequence or values > self.slot_bytes:
             return None
         if step < 0:  # no report could say it
             return None

@@ -54,6 +54,8 @@ class Folder:
             self._place = LocalPlace(path, calls or Calls())
         else:
             self._place = UrlPlace(url)
+        self.shows_others = self._place.fresh
+        """Whether what other nodes have written is seen here at once; not so on mounted buckets."""
 
     def path(self, step: int) -> str:
         """Of a checkpoint, for torch's readers (`checkpoint_id`)."""
@@ -149,11 +151,6 @@ class Folder:
     def has_manifest(self, step: int) -> bool:
         """Whether we have written it, so that there is something to compare it with."""
         return self.size(step, manifests.NAME) is not None
-
-    @property
-    def shows_others(self) -> bool:
-        """Whether what other nodes have written is seen here at once; not so on mounted buckets."""
-        return self._place.fresh
 
     def manifest(self, step: int) -> Manifest | None:
         """None where there is none: not committed, or written by torch alone. ManifestError."""

@@ -126,12 +126,9 @@ class LocalPlace:
             return found
         return []
 
-    @contextmanager
-    def opened(self, name: str) -> Iterator[Any]:
+    def opened(self, name: str) -> AbstractContextManager[Any]:
         with _said(self.full(name), "read"):
-            file = io.FileIO(self.full(name))
-        with file:
-            yield file
+            return io.FileIO(self.full(name))
 
     def create(self, name: str, size: int) -> Sink:
         try:

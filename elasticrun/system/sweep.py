@@ -19,6 +19,7 @@ import select
 import signal
 import time
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -63,11 +64,9 @@ def kill_group(pid: int, signum: int, *, alone: bool = False) -> None:
     """Send a signal to the group that `pid` leads, or to `pid` alone while it does not lead one
     yet, or where only it is meant; nothing if it has gone."""
     for send in (os.kill,) if alone else (os.killpg, os.kill):
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             send(pid, signum)
             return
-        except (ProcessLookupError, PermissionError):
-            continue
 
 
 class Sweep:
@@ -134,10 +133,8 @@ class Sweep:
 
 
 def _send(pidfd: int, signum: int) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         signal.pidfd_send_signal(pidfd, signum)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def end_at_once(ranks: Collection[int], mark: bytes, limit: float) -> tuple[int, ...]:

@@ -68,7 +68,8 @@ def set_title(title: bytes) -> None:
 
 
 def _show(arguments: bytes, environ: tuple[int, int] | None) -> bool:
-    fields = _stat_fields()
+    # by their numbers in proc(5)
+    fields = {number: int(word) for number, word in enumerate(stat_fields("self")[1:], start=4)}
     if not _first:
         _first.append((fields[48], fields[49]))
     first, last = _first[0]
@@ -80,7 +81,9 @@ def _show(arguments: bytes, environ: tuple[int, int] | None) -> bool:
         if fits:
             ctypes.memmove(first, arguments.ljust(room, b"\0"), room)
         return True
-    _overwrite(first, last, arguments[:-1].replace(b"\0", b" "))
+    title = arguments[:-1].replace(b"\0", b" ")
+    if first and room > 1:  # a last byte that is not NUL tells the kernel that this is a title
+        ctypes.memmove(first, title[: room - 2].ljust(room - 1, b"\0") + b".", room)
     return False
 
 
@@ -100,15 +103,3 @@ def _in_pages(content: bytes) -> int:
     pages.write(content)
     _kept.append(pages)
     return ctypes.addressof(ctypes.c_char.from_buffer(pages))
-
-
-def _overwrite(start: int, end: int, title: bytes) -> None:
-    """A last byte that is not NUL tells the kernel that this is a title (setproctitle)."""
-    room = end - start
-    if start and room > 1:
-        ctypes.memmove(start, title[: room - 2].ljust(room - 1, b"\0") + b".", room)
-
-
-def _stat_fields() -> dict[int, int]:
-    """Fields of /proc/self/stat by their numbers in proc(5)."""
-    return {number: int(word) for number, word in enumerate(stat_fields("self")[1:], start=4)}
