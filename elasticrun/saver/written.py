@@ -40,7 +40,7 @@ class PartError(ValueError):
 @dataclass(frozen=True, slots=True)
 class PartWritten:
     """One rank's share, on stable storage. `lengths`: of the opaque values in the file. `places`:
-    where each item lies in it (dcp.metadata.Part), () if as in the layout."""
+    where each item lies in it (dcp.metadata.PartFile), () if as in the layout."""
 
     file: FileEntry
     step: int

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 from bisect import bisect_right
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
@@ -78,10 +78,15 @@ def look() -> Look:
         return Look(Own.ALONE)
     for name, timed in ((NCCL_DUMP, True), (PLAIN_DUMP, False)):
         dump = getattr(sys.modules["torch"]._C._distributed_c10d, name, None)
-        entries = dump is not None and json.loads(dump(True, False)).get("entries")
-        if entries:
-            return Look(Own.KNOWN, tuple(map(_collective, entries)), timed)
+        seen = _entries(dump) if dump is not None else ()
+        if seen:
+            return Look(Own.KNOWN, seen, timed)
     return Look(Own.UNTOLD)
+
+
+def _entries(dump: Callable[[bool, bool], bytes]) -> tuple[Collective, ...]:
+    found = json.loads(dump(True, False)).get("entries") or []
+    return tuple(map(_collective, found))
 
 
 def _collective(entry: dict[str, Any]) -> Collective:
