@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from elasticrun.saver import parts
-from elasticrun.saver.parts import PersistError
 from elasticrun.saver.written import PartError, PartWritten
 from elasticrun.shm.segment import Segment
 from elasticrun.storage import retention
@@ -100,23 +99,23 @@ def test_bytes_that_are_no_part_are_refused(tmp_path: Path) -> None:
 def test_what_the_slot_does_not_hold_is_not_written(tmp_path: Path) -> None:
     folder, segment = Folder(str(tmp_path)), rank().segment()
     for wrong in ({"step": 8}, {"sequence": 2}, {"attempt": "../x"}, {"attempt": ""}):
-        with pytest.raises(PersistError):
+        with pytest.raises(parts.PersistError):
             write(folder, segment, **wrong)
     segment.withdraw(0)
-    with pytest.raises(PersistError, match="does not hold its snapshot of step 7"):
+    with pytest.raises(parts.PersistError, match="does not hold its snapshot of step 7"):
         write(folder, segment)
     assert folder.files(7) == {}
 
 
 def test_a_snapshot_that_is_taken_back_meanwhile_leaves_no_file(tmp_path: Path) -> None:
     folder, segment = Folder(str(tmp_path)), rank().segment()
-    with pytest.raises(PersistError, match="was taken back meanwhile"):
+    with pytest.raises(parts.PersistError, match="was taken back meanwhile"):
         write(folder, segment, stop=lambda: segment.withdraw(0))
     assert folder.files(7) == {}
 
 
 def test_an_attempt_that_is_given_up_meanwhile_leaves_no_file(folder: Folder) -> None:
-    with pytest.raises(PersistError, match="given up"):
+    with pytest.raises(parts.PersistError, match="given up"):
         write(folder, rank().segment(), stop=lambda: True)
     assert folder.files(7) == {}
 
@@ -126,18 +125,18 @@ def test_a_table_of_values_that_is_none_is_refused(tmp_path: Path) -> None:
     layout = segment.layout()
     table = segment.payload(0)[layout.own_bytes + layout.shared_bytes :]
     table[:8] = struct.pack("=Q", 2**40)
-    with pytest.raises(PersistError, match="a table of values that is none"):
+    with pytest.raises(parts.PersistError, match="a table of values that is none"):
         write(Folder(str(tmp_path)), segment)
 
 
 def test_no_marker_without_all_parts(folder: Folder) -> None:
     part = write(folder, rank().segment())
-    with pytest.raises(PersistError, match="is no part of attempt b"):
+    with pytest.raises(parts.PersistError, match="is no part of attempt b"):
         commit(folder, [part], attempt="b")
-    with pytest.raises(PersistError, match="two parts"):
+    with pytest.raises(parts.PersistError, match="two parts"):
         commit(folder, [part, part])
     os.truncate(Path(folder.path(7)) / part.file.name, part.file.size - 1)
-    with pytest.raises(PersistError, match="do all nodes see the same storage"):
+    with pytest.raises(parts.PersistError, match="do all nodes see the same storage"):
         commit(folder, [part])
     assert folder.committed() == []
 
@@ -155,7 +154,7 @@ def test_a_part_that_is_removed_during_the_commit_undoes_it(tmp_path: Path) -> N
 
     folder = Folder(str(tmp_path), calls=GivesUp())
     part = write(folder, rank().segment())
-    with pytest.raises(PersistError, match="was not committed"):
+    with pytest.raises(parts.PersistError, match="was not committed"):
         commit(folder, [part])
     assert folder.committed() == []
 
@@ -240,7 +239,7 @@ def test_by_url(tmp_path: Path) -> None:
         assert loaded(folder, 8) == (3.0, 3.0)
         assert retention.sweep(folder, keep_last=1, keep_every=0).removed == (7,)
         assert (folder.committed(), folder.files(7)) == ([8], {})
-        with pytest.raises(PersistError):
+        with pytest.raises(parts.PersistError):
             write(folder, rank().segment(step=9), step=9, stop=lambda: True)
         assert folder.files(9) == {}
     finally:

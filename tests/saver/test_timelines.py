@@ -10,7 +10,6 @@ import fsspec
 import pytest
 
 from elasticrun.saver import parts
-from elasticrun.saver.parts import PersistError
 from elasticrun.storage import retention
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.writing import Calls, StorageError
@@ -98,7 +97,7 @@ def test_without_its_marker_it_is_no_timeline(tmp_path: Path) -> None:
 
 def test_an_attempt_that_is_given_up_before_its_marker_is_no_checkpoint(folder: Folder) -> None:
     part = write(folder, rank().segment())
-    with pytest.raises(PersistError, match="given up before its marker"):
+    with pytest.raises(parts.PersistError, match="given up before its marker"):
         parts.commit(folder, ordered(), [part], stop=lambda: True)
     assert folder.committed() == []
 
