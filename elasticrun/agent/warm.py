@@ -282,18 +282,19 @@ def _not_used(reason: str) -> None:
 # ---------------------------------------------------------------- where it listens
 
 
-def environment_name(executable: str = sys.executable) -> str:
+def environment_name() -> str:
     """Which interpreter with which packages; what only such a process can serve."""
-    words = (os.path.realpath(executable), sys.prefix, sys.base_prefix, str(PACKAGE), sys.version)
+    python = os.path.realpath(sys.executable)
+    words = (python, sys.prefix, sys.base_prefix, str(PACKAGE), sys.version)
     return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:12]
 
 
-def place_name(pid: int | str = "self") -> str:
-    """In which cgroup and namespaces a process is, of which none may be left by a fork."""
-    words = [Path(f"/proc/{pid}/cgroup").read_text()]
+def place_name() -> str:
+    """In which cgroup and namespaces this process is, of which none may be left by a fork."""
+    words = [Path("/proc/self/cgroup").read_text()]
     for name in spawning.NAMESPACES:
         try:
-            words.append(os.readlink(f"/proc/{pid}/ns/{name}"))
+            words.append(os.readlink(f"/proc/self/ns/{name}"))
         except FileNotFoundError:  # an older kernel's
             words.append("")
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:12]
