@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST = {
     "lines": 60_400,  # to end at 42,000
-    "files_in_the_fullest_folder": 13,  # 9
+    "files_in_the_fullest_folder": 9,  # 9
     "classes_over_files": 3,  # 4
     "crumbs": 1,  # 5; doctor/software.py stays: one family of checks a module
     "names_used_twice": 2,  # 5; Step stays: users import that of testing
