@@ -345,7 +345,7 @@ WRITER = """
 import asyncio, itertools, sys
 from pathlib import Path
 from msgspec import structs
-from elasticrun.wire.frames import loads
+from elasticrun.wire.types import loads
 from elasticrun.core.persisted import Facts
 from elasticrun.master import sqlite_store
 from elasticrun.master.sqlite_store import SqliteStore
