@@ -402,7 +402,7 @@ class NodeAgent:
 
     def _say(self, report: m.Report) -> None:
         if isinstance(report, m.RanksFailed | m.Stopping | m.Stopped):
-            newest = max(self._progress.newest, self._snapshots.drain.newest())
+            newest = max(self._progress.newest, self._snapshots.drain.generation.newest())
             self._story.broke(newest, time.monotonic())
         if isinstance(report, m.Stopped | m.Finished):
             self._snapshots.reaped()

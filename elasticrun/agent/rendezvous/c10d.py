@@ -115,20 +115,15 @@ def bind_test(address: str, port: int) -> Bind:
     """Whether this host may listen at exactly this address and port. HostError if it must not.
 
     No SO_REUSEPORT, and no wildcard: both would succeed anywhere and prove nothing."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as trial:
-        # A port in TIME_WAIT is free; a listening one is not.
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((address, port))
-            trial.listen(1)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return Bind.TAKEN
-            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                return Bind.ELSEWHERE
-            where = Endpoint(address, port)
-            raise HostError(f"cannot listen on {where}: {error.strerror}") from None
+    try:  # a port in TIME_WAIT is free; a listening one is not
+        socket.create_server((address, port), family=_family(address), backlog=1).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return Bind.TAKEN
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            return Bind.ELSEWHERE
+        where = Endpoint(address, port)
+        raise HostError(f"cannot listen on {where}: {os.strerror(error.errno or 0)}") from None
     # `ip_nonlocal_bind` lets any address be bound.
     return Bind.OURS if is_ours(address) and leads_here(address) else Bind.ELSEWHERE
 
@@ -154,9 +149,13 @@ def leads_here(address: str) -> bool:
 
 
 def _socket_for(address: str) -> socket.socket:
-    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    made = socket.socket(_family(address), socket.SOCK_STREAM)
     made.settimeout(DIAL_LIMIT)
     return made
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def settle(config: AgentConfig) -> SettledPlace:
@@ -216,21 +215,17 @@ def everywhere() -> str:
 
 def listen_proxy(where: Endpoint) -> socket.socket:
     """The port proxy's listening socket. HostError with a sentence when the port is taken."""
-    family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if where.host == "::":
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((where.host, where.port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        text = (
-            "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
+        return socket.create_server(
+            (where.host, where.port),
+            family=_family(where.host),
+            backlog=1024,
+            dualstack_ipv6=where.host == "::",
         )
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        text = "another process listens there" if taken else os.strerror(error.errno or 0)
         raise HostError(f"cannot listen on the master port {where}: {text}") from None
-    return listener
 
 
 def resolve_again(tries: int) -> float:

@@ -273,7 +273,7 @@ class Drain:
 
     def begin(self, generation: Generation) -> None:
         """A new one."""
-        self._generation = generation
+        self.generation = generation
         self._asked = NONE
         self._told: dict[int, m.Missed] = {}  # by the step that was asked for
         self._first: tuple[float, int] | None = None  # commit: when, of which step
@@ -292,11 +292,11 @@ class Drain:
             self._first = (time.monotonic(), step)
 
     def is_put_off(self, local_rank: int, signum: int) -> bool:
-        return signum in self._generation.ranks[local_rank].put_off
+        return signum in self.generation.ranks[local_rank].put_off
 
     def missed(self, said: s.StepMissed) -> None:
         """A rank could not save the step that was asked for."""
-        start = self._generation.start
+        start = self.generation.start
         if start is None or said.asked < 0 or said.asked in self._told:
             return
         if len(self._told) < MOST_MISSED:
@@ -309,15 +309,11 @@ class Drain:
         """The newest that a rank is at; NONE: none of them can save its state."""
         steps = [
             one.held.segment.current
-            for one in self._generation.ranks
+            for one in self.generation.ranks
             if one.held is not None and not one.held.gone and not one.silent
         ]
         first = NONE if self._first is None else self._first[1]
         return max([first, *steps]) if steps else NONE
-
-    def newest(self) -> int:
-        """As the generation has it."""
-        return self._generation.newest()
 
     def margin(self) -> int:
         """Steps in which word comes to every rank, at the pace that they have kept."""
@@ -340,15 +336,15 @@ class Drain:
     def ask(self, order: m.SaveAt) -> None:
         """All ranks save their first step from this one on. The same order again, of a master that
         may not have heard that one could not, is answered again."""
-        start = self._generation.start
+        start = self.generation.start
         if start is not None and order.round == start.round:
             self._asked = order.step
-            for held in self._generation.held():
+            for held in self.generation.held():
                 held.segment.save_at = order.step
             if order.step in self._told:
                 self._local.say(self._told[order.step])
 
     def show(self, local_rank: int, held: Held) -> None:
         """This rank is given this segment: write it there."""
-        self._generation.ranks[local_rank].silent = False
+        self.generation.ranks[local_rank].silent = False
         held.segment.save_at = self._asked
