@@ -164,10 +164,8 @@ class Taker:
         """A segment for this plan: the present one, or a new one if the state has changed."""
         layout = self._layout
         if self._mapped is not None and layout is not None and values_bytes <= layout.bytes_room:
-            same = plan is self._plan
-            if not same:
-                same = (plan.layout or arrange(plan.pieces, layout.bytes_room)).key == layout.key
-            if same:
+            room = layout.bytes_room
+            if plan is self._plan or (plan.layout or arrange(plan.pieces, room)).key == layout.key:
                 self._plan = plan
                 return self._mapped, layout
         layout = plan.layout

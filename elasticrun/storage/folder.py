@@ -17,7 +17,7 @@ import xxhash
 
 from elasticrun.storage import manifest as manifests
 from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError
-from elasticrun.storage.places import Entry, LocalPlace, Place, UrlPlace
+from elasticrun.storage.places import Entry, LocalPlace, StoragePlace, UrlPlace
 from elasticrun.storage.timeline import Listed, Timeline, chain, timeline_of
 from elasticrun.storage.writing import PIECE, Calls, Sink, StorageError
 
@@ -49,11 +49,9 @@ class Folder:
         self._said: set[str] = set()
         if self.is_local and not os.path.isabs(path):
             raise StorageError(f"{url!r} is neither an absolute path nor a URL")
-        self._place: Place
-        if self.is_local:
-            self._place = LocalPlace(path, calls or Calls())
-        else:
-            self._place = UrlPlace(url)
+        self._place: StoragePlace = (
+            LocalPlace(path, calls or Calls()) if self.is_local else UrlPlace(url)
+        )
         self.shows_others = self._place.fresh
         """Whether what other nodes have written is seen here at once; not so on mounted buckets."""
 

@@ -41,7 +41,7 @@ class Entry:
     changed: float
 
 
-class Place(Protocol):
+class StoragePlace(Protocol):
     """See above."""
 
     remarks: list[str]
@@ -198,7 +198,7 @@ class ObjectSink:
 
 
 class UrlPlace:
-    """See Place. `url`: as fsspec takes it, with its protocol."""
+    """See StoragePlace. `url`: as fsspec takes it, with its protocol."""
 
     def __init__(self, url: str) -> None:
         import fsspec  # type: ignore[import-untyped]
