@@ -132,6 +132,7 @@ async def test_an_agent_that_stood_still_gives_the_fork_server_another_limit(nod
     node.children[node.first.key].signal(0)
     node.server._due -= spawner.STALLED + 0.1  # as after a Ctrl-Z of both
     node.server._silent()
+    assert node.server._due > asyncio.get_running_loop().time()
     os.kill(node.pid, signal.SIGCONT)
     await node.until(lambda: node.server._silence.is_set is False)
     assert not node.reasons
