@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 MOST = {
-    "lines": 60_400,  # to end at 42,000
+    "lines": 58_300,  # to end at 42,000
     "files_in_the_fullest_folder": 9,  # 9
     "classes_over_files": 3,  # 4
     "crumbs": 1,  # 5; doctor/software.py stays: one family of checks a module
