@@ -139,9 +139,14 @@ async def events(
     """The agent's last events, one for each rank of its last round and one of its own."""
     own = [failure for failure in outcome.failures if failure.pid in pids.values()]
     ok, now_ms = outcome.code == EXIT_OK, time.time_ns() // 10**6
+    # torchrun's agent fails where its run raises anything but a ChildFailedError
+    its_own = bool(outcome.signum) or not (ok or outcome.failures)
+    why = sentence(outcome) if its_own else ""
 
     def record() -> None:
-        log.ended(start, pids, own, succeeded=ok, run_seconds=seconds, now_ms=now_ms)
+        log.ended(
+            *(start, pids, own), succeeded=ok, run_seconds=seconds, now_ms=now_ms, agent_failure=why
+        )
 
     with contextlib.suppress(TimeoutError):
         await in_thread(record, limit=EVENTS_LIMIT, name="events")

@@ -72,23 +72,23 @@ class EventLog:
         succeeded: bool,
         run_seconds: float,
         now_ms: int,
-        agent_failed: bool = False,
+        agent_failure: str = "",
     ) -> None:
         """The job is over for this node. `failures` are those of its own ranks; `start` is None if
         no round was ever formed.
 
         As under torchrun the agent "succeeded" when it has seen its ranks to their end, whatever
-        that was; it failed (`agent_failed`) by a signal, a lost master or too few nodes, and then
-        there is no word about the ranks.
+        that was; it failed (`agent_failure`: why) by a signal, a lost master or too few nodes, and
+        then there is no word about the ranks.
         """
         failed = {failure.local_rank: failure for failure in failures}
-        if start is not None and not agent_failed:
+        if start is not None and not agent_failure:
             for local_rank, pid in sorted(pids.items()):
                 failure = failed.get(local_rank)
                 state = "SUCCEEDED" if succeeded else "FAILED" if failure else "TERMINATED"
                 self._worker(state, start, local_rank, pid, now_ms, failure, run_seconds)
-        state = "FAILED" if agent_failed else "SUCCEEDED"
-        self._say(state, "AGENT", start, now_ms, total_run_time=int(run_seconds))
+        state, why = ("FAILED", agent_failure) if agent_failure else ("SUCCEEDED", None)
+        self._say(state, "AGENT", start, now_ms, total_run_time=int(run_seconds), raw_error=why)
 
     def _worker(
         self,

@@ -94,6 +94,7 @@ class Stores:
 
     def prepare(self) -> None:
         """Have a store host started on a port of its own; StoreReady tells when it listens."""
+        self._wanted.cancel()  # or there would be two
         try:
             held = bind_port()
         except OSError as error:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from elasticrun.agent import farewell
 from elasticrun.agent.workers.events import EventLog, check_handler
+from elasticrun.core.events import Exit
 from elasticrun.wire.messages import Failure, FailureKind, Start
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.harness import clean_environment, program
@@ -95,12 +97,24 @@ def test_who_says_something(handler: str, level: str, expected: int) -> None:
     assert len(lines) == expected
 
 
-def test_an_end_without_a_round() -> None:
+@pytest.mark.parametrize(
+    ("outcome", "states", "why"),
+    [
+        (Exit(0, "", (), 0), ["SUCCEEDED", "SUCCEEDED", "SUCCEEDED"], None),
+        (Exit(1, "", (BOOM,), 0), ["TERMINATED", "FAILED", "SUCCEEDED"], None),  # ChildFailedError
+        (Exit(1, "", (), 15), ["FAILED"], "ended by SIGTERM (15); the ranks have been shut down"),
+        (Exit(1, "too few nodes", (), 0), ["FAILED"], "too few nodes"),
+    ],
+)
+@pytest.mark.parametrize("start", [START, None])
+async def test_the_agent_fails_where_torchruns_run_raises(
+    start: Start | None, outcome: Exit, states: list[str], why: str | None
+) -> None:
     lines: list[str] = []
-    log(lines).ended(None, {}, [], succeeded=False, run_seconds=0.1, now_ms=9, agent_failed=True)
-    (event,) = map(json.loads, lines)
-    assert event["name"] == "torchelastic.worker.status.FAILED"
-    assert event["metadata"]["group_rank"] is None
+    await farewell.events(log(lines), start, {0: 10, 1: 11}, outcome, 1.5)
+    told = [json.loads(line)["metadata"] for line in lines]
+    assert [one["state"] for one in told] == (states if start else states[-1:])
+    assert told[-1]["raw_error"] == why
 
 
 def test_an_unknown_handler_is_one_sentence() -> None:

@@ -14,6 +14,7 @@ from elasticrun.agent.workers.stores import Stores
 from elasticrun.core.events import AgentEvent, StoreReady
 from elasticrun.wire.spawning import Exited, FromSpawner, SpawnFailed
 from tests.agent.configs import agent_config, node_context, reaping, spawners
+from tests.agent.snapshots.played import Spawners
 from tests.harness import LIMIT
 
 pytestmark = pytest.mark.slow
@@ -112,3 +113,16 @@ def test_where_none_can_be_started_the_agent_ends(fake_torch: Path, monkeypatch)
     assert why.startswith("a store host could not be started: ")
     assert "torch is broken" in why
     assert why.endswith(", 2 times in a row")
+
+
+async def test_one_that_is_asked_for_before_its_next_try_is_started_once(monkeypatch) -> None:
+    monkeypatch.setattr(stores, "RETRY", 0.0)
+    played = Spawners()
+    made = Stores(node_context(agent_config()), played, 0.0)
+    made.prepare()
+    made.heard(played.children[1], SpawnFailed(1, "no process is left"))
+    made.prepare()
+    for _ in range(3):
+        await asyncio.sleep(0)  # the next try is due
+    made.close()
+    assert len(played.children) == 2
