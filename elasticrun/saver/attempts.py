@@ -50,7 +50,7 @@ MAX_OVER: Final = 16
 
 def tried(work: Callable[[], T], stop: Event, limit: float) -> T:
     """What `work` returns, tried again while the other side is away or busy, for `limit` seconds or
-    until `stop`. Broken, Denied, PeerRefused."""
+    until `stop`. Broken, NotLetIn, PeerRefused."""
     end = time.monotonic() + limit
     pause = FIRST_PAUSE
     while True:
@@ -263,7 +263,7 @@ class Attempts:
         self,
         how: Callable[[], Outcome],
         trouble: str,
-        limit: tuple[str, float, None],
+        watch: tuple[str, float, None],
         *,
         first: bool = False,
     ) -> None:
@@ -272,7 +272,7 @@ class Attempts:
             self._remark(trouble, outcome)
 
         piece = WorkItem(lambda stop: how(), Outcome.failed, done, urgent=first)
-        self._watched[piece] = limit
+        self._watched[piece] = watch
         self._disk.add(piece, first=first)
 
     # ------------------------------------------------------------ the end of an attempt

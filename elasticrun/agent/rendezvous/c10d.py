@@ -116,7 +116,7 @@ def bind_test(address: str, port: int) -> Bind:
 
     No SO_REUSEPORT, and no wildcard: both would succeed anywhere and prove nothing."""
     try:  # a port in TIME_WAIT is free; a listening one is not
-        socket.create_server((address, port), family=_family(address), backlog=1).close()
+        _listen(address, port, backlog=1).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return Bind.TAKEN
@@ -156,6 +156,14 @@ def _socket_for(address: str) -> socket.socket:
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _listen(address: str, port: int, backlog: int) -> socket.socket:
+    """OSError. One of IPv6 is for IPv4 as well, as a master's is: `::`, or `::ffff:10.0.0.1`."""
+    both = ":" in address and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        (address, port), family=_family(address), backlog=backlog, dualstack_ipv6=both
+    )
 
 
 def settle(config: AgentConfig) -> SettledPlace:
@@ -216,12 +224,7 @@ def everywhere() -> str:
 def listen_proxy(where: Endpoint) -> socket.socket:
     """The port proxy's listening socket. HostError with a sentence when the port is taken."""
     try:
-        return socket.create_server(
-            (where.host, where.port),
-            family=_family(where.host),
-            backlog=1024,
-            dualstack_ipv6=where.host == "::",
-        )
+        return _listen(where.host, where.port, backlog=1024)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         text = "another process listens there" if taken else os.strerror(error.errno or 0)
@@ -308,7 +311,7 @@ class PortProxy:
         self._gone.set()
         if self._closing:
             return
-        logger.warning("the proxy of the master port ended (%d) and is started again", code)
+        logger.warning("the door of the master port ended (%d) and is opened again", code)
         wait = RESTARTS[min(self._deaths, len(RESTARTS) - 1)]
         self._deaths += 1
         asyncio.get_running_loop().call_later(wait, self._start)

@@ -27,8 +27,9 @@ def taken() -> Iterator[int]:
 
 def test_a_free_port_is_ours_and_stays_free() -> None:
     port = free_port()
-    assert c10d.bind_test("127.0.0.1", port) is c10d.Bind.OURS
-    assert c10d.bind_test("127.0.0.1", port) is c10d.Bind.OURS
+    mapped = ["::ffff:127.0.0.1"] if socket.has_dualstack_ipv6() else []
+    for address in ("127.0.0.1", "127.0.0.1", *mapped):
+        assert c10d.bind_test(address, port) is c10d.Bind.OURS
 
 
 def test_a_listening_port_is_taken_even_with_reuseport(taken: int) -> None:
