@@ -253,7 +253,7 @@ class Checkpointer:
         self._schedule = Schedule(pace, board, self._setting.rank, time.monotonic(), step)
 
     def _begun(self, number: int) -> tuple[Way, Schedule]:
-        """Also where the script restores nothing and begins with step `number`."""
+        """What saves, and when, also where the script restored nothing and begins with `number`."""
         way, _ = self._open()
         if self._schedule is None:
             way.fresh(number - 1)

@@ -247,7 +247,7 @@ class PersistParts:
     """Write these shares of the checkpoint of (`round`, `step`). Answer: PartsDone, once they are
     on stable storage and, unless this node coordinates, the coordinator has what it needs of them.
 
-    The coordinator's saver takes in the other nodes' parts by its bulk port until CommitNow."""
+    The coordinator's saver takes in the other nodes' parts by its own port until CommitNow."""
 
     attempt: str
     round: RoundName
