@@ -1,6 +1,6 @@
 """Every setting with its default: what it is, and what raising it does.
 
-`Default*` constants are the numbers; the dataclasses are what the command line resolves to and what
+The constants are the numbers; the dataclasses are what the command line resolves to and what
 the agent and the master are started with: as JSON (`wire.types`) over inherited descriptors,
 between processes of one installation, so that there is no version to negotiate. Nothing here reads
 the environment.

@@ -16,7 +16,7 @@ MOST = {
     "lines": 58_300,  # to end at 42,000
     "files_in_the_fullest_folder": 9,  # 9
     "classes_over_files": 3,  # 4
-    "crumbs": 1,  # 5; doctor/software.py stays: one family of checks a module
+    "crumbs": 2,  # 5; one family of checks a module (doctor/software), one verb (cli/verbs/replay)
     "names_used_twice": 2,  # 5; Step stays: users import that of testing
     "constructors_with_callables": 0,
     "tasks_without_an_owner": 0,

@@ -94,11 +94,10 @@ class Parsed(argparse.Namespace):
 class _Store(argparse.Action):
     """Store a value, or True for a switch, and remember that the flag was given."""
 
-    def __call__(self, _: argparse.ArgumentParser, namespace: Any, *given: Any) -> None:
-        value, spelling = given
-        setattr(namespace, self.dest, self.const if self.nargs == 0 else value)
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
         if isinstance(namespace, Parsed):
-            namespace.given[self.dest] = spelling or self.option_strings[0]
+            namespace.given[self.dest] = option_string or self.option_strings[0]
 
 
 def _convert(flag: Flag, kind: Callable[[str], Any], text: str) -> Any:
@@ -262,17 +261,16 @@ class _Help(argparse.Action):
 
 
 class _PrintCompletion(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        _, shell, spelling = given
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         try:
             import shtab
         except ImportError:
-            parser.error(f"{spelling} needs the package shtab: pip install shtab")
+            parser.error(f"{option_string} needs the package shtab: pip install shtab")
         for action in parser._actions:
             completer = {"training_script": shtab.FILE, "log_dir": shtab.DIRECTORY}.get(action.dest)
             if completer is not None:
-                action.complete = completer  # type: ignore[attr-defined]
-        parser._print_message(shtab.complete(parser, shell=shell) + "\n", sys.stdout)
+                action.complete = completer
+        parser._print_message(shtab.complete(parser, shell=values) + "\n", sys.stdout)
         parser.exit(0)
 
 

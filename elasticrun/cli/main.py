@@ -7,20 +7,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from elasticrun.cli.flags import PROG, get_args_parser, nearest
 from elasticrun.cli.settings import Asked, NoProgram, NothingToDo, UsageError, look
 from elasticrun.cli.trust import notes, withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig, MasterPlace
 from elasticrun.wire.types import EntryKind, Entrypoint
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_program(entry: Entrypoint) -> str:
@@ -220,13 +216,25 @@ def _master(words: Sequence[str]) -> int:
 
 def _verb(verb: str, words: Sequence[str]) -> int:
     """One that prints, imported when it is asked for."""
-    module = importlib.import_module(f"elasticrun.cli.verbs.{verb}")
-    hears = (say,) if verb in ("render", "warm") else ()
+    if verb == "status":
+        from elasticrun.cli.verbs import status
 
-    def show() -> int:
-        return int(module.main(words, *hears))
+        return _printed(lambda: status.main(words))
+    if verb == "doctor":
+        from elasticrun.cli.verbs import doctor
 
-    return _read(show) if verb == "warm" else _printed(show)
+        return _printed(lambda: doctor.main(words))
+    if verb == "replay":
+        from elasticrun.cli.verbs import replay
+
+        return _printed(lambda: replay.main(words))
+    if verb == "render":
+        from elasticrun.cli.verbs import render
+
+        return _printed(lambda: render.main(words, say))
+    from elasticrun.cli.verbs import warm
+
+    return _read(lambda: warm.main(words, say))
 
 
 def _printed(show: Callable[[], int]) -> int:

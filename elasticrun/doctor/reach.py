@@ -99,8 +99,8 @@ def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/"
             f"of this host at {reached.address}: {broken[0].reached.reason}"
         )
         return [failed(PORTS, seen, todo)]
-    dialled_ports = f"port{'s' * (len(answers) > 1)} {tried}{span}"
-    seen = f"the master's host {reached.host} has dialled {dialled_ports} of this host"
+    port = "ports" if len(answers) > 1 else "port"
+    seen = f"the master's host {reached.host} has dialled {port} {tried}{span} of this host"
     return [ok(PORTS, seen if dialled != reached.address else f"{seen} (it is this host)")]
 
 

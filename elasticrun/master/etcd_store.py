@@ -309,17 +309,16 @@ class EtcdStore:
         facts, self._pending = self._pending, None
         assert facts is not None
         data = await asyncio.to_thread(facts_to_bytes, facts)
-        lease, outcome = self._record_lease, facts.outcome
-        then = []
+        lease, outcome, ended = self._record_lease, facts.outcome, []
         if outcome is not None:
             if not self._outcome_lease:
                 kept = SAVED_KEPT if outcome.exit_code == EXIT_SAVED else OUTCOME_KEPT
                 self._outcome_lease = await self._persist(lambda: self._etcd.grant(kept))
             lease = self._outcome_lease
-            then = [etcd.put(self._keys.outcome, protobuf.order_to_wire(outcome), lease)]
-        then.insert(0, etcd.put(self._keys.record, data, lease))
+            ended = [etcd.put(self._keys.outcome, protobuf.order_to_wire(outcome), lease)]
+        then = (etcd.put(self._keys.record, data, lease), *ended)
         ours = (etcd.created_at(self._keys.master, self.term),)
-        answer = await self._persist(lambda: self._etcd.txn(ours, tuple(then)))
+        answer = await self._persist(lambda: self._etcd.txn(ours, then))
         if not answer.succeeded:
             self._lose("another master leads this job: what this one decided is void")
         return bool(answer.succeeded)

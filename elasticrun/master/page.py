@@ -282,20 +282,17 @@ def _families(loop: Loop) -> Iterator[Metric]:
     states = Counter(node.state for node in status.nodes)
     activities = Counter(node.activity for node in status.nodes)
     every_state = (*STATES, *sorted(set(states) - set(STATES)))
-    labelled: dict[str, tuple[str, dict[str, float]]] = {
-        "nodes state": ("Nodes by membership.", {name: states[name] for name in every_state}),
-        "nodes_doing activity": ("Nodes by what they do.", dict(sorted(activities.items()))),
-        "phase phase": (
-            "1 for the phase the job is in.",
-            {phase: phase == status.phase for phase in PHASES},
-        ),
-    }
+    phases: dict[str, float] = {phase: phase == status.phase for phase in PHASES}
+    labelled: list[tuple[str, str, str, dict[str, float]]] = [
+        ("nodes", "state", "Nodes by membership.", {name: states[name] for name in every_state}),
+        ("nodes_doing", "activity", "Nodes by what they do.", dict(sorted(activities.items()))),
+        ("phase", "phase", "1 for the phase the job is in.", phases),
+    ]
     text = "The job and the version of elasticrun that serves it."
     job = GaugeMetricFamily("elasticrun_job", text, labels=("job_id", "version"))
     job.add_metric((status.job_id, __version__), 1.0)
     yield job
-    for names, (text, values) in labelled.items():
-        name, label = names.split()
+    for name, label, text, values in labelled:
         family = GaugeMetricFamily(f"elasticrun_{name}", text, labels=(label,))
         for word, value in values.items():
             family.add_metric((word,), float(value))

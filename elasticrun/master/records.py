@@ -186,6 +186,8 @@ class Records:
             self._fd = await asyncio.wait_for(asyncio.wrap_future(taken), FOLDER_LIMIT)
             self._folder = folder
         except TimeoutError:
+            if not taken.cancel() and taken.exception() is None:  # it came at the last moment
+                os.close(taken.result())
             self._do_without(f"{folder} has not answered for {FOLDER_LIMIT:g} s")
         except BlockingIOError:
             self._do_without(f"{folder} holds the record of a master that runs")

@@ -208,7 +208,7 @@ class SqliteStore:
         ended = self._do(job)
         self._jobs.put(None)
         with contextlib.suppress(Exception):  # there is nobody left whom it would matter to
-            await asyncio.wait_for(ended, 1.0)
+            await asyncio.wait_for(asyncio.shield(ended), 1.0)  # a slow disk may still come to it
 
 
 # ---------------------------------------------------------------- in the thread

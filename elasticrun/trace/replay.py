@@ -118,12 +118,12 @@ def _read_file(path: Path, file: BinaryIO, *, first: bool) -> Iterator[Item]:
             items = list(_items(json.loads(line)))
         except (ValueError, TypeError, RecursionError) as wrong:
             if first:
-                json_ = isinstance(wrong, json.JSONDecodeError)
-                why = "it is not text of that form" if json_ else str(wrong)
+                foreign = isinstance(wrong, json.JSONDecodeError)
+                why = "it is not text of that form" if foreign else str(wrong)
                 raise NoTrace(f"{path} is no trace: {why}") from None
             cut = not line.endswith(b"\n") or _is_cut(file)
-            damage = "was not written to its end: its master was killed"
-            damage = damage if cut else f"is damaged: {wrong}"
+            killed = "was not written to its end: its master was killed"
+            damage = killed if cut else f"is damaged: {wrong}"
             yield Gap(f"line {number} of {path.name} {damage}", cut)
             continue
         if first and not (items and isinstance(items[0], TraceHead)):

@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from elasticrun.cli import settings, trust
@@ -29,47 +29,59 @@ from elasticrun.render.slurm import SIGNALS, Batch
 from elasticrun.render.wanted import GRACE_MARGIN, NEWEST, Launch, Pods
 
 
-def of_pods(wanted: Pods) -> list[str]:
+def of_pods(wanted: Pods) -> Iterator[str]:
     """Of a manifest."""
     major, minor = wanted.version
     launch = wanted.launch
-    fewer = launch.min_nodes < wanted.replicas
-    notes = {
-        f"--image {wanted.image} may be another image tomorrow, also for a pod that is replaced: "
-        "name a version, or a digest (NAME@sha256:...)": checks.floats(wanted.image),
-        f"--grace {wanted.grace}: a node may need {wanted.needed_grace} s to save a step and leave "
-        "(--departure-grace, --shutdown-timeout, and 5 s); then it is killed": (
-            wanted.grace_seconds < wanted.needed_grace
-        ),
-        "--quarantine: a pod that stays parked keeps its index, and no pod takes its place: --pods "
-        f"above {launch.max_nodes} has spares": (
-            has(launch, "--quarantine") and wanted.replicas <= launch.max_nodes
-        ),
-        _no_token("--token-secret NAME"): not (wanted.token_secret or has(launch, "--token-file")),
-        "before Kubernetes 1.31 a Job is done only when every index is: pods that never got a "
-        "place keep it from ending": fewer and wanted.version < pods.SUCCESS_POLICY,
-        "--gang native works where the cluster has the feature gates GenericWorkload and "
-        "GangScheduling on": wanted.gang == "native",
-        f"Kubernetes {major}.{minor} is newer than this version of elasticrun: written as for "
-        "{}.{}".format(*NEWEST): wanted.version > NEWEST,
-    }
-    return [note for note, holds in notes.items() if holds]
+    if checks.floats(wanted.image):
+        yield (
+            f"--image {wanted.image} may be another image tomorrow, also for a pod that is "
+            "replaced: name a version, or a digest (NAME@sha256:...)"
+        )
+    if wanted.grace_seconds < wanted.needed_grace:
+        yield (
+            f"--grace {wanted.grace}: a node may need {wanted.needed_grace} s to save a step and "
+            "leave (--departure-grace, --shutdown-timeout, and 5 s); then it is killed"
+        )
+    if has(launch, "--quarantine") and wanted.replicas <= launch.max_nodes:
+        yield (
+            "--quarantine: a pod that stays parked keeps its index, and no pod takes its place: "
+            f"--pods above {launch.max_nodes} has spares"
+        )
+    if not wanted.token_secret and not has(launch, "--token-file"):
+        yield _no_token("--token-secret NAME")
+    if launch.min_nodes < wanted.replicas and wanted.version < pods.SUCCESS_POLICY:
+        yield (
+            "before Kubernetes 1.31 a Job is done only when every index is: pods that never got a "
+            "place keep it from ending"
+        )
+    if wanted.gang == "native":
+        yield (
+            "--gang native works where the cluster has the feature gates GenericWorkload and "
+            "GangScheduling on"
+        )
+    if wanted.version > NEWEST:
+        yield (
+            f"Kubernetes {major}.{minor} is newer than this version of elasticrun: written as for "
+            "{}.{}".format(*NEWEST)
+        )
 
 
-def of_batch(wanted: Batch) -> list[str]:
+def of_batch(wanted: Batch) -> Iterator[str]:
     """Of a batch script."""
     needed = wanted.launch.leaving + GRACE_MARGIN
-    token = "--token-file FILE (or ELASTICRUN_TOKEN where sbatch is called)"
-    notes = {
-        "neither --cpus-per-task nor --exclusive: on most clusters a node's ranks then share one "
-        "core": not wanted.cpus_per_task and not wanted.exclusive,
-        f"--signal {wanted.signal}@{wanted.lead}: a node may need {needed:g} s to save a step and "
-        "leave (--departure-grace, --shutdown-timeout, and 5 s); then the time is over": (
-            bool(wanted.signal) and wanted.lead < needed
-        ),
-        _no_token(token): not has(wanted.launch, "--token-file"),
-    }
-    return [note for note, holds in notes.items() if holds]
+    if not wanted.cpus_per_task and not wanted.exclusive:
+        yield (
+            "neither --cpus-per-task nor --exclusive: on most clusters a node's ranks then share "
+            "one core"
+        )
+    if wanted.signal and wanted.lead < needed:
+        yield (
+            f"--signal {wanted.signal}@{wanted.lead}: a node may need {needed:g} s to save a step "
+            "and leave (--departure-grace, --shutdown-timeout, and 5 s); then the time is over"
+        )
+    if not has(wanted.launch, "--token-file"):
+        yield _no_token("--token-file FILE (or ELASTICRUN_TOKEN where sbatch is called)")
 
 
 def has(launch: Launch, flag: str) -> bool:
