@@ -88,14 +88,9 @@ def open_place(asked: Asked, machine: Machine) -> tuple[MasterPlace, str]:
         return MasterPlace(kind="open", port=config.FIRST_PORT, named=bool(named)), ""
     script = os.path.join(here, str(asked.ns.training_script))
     beside = os.path.dirname(script)
-    is_script = not asked.switch("module") and not asked.switch("no_python")
+    is_script = os.path.isfile(script) and not any(map(asked.switch, ("module", "no_python")))
     folder = here
-    if (
-        is_script
-        and os.path.isfile(script)
-        and machine.shared(beside)
-        and os.access(beside, os.W_OK)
-    ):
+    if is_script and machine.shared(beside) and os.access(beside, os.W_OK):
         folder = os.path.normpath(beside)
     args = [str(word) for word in asked.ns.training_script_args or ()]
     stem = job_stem(asked)

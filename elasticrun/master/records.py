@@ -4,14 +4,13 @@ loop, and the trace beside it."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import re
 import shutil
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -168,26 +167,24 @@ class Records:
     async def _take(self, folder: Path) -> None:
         """Hold the folder, in a thread: it may hang."""
         taken: Future[int] = Future()
+        taken.set_running_or_notify_cancel()  # whatever comes is taken, or let go: never refused
 
         def work() -> None:
             try:
-                fd = self._hold(folder)
+                taken.set_result(self._hold(folder))
             except Exception as error:
-                with contextlib.suppress(InvalidStateError):  # nobody waits any more
-                    taken.set_exception(error)
-                return
-            try:
-                taken.set_result(fd)
-            except InvalidStateError:  # it came after its limit
-                os.close(fd)
+                taken.set_exception(error)
+
+        def let_go(late: Future[int]) -> None:
+            if late.exception() is None:
+                os.close(late.result())
 
         threading.Thread(target=work, name="elasticrun-folder", daemon=True).start()
         try:
             self._fd = await asyncio.wait_for(asyncio.wrap_future(taken), FOLDER_LIMIT)
             self._folder = folder
         except TimeoutError:
-            if not taken.cancel() and taken.exception() is None:  # it came at the last moment
-                os.close(taken.result())
+            taken.add_done_callback(let_go)  # also of what came at the last moment
             self._do_without(f"{folder} has not answered for {FOLDER_LIMIT:g} s")
         except BlockingIOError:
             self._do_without(f"{folder} holds the record of a master that runs")

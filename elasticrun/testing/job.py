@@ -316,12 +316,8 @@ class ElasticJob:
             if over or deadline.over():
                 size = "" if world_size is None else f" of {world_size} ranks"
                 what = "a step" if step is None else f"step {step}"
-                raise self._failed(
-                    f"a world{size} all of which completed {what}",
-                    over,
-                    deadline,
-                    steps.story(found),
-                )
+                wanted = f"a world{size} all of which completed {what}"
+                raise self._failed(wanted, over, deadline, steps.story(found))
             self._stepped.wait(deadline.left())
             time.sleep(min(ASK_SPACING, deadline.left()))
 

@@ -149,9 +149,8 @@ def _items(line: Any) -> Iterator[Item]:
         yield _head(line)
     elif "beats" in line:
         for at, session, number in line["beats"]:
-            yield Step(
-                typed(at, float), events.Heard(typed(session, int), m.Beat(typed(number, int)))
-            )
+            beat = m.Beat(typed(number, int))
+            yield Step(typed(at, float), events.Heard(typed(session, int), beat))
     elif "dropped" in line:
         yield Gap(f"{typed(line['dropped'], int)} events were not written here: the disk was slow")
     else:
