@@ -117,7 +117,7 @@ MAX_LEARNED = 3000
 
 
 class Watcher:
-    """In a rank: notes every module that it looks for (`lazy_imports.Stash.watch`)."""
+    """In a rank: notes every module that it looks for (`lazy_imports.Stash.looked_for`)."""
 
     def __init__(self, page: Page) -> None:
         self._page = page

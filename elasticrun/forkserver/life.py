@@ -261,7 +261,10 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
         prepared = _prepare(configure, birth, given.get("refused", []), sock, stock)
         talk.send(
             SpawnerReady(
-                *(os.getpid(), prepared.mode, prepared.reason, prepared.torch),
+                pid=os.getpid(),
+                mode=prepared.mode,
+                reason=prepared.reason,
+                torch=prepared.torch,
                 import_seconds=prepared.import_seconds,
             )
         )

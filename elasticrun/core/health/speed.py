@@ -359,9 +359,7 @@ class Stragglers:
         found = outliers([pace.own() for _, pace in warm], self._ratio)
         for index, (node, pace) in enumerate(warm):
             outlier = found.get(index)
-            excess = 0.0 if outlier is None else outlier.value - outlier.median
-            costs = excess * self._ratio >= WORTH * (self._ratio - 1.0) * pace.seconds()
-            if outlier is None or not costs:
+            if outlier is None or not self._costs(pace, outlier.value - outlier.median):
                 pace.judgements = 0
                 continue
             if gap > max(PATIENCE, 2.0 * pace.covered()):
@@ -374,6 +372,10 @@ class Stragglers:
                 pace.told_at = now
                 others = [one for other, one in warm if other != node]
                 self._suspects.append(Slowness(node, self._evidence(pace, others, now)))
+
+    def _costs(self, pace: _Pace, excess: float) -> bool:
+        """Whether a node that has so much more to do than the others costs the job something."""
+        return excess * self._ratio >= WORTH * (self._ratio - 1.0) * pace.seconds()
 
     @staticmethod
     def _evidence(pace: _Pace, others: Sequence[_Pace], now: float) -> str:

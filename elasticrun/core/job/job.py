@@ -72,7 +72,7 @@ class Job:
         self._saving: SnapshotPolicy
         self._streams: Streams
 
-        self._calm_until = -math.inf  # when something is due, if nothing has happened since
+        self._calm_until = -math.inf  # when something is due, if no part has anything to decide
         self._reason = ""  # what the job waits for
         self._ends: float | None = None  # when that wait is over at the latest
         self._until: float | None = None  # when it is looked at again
@@ -88,7 +88,8 @@ class Job:
 
     def next_deadline(self) -> float | None:
         """When `step(Tick(), now)` is due at the latest; 0.0 (long past) before the first step of a
-        master that was given facts."""
+        master that was given facts. Until then a report that is no news is not decided on; where
+        nobody asks, as in a replay, each is, and that must come to the same."""
         if not self._begun:
             return None if self._facts is None else 0.0
         if self._ctx.outcome is not None:
@@ -100,7 +101,10 @@ class Job:
             self._streams.health.due(),
             self._snapshots.next_deadline(),
         )
-        self._calm_until = math.inf if found is None else found
+        self._calm_until = -math.inf
+        # any report may say that silent nodes are heard again, or see through what was stirred
+        if not (self._streams.hold_reason or self._saving.is_stirred):
+            self._calm_until = math.inf if found is None else found
         return found
 
     def status(self) -> m.JobStatus:

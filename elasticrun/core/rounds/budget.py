@@ -84,7 +84,9 @@ class Window:
         self.excused = ""
         """Why what fails from here on costs nothing; empty if it may cost."""
         self._told: dict[int, _Told] = {}  # by rank
-        self._cause: _Told | None = None
+        self._first: _Told | None = None  # the root cause as things stand, be it a mere echo
+        self.cause: Cause | None = None
+        """The root cause as things stand; None if it is a mere echo, or costs nothing."""
         self._final = ""  # what the first failure was that no try can help, in words
         self.story = ""
         """The cause as things stand, in words; empty if there is none."""
@@ -107,17 +109,6 @@ class Window:
             self._doubt += by
 
     @property
-    def cause(self) -> Cause | None:
-        """The root cause as things stand; None if it is a mere echo, or costs nothing."""
-        if self._cause is None or self.excused or self._cause.failure.kind in ECHOES:
-            return None
-        node, failure = self._cause.node, self._cause.failure
-        others = any(one.by_itself and one.node != node for one in self._told.values())
-        first_rank = failure.rank - failure.local_rank
-        at = self.opened_at or 0.0
-        return Cause(node, failure.rank, first_rank, others, self.story, at)
-
-    @property
     def failed_by_itself(self) -> bool:
         """Whether the round is over because of what a rank did, and nothing came from outside."""
         failures = [one.failure for one in self._told.values()]
@@ -133,7 +124,7 @@ class Window:
         for failure in failures:
             if failure.kind is FailureKind.FINAL:
                 self._final = self._final or self._say(node, failure)
-            known = [] if self._cause is None else [self._cause.failure]
+            known = [] if self._first is None else [self._first.failure]
             is_cause = root_cause([*known, failure]) is failure
             full = len(self._told) >= MAX_RANKS_REMEMBERED and not is_cause
             if full or failure.rank in self._told:
@@ -141,11 +132,21 @@ class Window:
             told = _Told(node, failure, not stopped and failure.kind not in ECHOES)
             self._told[failure.rank] = told
             if is_cause:
-                self._cause, self.story = told, self._say(node, failure)
-        is_new = len(self._told) > before
-        if is_new and self.opened_at is None:
-            self.opened_at = now
-        return is_new
+                self._first, self.story = told, self._say(node, failure)
+        if len(self._told) == before:
+            return False
+        self.opened_at = now if self.opened_at is None else self.opened_at
+        self.cause = self._find_cause(self.opened_at)
+        return True
+
+    def _find_cause(self, at: float) -> Cause | None:
+        """O(failures): not to be asked at every event."""
+        if self._first is None or self.excused or self._first.failure.kind in ECHOES:
+            return None
+        node, failure = self._first.node, self._first.failure
+        others = any(one.by_itself and one.node != node for one in self._told.values())
+        first_rank = failure.rank - failure.local_rank
+        return Cause(node, failure.rank, first_rank, others, self.story, at)
 
     def reported_by_another(self, node: str) -> bool:
         """Whether a node other than `node` has lost ranks in this round."""
@@ -156,9 +157,9 @@ class Window:
         if self._final:
             told = "the script says that trying again cannot help"
             return Verdict(Bill.FINAL, f"{self._final}: {told}")
-        if self._cause is None or self.excused or membership:
+        if self._first is None or self.excused or membership:
             return Verdict(Bill.NOTHING, membership or self.excused)
-        kind, story = self._cause.failure.kind, self.story
+        kind, story = self._first.failure.kind, self.story
         if kind is FailureKind.STOPPED:
             return Verdict(Bill.NOTHING, story)
         if kind is FailureKind.PEER_LOST and self._adopted:

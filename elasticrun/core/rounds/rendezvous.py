@@ -224,9 +224,8 @@ class Rendezvous:
         self._announced.pop(node, None)
         self._awaited.disarm(node)
         if not_before > now and not self.last.is_member(node):
-            self.backing_off.put(
-                node, not_before, why
-            )  # it has come back; the next round is not its
+            # it has come back; the next round is not its
+            self.backing_off.put(node, not_before, why)
         elif node not in self.ready and node not in self._kept:
             self.ready[node] = None
             if not self.last.stages:

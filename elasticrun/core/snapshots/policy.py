@@ -36,7 +36,8 @@ class SnapshotPolicy:
         self._save_by = 0.0  # when that is given up
         self.trouble = ""
         """Why the present round cannot go on from its snapshot."""
-        self._is_stirred = True  # something was heard or done since it was last seen what follows
+        self.is_stirred = True
+        """Something was heard or done since it was last seen what follows from it."""
         self._due: float | None = None  # when anything follows by itself
 
     # ------------------------------------------------------------ nodes
@@ -85,7 +86,7 @@ class SnapshotPolicy:
     def lost_contact(self, node: str) -> None:
         """Its stream broke: it will say again what it holds."""
         self._saves.forget(node, self._ctx.now)
-        self._is_stirred = True
+        self.is_stirred = True
 
     def gone(self, node: str, reason: str, *, reborn: bool = False) -> None:
         """The node has gone, as `reason` says in a clause. `reborn`: a newer agent of it is
@@ -133,7 +134,7 @@ class SnapshotPolicy:
     def round_adopted(self, report: m.RoundReport, round_: Round) -> None:
         """An agent runs a round of which nobody had told this master."""
         points = self._saves.points
-        self._is_stirred = True
+        self.is_stirred = True
         self.trouble = ""
         points.rewound_from, points.restore_step = report.rewound_from, -1
         self._saves.begin_round(report.round, report.world_size, report.restore, round_.seats)
@@ -149,8 +150,8 @@ class SnapshotPolicy:
         """Begin what is due, end what is late."""
         now, outbox = self._ctx.now, self._saves.outbox
         late = self._due is not None and now >= self._due
-        if self._is_stirred or late or outbox.orders:
-            self._is_stirred = False
+        if self.is_stirred or late or outbox.orders:
+            self.is_stirred = False
             self._saves.proceed(now)
             if outbox.orders or outbox.news:  # which may lead to more
                 self._send()
@@ -159,7 +160,7 @@ class SnapshotPolicy:
     def overslept(self, by: float) -> None:
         """The master did not listen for `by` seconds: no answer is late by that."""
         self._saves.overslept(by)
-        self._is_stirred = True
+        self.is_stirred = True
 
     # ------------------------------------------------------------ the end
 
@@ -211,7 +212,7 @@ class SnapshotPolicy:
 
     def _send(self) -> None:
         """Pass on what came of it."""
-        self._is_stirred = True
+        self.is_stirred = True
         outbox = self._saves.outbox
         news, outbox.news = outbox.news, []
         orders, outbox.orders = outbox.orders, []

@@ -415,7 +415,7 @@ class Keeper:
             os.environ.setdefault(name, value)
 
     def _let_go(self, spared: _Visitor | None = None) -> None:
-        """In a fresh fork: other visitors', and guards."""
+        """In a fresh fork: close what belongs to other visitors and to guards."""
         for visitor in self._visitors.values():
             if visitor is not spared:
                 visitor.close()

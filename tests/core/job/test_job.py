@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from elasticrun.config import SLUGGISH_DEAD
 from elasticrun.core import events as fx
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
@@ -41,6 +42,26 @@ def test_a_beat_changes_nothing_but_the_nodes_deadline() -> None:
     assert master.feed(fx.Heard(2, m.Beat(2))) == []
     assert master.job.status() == before
     assert master.job.next_deadline() == 130.0
+
+
+def test_a_report_that_is_no_news_ends_a_mass_silence() -> None:
+    """The streams stand, and the silent nodes say nothing but how far they are."""
+    master = Master(replace(SPEC, min_nodes=3, max_nodes=3))
+    for session, node in enumerate("abc", start=1):
+        master.feed(fx.Attached(session, hello(node)))
+        master.hear(session, m.Join(Endpoint(f"10.0.0.{session}", 4000)))
+    (start,) = master.orders(3)
+    assert isinstance(start, m.Start)
+    for session in (1, 2, 3):
+        master.hear(session, m.Running(start.round, (10 * session,)))
+    master.now = SLUGGISH_DEAD
+    master.feed(fx.Tick())
+    assert "fell silent together" in master.job.status().reason
+    for session in (1, 2, 3):
+        master.job.next_deadline()
+        master.hear(session, m.Steps(start.round, 5, 5, 0.1, 0.1, 0.0))
+    assert [e.text for e in master.effects if isinstance(e, fx.Note)] == ["nodes are heard again"]
+    assert master.job.status().reason == ""
 
 
 def test_a_report_that_is_sent_again_is_charged_once() -> None:
