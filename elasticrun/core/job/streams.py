@@ -224,7 +224,7 @@ class Streams:
             if death.session is not None:
                 ctx.hang_up(death.session)
         if bool(self.hold_reason) != (self._membership.mass_silence.until is not None):
-            self.hold_reason = hold = self._membership.hold_reason()
+            self.hold_reason = hold = self._membership.mass_silence.reason()
             ctx.note(hold or "nodes are heard again", "warning" if hold else "info")
 
     def _end_stay(self, node: str, at: float) -> None:

@@ -164,10 +164,6 @@ class Membership:
         """How often agents are to say that they live, in seconds."""
         return beat_interval(len(self.sessions))
 
-    def hold_reason(self) -> str:
-        """Why no verdict is given although nodes are silent; empty if none is held back."""
-        return self.mass_silence.reason()
-
     def sluggish(self, node: Node, now: float) -> str:
         """That a node whose stream stands misses its beats, in words; empty if it does not."""
         silent = now - node.last_heard

@@ -89,10 +89,10 @@ def test_mass_silence_is_the_masters_own_trouble_for_a_while() -> None:
     crowd.breaks("a", 10.0)
     crowd.breaks("b", 11.0)
     assert crowd.deaths(15.0) == []
-    assert crowd.m.hold_reason()
+    assert crowd.m.mass_silence.reason()
     assert crowd.deaths(15.0 + MASS_SILENCE_HOLD - 0.1) == []
     assert sorted(crowd.deaths(15.0 + MASS_SILENCE_HOLD)) == ["a", "b"]
-    assert not crowd.m.hold_reason()
+    assert not crowd.m.mass_silence.reason()
 
 
 def test_mass_silence_ends_when_they_are_heard_again() -> None:
@@ -102,23 +102,23 @@ def test_mass_silence_ends_when_they_are_heard_again() -> None:
     assert crowd.deaths(16.0) == []
     crowd.attach("a", now=17.0)
     crowd.attach("b", now=18.0)
-    assert not crowd.m.hold_reason()
+    assert not crowd.m.mass_silence.reason()
     assert crowd.deaths(50.0) == []
 
 
 def test_nodes_whose_streams_stood_are_heard_again_and_the_next_mass_silence_is_held_too() -> None:
     crowd = Crowd("a", "b", "c")
     assert crowd.deaths(SLUGGISH_DEAD) == []
-    assert crowd.m.hold_reason()
+    assert crowd.m.mass_silence.reason()
     for name in "abc":
         crowd.m.heard(crowd.sessions[name], SLUGGISH_DEAD + 1.0)
-    assert not crowd.m.hold_reason()
+    assert not crowd.m.mass_silence.reason()
     for name in "abc":
         crowd.m.heard(crowd.sessions[name], 1000.0)
     assert crowd.deaths(1000.0 + SLUGGISH_DEAD) == []
     crowd.m.left("a", "it was told to go")
     assert sorted(crowd.deaths(1000.0 + SLUGGISH_DEAD + MASS_SILENCE_HOLD)) == ["b", "c"]
-    assert not crowd.m.hold_reason()
+    assert not crowd.m.mass_silence.reason()
 
 
 def test_a_name_is_not_taken_from_the_living_but_from_the_lost() -> None:
