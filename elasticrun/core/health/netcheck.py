@@ -458,8 +458,7 @@ class NetCheck:
         again, self._again = self._again, []
         groups = []
         for node in again:
-            visit = self._visit(node)
-            if visit is not None and visit.again:
+            if (visit := self._visit(node)) is not None and visit.again:
                 groups.append(self._probe_alone(node, visit.failures, now))
         if self._pass is not None:
             self._pass.overdue(now)

@@ -143,10 +143,9 @@ class Window:
         """O(failures): not to be asked at every event."""
         if self._first is None or self.excused or self._first.failure.kind in ECHOES:
             return None
-        node, failure = self._first.node, self._first.failure
+        node, rank = self._first.node, self._first.failure.rank
         others = any(one.by_itself and one.node != node for one in self._told.values())
-        first_rank = failure.rank - failure.local_rank
-        return Cause(node, failure.rank, first_rank, others, self.story, at)
+        return Cause(node, rank, rank - self._first.failure.local_rank, others, self.story, at)
 
     def reported_by_another(self, node: str) -> bool:
         """Whether a node other than `node` has lost ranks in this round."""
