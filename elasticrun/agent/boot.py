@@ -16,12 +16,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.agent.warm import WarmChild, fork_server
+from elasticrun.agent.warm import WarmChild, can_be_warm, fork_server
 from elasticrun.config import AgentConfig, Learning
 from elasticrun.operator_log import logger
 from elasticrun.system.processes import below, everybody
@@ -109,12 +108,6 @@ def start_spawner(
     with contextlib.suppress(OSError):  # it died at once: the reading side will tell
         channel.sendall(frames.encode(configure_message(config, learned, aside=aside)))
     return SpawnerProcess(channel, process)
-
-
-def can_be_warm(config: AgentConfig) -> bool:
-    """Whether a fork of another process may serve: not where ranks are never forked, and not for
-    another interpreter than ours."""
-    return config.launch != "exec" and config.python_exec in (None, "", sys.executable)
 
 
 def misplanted() -> str:

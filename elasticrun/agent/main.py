@@ -155,7 +155,8 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
             node = NodeAgent(config, inbox, reaper, spawner, master, writer, ignored, found)
             outcome = _runner().run(node.run())
             if config.warm:
-                leave_behind(node.learned)
+                leave_behind(config, node.learned)
+                writer.flush(1.0)
             return outcome
         finally:
             if found is not None:

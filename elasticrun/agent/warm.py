@@ -13,7 +13,9 @@ is there is not used is said in one line. Nothing heavy is imported here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import logging
 import os
 import signal
 import socket
@@ -23,12 +25,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.operator_log import logger
+from elasticrun.operator_log import NOTICE, logger
 from elasticrun.wire import env, frames, spawning
 from elasticrun.wire.run_folder import run_folder
+from elasticrun.wire.types import EntryKind
 
 if TYPE_CHECKING:
     import asyncio
+
+    from elasticrun.config import AgentConfig
 
 IDLE: Final = 1800.0
 """Seconds without a job after which a warm process ends."""
@@ -47,6 +52,8 @@ TEACH_LIMIT: Final = 0.5
 
 OFF: Final = "off"
 """Value of ELASTICRUN_WARM_SERVER by which no warm process is looked for."""
+
+REMEDY: Final = "`elasticrun warm --stop`, then `elasticrun warm` here, makes one that fits"
 
 PACKAGE: Final = Path(__file__).resolve().parent.parent
 
@@ -152,14 +159,13 @@ def fork_server(
 ) -> tuple[WarmChild, socket.socket] | None:
     """A fork server with these variables, and our end of the conversation; None if it has to be
     started instead."""
-    try:
-        path, reason = find(environ)
-    except OSError:
-        return None
-    if path is None:
-        _not_used(reason)
-        return None
-    return ask(path, environ, ignored)
+    with contextlib.suppress(OSError):
+        path = find(environ)
+        if path is not None and (path.is_socket() or environ.get(env.WARM_SERVER)):
+            return ask(path, environ, ignored)
+        if path is not None and (reason := _elsewhere(path)):
+            _not_used("", f"{reason}; `elasticrun warm` here starts another one")
+    return None
 
 
 def ask(
@@ -175,15 +181,16 @@ def ask(
             answer = _ask(guard, request, theirs)
             if isinstance(answer, spawning.Forked):
                 return WarmChild(answer.pid, guard), ours
-            _not_used(answer.reason)
+            _not_used(environ.get(env.WARM_SERVER, ""), f"{answer.reason}; {REMEDY}")
         except BaseException:
             guard.close()
             raise
         guard.close()
-    except (FileNotFoundError, ConnectionRefusedError):  # it has ended since
-        pass
+    except (FileNotFoundError, ConnectionRefusedError):
+        if environ.get(env.WARM_SERVER):  # else it has ended since
+            logger.log(NOTICE, "there is no warm process at %s", path)
     except (OSError, frames.FrameError) as error:
-        _not_used(str(error) or type(error).__name__)
+        _not_used(environ.get(env.WARM_SERVER, ""), _words(error))
     finally:
         theirs.close()
     ours.close()
@@ -219,26 +226,39 @@ def hear(conn: socket.socket) -> spawning.FromWarm:
 def teach(modules: Sequence[str]) -> None:
     """Tell the warm process of this place, if there is one, what the ranks have imported."""
     with contextlib.suppress(OSError, frames.FrameError):
-        path = find(os.environ)[0] if modules else None
+        path = find(os.environ) if modules else None
         if path is not None:
             with connect(path, TEACH_LIMIT) as conn:
                 conn.sendall(frames.encode(spawning.Teach(tuple(modules))))
 
 
-def leave_behind(modules: Sequence[str]) -> None:
+def can_be_warm(config: AgentConfig) -> bool:
+    """Whether a fork of another process may serve: not where ranks are never forked, and not for
+    another interpreter than ours."""
+    return config.launch != "exec" and config.python_exec in (None, "", sys.executable)
+
+
+def leave_behind(config: AgentConfig, modules: Sequence[str]) -> None:
     """See that there is a warm process in this place, which has what the ranks have imported; one
     that is started now gets ready by itself."""
     held = next((name for name in HELD_UP if os.environ.get(name)), "")
+    why = ""
     if held or os.getpid() == 1:
         why = f"{held} is set" if held else "this is the first process of a container"
-        logger.warning("no warm process is left behind: %s, and what is left would hold it up", why)
+        why += ", and what is left would hold it up"
+    elif not can_be_warm(config) or config.entry.kind is EntryKind.COMMAND:
+        why = "no rank of this job is forked"
+    if why:
+        logger.warning("no warm process is left behind: %s", why)
         return
     try:
         path = socket_path(os.environ)
         if path.is_socket():
             teach(modules)
         else:
-            start(path, IDLE, modules, os.environ, wait=False)
+            _, pid = start(path, IDLE, modules, os.environ, wait=False)
+            how = "it is ready in some seconds, and `elasticrun warm --stop` ends it"
+            logger.log(NOTICE, "process %d stays warm for later jobs: %s", pid, how)
     except OSError as error:
         logger.warning("no warm process is left behind: %s", error)
 
@@ -258,9 +278,9 @@ def start(
     silent = None if wait else subprocess.DEVNULL
     try:
         process = subprocess.Popen(
-            spawning.warm_command(path, idle=idle, tells=writing, modules=modules),
+            spawning.warm_command(path, idle=idle, tells=writing if wait else -1, modules=modules),
             env=environ, stdin=subprocess.DEVNULL, stdout=silent, stderr=silent,
-            pass_fds=(writing,), start_new_session=True,
+            pass_fds=(writing,) if wait else (), start_new_session=True,
         )  # fmt: skip
     finally:
         os.close(writing)
@@ -274,9 +294,29 @@ def start(
     return answer.strip(), process.pid
 
 
-def _not_used(reason: str) -> None:
-    if reason:
-        logger.info("the warm fork server is not used: %s", reason)
+def refusal(path: Path, environ: Mapping[str, str]) -> str:
+    """Why the warm process at `path` would not fork for a job of this process with these variables;
+    empty if it would. It ends where what it has imported is not what is installed now."""
+    try:
+        with connect(path, ANSWER_LIMIT) as conn:
+            conn.sendall(frames.encode(spawning.Ask(dict(environ), (), ())))
+            answer = hear(conn)
+    except (OSError, frames.FrameError) as error:
+        return _words(error)
+    return answer.reason if isinstance(answer, spawning.Declined) else ""
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"it does not answer within {ANSWER_LIMIT:g} s"
+    return str(error) or type(error).__name__
+
+
+@functools.cache  # once: every fork server that is started would say it again
+def _not_used(named: str, reason: str) -> None:
+    """Shown by default: nothing else tells that starts are slow. Who `named` the warm process, as
+    our pytest plugin does, has to ask."""
+    logger.log(logging.INFO if named else NOTICE, "the warm process is not used: %s", reason)
 
 
 # ---------------------------------------------------------------- where it listens
@@ -289,36 +329,43 @@ def environment_name() -> str:
     return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:12]
 
 
-def place_name() -> str:
-    """In which cgroup and namespaces this process is, of which none may be left by a fork."""
-    words = [Path("/proc/self/cgroup").read_text()]
+def _place_of(pid: int | str) -> dict[str, str]:
+    """The cgroup and the namespaces of a process, of which none may be left by a fork."""
+    found = {"cgroup": Path(f"/proc/{pid}/cgroup").read_text()}
     for name in spawning.NAMESPACES:
         try:
-            words.append(os.readlink(f"/proc/self/ns/{name}"))
+            found[f"{name} namespace"] = os.readlink(f"/proc/{pid}/ns/{name}")
         except FileNotFoundError:  # an older kernel's
-            words.append("")
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:12]
+            found[f"{name} namespace"] = ""
+    return found
+
+
+def _elsewhere(path: Path) -> str:
+    """In what place the warm process of this environment is, that none listens at `path`; empty
+    where there is none."""
+    here = _place_of("self")
+    for other in path.parent.glob(f"warm-{environment_name()}-*.sock"):
+        with contextlib.suppress(OSError), connect(other, ANSWER_LIMIT) as conn:
+            pid = frames.peer_of(conn)[0]
+            for words, value in _place_of(pid).items():
+                if value != here[words]:
+                    return f"{words} {here[words].strip()} here, {value.strip()} in process {pid}"
+    return ""
 
 
 def socket_path(environ: Mapping[str, str]) -> Path:
     """Where the warm process of this process' user and surroundings listens, if there is one.
     OSError where there is no folder that is the user's alone."""
-    return run_folder(environ) / f"warm-{environment_name()}-{place_name()}.sock"
+    place = hashlib.sha256("\0".join(_place_of("self").values()).encode()).hexdigest()[:12]
+    return run_folder(environ) / f"warm-{environment_name()}-{place}.sock"
 
 
-def find(environ: Mapping[str, str]) -> tuple[Path | None, str]:
-    """The socket of a warm process that may serve us, or None; then why one that is there cannot,
-    if there is one."""
+def find(environ: Mapping[str, str]) -> Path | None:
+    """Where a warm process that may serve us listens, if there is one; None: none may."""
     named = environ.get(env.WARM_SERVER, "")
     if named == OFF:
-        return None, ""
-    if named:
-        return Path(named), ""
-    path = socket_path(environ)
-    if path.is_socket():
-        return path, ""
-    others = path.parent.glob(f"warm-{environment_name()}-*.sock")
-    return None, "it is of another cgroup or namespace" if next(others, None) else ""
+        return None
+    return Path(named) if named else socket_path(environ)
 
 
 def connect(path: Path, limit: float) -> socket.socket:

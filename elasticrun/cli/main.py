@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _do(verb, words)
     except UsageError as error:
-        hint = nearest(words[0], VERBS) if isinstance(error, NoProgram) else ""
+        mistyped = isinstance(error, NoProgram) and not words[0].startswith("-")
+        hint = nearest(words[0], VERBS) if mistyped else ""
         say(f"error: {error}{hint}")
         return error.exit_code
     except KeyboardInterrupt:  # before there was an agent to handle it
@@ -234,7 +235,7 @@ def _verb(verb: str, words: Sequence[str]) -> int:
         return _printed(lambda: render.main(words, say))
     from elasticrun.cli.verbs import warm
 
-    return _read(lambda: warm.main(words, say))
+    return (_printed if "--list" in words else _read)(lambda: warm.main(words, say))
 
 
 def _printed(show: Callable[[], int]) -> int:

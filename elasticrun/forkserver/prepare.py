@@ -24,7 +24,7 @@ from elasticrun.forkserver import trust
 from elasticrun.forkserver.child import MAX_LEARNED, Birth
 from elasticrun.forkserver.lazy_imports import Stash, is_ours
 from elasticrun.forkserver.program import hides_frames
-from elasticrun.forkserver.renew import environment_watch
+from elasticrun.forkserver.renew import add_reads, environment_watch
 from elasticrun.system import processes
 from elasticrun.wire.env import PYTHON_EXEC, RANK_VARIABLES
 from elasticrun.wire.spawning import Configure
@@ -158,8 +158,7 @@ class Preloader:
         before = set(sys.modules)
         with environment_watch() as reads:
             importlib.import_module(name)
-        for variable, file in reads.items():
-            self._stash.reads.setdefault(variable, file)
+        add_reads(self._stash.reads, reads)
         self._stash.add_root(name, before)
 
     def _rank_readers(self, known: set[str]) -> str:

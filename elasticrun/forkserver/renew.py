@@ -25,6 +25,24 @@ from typing import Any, Final
 
 _LOOKUP_FILES = ("os.py", "_collections_abc.py")
 
+_FOR_OTHERS: Final = ("get_terminal_size", "_setup_logger", "get_logger")
+"""Functions (shutil's, torch.distributed.elastic's) that read a variable for who calls them."""
+
+_MENU: Final = "/accelerate/commands/menu/"
+
+READERS: Final = {"LOGLEVEL": "/torch/distributed/", "COLUMNS": _MENU, "LINES": _MENU}
+"""Variables that can be taken over where the import of no other file has read them. Terminals
+differ in the size, and elasticrun itself reads LOGLEVEL."""
+
+
+def add_reads(reads: dict[str, str], more: Mapping[str, str]) -> None:
+    """The first reader of each variable, or the first by which it cannot be taken over."""
+    reads |= {name: file for name, file in more.items() if _is_news(name, reads)}
+
+
+def _is_news(name: str, reads: Mapping[str, str]) -> bool:
+    return name not in reads or (name in READERS and READERS[name] in reads[name])
+
 
 @contextlib.contextmanager
 def environment_watch() -> Iterator[dict[str, str]]:
@@ -38,7 +56,7 @@ def environment_watch() -> Iterator[dict[str, str]]:
     reads: dict[str, str] = {}
 
     def watched(environ: Any, name: Any) -> Any:
-        if isinstance(name, str) and name not in reads:
+        if isinstance(name, str) and _is_news(name, reads):
             reader = _reader(sys._getframe(1))
             if reader is not None:
                 reads[name] = reader
@@ -57,7 +75,8 @@ def _reader(frame: FrameType | None) -> str | None:
         code = frame.f_code
         plain = code.co_filename.removesuffix(">").removeprefix("<frozen ")
         name = os.path.basename(plain)
-        if name not in _LOOKUP_FILES and plain not in ("os", "_collections_abc"):
+        looks_up = name in _LOOKUP_FILES or plain in ("os", "_collections_abc")
+        if not looks_up and code.co_name not in _FOR_OTHERS:
             return code.co_filename
         if code.co_name in ("__iter__", "copy"):
             return None
@@ -159,6 +178,24 @@ def _set_logs(_: str | None) -> None:
     internal._init_logs()
 
 
+def _set_levels(value: str | None) -> None:
+    import logging
+
+    torchs = ("torch.distributed.elastic.", "torch.distributed.launcher.", "torch.distributed.run")
+    for name, each in [*logging.root.manager.loggerDict.items()]:
+        # others of torch.distributed have their levels from TORCH_LOGS
+        if name.startswith(torchs) and isinstance(each, logging.Logger) and each.level:
+            each.setLevel("WARNING" if value is None else value)
+
+
+def _set_width(_: str | None) -> None:
+    import shutil
+
+    with contextlib.suppress(KeyError, AttributeError):  # the rank has it from its own import
+        commands: Any = sys.modules["accelerate"].commands  # that itself may not be back yet
+        commands.menu.helpers.TERMINAL_WIDTH = shutil.get_terminal_size()[0]
+
+
 REREAD: Final[Mapping[str, Callable[[str | None], None]]] = {
     "OMP_NUM_THREADS": _set_threads,
     "MKL_NUM_THREADS": _set_threads,
@@ -171,8 +208,23 @@ REREAD: Final[Mapping[str, Callable[[str | None], None]]] = {
     "TORCH_LOGS_TRACE_ID_FILTER": _set_logs,
     "TORCH_TRACE": _set_logs,
     "TORCH_DTRACE": _set_logs,
+    "LOGLEVEL": _set_levels,
+    "COLUMNS": _set_width,
+    "LINES": _set_width,
 }
 """What can be taken over after the import, and how."""
+
+
+def can_be_read_again(name: str, reads: Mapping[str, str], value: str | None) -> bool:
+    """Whether a variable can be taken over with this value. torch's import raises on a LOGLEVEL
+    that is no level of `logging`, which nobody can do afterwards."""
+    if name == "LOGLEVEL" and value is not None:
+        import logging
+
+        if not logging.getLevelNamesMapping().get(value):  # NOTSET: as if it was never set
+            return False
+    return name in REREAD and READERS.get(name, "") in reads.get(name, "")
+
 
 FORBIDDEN_IN_TEXT: Final = frozenset(
     name
@@ -212,9 +264,10 @@ class EnvironmentCheck:
         done: set[Any] = set()
         for name in names:
             again = REREAD.get(name)
-            if again is None or (again is _set_threads and "torch" not in sys.modules):
+            early = again is _set_threads and "torch" not in sys.modules
+            if early or not can_be_read_again(name, self.reads, os.environ.get(name)):
                 left.append(name)
-            elif again not in done:
+            elif again is not None and again not in done:
                 done.add(again)
                 again(os.environ.get(name))
         return left

@@ -346,7 +346,8 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """`modules`: how many are imported; `left`: seconds until it ends unless it is used."""
+    """`modules`: how many are imported; `left`: seconds until it ends unless it is used;
+    `left_out`: modules that were wanted and are not imported, each with the reason."""
 
     pid: int
     torch: str
@@ -354,6 +355,7 @@ class Description:
     served: int
     left: float
     learning: bool
+    left_out: tuple[tuple[str, str], ...] = ()
 
 
 ToWarm = Ask | Teach | Describe | Leave

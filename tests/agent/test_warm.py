@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.warm import hear
+from elasticrun.agent import warm
+from elasticrun.agent.warm import hear, socket_path
+from elasticrun.operator_log import NOTICE, logger
 from elasticrun.wire import frames, spawning
 
 
@@ -31,3 +35,26 @@ def test_who_ends_in_the_middle_of_a_word_has_said_none(before: bytes) -> None:
         theirs.close()
         with pytest.raises(ConnectionResetError, match="it ended"):
             hear(ours)
+
+
+@pytest.mark.parametrize(("named", "level"), [("", NOTICE), ("ELASTICRUN_WARM_SERVER", 20)])
+def test_that_one_is_not_used_is_said_by_default(
+    tmp_path: Path, caplog, monkeypatch: pytest.MonkeyPatch, named: str, level: int
+) -> None:
+    env = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    (tmp_path / "elasticrun").mkdir(mode=0o700)
+    place = socket_path(env)
+    env |= {named: str(place)} if named else {}
+    caplog.set_level(logging.INFO, "elasticrun")
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(warm, "_ask", lambda *_: spawning.Declined("umask 0077 here"))
+    monkeypatch.chdir(place.parent)  # a socket's path has 107 bytes at most
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(place.name)
+        listener.listen()
+        assert warm.fork_server(env, ()) is None
+    place.unlink()
+    assert warm.fork_server(env, ()) is None
+    said = [(one.levelno, one.message.partition(";")[0]) for one in caplog.records]
+    gone = [(NOTICE, f"there is no warm process at {place}")] if named else []
+    assert said == [(level, "the warm process is not used: umask 0077 here"), *gone]

@@ -108,6 +108,7 @@ def test_completion_without_shtab(tmp_path: Path) -> None:
         (["--nproc-per-node"], 2, "expected one argument"),
         (["--wrong", "train.py"], 2, "unrecognized arguments: --wrong"),
         (["staus"], 1, "did you mean status?"),
+        (["--warm", "nosuch.py"], 1, ")\n"),
         (["docter", "--json"], 1, "did you mean doctor?"),
         (["missing.py"], 1, "there is no script missing.py"),
         (["package.module"], 1, "for a module write -m"),
@@ -140,6 +141,15 @@ def test_a_full_disk_under_stderr_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))
         say("a note")
         sys.stderr.detach()
+
+
+@pytest.mark.slow
+def test_a_full_disk_under_the_list_is_one_sentence(tmp_path: Path) -> None:
+    shell = f"{sys.executable} -m elasticrun warm --list >/dev/full"
+    env = clean_environment() | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(["sh", "-c", shell], env=env, capture_output=True, timeout=240)
+    sentence = b"elasticrun: error: cannot write to standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, sentence)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.agent.warm import connect
+from elasticrun.forkserver import renew
 from elasticrun.forkserver.warm import surroundings
 from elasticrun.wire import frames, spawning
 from elasticrun.wire.spawning import Notice
@@ -146,19 +147,25 @@ def test_jobs_do_not_need_the_warm_process(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- who is refused
 
 REFUSED = {
-    "umask": ("umask 077", {}, "its umask differs (0077; there 0022)"),
-    "limit": ("ulimit -S -c 7", {}, "its limit of core file size differs"),
-    "nice": ("exec nice -n 3", {}, "its nice value differs ("),
-    "cores": ("exec taskset -c 0", {}, "its cores differs"),
-    "out of memory": ("echo 123 > /proc/self/oom_score_adj", {}, "its OOM score differs (123;"),
-    "privileges": ("exec setpriv --no-new-privs", {}, "its no_new_privs differs (1; there 0)"),
-    "network": ("exec unshare --net", {}, "its net namespace differs"),
-    "loader": ("", {"LD_BIND_NOW": "1"}, "LD_BIND_NOW differs (1; there not set)"),
-    "interpreter": ("", {"PYTHONHASHSEED": "5"}, "PYTHONHASHSEED differs (5; there not set)"),
-    "a C library": ("", {"MKL_CBWR": "AVX2"}, "MKL_CBWR differs"),
-    "read by an import": ("", {"PYTORCH_JIT": "0"}, "PYTORCH_JIT differs"),
-    "heap": ("", {"MALLOC_ARENA_MAX": "1"}, "MALLOC_ARENA_MAX differs"),
+    "umask": (
+        "umask 077",
+        {},
+        "umask 0077 here, 0022 in the warm process; `elasticrun warm --stop`",
+    ),
+    "limit": ("ulimit -S -c 7", {}, "limit of core file size 3584 bytes (hard "),
+    "nice": ("exec nice -n 3", {}, "nice value "),
+    "cores": ("exec taskset -c 0", {}, "cores 0 here, 0-"),
+    "out of memory": ("echo 123 > /proc/self/oom_score_adj", {}, "OOM score 123 here, "),
+    "privileges": ("exec setpriv --no-new-privs", {}, "no_new_privs 1 here, 0 in the warm process"),
+    "network": ("exec unshare --net", {}, "net namespace net:["),
+    "loader": ("", {"LD_BIND_NOW": "1"}, "LD_BIND_NOW 1 here, not set in the warm process"),
+    "interpreter": ("", {"PYTHONHASHSEED": "5"}, "PYTHONHASHSEED 5 here, not set in"),
+    "a C library": ("", {"MKL_CBWR": "AVX2"}, "MKL_CBWR AVX2 here"),
+    "read by an import": ("", {"PYTORCH_JIT": "0"}, "PYTORCH_JIT 0 here"),
+    "heap": ("", {"MALLOC_ARENA_MAX": "1"}, "MALLOC_ARENA_MAX 1 here"),
     "read again": ("", {"OMP_NUM_THREADS": "7"}, ""),
+    "policy": ("exec chrt --batch 0", {}, "scheduling policy BATCH here, OTHER in the warm"),
+    "of a launcher": ("", {"LOGLEVEL": "ERROR", "COLUMNS": "99", "LINES": "9"}, ""),
     "nobody reads it": ("", {"WANDB_MODE": "offline"}, ""),
 }
 """Shell that makes the asking process differ, variables that do, and what is said of it."""
@@ -185,8 +192,21 @@ def test_who_differs_is_told_in_what(place: Path, case: str) -> None:
         pytest.skip(f"not allowed here: {shell}")
     assert done.returncode == 0, done.stderr
     if sentence:
-        assert f"the warm fork server is not used: {sentence}" in done.stdout
+        assert f"the warm process is not used: {sentence}" in done.stdout
     assert done.stdout.split()[-1] == ("refused" if sentence else "served")
+
+
+def test_a_level_counts_where_somebody_keeps_it() -> None:
+    torchs, others = "/x/torch/distributed/run.py", "/x/noisy/__init__.py"
+    counting = [(torchs, "info"), (torchs, "NOTSET"), (others, "INFO")]
+    for reader, value in [*counting, (torchs, "INFO"), ("", "INFO")]:
+        reads = {"LOGLEVEL": reader} if reader else {}
+        said = surroundings.variables_that_differ({}, {"LOGLEVEL": value}, reads)
+        assert bool(said) is ((reader, value) in counting)
+    reads = {"LOGLEVEL": torchs}
+    for later in (others, torchs):
+        renew.add_reads(reads, {"LOGLEVEL": later})
+    assert reads == {"LOGLEVEL": others}
 
 
 def test_every_process_looks_like_itself() -> None:
@@ -201,7 +221,10 @@ def test_a_warm_process_that_stands_still_holds_nobody_up(tmp_path: Path) -> Non
         os.kill(pid, signal.SIGSTOP)
         done = program("-c", ASK, str(own), env=plain_environment())
         os.kill(pid, signal.SIGCONT)
-    assert done.stdout.splitlines() == ["the warm fork server is not used: timed out", "refused"]
+    assert done.stdout.splitlines() == [
+        "the warm process is not used: it does not answer within 2 s",
+        "refused",
+    ]
 
 
 def test_what_is_no_request_is_hung_up_on(place: Path) -> None:
@@ -222,22 +245,33 @@ def test_what_is_no_request_is_hung_up_on(place: Path) -> None:
 # ---------------------------------------------------------------- what it learns, and its end
 
 
+TAUGHT = ("wave", "torch.fx", "torch.distributed.run", "accelerate.commands.menu.helpers")
+
+
 def test_it_imports_what_jobs_imported(tmp_path: Path) -> None:
     with warm_process(tmp_path / "w.sock", plain_environment()) as own:
         before = described(own)
         with connect(own, LIMIT) as conn:
-            conn.sendall(frames.encode(spawning.Teach(("wave", "no.such.module", "torch.fx"))))
+            conn.sendall(frames.encode(spawning.Teach(("no.such.module", *TAUGHT))))
         assert not gone([before.pid]), "its place was not taken by one that has learnt"
         after = described(own)
         try:
             assert after.pid != before.pid
             assert after.modules > before.modules
             entry = script(
-                tmp_path / "s.py", "import sys, torch, wave\nassert 'torch.fx' in sys.modules\n"
+                tmp_path / "s.py",
+                "import logging, sys, torch, wave, torch.distributed.run\n"
+                "assert 'torch.fx' in sys.modules\n"
+                "assert logging.getLogger('torch.distributed.run').level == logging.ERROR\n"
+                "import accelerate.commands.menu.helpers as helpers\n"
+                "assert helpers.TERMINAL_WIDTH == 99\n",
             )
-            with Driver(entry, env=plain_environment(), warm=own) as driver:
+            env = plain_environment(LOGLEVEL="ERROR", COLUMNS="99")
+            with Driver(entry, env=env, warm=own) as driver:
                 assert driver.ready().mode == "fork"
                 assert driver.run(entry).code == 0
+                assert driver.all_of(Notice) == []
+            assert after.left_out == (("no.such.module", "there is no such module"),)
         finally:
             os.kill(after.pid, signal.SIGKILL)
 
@@ -246,14 +280,23 @@ def test_the_command(tmp_path: Path) -> None:
     env = plain_environment(XDG_RUNTIME_DIR=str(tmp_path))
     env.pop("ELASTICRUN_WARM_SERVER", None)
 
-    def run(*words: str) -> str:
+    def run(*words: str, code: int = 0, mask: int = 0o022) -> str:
+        before = os.umask(mask)
         done = ran("warm", *words, env=env)
-        assert done.returncode == 0, done.stderr
+        os.umask(before)
+        assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
     assert run("--list") == "no warm process\n"
     assert "is warm, with torch" in run("--idle", "20")
     assert "is warm already" in run()
+    again = run("--idle=3", "--preload=nosuchmod", code=1)
+    assert "--idle has no effect on it" in again
+    assert "nosuchmod is not preloaded: there is no such module" in again
+    umask = "umask 0077 here, 0022 in the warm process"
+    assert f"forked from it: {umask}; `elasticrun warm --stop`" in run(code=1, mask=0o077)
+    assert f"  not here: {umask}\n" in run("--list", mask=0o077)
+    assert "--idle is for a start" in run("--list", "--idle=3", code=2)
     row = run("--list").splitlines()[1].split()
     assert row[0].isdigit()
     assert row[-1] == "here"
@@ -267,7 +310,10 @@ def test_the_command(tmp_path: Path) -> None:
 def test_a_job_leaves_one_behind(tmp_path: Path) -> None:
     env = plain_environment(XDG_RUNTIME_DIR=str(tmp_path), ELASTICRUN_WARM_SERVER="")
     nothing = script(tmp_path / "nothing.py", "").target
-    assert ran("--warm", nothing, env=env).returncode == 0
+    done = ran("--warm", "--no-python", "true", env=env)
+    assert "no warm process is left behind: no rank of this job is forked" in done.stderr
+    done = ran("--warm", nothing, env=env)
+    assert "stays warm for later jobs" in done.stderr
 
     def there() -> list[Path]:
         return list((tmp_path / "elasticrun").glob("warm-*.sock"))
@@ -277,6 +323,22 @@ def test_a_job_leaves_one_behind(tmp_path: Path) -> None:
     with connect(there()[0], LIMIT) as conn:
         conn.sendall(frames.encode(spawning.Leave()))
     assert not gone([pid])
+
+
+def test_ctrl_c_ends_one_that_is_starting(tmp_path: Path) -> None:
+    env = plain_environment(XDG_RUNTIME_DIR=str(tmp_path))
+    command = subprocess.Popen([sys.executable, "-m", "elasticrun", "warm"], env=env)
+    children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+
+    def named() -> list[int]:
+        pids = [int(word) for word in children.read_text().split()]
+        return [p for p in pids if "elasticrun-warm" in Path(f"/proc/{p}/comm").read_text()]
+
+    await_true(named, "warm process")
+    pids = named()
+    command.send_signal(signal.SIGINT)
+    command.wait(LIMIT)
+    assert not gone(pids)
 
 
 def test_it_ends_when_nobody_comes(tmp_path: Path) -> None:

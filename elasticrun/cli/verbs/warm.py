@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
 import select
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from elasticrun.agent.warm import IDLE, connect, hear, socket_path, start
+from elasticrun.agent import warm
 from elasticrun.cli import settings
 from elasticrun.cli.flags import PROG, FlagHelp, Parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Learning
-from elasticrun.wire import frames, spawning
+from elasticrun.wire import env, frames, spawning
 from elasticrun.wire.run_folder import run_folder
 
 ANSWER_LIMIT: Final = 5.0
@@ -25,6 +27,10 @@ ANSWER_LIMIT: Final = 5.0
 def main(words: Sequence[str], say: Callable[[str], None]) -> int:
     """Start one, list all of this user, or stop them; the exit code."""
     asked = _parser().parse_args(list(words))
+    given = [name for name in ("idle", "preload") if getattr(asked, name) is not None]
+    if given and (asked.list or asked.stop):
+        way = "list" if asked.list else "stop"
+        raise UsageError(f"--{given[0]} is for a start, and not for --{way}", EXIT_USAGE)
     try:
         folder = run_folder(os.environ)
     except OSError as error:
@@ -33,12 +39,18 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
         return _list(folder)
     if asked.stop:
         return _stop(folder, say)
-    modules, learning = settings.modules(asked.preload)
+    modules, learning = settings.modules(asked.preload or "")
     if learning is not Learning.ASIDE:
         raise UsageError("--preload: names of modules are wanted; it learns by itself", EXIT_USAGE)
-    if not 0 < asked.idle <= 7 * 24 * 60:
-        raise UsageError("--idle: minutes, more than 0 and a week at most", EXIT_USAGE)
-    return _start(socket_path(os.environ), asked.idle * 60, modules, say)
+    return _start(warm.socket_path(os.environ), asked.idle, modules, say)
+
+
+def _seconds(minutes: str) -> float:
+    """What --idle is given."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(minutes) <= 7 * 24 * 60:
+            return float(minutes) * 60
+    raise argparse.ArgumentTypeError(f"minutes, more than 0 and a week at most, not {minutes!r}")
 
 
 def _parser() -> Parser:
@@ -47,37 +59,57 @@ def _parser() -> Parser:
         description="Keep one process that has torch imported. Jobs that are started later, by "
         "the same user with the same interpreter and environment, are forked from it.",
         epilog="It ends by itself when no job has used it for a while. A job that differs in what "
-        "matters (docs/warm.md) starts as ever, and says why with LOGLEVEL=INFO.",
+        "matters (docs/warm.md) starts as ever, and says why.",
         formatter_class=FlagHelp,
     )
     made.add_argument(
-        "--idle", type=float, default=IDLE / 60, metavar="MINUTES",
-        help=f"End when no job has come for so long. [default {IDLE / 60:g}]",
+        "--idle", type=_seconds, metavar="MINUTES",
+        help=f"End when no job has come for so long. [default {warm.IDLE / 60:g}]",
     )  # fmt: skip
-    made.add_argument(
-        "--preload", default="", metavar="MODULES", help="Modules to import beside torch: a,b,c."
-    )
+    made.add_argument("--preload", metavar="MODULES", help="Modules to import beside torch: a,b,c.")
     ways = made.add_mutually_exclusive_group()
     ways.add_argument("--list", action="store_true", help="Show those that run.")
     ways.add_argument("--stop", action="store_true", help="End those that run; jobs go on.")
     return made
 
 
-def _start(path: Path, idle: float, modules: Sequence[str], say: Callable[[str], None]) -> int:
+def _start(
+    path: Path, idle: float | None, modules: Sequence[str], say: Callable[[str], None]
+) -> int:
     there = _describe(path)
     if there is not None:
-        if modules:
-            _send(path, spawning.Teach(tuple(modules)))
         say(f"process {there.pid} is warm already, with torch {there.torch}")
-        return EXIT_OK
-    answer, pid = start(path, idle, modules, os.environ)
+        if idle is not None:
+            say("--idle has no effect on it: `elasticrun warm --stop` first")
+        if reason := warm.refusal(path, os.environ):
+            say(f"no job of this shell is forked from it: {reason}; {warm.REMEDY}")
+            return EXIT_FAILED
+        _send(path, spawning.Teach(tuple(modules)))
+        return max(_left_out(path, modules, say), EXIT_OK if idle is None else EXIT_FAILED)
+    idle = warm.IDLE if idle is None else idle
+    answer, pid = warm.start(path, idle, modules, os.environ)
     word, _, rest = answer.partition(" ")
     if word != "ok":
         say(f"error: no warm process: {rest or 'it died as it started'}")
         return EXIT_FAILED
     say(f"process {pid} is warm, with torch {rest}; it ends when no job has come for "
         f"{idle / 60:g} minutes")  # fmt: skip
-    return EXIT_OK
+    return _left_out(path, modules, say)
+
+
+def _left_out(path: Path, modules: Sequence[str], say: Callable[[str], None]) -> int:
+    """Wait until these modules have been imported, and name those that were not, and why."""
+    code = EXIT_OK
+    while modules and path.is_socket():
+        found = _describe(path)  # None: its place is just being taken by one that has learnt
+        if found is not None and not found.learning:
+            for name, reason in found.left_out:
+                if any(f"{module}.".startswith(f"{name}.") for module in modules):
+                    say(f"{name} is not preloaded: {reason}")
+                    code = EXIT_FAILED
+            break
+        time.sleep(0.1)
+    return code
 
 
 def _warm(folder: Path) -> Iterator[tuple[Path, spawning.Description]]:
@@ -96,9 +128,9 @@ def _describe(path: Path) -> spawning.Description | None:
 def _send(path: Path, word: spawning.ToWarm) -> spawning.FromWarm | None:
     """What is answered; None where it hangs up, having nothing to say to that word, or is gone."""
     try:
-        with connect(path, ANSWER_LIMIT) as conn:
+        with warm.connect(path, ANSWER_LIMIT) as conn:
             conn.sendall(frames.encode(word))
-            return hear(conn)
+            return warm.hear(conn)
     except ConnectionRefusedError:  # it was killed
         with contextlib.suppress(OSError):
             path.unlink()
@@ -109,14 +141,13 @@ def _send(path: Path, word: spawning.ToWarm) -> spawning.FromWarm | None:
 
 def _list(folder: Path) -> int:
     rows = [("PID", "TORCH", "MODULES", "MEMORY", "JOBS", "ENDS IN", "WHERE")]
-    here = socket_path(os.environ)
+    here = warm.find(os.environ)
     for path, found in _warm(folder):
-        left = found.left
-        ends = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
+        ends = f"{found.left / 60:.0f} min" if found.left >= 90 else f"{found.left:.0f} s"
         rows.append((
             str(found.pid), found.torch, f"{found.modules}{' ...' if found.learning else ''}",
             _memory(found.pid), str(found.served), ends,
-            "here" if path == here else "another environment, cgroup or namespace",
+            _where(path, here),
         ))  # fmt: skip
     if len(rows) == 1:
         print("no warm process")
@@ -126,6 +157,16 @@ def _list(folder: Path) -> int:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         print("  ".join(cells).rstrip())
     return EXIT_OK
+
+
+def _where(path: Path, used: Path | None) -> str:
+    """Whether a job of this shell, which looks at `used`, would be forked from it."""
+    if used is None:
+        return f"not here: {env.WARM_SERVER}={warm.OFF}"
+    if path != used:
+        return "another environment, cgroup or namespace"
+    reason = warm.refusal(path, os.environ)
+    return f"not here: {reason}" if reason else "here"
 
 
 def _memory(pid: int) -> str:
@@ -139,28 +180,18 @@ def _memory(pid: int) -> str:
 
 
 def _stop(folder: Path, say: Callable[[str], None]) -> int:
-    stopped, left = 0, []
+    pids = []
     for path, found in _warm(folder):
         _send(path, spawning.Leave())
-        if _ended(found.pid):
-            stopped += 1
-        else:
-            left.append(found.pid)
-    if left:
+        pids.append(found.pid)
+    if left := [pid for pid in pids if not _ended(pid)]:
         say(f"error: still there: {', '.join(map(str, left))}")
         return EXIT_FAILED
-    say(f"{stopped} ended" if stopped else "no warm process")
+    say(f"{len(pids)} ended" if pids else "no warm process")
     return EXIT_OK
 
 
 def _ended(pid: int) -> bool:
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        return bool(poll.poll(ANSWER_LIMIT * 1000))
-    finally:
-        os.close(pidfd)
+    with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(pid), "rb", 0) as pidfd:
+        return bool(select.select([pidfd], [], [], ANSWER_LIMIT)[0])
+    return True

@@ -77,6 +77,8 @@ def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Sto
     what is imported. `modules`: the names that a plain interpreter has imported."""
     given = options(words)
     place, tells = Path(given["warm"][0]), int(given["tells"][0])
+    if tells >= 0:  # who waits for us and is ended, by Ctrl-C say, wants us no more
+        processes.die_with_parent(signal.SIGKILL)
     processes.set_name(b"elasticrun-warm")
     for number in SHIELDED:  # whoever kills us is obeyed; a terminal's signals do not come here
         signal.signal(number, signal.SIG_DFL)
@@ -90,6 +92,7 @@ def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Sto
         sys.exit(1)
     gc.collect()
     gc.freeze()
+    processes.die_with_parent(0)
     _tell(tells, f"ok {stock.torch}")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # whoever started us must not wait for the end of our output
@@ -101,10 +104,11 @@ def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Sto
 
 
 def _tell(descriptor: int, word: str) -> None:
-    """Say how it went to whoever has started us; a job that leaves us behind does not wait."""
-    with contextlib.suppress(BrokenPipeError):
-        os.write(descriptor, word.encode())
-    os.close(descriptor)
+    """Say how it went to whoever has started us; a job that leaves us behind does not wait (-1)."""
+    if descriptor >= 0:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(descriptor, word.encode())
+        os.close(descriptor)
 
 
 class _Unfit(Exception):
@@ -199,6 +203,8 @@ class Keeper:
     served: int = 0
     refused: list[str] = field(default_factory=list)
     """Modules that are not to be imported: a fork that did was spoiled."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Modules that were wanted and are not imported, and why."""
 
     def __post_init__(self) -> None:
         self._inode = self.place.stat().st_ino
@@ -341,7 +347,8 @@ class Keeper:
                     modules=len(sys.modules) - len(self.stock.baseline.modules),
                     served=self.served,
                     left=max(0.0, self._until - time.monotonic()),
-                    learning=self._learning is not None,
+                    learning=self._learning is not None or bool(self.wanted),
+                    left_out=tuple(self.left_out.items())[-100:],  # what a socket holds
                 )
                 self._say(visitor.conn, says)
             case Leave():
@@ -354,7 +361,7 @@ class Keeper:
             mine, theirs = surroundings.look("self"), surroundings.look(peer_of(conn)[0])
         except OSError as error:
             return f"its process cannot be looked at ({error.strerror})"
-        return surroundings.difference(mine, theirs) or surroundings.variable_that_differs(
+        return surroundings.difference(mine, theirs) or surroundings.variables_that_differ(
             self.stock.stash.saw, ask.env, self.stock.stash.reads
         )
 
@@ -444,10 +451,12 @@ class Keeper:
         os.close(reading)
         processes.die_with_parent(signal.SIGKILL)
         try:
-            self.stock.preloader.import_modules(modules, self.refused)
+            for remark in self.stock.preloader.import_modules(modules, self.refused):
+                name, _, reason = remark.partition(" is not preloaded: ")
+                self.left_out[name] = reason
             self.stock.preloader.look_at_all()
         except Poisoned as poison:
-            os.write(writing, poison.module.encode())
+            os.write(writing, f"{poison.module} {poison.reason}".encode()[:4096])
             os._exit(1)
         except BaseException:
             os._exit(1)
@@ -461,7 +470,8 @@ class Keeper:
 
     def _learned(self, learning: _Learning) -> None:
         self._learning = None
-        word = os.read(learning.pipe, 4096).decode()
+        text = os.read(learning.pipe, 4096).decode(errors="replace")
+        word, _, reason = text.partition(" ")
         os.close(learning.pipe)
         if word == "ok":
             os._exit(0)  # it listens on the same socket
@@ -469,6 +479,8 @@ class Keeper:
         self._tries += 1
         if word and self._tries < MAX_TRIES:
             self.refused.append(word)
+            self.left_out[word] = reason
             self.wanted = (*learning.modules, *self.wanted)
         else:
             self.refused += learning.modules
+            self.left_out |= dict.fromkeys(learning.modules, reason or "its import ended us")

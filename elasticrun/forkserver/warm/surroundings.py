@@ -7,53 +7,59 @@ and need not believe a word of what is said.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from elasticrun.forkserver.renew import C_READS, REREAD
+from elasticrun.forkserver.renew import C_READS, can_be_read_again
 from elasticrun.wire.spawning import NAMESPACES
 
 STATUS: Final[Mapping[str, str]] = {
-    "Umask": "its umask",
-    "Uid": "its user",
-    "Gid": "its group",
-    "Groups": "its supplementary groups",
-    "CapInh": "its inheritable capabilities",
-    "CapPrm": "its permitted capabilities",
-    "CapEff": "its effective capabilities",
-    "CapBnd": "its bounding set of capabilities",
-    "CapAmb": "its ambient capabilities",
-    "NoNewPrivs": "its no_new_privs",
-    "Seccomp": "its seccomp mode",
-    "Seccomp_filters": "its seccomp filters",
-    "Speculation_Store_Bypass": "its mitigation of speculation",
-    "SpeculationIndirectBranch": "its mitigation of speculation",
-    "THP_enabled": "its huge pages",
-    "Cpus_allowed": "its cores",
-    "Mems_allowed": "its memory nodes",
+    "Umask": "umask",
+    "Uid": "user",
+    "Gid": "group",
+    "Groups": "supplementary groups",
+    "CapInh": "inheritable capabilities",
+    "CapPrm": "permitted capabilities",
+    "CapEff": "effective capabilities",
+    "CapBnd": "bounding set of capabilities",
+    "CapAmb": "ambient capabilities",
+    "NoNewPrivs": "no_new_privs",
+    "Seccomp": "seccomp mode",
+    "Seccomp_filters": "seccomp filters",
+    "Speculation_Store_Bypass": "mitigation of speculation",
+    "SpeculationIndirectBranch": "mitigation of speculation",
+    "THP_enabled": "huge pages",
+    "Cpus_allowed_list": "cores",
+    "Mems_allowed_list": "memory nodes",
 }
 """Lines of /proc/PID/status that a program inherits, in words."""
 
 FILES: Final[Mapping[str, str]] = {
-    "cgroup": "its cgroup",
-    "oom_score_adj": "its OOM score",
-    "loginuid": "its audit user",
-    "sessionid": "its audit session",
-    "attr/current": "its security label",
-    "personality": "its personality",
-    "timerslack_ns": "its timer slack",
-    "coredump_filter": "its filter of core dumps",
+    "cgroup": "cgroup",
+    "oom_score_adj": "OOM score",
+    "loginuid": "audit user",
+    "sessionid": "audit session",
+    "attr/current": "security label",
+    "personality": "personality",
+    "timerslack_ns": "timer slack",
+    "coredump_filter": "filter of core dumps",
 }
 """Files of /proc/PID, whole. One that this kernel does not have is the same for everybody."""
 
+POLICY: Final = "scheduling policy"
+
 SCHEDULING: Final[Mapping[int, str]] = {
-    19: "its nice value",
-    40: "its real-time priority",
-    41: "its scheduling policy",
+    19: "nice value",
+    40: "real-time priority",
+    41: POLICY,
 }
 """Fields of /proc/PID/stat by their numbers in proc(5)."""
+
+POLICIES: Final = ("OTHER", "FIFO", "RR", "BATCH", "ISO", "IDLE", "DEADLINE", "EXT")
+"""By number, as in sched(7)."""
 
 READ_AT_START: Final = (
     *("LD_", "GLIBC_", "MALLOC_", "PYTHON", "LC_", "OMP_", "GOMP_", "KMP_", "MKL", "BLIS_"),
@@ -69,6 +75,9 @@ READ_AT_START_NAMES: Final = frozenset({"LANG", "LANGUAGE", "TZ", "TZDIR", "HOME
 LAUNCHERS_OWN: Final = ("TORCHELASTIC_", "TORCH_ELASTIC_", "PYTHON_EXEC")
 """Variables with such a beginning that a launcher reads itself, or sets for each rank."""
 
+MOST_TOLD: Final = 3
+"""Differences that a sentence names."""
+
 
 def look(pid: int | str) -> dict[str, str]:
     """What is around a process, by words for it. OSError where it may not be looked at."""
@@ -83,44 +92,46 @@ def look(pid: int | str) -> dict[str, str]:
         with suppress(OSError):  # not of this kernel, or of nobody
             found[words] = (base / name).read_text().rstrip("\n\0")
     for line in (base / "limits").read_text().splitlines()[1:]:
-        found[f"its limit of {line[4:26].strip()}"] = " ".join(line[26:].split())
-    links = {f"its {name} namespace": f"ns/{name}" for name in NAMESPACES}
-    for words, name in {**links, "its root folder": "root"}.items():
+        soft, hard, *unit = line[26:].split()
+        found[f"limit of {line[4:26].strip()}"] = f"{' '.join([soft, *unit])} (hard {hard})"
+    links = {f"{name} namespace": f"ns/{name}" for name in NAMESPACES}
+    for words, name in {**links, "root folder": "root"}.items():
         found[words] = ""
         with suppress(FileNotFoundError):
             found[words] = os.readlink(base / name)
     fields = (base / "stat").read_text().rpartition(")")[2].split()
     for number, words in SCHEDULING.items():
         found[words] = fields[number - 3]
+    found[POLICY] = POLICIES[int(found[POLICY])]
     return found
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """The first thing that is not alike, as half a sentence; empty if all is."""
-    for words, value in mine.items():
-        other = theirs.get(words, "")
-        if other != value:
-            return f"{words} differs ({_short(other)}; there {_short(value)})"
-    return ""
+    """What is not alike, in words; empty if all is. `theirs`: of whoever asks, which is `here`."""
+    return _told((w, theirs.get(w, ""), v) for w, v in mine.items() if theirs.get(w, "") != v)
 
 
-def variable_that_differs(
-    mine: Mapping[str, str], theirs: Mapping[str, str], read: Collection[str]
+def variables_that_differ(
+    mine: Mapping[str, str], theirs: Mapping[str, str], reads: Mapping[str, str]
 ) -> str:
-    """The first variable that an import has read, or a library reads when it is loaded, and that
-    has another value; empty if there is none. `read`: names that Python code was seen to read."""
-    for name in sorted(mine.keys() | theirs.keys()):
-        if mine.get(name) != theirs.get(name) and _is_read(name, read):
-            here, there = _value(theirs.get(name)), _value(mine.get(name))
-            return f"{name} differs ({here}; there {there})"
-    return ""
+    """The same of variables that an import has read, or a library reads when it is loaded. `reads`:
+    names that Python code was seen to read, and by which file."""
+    both = ((n, theirs.get(n), mine.get(n)) for n in sorted(mine.keys() | theirs.keys()))
+    return _told((n, here, v) for n, here, v in both if here != v and _counts(n, reads, here, v))
 
 
-def _is_read(name: str, read: Collection[str]) -> bool:
-    if name in REREAD or name.startswith(LAUNCHERS_OWN):
+def _told(found: Iterable[tuple[str, str | None, str | None]]) -> str:
+    return "; ".join(
+        f"{words} {_value(here)} here, {_value(there)} in the warm process"
+        for words, here, there in islice(found, MOST_TOLD)
+    )
+
+
+def _counts(name: str, reads: Mapping[str, str], *values: str | None) -> bool:
+    if name.startswith(LAUNCHERS_OWN) or all(can_be_read_again(name, reads, v) for v in values):
         return False
     return (
-        name in read
+        name in reads
         or name in READ_AT_START_NAMES
         or name.startswith(READ_AT_START)
         or any(name in names for names in C_READS.values())
@@ -128,9 +139,7 @@ def _is_read(name: str, read: Collection[str]) -> bool:
 
 
 def _value(value: str | None) -> str:
-    return "not set" if value is None else _short(value) or "empty"
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if value is None:
+        return "not set"
+    text = " ".join(value.split())
+    return (text if len(text) <= 60 else f"{text[:57]}...") or "empty"
