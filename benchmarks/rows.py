@@ -98,7 +98,7 @@ def restart(launcher: str) -> list[float]:
         return recoveries(run, 3, 2, RESTART_LIMIT)
 
 
-LEARNING = 90.0
+LEARNING = 240.0
 """Seconds of training after which a second fork server has what a script imports, with room."""
 
 

@@ -269,6 +269,8 @@ class Spawners:
         self._tasks.close()
         for spawner in self._all:
             spawner.quit()
+            if spawner is self._next and spawner.ready is None:
+                spawner.process.kill()  # it imports, and would hear that later; it has no rank
         ends = [spawner.ended for spawner in self._all]
         for spawner in self._all:
             if spawner.process.over is not None:  # its guard goes, too

@@ -8,6 +8,7 @@ the import cannot be undone in this process: `Poisoned` says so, and the server 
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.forkserver import trust
@@ -302,16 +304,20 @@ def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> 
 
 
 def aside(work: Callable[[], str]) -> str:
-    """Do it with cores that nobody else wants: in a thread that the kernel runs only then, for what
-    a whole process has given away it may not take back, and forks would inherit it."""
+    """Import with cores that nobody else wants, at a `Pace`: in a thread that the kernel runs only
+    then: what a whole process has given away it may not take back, and forks would inherit."""
     found: list[str | BaseException] = []
+    pace = Pace()
 
     def run() -> None:
         try:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread
+            sys.meta_path.insert(0, pace)
             found.append(work())
         except BaseException as error:
             found.append(error)
+        finally:
+            sys.meta_path.remove(pace)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -321,6 +327,47 @@ def aside(work: Callable[[], str]) -> str:
     if isinstance(found[0], BaseException):
         raise found[0]
     return found[0]
+
+
+class Pace(importlib.abc.MetaPathFinder):
+    """Rests between imports where our cores have not one to spare.
+
+    The kernel gives SCHED_IDLE nothing but gaps, and yet each gap that is used costs training: a
+    step waits for its slowest rank. Two ranks on two cores were 7 % slower for the half minute of
+    such imports (benchmarks/aside.py); with REST these take minutes, and a step under 1 % more."""
+
+    SLICE: Final = 0.02
+    """Seconds of CPU between two looks: some ten modules."""
+
+    REST: Final = 60.0
+    """Seconds of rest for each second of CPU."""
+
+    SPARE: Final = 0.9
+    """Cores that were idle, or ours, since the last look: one, less what every host does beside."""
+
+    LONGEST: Final = 30.0
+    """Seconds of the longest rest: after a library whose loading takes half a second."""
+
+    def __init__(self) -> None:
+        self._cores = os.sched_getaffinity(0)
+        self._look()
+
+    def _look(self) -> None:
+        self._at, self._used = time.monotonic(), time.process_time()
+        self._idle = processes.idle_seconds(self._cores)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> None:
+        """Finds nothing; a good moment to rest."""
+        used = time.process_time() - self._used
+        if used < self.SLICE:
+            return
+        idle = processes.idle_seconds(self._cores) - self._idle
+        is_spare = idle + used >= self.SPARE * (time.monotonic() - self._at)
+        self._look()
+        if not is_spare:
+            time.sleep(min(self.REST * used, self.LONGEST))
 
 
 def _about_torch(verdict: str) -> str:
