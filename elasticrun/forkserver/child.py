@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TextIO
 from elasticrun.forkserver.helpers.helper import environment
 from elasticrun.forkserver.lazy_imports import Baseline, Stash
 from elasticrun.forkserver.program import BecomeRank, Program, command
-from elasticrun.forkserver.renew import EnvironmentCheck
+from elasticrun.forkserver.renew import EnvironmentCheck, renew_ranks
 from elasticrun.system import processes
 from elasticrun.system.title import set_command_line
 from elasticrun.wire.env import OMP_NUM_THREADS
@@ -326,7 +326,9 @@ class _Rank:
     bound: bool  # to other cores than the server's first ones
 
     def packages_returned(self, packages: set[str]) -> None:
-        """Give numpy and torch fresh random states, and see what the script has set above."""
+        """Give numpy and torch fresh random states and Lightning its rank, and see what the script
+        has set above."""
+        renew_ranks(packages)
         modules: Mapping[str, Any] = sys.modules
         if "numpy" in packages and "numpy.random" in modules:
             modules["numpy.random"].seed()

@@ -1,7 +1,8 @@
 """What an import in the fork server does once, and what of it is made good in a rank.
 
 - Environment variables that Python code reads while it is imported are recorded; a module that asks
-  which rank it is may not be preloaded (`environment_watch`).
+  which rank it is may not be preloaded (`environment_watch`), but for a few that are told it
+  again (`RANK_READERS`).
 - The rank's environment is compared with what the server had when it imported; the moment is the
   script's own first import of the package. What can be read again is; for the rest the operator is
   told by name, and later lives of that script are exec'd (`EnvironmentCheck`).
@@ -18,10 +19,12 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType
 from typing import Any, Final
+
+from elasticrun.wire.env import LOCAL_RANK, RANK
 
 _LOOKUP_FILES = ("os.py", "_collections_abc.py")
 
@@ -44,6 +47,17 @@ def _is_news(name: str, reads: Mapping[str, str]) -> bool:
     return name not in reads or (name in READERS and READERS[name] in reads[name])
 
 
+_LIGHTNINGS: Final = (RANK, LOCAL_RANK, "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+
+RANK_READERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "torchmetrics.utilities.prints": (LOCAL_RANK,),
+    "lightning.fabric.utilities.rank_zero": _LIGHTNINGS,
+    "lightning_fabric.utilities.rank_zero": _LIGHTNINGS,
+}
+"""Modules that ask for the rank while they are imported, only to set `rank_zero_only.rank` to the
+first of these variables that there is, else to 0; a rank does that again."""
+
+
 @contextlib.contextmanager
 def environment_watch() -> Iterator[dict[str, str]]:
     """The reads of os.environ in this block: name -> file that read it.
@@ -58,7 +72,7 @@ def environment_watch() -> Iterator[dict[str, str]]:
     def watched(environ: Any, name: Any) -> Any:
         if isinstance(name, str) and _is_news(name, reads):
             reader = _reader(sys._getframe(1))
-            if reader is not None:
+            if reader is not None and not _is_renewed(reader, name):
                 reads[name] = reader
         return original(environ, name)
 
@@ -67,6 +81,22 @@ def environment_watch() -> Iterator[dict[str, str]]:
         yield reads
     finally:
         cls.__getitem__ = original
+
+
+def _is_renewed(reader: str, variable: str) -> bool:
+    return any(
+        variable in variables and reader.endswith(f"{os.sep}{name.replace('.', os.sep)}.py")
+        for name, variables in RANK_READERS.items()
+    )
+
+
+def renew_ranks(packages: Collection[str]) -> None:
+    """In a rank that has just imported these: what RANK_READERS set is its own rank."""
+    for name, variables in RANK_READERS.items():
+        if name.partition(".")[0] in packages and name in sys.modules:
+            module: Any = sys.modules[name]
+            rank = next((os.environ[one] for one in variables if one in os.environ), "0")
+            module.rank_zero_only.rank = int(rank)
 
 
 def _reader(frame: FrameType | None) -> str | None:

@@ -212,22 +212,21 @@ def test_learn_tells_what_ranks_import_while_they_run(tmp_path: Path, package: P
     assert not [name for name in learned if name.startswith(("sqlite3", "torch", "json"))]
 
 
-@further("test_what_must_not_be_shared_is_refused")
-def test_lightning_is_refused_for_it_reads_the_rank(tmp_path: Path) -> None:
+def test_lightning_is_shared_and_told_its_rank_again(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     out = tmp_path / "out"
     entry = script(
         tmp_path / "s.py",
         "import sys\nfrom lightning.pytorch.utilities.rank_zero import rank_zero_only\n"
-        "open(sys.argv[1], 'w').write(str(rank_zero_only.rank))\n",
+        "from torchmetrics.utilities.prints import rank_zero_only as metrics\n"
+        "print(rank_zero_only.rank, metrics.rank, file=open(sys.argv[1], 'w'))\n",
         str(out),
     )
     with forking(entry, preload=["lightning"]) as driver:
-        text = driver.wait(Notice).text
-        assert text.startswith("lightning is not preloaded: ")
-        assert "RANK" in text
-        assert driver.run(entry, env={"RANK": "1"}, stderr="/dev/null").code == 0
-    assert out.read_text() == "1"
+        for env, ranks in (({"RANK": "3", "LOCAL_RANK": "1"}, "3 1\n"), ({}, "0 0\n")):
+            assert driver.run(entry, env=env, stderr="/dev/null").code == 0
+            assert out.read_text() == ranks
+        assert driver.all_of(Notice) == []
 
 
 @further("test_what_must_not_be_shared_is_refused")
