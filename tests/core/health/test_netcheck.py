@@ -662,6 +662,7 @@ def test_a_newcomer_that_goes_or_is_checked_with_others_leaves_the_door() -> Non
     answer(netcheck, group, Machines((Fault("compute", "n9"),)), 3.0)
     answer(netcheck, groups[0], Machines(()), 3.0)
     assert netcheck.standing("n9") is Standing.GOOD
+    assert netcheck.group_of("n9") is None, "nobody waits for its answer at the door"
 
 
 # ---------------------------------------------------------------- the perf test
