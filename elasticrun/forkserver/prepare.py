@@ -304,10 +304,10 @@ def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> 
 
 
 def aside(work: Callable[[], str]) -> str:
-    """Import with cores that nobody else wants, at a `Pace`: in a thread that the kernel runs only
-    then: what a whole process has given away it may not take back, and forks would inherit."""
+    """Import with cores that nobody else wants, in a thread that the kernel runs only then (what a
+    whole process has given away it may not take back, and forks would inherit), at ImportPace."""
     found: list[str | BaseException] = []
-    pace = Pace()
+    pace = ImportPace()
 
     def run() -> None:
         try:
@@ -329,7 +329,7 @@ def aside(work: Callable[[], str]) -> str:
     return found[0]
 
 
-class Pace(importlib.abc.MetaPathFinder):
+class ImportPace(importlib.abc.MetaPathFinder):
     """Rests between imports where our cores have not one to spare.
 
     The kernel gives SCHED_IDLE nothing but gaps, and yet each gap that is used costs training: a

@@ -59,7 +59,7 @@ def test_imports_rest_where_no_core_is_to_spare(
     monkeypatch.setattr(prepare.time, "process_time", lambda: clock["process_time"])
     monkeypatch.setattr(prepare.time, "sleep", slept.append)
     monkeypatch.setattr(prepare.processes, "idle_seconds", lambda cores: clock["idle"])
-    pace = prepare.Pace()
+    pace = prepare.ImportPace()
     clock["monotonic"] += elapsed
     clock["process_time"] += used
     clock["idle"] += idle
