@@ -68,7 +68,7 @@ async def written(folder: Path, versions: list[Facts]) -> list[float]:
         store.write(facts, lambda done=done: done.set_result(None))
         await done
         took.append((time.perf_counter() - began) * 1000)
-    await store.close(over=False)
+    await store.close()
     return took
 
 
@@ -80,7 +80,7 @@ async def loaded(folder: Path) -> float:
     assert facts is not None
     Job(None, 0, mint_nonce, facts).step(Tick(), 1e6)
     took = time.perf_counter() - began
-    await store.close(over=False)
+    await store.close()
     return took
 
 

@@ -97,11 +97,15 @@ def await_exit(pids: Iterable[int], limit: float = LIMIT) -> set[int]:
     return processes.await_end(pids, limit)
 
 
-def program(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Python with these words, which ends by itself; what it printed."""
+def program(
+    *words: str, env: Mapping[str, str] | None = None, before: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Python with these words, which ends by itself; what it printed. `before`: done in its process
+    before it is one."""
     return subprocess.run(
         [sys.executable, *words],
         env=env,
+        preexec_fn=before,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

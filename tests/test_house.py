@@ -25,7 +25,7 @@ MOST = {
     "books_by_node": 7,  # 0, beside the 8 that the ruler names
     "retired_words": 0,
 }
-TESTS_LINES = 57_220
+TESTS_LINES = 57_221
 """Lines of tests with the simulator; to end at 42,000 without it."""
 
 

@@ -137,10 +137,13 @@ class Spawner:
         self.end(f"{how}: no answer for {ANSWER_LIMIT:g} s, so it is killed and replaced")
 
     def quit(self) -> None:
-        """Tell it to kill and reap all it has, and to end."""
+        """Tell it to kill and reap all it has, and to end. One that imports yet has nothing, and
+        would hear it when it is ready: it is killed."""
         if not self.quitting:
             self.quitting = True
             self.send(spawning.Quit())
+            if self.ready is None:
+                self.process.kill()
 
     def end(self, reason: str) -> None:
         """The conversation is over: its process has gone or talks nonsense."""
@@ -269,8 +272,6 @@ class Spawners:
         self._tasks.close()
         for spawner in self._all:
             spawner.quit()
-            if spawner is self._next and spawner.ready is None:
-                spawner.process.kill()  # it imports, and would hear that later; it has no rank
         ends = [spawner.ended for spawner in self._all]
         for spawner in self._all:
             if spawner.process.over is not None:  # its guard goes, too

@@ -235,15 +235,18 @@ class Children:
     def read_pages(self) -> None:
         """What ranks have written since the last look; a poke is a SIGCHLD, so any may have."""
         for rank in self._ranks.values():
-            for kind, text in rank.page.read():
-                if kind == NOTICE:
-                    self._tell(Notice(text))
-                elif kind == EXEC_NEXT:
-                    self._exec_next.add(text)
-                elif kind == FAILED:
-                    rank.failed = text
-                elif kind == IMPORTING or (kind == MODULE and self._prepared.lessons.add(text)):
-                    self._learned_at = time.monotonic() + QUIET
+            self._read_page(rank)
+
+    def _read_page(self, rank: _Rank) -> None:
+        for kind, text in rank.page.read():
+            if kind == NOTICE:
+                self._tell(Notice(text))
+            elif kind == EXEC_NEXT:
+                self._exec_next.add(text)
+            elif kind == FAILED:
+                rank.failed = text
+            elif kind == IMPORTING or (kind == MODULE and self._prepared.lessons.add(text)):
+                self._learned_at = time.monotonic() + QUIET
 
     def next_deadline(self) -> float | None:
         return self._learned_at
@@ -265,10 +268,10 @@ class Children:
             self._groups.pop(helper.key, None)  # nothing is swept after them
             for message in helper.last_words(pid, code):
                 self._tell(message)
-        if pid not in self._ranks:
+        rank = self._ranks.pop(pid, None)
+        if rank is None:
             return
-        self.read_pages()
-        rank = self._ranks.pop(pid)
+        self._read_page(rank)
         rank.page.close()
         if rank.failed:
             self._groups.pop(rank.key, None)

@@ -334,7 +334,7 @@ class ImportPace(importlib.abc.MetaPathFinder):
 
     The kernel gives SCHED_IDLE nothing but gaps, and yet each gap that is used costs training: a
     step waits for its slowest rank. Two ranks on two cores were 7 % slower for the half minute of
-    such imports (benchmarks/aside.py); with REST these take minutes, and a step under 1 % more."""
+    such imports (benchmarks/aside.py); with REST these take minutes, and no cost is seen."""
 
     SLICE: Final = 0.02
     """Seconds of CPU between two looks: some ten modules."""

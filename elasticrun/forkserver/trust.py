@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 from elasticrun.forkserver.program import absolute, is_archive, script_folder
@@ -58,26 +58,30 @@ MAX_SCRIPT = 4 * 1024 * 1024
 
 
 def before_import(entry: Entrypoint, numa: bool, environ: Mapping[str, str]) -> str:
-    """Reasons that are known before anything is imported."""
+    """The first reason that is known before anything is imported."""
+    return next(filter(None, _known_before(entry, numa, environ)), "")
+
+
+def _known_before(entry: Entrypoint, numa: bool, environ: Mapping[str, str]) -> Iterator[str]:
+    """Reasons, "" where there is none; to look into the script comes last, for it takes longest."""
     follows = "and may not follow a fork"
+    for name, tool in TRACERS.items():
+        if environ.get(name):
+            yield f"{tool} is attached by {name}, {follows}"
     preloaded, python = environ.get("LD_PRELOAD", ""), environ.get(PYTHON_EXEC, "")
-    reasons = [
-        f"{tool} is attached by {name}, {follows}"
-        for name, tool in TRACERS.items()
-        if environ.get(name)
-    ]
-    reasons += [
-        f"a tool is attached by LD_PRELOAD ({part}), {follows}"
-        for part in INJECTED_LIBRARIES
-        if part in preloaded
-    ]
+    for part in INJECTED_LIBRARIES:
+        if part in preloaded:
+            yield f"a tool is attached by LD_PRELOAD ({part}), {follows}"
     if sys.gettrace() is not None or "pydevd" in sys.modules:
-        reasons.append(f"a debugger is attached, {follows}")
+        yield f"a debugger is attached, {follows}"
     if python and os.path.realpath(python) != os.path.realpath(sys.executable):
-        reasons.append(f"{PYTHON_EXEC} names another interpreter ({python})")
-    reasons += [f"{name} is set, {why}" for name, why in INTERPRETER.items() if environ.get(name)]
-    reasons += [placement(environ) if numa else "", _against(entry)]
-    return next(filter(None, reasons), "")
+        yield f"{PYTHON_EXEC} names another interpreter ({python})"
+    for name, why in INTERPRETER.items():
+        if environ.get(name):
+            yield f"{name} is set, {why}"
+    if numa:
+        yield placement(environ)
+    yield _against(entry)
 
 
 def placement(environ: Mapping[str, str]) -> str:

@@ -145,8 +145,7 @@ class EtcdStore:
             told = etcd.put(keys.crashes, str(count).encode(), lease)
             await self._etcd.txn(ours, (told,))
 
-    async def close(self, *, over: bool) -> None:
-        # Nothing depends on `over`: the outcome was written with the facts that hold it.
+    async def close(self) -> None:
         self._lose("this master has ended")
         for task in self._tasks:
             task.cancel()

@@ -203,11 +203,6 @@ class Lifetime:
             self._finish(outcome)
 
     @property
-    def is_over(self) -> bool:
-        """Whether the job's outcome is known."""
-        return self._outcome is not None
-
-    @property
     def state(self) -> str:
         """How the job stands at the end of its master, in a word (`wire.run_folder.Ended`)."""
         if self._outcome is None:
@@ -320,7 +315,7 @@ class Master:
             await _anyway("taking the listing away", listing.remove)
             await _anyway("closing the status page", page.close)
             await _anyway("hanging up", lambda: server.stop(grace))
-            await _anyway("closing the record", lambda: records.close(over=life.is_over))
+            await _anyway("closing the record", records.close)
             if self._hosted and life.is_orphan(config.lifeline_fd):
                 await _anyway("removing the record", records.remove)
 

@@ -74,8 +74,8 @@ class FactStore(Protocol):
         """The brain has failed on these facts. After a few such ends in a row the next `load` gives
         none: then the agents are asked."""
 
-    async def close(self, *, over: bool) -> None:
-        """End. `over`: the job has ended and was told to everybody."""
+    async def close(self) -> None:
+        """End; the outcome of a job that is over was written with the facts that hold it."""
 
 
 class Records:
@@ -109,7 +109,7 @@ class Records:
         facts = await self.store.load()
         if facts is None or facts.spec.job_id == config.job_id:
             return facts
-        await self.close(over=False)
+        await self.close()
         where = config.master_store or self._folder
         raise StoreRefused(
             f"the record in {where} is that of job {facts.spec.job_id!r}, and this master is to "
@@ -151,12 +151,12 @@ class Records:
         if self.store is not None:
             await self.store.crashed()
 
-    async def close(self, *, over: bool) -> None:
-        """End all of it; `over`: the job has ended and was told to everybody."""
+    async def close(self) -> None:
+        """End all of it."""
         if self.trace is not None:
             self.trace.close(TRACE_END)
         if self.store is not None:
-            await self.store.close(over=over)
+            await self.store.close()
             self.store = None
 
     def remove(self) -> None:

@@ -116,7 +116,7 @@ class SqliteStore:
         if not self._on_its_way:
             self._send(facts)
 
-    async def close(self, *, over: bool) -> None:
+    async def close(self) -> None:
         """See `FactStore.close`; what was written stays, for those who arrive late."""
         await self._last_job(self._disk.close)
 

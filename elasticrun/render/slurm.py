@@ -104,27 +104,30 @@ def _check_names(wanted: Batch) -> None:
         raise Invalid(
             f"--name {wanted.name!r}: letters, digits, dashes, underscores and dots, 128 at most"
         )
-    no_name, no_path = " is no name of Slurm's", ": a path without blanks and quotes, please"
-    no_array = " is no list of indices: write 0-7, 1,3,5 or 0-99%4"
-    for flag, text, form, wrong in (
-        ("--partition", wanted.partition, _NAMES, no_name),
-        ("--account", wanted.account, _NAMES, no_name),
-        ("--qos", wanted.qos, _NAMES, no_name),
-        ("--array", wanted.array, _ARRAY, no_array),
-        ("--gpus-per-node", wanted.gpus_per_node, _GPUS, ": write a number, or TYPE:NUMBER"),
-        ("--mem", wanted.memory, _MEMORY, ": write a number with K, M, G or T, per node"),
-        ("--output", wanted.output, _PATH, no_path),
-        ("--working-dir", wanted.working_dir, _PATH, no_path),
+    for flag, text in (
+        ("--partition", wanted.partition),
+        ("--account", wanted.account),
+        ("--qos", wanted.qos),
     ):
-        if text and not form.fullmatch(text):
-            raise Invalid(f"{flag} {text!r}{wrong}")
+        _match(flag, text, _NAMES, " is no name of Slurm's")
+    no_array = " is no list of indices: write 0-7, 1,3,5 or 0-99%4"
+    _match("--array", wanted.array, _ARRAY, no_array)
     ranges = re.findall(r"(\d+)-(\d+)", wanted.array)
     if any(int(first) > int(last) for first, last in ranges):
         raise Invalid(f"--array {wanted.array!r}{no_array}")
     for option in wanted.options:
         _check_option(option)
+    _match("--gpus-per-node", wanted.gpus_per_node, _GPUS, ": write a number, or TYPE:NUMBER")
+    _match("--mem", wanted.memory, _MEMORY, ": write a number with K, M, G or T, per node")
+    for flag, text in (("--output", wanted.output), ("--working-dir", wanted.working_dir)):
+        _match(flag, text, _PATH, ": a path without blanks and quotes, please")
     for key, value in wanted.env.items():
         checks.setting(key, value, "script: give --token-file FILE, a file that all nodes can read")
+
+
+def _match(flag: str, text: str, form: re.Pattern[str], wrong: str) -> None:
+    if text and not form.fullmatch(text):
+        raise Invalid(f"{flag} {text!r}{wrong}")
 
 
 def _check_option(option: str) -> None:

@@ -89,8 +89,20 @@ def _show(arguments: bytes, environ: tuple[int, int] | None) -> bool:
 
 def _lay_out(fields: dict[int, int], arguments: tuple[int, int], environ: tuple[int, int]) -> bool:
     """Tell the kernel where the two areas lie; False where it refuses."""
-    areas = (*map(fields.get, (26, 27, 45, 46, 47)), _libc.sbrk(0), fields[28])
-    layout = _MemoryMap(*areas, *arguments, *environ, exe_fd=_NO_FILE)
+    layout = _MemoryMap(
+        start_code=fields[26],
+        end_code=fields[27],
+        start_data=fields[45],
+        end_data=fields[46],
+        start_brk=fields[47],
+        brk=_libc.sbrk(0),
+        start_stack=fields[28],
+        arg_start=arguments[0],
+        arg_end=arguments[1],
+        env_start=environ[0],
+        env_end=environ[1],
+        exe_fd=_NO_FILE,
+    )
     size = ctypes.c_ulong(ctypes.sizeof(layout))
     done: int = _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(layout), size, 0)
     return done == 0

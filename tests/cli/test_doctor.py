@@ -39,7 +39,7 @@ from tests.detection.environments import (
     TRAINER_2,
 )
 from tests.doctor.child import finding, one
-from tests.harness import clean_environment, free_port
+from tests.harness import clean_environment, free_port, program
 from tests.master.people import LIMIT, serving, status, told
 
 pytestmark = pytest.mark.slow
@@ -78,16 +78,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 def doctor(
     *words: str, environ: dict[str, str], before: Callable[[], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*DOCTOR, *words],
-        env=environ,
-        preexec_fn=before,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    return program(*DOCTOR[1:], *words, env=environ, before=before)
 
 
 def findings(text: str) -> list[Finding]:

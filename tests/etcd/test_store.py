@@ -94,7 +94,7 @@ class Stage:
 
     async def close(self) -> None:
         for store in self.stores:
-            await store.close(over=False)
+            await store.close()
         await self.etcd.close()
 
     @staticmethod
@@ -148,7 +148,7 @@ async def test_the_next_one_knows_what_was_decided(stage: Stage) -> None:
     assert await first.load() is None
     for number in (1, 2, 3):
         assert await write(first, facts(number))
-    await first.close(over=False)
+    await first.close()
     second = stage.store()
     assert await second.load() == facts(3)
     assert second.term > first.term
@@ -266,7 +266,7 @@ async def test_the_outcome_stays_and_the_leadership_goes(stage: Stage) -> None:
     first = await stage.leader()
     assert await write(first, facts(1))
     assert await write(first, facts(1, outcome=end))
-    await first.close(over=True)
+    await first.close()
     there = await stage.there()
     assert set(there) == {KEYS.outcome, KEYS.record}
     assert protobuf.order_from_wire(there[KEYS.outcome].value) == end
@@ -283,7 +283,7 @@ async def test_a_job_that_was_saved_may_soon_begin_again(
 
     first = await stage.leader()
     assert await write(first, facts(1, outcome=End(EXIT_SAVED, "every node has left", ())))
-    await first.close(over=True)
+    await first.close()
     async with asyncio.timeout(LIMIT):
         async for there in stage.etcd.follow(KEYS.base):
             if not there:
@@ -299,7 +299,7 @@ async def test_a_record_that_is_none(stage: Stage) -> None:
         assert await store.load() is None
         assert await write(store, facts(3))
         assert await stage.recorded() == facts(3)
-        await store.close(over=False)
+        await store.close()
 
 
 async def test_masters_that_fail_on_a_record_in_a_row(stage: Stage) -> None:
@@ -311,7 +311,7 @@ async def test_masters_that_fail_on_a_record_in_a_row(stage: Stage) -> None:
         if crashes == 0:
             assert await write(store, facts(1))
         await store.crashed()
-        await store.close(over=False)
+        await store.close()
     # The count has begun anew with the record that is written next.
     store = stage.store()
     assert await store.load() is not None
@@ -328,7 +328,7 @@ async def test_ten_thousand_nodes_fit(stage: Stage) -> None:
     large = facts(1, nodes=10_000)
     store = await stage.leader()
     assert await write(store, large)
-    await store.close(over=False)
+    await store.close()
     assert await stage.store().load() == large
 
 

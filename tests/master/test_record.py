@@ -55,7 +55,7 @@ class Held:
     def write(self, what: Facts, done: Callable[[], None]) -> None:
         self.written.append((what, done))
 
-    async def close(self, *, over: bool) -> None:
+    async def close(self) -> None:
         pass
 
     def release(self) -> None:
@@ -149,7 +149,7 @@ async def opened(folder: Path, now: float | None = None) -> AsyncIterator[Sqlite
     try:
         yield store
     finally:
-        await store.close(over=False)
+        await store.close()
         store._thread.join(LIMIT)  # a slow disk's last word may come after `close`
 
 

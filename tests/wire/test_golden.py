@@ -18,6 +18,7 @@ import pytest
 
 from elasticrun.core.persisted import Facts
 from elasticrun.saver import transfer
+from elasticrun.trace.words import in_words
 from elasticrun.wire import frames, messages as m, progress, snapshots, spawning
 from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.rpc.etcd_place import Leader, leader_from_bytes
@@ -154,6 +155,13 @@ def test_a_sample_has_the_bytes_that_it_always_had(name: str) -> None:
 
 def test_no_sample_was_lost() -> None:
     assert SAMPLES.keys() == json.loads(GOLDEN.read_text()).keys()
+
+
+def test_every_message_can_be_told() -> None:
+    """The forms of `words` name fields in text, which nothing else looks at."""
+    for of in (*typing.get_args(m.Report), *typing.get_args(m.Order)):
+        assert in_words(sample(of, least=True))
+        assert in_words(sample(of, least=False))
 
 
 if __name__ == "__main__":
