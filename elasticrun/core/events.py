@@ -9,7 +9,17 @@ from __future__ import annotations
 from msgspec import Struct
 
 from elasticrun.core.persisted import Facts
-from elasticrun.wire.messages import Failure, Hello, Order, Probe, Probed, Report, Start
+from elasticrun.wire.messages import (
+    Failure,
+    Hello,
+    Order,
+    Probe,
+    Probed,
+    Reply,
+    Report,
+    Request,
+    Start,
+)
 from elasticrun.wire.types import Endpoint
 
 # ---------------------------------------------------------------- both
@@ -61,7 +71,14 @@ class Overslept(Struct, frozen=True):
     by: float
 
 
-JobEvent = Attached | Heard | Detached | Overslept | Tick
+class Requested(Struct, frozen=True):
+    """A reader or an operator asks; `number` is new for each. Replied at once or later, once."""
+
+    number: int
+    request: Request
+
+
+JobEvent = Attached | Heard | Detached | Overslept | Requested | Tick
 
 
 class Tell(Struct, frozen=True):
@@ -92,7 +109,14 @@ class Record(Struct, frozen=True):
     facts: Facts
 
 
-JobEffect = Tell | Hangup | Note | JobOver | Record
+class Replied(Struct, frozen=True):
+    """What came of the Requested of this number."""
+
+    number: int
+    reply: Reply
+
+
+JobEffect = Tell | Hangup | Note | JobOver | Record | Replied
 
 
 # ---------------------------------------------------------------- the agent's: WorkerGroup

@@ -334,6 +334,8 @@ class _Player:
             return f"{self._name(event.session)}: {how}"
         if isinstance(event, events.Overslept):
             return f"the loop was {event.by:.1f} s late"
+        if isinstance(event, events.Requested):
+            return f"{event.request.who or 'a reader'} asks: {event.request.verb}"
         return "(a deadline)"
 
     def _decisions(self, effects: list[events.JobEffect]) -> Iterator[str]:
@@ -360,6 +362,8 @@ class _Player:
                 return f"the job is over with {effect.exit_code}: {effect.reason}"
             case events.Record():
                 return f"recorded: {words.facts_in_words(effect.facts)}"
+            case events.Replied():
+                return words.effect_in_words(effect)
 
     def _told_in_short(self, tells: list[events.Tell]) -> str:
         sessions = tuple(session for tell in tells for session in tell.sessions)

@@ -10,7 +10,17 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Final
 
-from elasticrun.core.events import Hangup, Heard, JobEffect, JobEvent, JobOver, Note, Record, Tell
+from elasticrun.core.events import (
+    Hangup,
+    Heard,
+    JobEffect,
+    JobEvent,
+    JobOver,
+    Note,
+    Record,
+    Replied,
+    Tell,
+)
 from elasticrun.core.persisted import Facts
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
@@ -74,6 +84,8 @@ def effect_in_words(effect: JobEffect) -> str:
             return f"over with {effect.exit_code}: {effect.reason}"
         case Record():
             return f"record: {facts_in_words(effect.facts)}"
+        case Replied():
+            return f"answer {effect.number}: {effect.reply.reason or 'done'}"
 
 
 _FORMS: Final[dict[type, str]] = {
@@ -97,6 +109,11 @@ _FORMS: Final[dict[type, str]] = {
     m.NotReplicated: "NotReplicated step {0.step}: {0.reason}",
     m.SaveAt: "SaveAt {0.round.number}: step {0.step}: {0.reason}",
     m.Missed: "Missed {0.round.number}: step {0.asked}, is at {0.step}",
+    m.Inspected: "Inspected {0.round.number}: look {0.number}, {0.left} ranks left",
+    m.Stacks: "Stacks {0.round.number}: look {0.number}",
+    m.Quiet: "Quiet {0.round.number}: {0.seconds:g} s, {0.waiting} wait",
+    m.Inspect: "Inspect {0.round.number}: look {0.number}",
+    m.LastLines: "LastLines {0.round.number}: rank {0.rank}",
     m.CommitCheckpoint: "CommitCheckpoint {0.attempt}",
 }
 """Messages that are told in one way whatever they hold."""

@@ -39,11 +39,12 @@ from elasticrun.wire.types import (
     Ratio,
     RoundName,
     StepOrNone,
+    WholeText,
     WireError,
     tail,
 )
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 """Raised with every change of the wire that an older peer cannot read."""
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
@@ -76,6 +77,21 @@ MAX_CONTENTS: Final = 4096
 
 MAX_MARGIN: Final = 1_000_000
 """Steps that a departing node may ask for, so that word comes to every rank."""
+
+MAX_INSPECTED: Final = 8
+"""Ranks that one Inspected tells of; a node with more says several."""
+
+MAX_GROUPS: Final = 16
+"""Process groups of a rank that are looked at: those with an open collective first."""
+
+MAX_PLACES: Final = 8
+"""Process groups of which a rank tells where it is."""
+
+MAX_STACKS: Final = 8
+"""Groups of like stacks that one node tells of; what is rarer stands in its files."""
+
+MAX_ANSWER: Final = 8 * 1024 * 1024
+"""Bytes of an answer to a Request, as JSON; it does not travel on `Attend`."""
 
 NONCE_BYTES: Final = 32
 """Random bytes that each side adds to what is proved, so that no proof is good twice."""
@@ -123,6 +139,14 @@ class SaveSpec(Struct, frozen=True):
     restore_step: StepOrNone = -1  # --restore-step: what a person wants; -1: the newest
 
 
+class WatchSpec(Struct, frozen=True):
+    """How the job is watched for hangs; part of the JobSpec."""
+
+    on_hang: Annotated[str, OneOf("auto", "tell", "restart", "off")] = "auto"
+    hang_limit: Amount = 0.0  # seconds for which any rank may be waited for; 0: no limit
+    slot_price: Amount = 0.0  # of one slot for one hour; 0: costs are told in hours alone
+
+
 class JobSpec(Struct, frozen=True):
     """What the whole job has agreed on; every agent brings it, the master's own copy counts."""
 
@@ -142,6 +166,7 @@ class JobSpec(Struct, frozen=True):
     master_lost_timeout: float
     checks: CheckSpec = field(default_factory=CheckSpec)
     saves: SaveSpec = field(default_factory=SaveSpec)
+    watch: WatchSpec = field(default_factory=WatchSpec)
     scheduler_codes: bool = False  # --exit-codes=scheduler (core.rounds.failures.CONTRACT)
 
     def agree(self, where: str) -> None:
@@ -161,6 +186,7 @@ class FailureKind(StrEnum):
     STUCK = "stuck"  # would not die: uninterruptible sleep
     SPAWN = "spawn"  # could not be started at all
     SPAWNER = "spawner"  # its fork server died under it
+    HUNG = "hung"  # the others waited for it, and the job's watch ended the round
 
 
 class Failure(Struct, frozen=True):
@@ -222,6 +248,7 @@ class Role(StrEnum):
 
     AGENT = "agent"  # takes part in the job
     READER = "reader"  # reads its status
+    OPERATOR = "operator"  # stops it, restarts it, keeps nodes out
 
 
 class Knock(Struct, frozen=True):
@@ -385,12 +412,143 @@ class Steps(Struct, frozen=True):
     waited: float
 
 
+class Quiet(Struct, frozen=True):
+    """Report: on this node no counter of a collective and no step of `progress` has moved for
+    `seconds`; 0.0: they move again, or have for the first time (`first`). Said when that changes
+    and when a stream is opened, so a node that trains says nothing.
+
+    `first`: seconds from the start of the life to its first collective or step; 0.0: told before,
+    or not yet. `counted`: whether torch counts the collectives of a rank here. `waiting`: ranks
+    that are in a collective which is not complete. `busy`: whether any rank here used the CPU or
+    did I/O worth the name in the last window."""
+
+    round: RoundName
+    seconds: float
+    first: float = 0.0
+    counted: bool = False
+    waiting: Count = 0
+    busy: bool = False
+
+
+class Being(StrEnum):
+    """What the kernel says a rank does."""
+
+    RUNS = "runs"
+    SLEEPS = "sleeps"
+    STOPPED = "stopped"  # SIGSTOP, and nobody traces it
+    TRACED = "traced"  # by a debugger
+    DISK = "disk"  # uninterruptible sleep
+    FROZEN = "frozen"  # its cgroup is
+    ENDED = "ended"  # with 0, while others may still wait for it
+
+
+class Position(Struct, frozen=True):
+    """Where a rank is in the collectives of one process group, by torch's counters."""
+
+    group: Annotated[int, Between(0, MAX_GROUPS - 1)]  # index into Inspected.groups
+    entered: int  # collectives that it has called
+    done: int  # of these, the ones that are complete
+    started: Annotated[int, Between(-1, INT64)] = -1  # that the device has begun; -1: not told
+    call: str = ""  # the oldest that is not complete: "all_reduce [1000] float32"; "": none
+    age: float = 0.0  # seconds since it was called
+    limit: float = 0.0  # seconds after which torch itself ends the job for it; 0.0: not told
+
+
+class GroupSeen(Struct, frozen=True):
+    """A process group, under the name that all ranks know it by."""
+
+    name: Name
+    title: NameOrEmpty  # what the script called it; "" for none
+    members: str  # "0-41,43-63", "0-62:2"; "": all ranks
+
+
+class RankSeen(Struct, frozen=True):
+    """One rank at one look. `answers`: the thread in it that answers did; `forked`: there is one.
+    Rates are means over the node's last window of some seconds, of the rank and all below it."""
+
+    rank: Rank
+    pid: Pid
+    being: Being
+    forked: bool
+    answers: bool
+    cpu: Amount  # cores
+    io: Amount  # bytes a second, read and written
+    rss: Count = 0  # MiB
+    gpu: Annotated[int, Between(-1, 100)] = -1  # percent; -1: not known
+    gpu_mib: Count = 0
+    quiet: float = 0.0  # seconds since a counter or a step of it moved
+    kernel: NameOrEmpty = ""  # where it sleeps in the kernel (wchan)
+    place: NameOrEmpty = ""  # innermost line of the user's own source: "train.py:88 load_shard"
+    library: NameOrEmpty = (
+        ""  # outermost known library that this line has called: "torch.serialization"
+    )
+    holds: bool = False  # it has not answered, and C code holds its interpreter
+    step: StepOrNone = -1
+    step_seconds: float = 0.0
+    at: Annotated[tuple[Position, ...], AtMost(MAX_PLACES)] = ()
+
+
+class Inspected(Struct, frozen=True):
+    """Report, the answer to Inspect: the ranks of this node, in as many of these as it takes;
+    `left`: how many ranks are still to come."""
+
+    round: RoundName
+    number: Count  # of the Inspect
+    left: Count
+    groups: Annotated[tuple[GroupSeen, ...], AtMost(MAX_GROUPS)]
+    ranks: Annotated[tuple[RankSeen, ...], AtMost(MAX_INSPECTED)]
+
+
+class StackGroup(Struct, frozen=True):
+    """Threads of ranks with the same frames, innermost first. `key`: the same on every node for the
+    same frames. `text`: a line a frame, "train.py:88 load_shard"."""
+
+    key: Name
+    ranks: str  # "0-41,43-63"
+    count: Count
+    thread: NameOrEmpty  # "" for the main thread; "loader 3" for a child process
+    text: str
+
+
+class Stacks(Struct, frozen=True):
+    """Report, after the Inspected that was asked for with stacks. `missing`: ranks whose stack
+    could not be had, and why, in a clause. `folder`: where they are whole, here; "" nowhere."""
+
+    round: RoundName
+    number: Count
+    groups: Annotated[tuple[StackGroup, ...], AtMost(MAX_STACKS)]
+    missing: str = ""
+    folder: str = ""
+
+
+class LastLines(Struct, frozen=True):
+    """Report: what a rank that failed here wrote last, after the RanksFailed that names it."""
+
+    round: RoundName
+    rank: Rank
+    text: Annotated[str, tail]
+
+
 class ReachMe(Struct, frozen=True):
     """A reader asks the master to dial `port` at the address its stream comes from, and to read
     `nonce` there (elasticrun doctor)."""
 
     port: Annotated[int, Between(1024, 65535)]
     nonce: Nonce
+
+
+class Request(Struct, frozen=True):
+    """What a reader wants to know, or an operator wants done. Answer: Reply."""
+
+    verb: Annotated[
+        str,
+        OneOf("picture", "stacks", "stop", "restart", "exclude", "include", "scale"),
+    ]
+    node: NameOrEmpty = ""
+    number: Count = 0  # scale: of nodes
+    live: bool = False  # picture: with what the ranks do at this moment
+    who: NameOrEmpty = ""  # user@host, for the event that it becomes
+    reason: NameOrEmpty = ""
 
 
 class Holding(Struct, frozen=True):
@@ -501,7 +659,12 @@ SaveReport = Holdings | WhereIs | ShardBad | NotReplicated | Persisted | Departi
 
 RankReport = Join | Running | RanksFailed | Stopping | Stopped | Finished | Leaving
 HealthReport = Probed | Steps | ReachMe
-Report = Knock | Proof | Hello | Beat | RankReport | HealthReport | SaveReport
+SightReport = Quiet | Inspected | Stacks | LastLines
+"""About what the ranks are doing."""
+
+Report = (
+    Knock | Proof | Hello | Beat | RankReport | HealthReport | SaveReport | SightReport | Request
+)
 
 
 # ---------------------------------------------------------------- orders: master to agent
@@ -605,6 +768,16 @@ class Park(Struct, frozen=True):
     seconds: float  # after which it ends, if the job has not ended before
 
 
+class Inspect(Struct, frozen=True):
+    """Order: look at every rank of this node. Report back: Inspected, and Stacks where `stacks`.
+    `dump`: write all that can be known of them to the log folder, as `hang-<dump>`; 0: do not."""
+
+    round: RoundName
+    number: Count
+    stacks: bool = False
+    dump: Count = 0
+
+
 class Watermark(Struct, frozen=True):
     """Order: this step of the present round is whole over the whole job, so that older ones are
     needed no more; -1: none is yet. Steps above it up to `given_up` will never be Whole, because
@@ -702,7 +875,20 @@ class PersistOver(Struct, frozen=True):
 SaveOrder = Watermark | Persist | CommitCheckpoint | PersistOver | Holder | Replicate | SaveAt
 """About snapshots."""
 
-Order = Challenge | Welcome | Refused | Wait | Start | Stop | End | Echo | Probe | Park | SaveOrder
+Order = (
+    Challenge
+    | Welcome
+    | Refused
+    | Wait
+    | Start
+    | Stop
+    | End
+    | Echo
+    | Probe
+    | Park
+    | SaveOrder
+    | Inspect
+)
 
 
 # ---------------------------------------------------------------- status: master to a reader
@@ -757,6 +943,9 @@ class JobStatus(Struct, frozen=True):
     step: StepOrNone = -1  # the newest that ranks have told of; -1: none
     step_age: float = 0.0  # seconds since it was heard
     age: float = 0.0  # seconds since the job's first master on this host began
+    verdict: str = ""  # what keeps the ranks from going on, in a sentence; "": nothing is known to
+    quiet: float = 0.0  # seconds since a collective or a step of any rank was complete
+    goodput: str = ""  # where the time went, in a line; "" before the first round
 
 
 class Reached(Struct, frozen=True):
@@ -770,6 +959,15 @@ class Reached(Struct, frozen=True):
     host: NameOrEmpty
 
 
-StatusAnswer = Challenge | Refused | JobStatus | Reached
+class Reply(Struct, frozen=True):
+    """What came of a Request. `body`: JSON as `core/sight/picture.py` has it, "" where there is
+    none."""
+
+    ok: bool
+    reason: str
+    body: Annotated[str, WholeText(MAX_ANSWER)] = ""
+
+
+StatusAnswer = Challenge | Refused | JobStatus | Reached | Reply
 """What a reader is sent: a challenge to its knock; to its proof the page, what its ReachMe led to,
 or a refusal."""

@@ -128,6 +128,18 @@ class OneLine:
         return value
 
 
+class WholeText:
+    """Text of so many bytes, never cut: half of it could not be read."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __call__(self, where: str, value: str) -> str:
+        if len(value.encode()) > self.most:
+            raise WireError(f"{where} is longer than {self.most} bytes")
+        return value
+
+
 class OneOf:
     """One of a few words; `make` turns it into its enum."""
 

@@ -41,6 +41,8 @@ NUMBERS: Final = {
 
 WORDS: Final = {
     "grow": "now",
+    "on_hang": "tell",
+    "verb": "picture",
     "ExcludedNode.kind": "slow",
     "Persist.reason": "breakpoint",
     "host": "fe80::1",

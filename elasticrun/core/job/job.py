@@ -28,6 +28,7 @@ from elasticrun.core.rounds.budget import Bill, Judgement
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import Round, Stage, begin
+from elasticrun.core.sight.sight import Sight
 from elasticrun.core.snapshots.policy import SnapshotPolicy
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.words import some
@@ -38,6 +39,7 @@ MAX_DECISIONS = 8
 """Decisions that may follow from one event; more would be a loop between two of them."""
 
 ALL_LEFT = "every node has left"
+NOBODY_YET = "no agent has attached yet"
 
 _OF_A_ROUND = m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished | m.Steps
 
@@ -71,6 +73,7 @@ class Job:
         self._recorder: Recorder
         self._saving: SnapshotPolicy
         self._streams: Streams
+        self._sight: Sight
 
         self._calm_until = -math.inf  # when something is due, if no part has anything to decide
         self._reason = ""  # what the job waits for
@@ -100,6 +103,7 @@ class Job:
             self._recorder.due(waiting=self._until is not None),
             self._streams.health.due(),
             self._snapshots.next_deadline(),
+            self._sight.next_deadline(),
         )
         self._calm_until = -math.inf
         # any report may say that silent nodes are heard again, or see through what was stirred
@@ -126,6 +130,8 @@ class Job:
         changes nothing makes no part decide anew, unless something is due."""
         out: list[fx.JobEffect] = []
         if not self._begun and not self._wake(event, now, out):
+            if isinstance(event, fx.Requested):
+                out.append(fx.Replied(event.number, m.Reply(False, NOBODY_YET)))
             return out
         ctx, streams = self._ctx, self._streams
         ctx.now, ctx.out = now, out
@@ -146,17 +152,22 @@ class Job:
                 streams.detached(event)
             case fx.Overslept():
                 self._overslept(event.by)
+            case fx.Requested():
+                self._sight.asked(event.number, event.request)
         self._calm_until = -math.inf
         if ctx.outcome is None:
             streams.bury()
             streams.health.pursue()
             self._saving.pursue()
+            self._sight.pursue()
+            self._end_hung_round()
             self._advance()
             if joined is not None:
                 self._tell_to_wait(joined)
             due = self._recorder.due(waiting=self._until is not None)
             if due is not None and now >= due:  # changed without an order, or grown old
                 self._recorder.record()
+        self._sight.settle()
         return out
 
     def _wake(self, event: fx.JobEvent, now: float, out: list[fx.JobEffect]) -> bool:
@@ -179,6 +190,7 @@ class Job:
         if facts is not None:
             self._recorder.load(facts)
         recorded_term = 0 if facts is None else facts.term
+        self._sight = Sight(ctx, self.status)
         self._streams = Streams(ctx, self._recorder, self._saving, recorded_term)
         self._recorder.record()
         return facts is None or not isinstance(event, fx.Overslept)  # it listens only since now
@@ -220,6 +232,8 @@ class Job:
                 self._saving.heard(node, report)
             case m.Leaving():
                 self._leaving(node, report)
+            case m.Quiet() | m.Inspected() | m.Stacks() | m.LastLines():
+                return self._sight.heard(node, report) or is_news
         return True
 
     def _leaving(self, node: str, report: m.Leaving) -> None:
@@ -254,6 +268,7 @@ class Job:
             case m.Stopped():
                 rdzv.stopped(node, now)
             case m.Steps():
+                self._sight.ledger.heard(node, report)
                 self._saving.newest_step = max(self._saving.newest_step, report.step)
                 return self._streams.health.stepped(node, report)
             case m.Finished():
@@ -276,10 +291,18 @@ class Job:
             if verdict.bill not in (Bill.HOPELESS, Bill.FINAL):
                 self._reopen(reason)
 
+    def _end_hung_round(self) -> None:
+        """The watch has found a rank that all others wait for, and is to act."""
+        demand, self._sight.watch.demand = self._sight.watch.demand, None
+        round_ = self._ctx.round
+        if demand is not None and round_ is not None and self._ctx.rdzv.phase is Phase.RUNNING:
+            node, failure = demand
+            self._ranks_failed(node, m.RanksFailed(round_.name, (failure,)))
+
     # ------------------------------------------------------------ decisions
 
     def _advance(self) -> None:
-        """Ask what is to be done until it is nothing."""
+        """Request what is to be done until it is nothing."""
         ctx, restarts, health = self._ctx, self._ctx.restarts, self._streams.health
         for _ in range(MAX_DECISIONS):
             if (end := self._due_end()) is not None:
@@ -423,6 +446,7 @@ class Job:
         assert round_ is not None
         round_.why_stopped = reason
         members = ctx.rdzv.reopen(ctx.now)
+        self._sight.round_over(reason)
         self._streams.health.call_in_the_doubted()
         ctx.note(f"round {round_.name.number} is over: {reason}")
         self._recorder.record()
@@ -464,6 +488,7 @@ class Job:
         ctx.note(f"round {name.number} begins: {size}")
         self._recorder.record()
         self._saving.round_begins(round_)
+        self._sight.round_begins()
         for node in round_.members:
             start, session = round_.start(node), ctx.nodes[node].session
             assert start is not None

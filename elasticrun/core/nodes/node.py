@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import count
 
 from elasticrun.core.nodes.admission import Deaths
-from elasticrun.wire.messages import CheckSpec, Hello, JobSpec, Probe, SaveSpec
+from elasticrun.wire.messages import CheckSpec, Hello, JobSpec, Probe, SaveSpec, WatchSpec
 from elasticrun.wire.types import Endpoint
 
 MAX_HOST_ADDRESSES = 4
@@ -114,13 +114,21 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith(("127.", "::ffff:127.")) or host == "::1"
 
 
+Part = JobSpec | CheckSpec | SaveSpec | WatchSpec
+
+
 def differences(theirs: JobSpec, ours: JobSpec) -> list[str]:
     """Where an agent was started with other numbers than the job has."""
-    pairs: tuple[tuple[JobSpec | CheckSpec | SaveSpec, JobSpec | CheckSpec | SaveSpec], ...]
-    pairs = ((theirs, ours), (theirs.checks, ours.checks), (theirs.saves, ours.saves))
+    pairs: tuple[tuple[Part, Part], ...]
+    pairs = (
+        (theirs, ours),
+        (theirs.checks, ours.checks),
+        (theirs.saves, ours.saves),
+        (theirs.watch, ours.watch),
+    )
     return [
         f"{name}={getattr(its, name)} (the job: {getattr(own, name)})"
         for its, own in pairs
         for name in its.__struct_fields__
-        if getattr(its, name) != getattr(own, name) and name not in ("checks", "saves")
+        if getattr(its, name) != getattr(own, name) and name not in ("checks", "saves", "watch")
     ]

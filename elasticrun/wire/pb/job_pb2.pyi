@@ -183,6 +183,7 @@ class JobSpec(_message.Message):
     CHECKS_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
     SCHEDULER_CODES_FIELD_NUMBER: _builtins.int
+    WATCH_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     min_nodes: _builtins.int
     max_nodes: _builtins.int
@@ -202,6 +203,8 @@ class JobSpec(_message.Message):
     def checks(self) -> Global___CheckSpec: ...
     @_builtins.property
     def saves(self) -> Global___SaveSpec: ...
+    @_builtins.property
+    def watch(self) -> Global___WatchSpec: ...
     def __init__(
         self,
         *,
@@ -222,14 +225,40 @@ class JobSpec(_message.Message):
         checks: Global___CheckSpec | None = ...,
         saves: Global___SaveSpec | None = ...,
         scheduler_codes: _builtins.bool = ...,
+        watch: Global___WatchSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "saves", b"saves"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "saves", b"saves", "watch", b"watch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "grow", b"grow", "grow_cooldown", b"grow_cooldown", "heartbeat_timeout", b"heartbeat_timeout", "job_id", b"job_id", "join_timeout", b"join_timeout", "last_call_timeout", b"last_call_timeout", "master_lost_timeout", b"master_lost_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_unit", b"node_unit", "restart_backoff", b"restart_backoff", "restart_grace", b"restart_grace", "restart_window", b"restart_window", "saves", b"saves", "scheduler_codes", b"scheduler_codes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "grow", b"grow", "grow_cooldown", b"grow_cooldown", "heartbeat_timeout", b"heartbeat_timeout", "job_id", b"job_id", "join_timeout", b"join_timeout", "last_call_timeout", b"last_call_timeout", "master_lost_timeout", b"master_lost_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_unit", b"node_unit", "restart_backoff", b"restart_backoff", "restart_grace", b"restart_grace", "restart_window", b"restart_window", "saves", b"saves", "scheduler_codes", b"scheduler_codes", "watch", b"watch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobSpec: _TypeAlias = JobSpec  # noqa: Y015
+
+@_typing.final
+class WatchSpec(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ON_HANG_FIELD_NUMBER: _builtins.int
+    HANG_LIMIT_FIELD_NUMBER: _builtins.int
+    SLOT_PRICE_FIELD_NUMBER: _builtins.int
+    on_hang: _builtins.str
+    hang_limit: _builtins.float
+    slot_price: _builtins.float
+    def __init__(
+        self,
+        *,
+        on_hang: _builtins.str = ...,
+        hang_limit: _builtins.float = ...,
+        slot_price: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hang_limit", b"hang_limit", "on_hang", b"on_hang", "slot_price", b"slot_price"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchSpec: _TypeAlias = WatchSpec  # noqa: Y015
 
 @_typing.final
 class SaveSpec(_message.Message):
@@ -1031,6 +1060,332 @@ class Missed(_message.Message):
 Global___Missed: _TypeAlias = Missed  # noqa: Y015
 
 @_typing.final
+class Quiet(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    COUNTED_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    first: _builtins.float
+    counted: _builtins.bool
+    waiting: _builtins.int
+    busy: _builtins.bool
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        seconds: _builtins.float = ...,
+        first: _builtins.float = ...,
+        counted: _builtins.bool = ...,
+        waiting: _builtins.int = ...,
+        busy: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "counted", b"counted", "first", b"first", "round", b"round", "seconds", b"seconds", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quiet: _TypeAlias = Quiet  # noqa: Y015
+
+@_typing.final
+class Position(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    ENTERED_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    entered: _builtins.int
+    done: _builtins.int
+    started: _builtins.int
+    call: _builtins.str
+    age: _builtins.float
+    limit: _builtins.float
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        entered: _builtins.int = ...,
+        done: _builtins.int = ...,
+        started: _builtins.int = ...,
+        call: _builtins.str = ...,
+        age: _builtins.float = ...,
+        limit: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "call", b"call", "done", b"done", "entered", b"entered", "group", b"group", "limit", b"limit", "started", b"started"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Position: _TypeAlias = Position  # noqa: Y015
+
+@_typing.final
+class GroupSeen(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TITLE_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    title: _builtins.str
+    members: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        title: _builtins.str = ...,
+        members: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "name", b"name", "title", b"title"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupSeen: _TypeAlias = GroupSeen  # noqa: Y015
+
+@_typing.final
+class RankSeen(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    BEING_FIELD_NUMBER: _builtins.int
+    FORKED_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    CPU_FIELD_NUMBER: _builtins.int
+    IO_FIELD_NUMBER: _builtins.int
+    RSS_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
+    GPU_MIB_FIELD_NUMBER: _builtins.int
+    QUIET_FIELD_NUMBER: _builtins.int
+    KERNEL_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    LIBRARY_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    pid: _builtins.int
+    being: _builtins.str
+    forked: _builtins.bool
+    answers: _builtins.bool
+    cpu: _builtins.float
+    io: _builtins.float
+    rss: _builtins.int
+    gpu: _builtins.int
+    gpu_mib: _builtins.int
+    quiet: _builtins.float
+    kernel: _builtins.str
+    place: _builtins.str
+    library: _builtins.str
+    holds: _builtins.bool
+    step: _builtins.int
+    step_seconds: _builtins.float
+    @_builtins.property
+    def at(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]: ...
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        pid: _builtins.int = ...,
+        being: _builtins.str = ...,
+        forked: _builtins.bool = ...,
+        answers: _builtins.bool = ...,
+        cpu: _builtins.float = ...,
+        io: _builtins.float = ...,
+        rss: _builtins.int = ...,
+        gpu: _builtins.int = ...,
+        gpu_mib: _builtins.int = ...,
+        quiet: _builtins.float = ...,
+        kernel: _builtins.str = ...,
+        place: _builtins.str = ...,
+        library: _builtins.str = ...,
+        holds: _builtins.bool = ...,
+        step: _builtins.int = ...,
+        step_seconds: _builtins.float = ...,
+        at: _abc.Iterable[Global___Position] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "at", b"at", "being", b"being", "cpu", b"cpu", "forked", b"forked", "gpu", b"gpu", "gpu_mib", b"gpu_mib", "holds", b"holds", "io", b"io", "kernel", b"kernel", "library", b"library", "pid", b"pid", "place", b"place", "quiet", b"quiet", "rank", b"rank", "rss", b"rss", "step", b"step", "step_seconds", b"step_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankSeen: _TypeAlias = RankSeen  # noqa: Y015
+
+@_typing.final
+class Inspected(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    left: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSeen]: ...
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankSeen]: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        number: _builtins.int = ...,
+        left: _builtins.int = ...,
+        groups: _abc.Iterable[Global___GroupSeen] | None = ...,
+        ranks: _abc.Iterable[Global___RankSeen] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "left", b"left", "number", b"number", "ranks", b"ranks", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Inspected: _TypeAlias = Inspected  # noqa: Y015
+
+@_typing.final
+class StackGroup(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    THREAD_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    ranks: _builtins.str
+    count: _builtins.int
+    thread: _builtins.str
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        ranks: _builtins.str = ...,
+        count: _builtins.int = ...,
+        thread: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "key", b"key", "ranks", b"ranks", "text", b"text", "thread", b"thread"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StackGroup: _TypeAlias = StackGroup  # noqa: Y015
+
+@_typing.final
+class Stacks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    missing: _builtins.str
+    folder: _builtins.str
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___StackGroup]: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        number: _builtins.int = ...,
+        groups: _abc.Iterable[Global___StackGroup] | None = ...,
+        missing: _builtins.str = ...,
+        folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "groups", b"groups", "missing", b"missing", "number", b"number", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stacks: _TypeAlias = Stacks  # noqa: Y015
+
+@_typing.final
+class LastLines(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    text: _builtins.str
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        rank: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "round", b"round", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LastLines: _TypeAlias = LastLines  # noqa: Y015
+
+@_typing.final
+class Request(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERB_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
+    WHO_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    verb: _builtins.str
+    node: _builtins.str
+    number: _builtins.int
+    live: _builtins.bool
+    who: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        verb: _builtins.str = ...,
+        node: _builtins.str = ...,
+        number: _builtins.int = ...,
+        live: _builtins.bool = ...,
+        who: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["live", b"live", "node", b"node", "number", b"number", "reason", b"reason", "verb", b"verb", "who", b"who"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Request: _TypeAlias = Request  # noqa: Y015
+
+@_typing.final
 class Report(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1055,6 +1410,11 @@ class Report(_message.Message):
     DEPARTING_FIELD_NUMBER: _builtins.int
     MISSED_FIELD_NUMBER: _builtins.int
     NOT_REPLICATED_FIELD_NUMBER: _builtins.int
+    QUIET_FIELD_NUMBER: _builtins.int
+    INSPECTED_FIELD_NUMBER: _builtins.int
+    STACKS_FIELD_NUMBER: _builtins.int
+    LAST_LINES_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -1097,6 +1457,16 @@ class Report(_message.Message):
     def missed(self) -> Global___Missed: ...
     @_builtins.property
     def not_replicated(self) -> Global___NotReplicated: ...
+    @_builtins.property
+    def quiet(self) -> Global___Quiet: ...
+    @_builtins.property
+    def inspected(self) -> Global___Inspected: ...
+    @_builtins.property
+    def stacks(self) -> Global___Stacks: ...
+    @_builtins.property
+    def last_lines(self) -> Global___LastLines: ...
+    @_builtins.property
+    def request(self) -> Global___Request: ...
     def __init__(
         self,
         *,
@@ -1121,12 +1491,17 @@ class Report(_message.Message):
         departing: Global___Departing | None = ...,
         missed: Global___Missed | None = ...,
         not_replicated: Global___NotReplicated | None = ...,
+        quiet: Global___Quiet | None = ...,
+        inspected: Global___Inspected | None = ...,
+        stacks: Global___Stacks | None = ...,
+        last_lines: Global___LastLines | None = ...,
+        request: Global___Request | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "running", b"running", "shard_bad", b"shard_bad", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "running", b"running", "shard_bad", b"shard_bad", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me", "holdings", "where_is", "shard_bad", "persisted", "departing", "missed", "not_replicated"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me", "holdings", "where_is", "shard_bad", "persisted", "departing", "missed", "not_replicated", "quiet", "inspected", "stacks", "last_lines", "request"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1710,6 +2085,35 @@ class SaveAt(_message.Message):
 Global___SaveAt: _TypeAlias = SaveAt  # noqa: Y015
 
 @_typing.final
+class Inspect(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STACKS_FIELD_NUMBER: _builtins.int
+    DUMP_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    stacks: _builtins.bool
+    dump: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        number: _builtins.int = ...,
+        stacks: _builtins.bool = ...,
+        dump: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dump", b"dump", "number", b"number", "round", b"round", "stacks", b"stacks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Inspect: _TypeAlias = Inspect  # noqa: Y015
+
+@_typing.final
 class Order(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1730,6 +2134,7 @@ class Order(_message.Message):
     SAVE_AT_FIELD_NUMBER: _builtins.int
     REPLICATE_FIELD_NUMBER: _builtins.int
     PARK_FIELD_NUMBER: _builtins.int
+    INSPECT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1764,6 +2169,8 @@ class Order(_message.Message):
     def replicate(self) -> Global___Replicate: ...
     @_builtins.property
     def park(self) -> Global___Park: ...
+    @_builtins.property
+    def inspect(self) -> Global___Inspect: ...
     def __init__(
         self,
         *,
@@ -1784,12 +2191,13 @@ class Order(_message.Message):
         save_at: Global___SaveAt | None = ...,
         replicate: Global___Replicate | None = ...,
         park: Global___Park | None = ...,
+        inspect: Global___Inspect | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate", "park"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate", "park", "inspect"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1904,6 +2312,9 @@ class StatusReply(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     STEP_AGE_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    QUIET_FIELD_NUMBER: _builtins.int
+    GOODPUT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     phase: _builtins.str
     reason: _builtins.str
@@ -1920,6 +2331,9 @@ class StatusReply(_message.Message):
     step: _builtins.int
     step_age: _builtins.float
     age: _builtins.float
+    verdict: _builtins.str
+    quiet: _builtins.float
+    goodput: _builtins.str
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
@@ -1948,14 +2362,42 @@ class StatusReply(_message.Message):
         step: _builtins.int = ...,
         step_age: _builtins.float = ...,
         age: _builtins.float = ...,
+        verdict: _builtins.str = ...,
+        quiet: _builtins.float = ...,
+        goodput: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "check", b"check", "excluded", b"excluded", "job_id", b"job_id", "last_failure", b"last_failure", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "outcome", b"outcome", "phase", b"phase", "reason", b"reason", "restart_count", b"restart_count", "restarts_left", b"restarts_left", "round", b"round", "snapshot", b"snapshot", "step", b"step", "step_age", b"step_age", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "check", b"check", "excluded", b"excluded", "goodput", b"goodput", "job_id", b"job_id", "last_failure", b"last_failure", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "outcome", b"outcome", "phase", b"phase", "quiet", b"quiet", "reason", b"reason", "restart_count", b"restart_count", "restarts_left", b"restarts_left", "round", b"round", "snapshot", b"snapshot", "step", b"step", "step_age", b"step_age", "verdict", b"verdict", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class Reply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OK_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    BODY_FIELD_NUMBER: _builtins.int
+    ok: _builtins.bool
+    reason: _builtins.str
+    body: _builtins.str
+    def __init__(
+        self,
+        *,
+        ok: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        body: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "ok", b"ok", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reply: _TypeAlias = Reply  # noqa: Y015
 
 @_typing.final
 class Reached(_message.Message):
@@ -1999,6 +2441,7 @@ class StatusAnswer(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     PAGE_FIELD_NUMBER: _builtins.int
     REACHED_FIELD_NUMBER: _builtins.int
+    REPLY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def challenge(self) -> Global___Challenge: ...
     @_builtins.property
@@ -2007,6 +2450,8 @@ class StatusAnswer(_message.Message):
     def page(self) -> Global___StatusReply: ...
     @_builtins.property
     def reached(self) -> Global___Reached: ...
+    @_builtins.property
+    def reply(self) -> Global___Reply: ...
     def __init__(
         self,
         *,
@@ -2014,12 +2459,13 @@ class StatusAnswer(_message.Message):
         refused: Global___Refused | None = ...,
         page: Global___StatusReply | None = ...,
         reached: Global___Reached | None = ...,
+        reply: Global___Reply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "kind", b"kind", "page", b"page", "reached", b"reached", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "kind", b"kind", "page", b"page", "reached", b"reached", "refused", b"refused", "reply", b"reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "kind", b"kind", "page", b"page", "reached", b"reached", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "kind", b"kind", "page", b"page", "reached", b"reached", "refused", b"refused", "reply", b"reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["challenge", "refused", "page", "reached"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["challenge", "refused", "page", "reached", "reply"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

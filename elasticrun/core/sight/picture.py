@@ -1,0 +1,137 @@
+"""What `top`, `events`, `incidents`, `stacks` and the page are given: one record, as JSON.
+
+Times are seconds before the moment at which the picture was made, so that no reader's clock is
+compared with the master's; durations are seconds. Texts come from scripts and hosts: whoever shows
+them escapes them.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from elasticrun.wire.messages import JobStatus
+
+
+class RankRow(Struct, frozen=True):
+    """One rank as it was at the last look, which is `Picture.looked` seconds old."""
+
+    rank: int
+    node: str
+    state: str  # stepping, waiting, odd, busy, starting, stopped, ended, silent
+    waits_for: str = ""  # ranks: "2", "0-41,43-63"
+    place: str = ""  # "train.py:88 load_shard"
+    call: str = ""  # the collective that it is in: "all_reduce #8231 [1000] float32 of dp"
+    step: int = -1
+    step_seconds: float = 0.0
+    quiet: float = 0.0  # since a counter or a step of it moved
+    cpu: float = 0.0  # cores
+    io: float = 0.0  # bytes a second
+    rss: int = 0  # MiB
+    gpu: int = -1  # percent; -1: not known
+    gpu_mib: int = 0
+
+
+class StackRow(Struct, frozen=True):
+    """Ranks whose threads have the same frames. The rarest group comes first."""
+
+    ranks: str
+    count: int
+    thread: str
+    text: str  # a line a frame, innermost first
+
+
+class VerdictRow(Struct, frozen=True):
+    """What keeps the job from going on, as of the last look."""
+
+    klass: str  # certain, strong, weak, still
+    kind: str  # mismatch, deadlock, ended, stopped, idle, held, disk, fabric, busy, still
+    sentence: str
+    since: float  # seconds since anything moved
+    ranks: str  # the odd ones; "" where none can be named
+    node: str  # whom it is charged to; "" for the script
+    then: str  # what will be done about it, and in how many seconds, in a clause; "": nothing
+    folder: str = ""  # where stacks and counters were written, on each node
+
+
+class LedgerRow(Struct, frozen=True):
+    """Slot-seconds of one category and cause."""
+
+    category: str
+    cause: str  # "" for none
+    seconds: float
+
+
+class Goodput(Struct, frozen=True):
+    """Where the time of all slots went. `rows` add up to `slot_seconds`."""
+
+    name: str  # "goodput" where steps are told, else "uptime"
+    share: float  # 0 to 1
+    ettr: float  # 0 to 1; -1.0: not known
+    slot_seconds: float
+    rows: tuple[LedgerRow, ...]
+    line: str  # in one line, as status and the end of a job have it
+    advice: str = ""  # what would have saved most; "": nothing that is known
+
+
+class PhaseRow(Struct, frozen=True):
+    """A part of the way back from an incident."""
+
+    name: str  # detect, stop, gather, spawn, restore, warm
+    seconds: float
+
+
+class IncidentRow(Struct, frozen=True):
+    """One thing that stopped training, and what it cost."""
+
+    number: int
+    cause: (
+        str  # node_lost, node_slow, rank_failed, hang, preempted, scaled, operator, master, script
+    )
+    sentence: str  # what failed first
+    followed: str  # what followed from it; "" nothing
+    decision: str  # what was done, and why
+    age: float  # seconds since it began
+    round: int
+    node: str = ""
+    rank: int = -1
+    over: bool = False  # training goes on, or the job has ended
+    excluded: tuple[str, ...] = ()
+    phases: tuple[PhaseRow, ...] = ()
+    steps_lost: int = 0
+    slot_seconds: float = 0.0
+    last_lines: str = ""
+    stacks: tuple[StackRow, ...] = ()
+
+
+class EventRow(Struct, frozen=True):
+    """A line of what happened. `number` counts from 1 for the job's master: a reader that has seen
+    one asks for no older ones."""
+
+    number: int
+    age: float
+    node: str
+    text: str
+    level: str  # info, warning, error
+
+
+class SettingRow(Struct, frozen=True):
+    """A setting of the job, for people."""
+
+    name: str
+    value: str
+
+
+class Picture(Struct, frozen=True):
+    """All of it."""
+
+    status: JobStatus
+    looked: float = -1.0  # age of `ranks`; -1.0: nobody has looked
+    verdict: VerdictRow | None = None
+    ranks: tuple[RankRow, ...] = ()
+    stacks: tuple[StackRow, ...] = ()
+    stacks_missing: str = ""
+    goodput: Goodput | None = None
+    incidents: tuple[IncidentRow, ...] = ()  # the newest last
+    events: tuple[EventRow, ...] = ()  # the newest last
+    slow: tuple[str, ...] = ()  # why nodes are thought slow, with figures
+    settings: tuple[SettingRow, ...] = ()

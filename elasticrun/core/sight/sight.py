@@ -1,0 +1,124 @@
+"""The parts that know of training, put together: what the job tells them and what it asks of them.
+
+`watch` finds hangs, `ledger` books the time of every slot, `incidents` records what stopped
+training, `history` what happened. None of them knows another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import msgspec
+
+from elasticrun.core.context import JobContext
+from elasticrun.core.deadlines import earliest
+from elasticrun.core.events import Replied
+from elasticrun.core.sight.history import History
+from elasticrun.core.sight.incidents import Incidents
+from elasticrun.core.sight.ledger import SlotLedger
+from elasticrun.core.sight.picture import Picture, SettingRow
+from elasticrun.core.sight.watch import Watch
+from elasticrun.wire import messages as m
+
+MAX_ASKED = 64
+"""Readers that wait for a look at a time; one more is told to come again."""
+
+LOOK_LIMIT = 8.0
+"""Seconds after which a reader is given what is here of the look that it waits for."""
+
+
+class Sight:
+    """See the module's head. `status` makes the page that the picture begins with."""
+
+    def __init__(self, ctx: JobContext, status: Callable[[], m.JobStatus]) -> None:
+        self._ctx = ctx
+        self._status = status
+        self.watch = Watch(ctx)
+        self.ledger = SlotLedger(ctx)
+        self.incidents = Incidents(ctx)
+        self.history = History(ctx)
+        self._asked: dict[int, tuple[int, float]] = {}  # asked -> its look, and until when it waits
+
+    def heard(self, node: str, report: m.SightReport) -> bool:
+        """Whether anything may have changed by which something is decided."""
+        if not isinstance(report, m.Inspected):
+            self.incidents.heard(node, report)
+        if isinstance(report, m.LastLines):
+            return True
+        if isinstance(report, m.Quiet):
+            self.ledger.heard(node, report)
+        return self.watch.heard(node, report)
+
+    def asked(self, number: int, ask: m.Request) -> None:
+        """Reply at once, or when a look that is needed for it is here."""
+        wants = ask.verb == "stacks" or ask.live
+        runs = wants and self._ctx.outcome is None
+        look = self.watch.look(stacks=ask.verb == "stacks") if runs else 0
+        if not look:
+            self._answer(number)
+        elif len(self._asked) >= MAX_ASKED:
+            reason = f"{MAX_ASKED} others wait for a look already: ask again in some seconds"
+            self._ctx.out.append(Replied(number, m.Reply(False, reason)))
+        else:
+            self._asked[number] = (look, self._ctx.now + LOOK_LIMIT)
+
+    def pursue(self) -> None:
+        """Request for looks that are due and judge; answer those who waited for one."""
+        self.watch.pursue()
+        now = self._ctx.now
+        for number, (look, until) in list(self._asked.items()):
+            if self.watch.looked(look) or now >= until:
+                del self._asked[number]
+                self._answer(number)
+
+    def settle(self) -> None:
+        """After every event that was decided on."""
+        self.ledger.settle()
+        self.incidents.settle()
+        self.history.settle()
+
+    def round_begins(self) -> None:
+        """A round was formed, or is taken over."""
+        self.watch.round_begins()
+        self.incidents.round_begins()
+
+    def round_over(self, reason: str) -> None:
+        """The round is closed."""
+        self.watch.round_over()
+        self.incidents.round_over(reason)
+
+    def next_deadline(self) -> float | None:
+        """When `pursue` is due at the latest."""
+        return earliest(self.watch.next_deadline(), *(until for _, until in self._asked.values()))
+
+    def picture(self) -> Picture:
+        """All that is known; O(ranks)."""
+        looked, ranks = self.watch.ranks()
+        stacks, missing = self.watch.stacks()
+        return Picture(
+            status=self._status(),
+            looked=looked,
+            verdict=self.watch.verdict(),
+            ranks=ranks,
+            stacks=stacks,
+            stacks_missing=missing,
+            goodput=self.ledger.page(),
+            incidents=self.incidents.page(),
+            events=self.history.page(),
+            settings=settings(self._ctx.spec),
+        )
+
+    def _answer(self, number: int) -> None:
+        body = msgspec.json.encode(self.picture()).decode()
+        self._ctx.out.append(Replied(number, m.Reply(True, "", body)))
+
+
+def settings(spec: m.JobSpec) -> tuple[SettingRow, ...]:
+    """What the job has agreed on, a line each."""
+    plain = msgspec.to_builtins(spec)
+    rows = []
+    for name, value in plain.items():
+        inner = value if isinstance(value, dict) else {name: value}
+        rows += [SettingRow(key, json.dumps(one)) for key, one in inner.items()]
+    return tuple(rows)
