@@ -47,7 +47,7 @@ from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.master.loop import BrainFault, Loop, RecordStuck
-from elasticrun.master.page import StatusPage, page_url, reachable
+from elasticrun.master.page.http import StatusPage, page_url, reachable
 from elasticrun.master.records import Records, StoreRefused
 from elasticrun.master.server import MAX_CALLS, Servicer
 from elasticrun.system import title

@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elasticrun import __version__
 from elasticrun.core.events import Heard, Tell
-from elasticrun.master import page as page_module
 from elasticrun.master.loop import Loop
-from elasticrun.master.page import MAX_CONNECTIONS, StatusPage, page_url
+from elasticrun.master.page import http as page_module
+from elasticrun.master.page.http import MAX_CONNECTIONS, StatusPage, page_url
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint
 from tests import aio

@@ -1,4 +1,4 @@
-"""The page that people and scrapers read: /status (JSON), /healthz, /metrics. Reading only.
+"""The listening socket and the HTTP server behind it: /status (JSON), /healthz, /metrics.
 
 Its socket listens from the start, so that agents can be told the address; the HTTP server behind it
 is imported at the first connection, in a thread, and what writes /metrics when first asked for it.
@@ -13,19 +13,16 @@ import ipaddress
 import json
 import logging
 import socket
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from elasticrun import __version__
 from elasticrun.master.loop import Loop
+from elasticrun.master.page.metrics import metrics_writer
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.types import Endpoint
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
 
 MAX_CONNECTIONS: Final = 64
 """Connections served at a time; for one more, the one that has been silent longest is closed."""
@@ -43,9 +40,6 @@ PRIVATE_NAMES: Final = (".localhost", ".local", ".internal", ".svc")
 """How names end that no public name server answers for; Kubernetes' end on .svc.cluster.local."""
 
 PATHS: Final = ("/status", "/healthz", "/metrics")
-
-STATES: Final = ("alive", "suspect", "dead", "left", "parked")
-PHASES: Final = ("gathering", "running", "stopping", "ended")
 
 logger = logging.getLogger("elasticrun")
 
@@ -130,7 +124,7 @@ class StatusPage:
             code, body = 200, self._json()
             headers["content-type"] = "application/json"
         elif path == "/metrics":
-            self._render = self._render or _metrics_writer(self._loop)
+            self._render = self._render or metrics_writer(self._loop)
             code, body = 200, self._render()
             headers["content-type"] = "text/plain; version=0.0.4; charset=utf-8"
         else:
@@ -254,65 +248,3 @@ def _http_server(app: Callable[..., Awaitable[None]]) -> Any:
         h11_max_incomplete_event_size=MAX_HEAD,
     )
     return Quiet(config)
-
-
-# ---------------------------------------------------------------- /metrics
-
-
-def _metrics_writer(loop: Loop) -> Callable[[], bytes]:
-    """A function that writes the picture and the figures of this moment as prometheus-client does,
-    in a registry of our own."""
-    from prometheus_client import CollectorRegistry, generate_latest
-    from prometheus_client.registry import Collector
-
-    class JobCollector(Collector):
-        def collect(self) -> Iterator[Metric]:
-            return _families(loop)
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(JobCollector())
-    return lambda: generate_latest(registry)
-
-
-def _families(loop: Loop) -> Iterator[Metric]:
-    """The metrics of one job as they hold at this moment: nothing is kept between scrapes."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    status, figures = loop.status(), loop.figures
-    states = Counter(node.state for node in status.nodes)
-    activities = Counter(node.activity for node in status.nodes)
-    every_state = (*STATES, *sorted(set(states) - set(STATES)))
-    phases: dict[str, float] = {phase: phase == status.phase for phase in PHASES}
-    labelled: list[tuple[str, str, str, dict[str, float]]] = [
-        ("nodes", "state", "Nodes by membership.", {name: states[name] for name in every_state}),
-        ("nodes_doing", "activity", "Nodes by what they do.", dict(sorted(activities.items()))),
-        ("phase", "phase", "1 for the phase the job is in.", phases),
-    ]
-    text = "The job and the version of elasticrun that serves it."
-    job = GaugeMetricFamily("elasticrun_job", text, labels=("job_id", "version"))
-    job.add_metric((status.job_id, __version__), 1.0)
-    yield job
-    for name, label, text, values in labelled:
-        family = GaugeMetricFamily(f"elasticrun_{name}", text, labels=(label,))
-        for word, value in values.items():
-            family.add_metric((word,), float(value))
-        yield family
-    gauges = {
-        "round": ("Number of the current round.", status.round.number if status.round else 0),
-        "round_age_seconds": ("Seconds since the newest round started.", figures.round_age()),
-        "world_size": ("Ranks of the current round.", status.world_size),
-        "restarts_left": ("Restarts left in the budget.", status.restarts_left),
-        "max_restarts": ("Restarts the budget began with.", status.max_restarts),
-        "excluded_nodes": ("Nodes that the job refuses for now.", len(status.excluded)),
-    }
-    for name, (text, number) in gauges.items():
-        if number is not None:
-            yield GaugeMetricFamily(f"elasticrun_{name}", text, number)
-    counters = {
-        "restarts": ("Restarts charged to the budget.", status.restart_count),
-        "rounds_started": ("Rounds started by this master.", figures.rounds),
-        "rank_failures": ("Ranks that failed, each once per round.", figures.failures),
-        "probes": ("Answers to probes of the network check, by nodes.", figures.probes),
-    }
-    for name, (text, count) in counters.items():
-        yield CounterMetricFamily(f"elasticrun_{name}", text, count)
