@@ -1,0 +1,490 @@
+"""Who waits for whom, and why nobody goes on: what one look at every rank of a job says.
+
+In a process group a rank that has entered more collectives than it has completed is *in* the first
+of these, number s, and waits for every member that has entered fewer than s. Followed from group to
+group, that leads to ranks for which others wait and which wait for nobody (the odd ones), or round
+in a circle. O(ranks), with no table of pairs: in a group it is enough to know who is last.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from elasticrun.core.words import read_ranges, some, write_ranges
+from elasticrun.wire.messages import MAX_PLACES, Being, GroupSeen, Position, RankSeen
+
+CPU_STILL: Final = 0.02
+"""Cores below which a rank does nothing: the threads of an idle torch use a third of that."""
+
+IO_STILL: Final = 16 * 1024
+"""Bytes a second below which a rank reads and writes nothing worth the name."""
+
+GPU_STILL: Final = 5
+"""Percent below which a device is idle."""
+
+EDGES_NAMED: Final = 8
+"""Ranks of a circle that a sentence names."""
+
+SIZED: Final = frozenset({"all_reduce", "allreduce", "broadcast", "barrier"})
+"""Collectives in which all ranks have buffers of one size; in the others they may differ."""
+
+PAIRED: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "coalesced")
+"""Calls between two ranks: their numbers say nothing about other ranks."""
+
+DEBUGGERS: Final = ("pdb", "bdb", "debugpy", "pydevd", "IPython", "ipdb")
+"""Libraries in which a rank waits for a person."""
+
+
+class Klass(StrEnum):
+    """How sure a verdict is."""
+
+    CERTAIN = "certain"  # it cannot go on
+    STRONG = "strong"  # all evidence says so
+    WEAK = "weak"  # one is waited for, and works
+    STILL = "still"  # nobody does anything, and nobody waits for a rank
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """One rank at one look, where it lives, and the groups that its positions speak of."""
+
+    node: str
+    seen: RankSeen
+    groups: tuple[GroupSeen, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Impasse:
+    """What one look says. Two that are `alike` and between which nothing has moved are a verdict.
+
+    `odd`: the ranks that it is about, the first of them named in the sentence; `waiting`: who waits
+    for them. `of_node`: the node whose fault it is, "" for the script's. `place`, `library`: where
+    the first odd rank is, in the user's source and below. `sentence` has no time in it that is not
+    `seconds`' own."""
+
+    klass: Klass
+    kind: str
+    odd: tuple[int, ...]
+    waiting: tuple[int, ...]
+    sentence: str
+    group: str = ""
+    number: int = 0
+    node: str = ""
+    of_node: str = ""
+    place: str = ""
+    library: str = ""
+    held: bool = False  # by a debugger or a person: it is told and never ended
+
+    def is_like(self, other: Impasse) -> bool:
+        """Whether both say the same of the same ranks."""
+        mine = (self.klass, self.kind, self.odd, self.group, self.number)
+        return mine == (other.klass, other.kind, other.odd, other.group, other.number)
+
+
+@dataclass(slots=True)
+class _At:
+    """A rank in a group."""
+
+    entered: int
+    done: int
+    started: int
+    call: str
+
+    @property
+    def is_in(self) -> bool:
+        return self.entered > self.done
+
+
+@dataclass(slots=True)
+class _Group:
+    """A process group, of the members that can be told of."""
+
+    name: str
+    title: str
+    at: dict[int, _At] = field(default_factory=dict)  # by rank
+    least: int = 0  # collectives that the last of them has entered
+    laggard: int = -1  # who that is
+    unbegun: int = -1  # the rank whose device is behind, where all have entered; -1: none
+    unbegun_at: int = 0
+
+    def close(self) -> None:
+        """All members are known."""
+        self.laggard = min(self.at, key=lambda rank: (self.at[rank].entered, rank), default=-1)
+        self.least = self.at[self.laggard].entered if self.at else 0
+        told = [(one.started, rank) for rank, one in self.at.items() if one.started >= 0]
+        if told:
+            self.unbegun_at, self.unbegun = min(told)
+
+    def blocker(self, rank: int) -> int:
+        """A member for which this one waits; -1: none that is known."""
+        one = self.at[rank]
+        if not one.is_in:
+            return -1
+        if self.least <= one.done:
+            return self.laggard
+        behind = self.unbegun >= 0 and self.unbegun != rank and self.unbegun_at <= one.done
+        return self.unbegun if behind and one.started > one.done else -1
+
+    @property
+    def words(self) -> str:
+        return f"group {self.title or self.name}"
+
+
+class Scene:
+    """All ranks of one look, with the questions that are asked of them."""
+
+    def __init__(self, sightings: Iterable[Sighting], seconds: float) -> None:
+        """`seconds`: since anything moved."""
+        self.ranks = {one.seen.rank: one for one in sightings}
+        self.seconds = seconds
+        self.groups = _gather(self.ranks)
+        self._waits: dict[int, tuple[_Group, int]] = {}  # rank -> where, and for whom
+        awaited: dict[int, _Group] = {}
+        for group in self.groups:
+            top = max((one.done + 1 for one in group.at.values() if one.is_in), default=0)
+            for rank, one in group.at.items():
+                if one.entered < top:
+                    awaited.setdefault(rank, group)
+                blocker = group.blocker(rank)
+                if blocker >= 0:
+                    self._waits.setdefault(rank, (group, blocker))
+        for group, blocker in self._waits.values():
+            awaited.setdefault(blocker, group)
+        self.awaited: Mapping[int, _Group] = awaited
+
+    def waits_for(self, rank: int) -> tuple[_Group, int] | None:
+        """In which group it waits, and for which rank (there may be more); None: for nobody."""
+        return self._waits.get(rank)
+
+    def call(self, rank: int) -> str:
+        """The collective that it is in: "all_reduce #31 [1000] of group dp"; "" for none."""
+        waits = self._waits.get(rank)
+        for group in [waits[0]] if waits else self.groups:
+            at = group.at.get(rank)
+            if at is not None and at.is_in:
+                return _call_words(group, at)
+        return ""
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Who waits for another rank."""
+        return tuple(self._waits)
+
+    @property
+    def odd(self) -> tuple[int, ...]:
+        """Who is waited for and waits for nobody; one that has ended only if there is no other."""
+        found = [rank for rank in self.awaited if rank not in self._waits]
+        living = [rank for rank in found if self.ranks[rank].seen.being is not Being.ENDED]
+        return tuple(sorted(living or found))
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} (node {self.ranks[rank].node})"
+
+
+def fingerprint(sightings: Iterable[Sighting]) -> tuple[object, ...]:
+    """All counters and steps of a look: the same at two looks where nothing has moved."""
+    return tuple(
+        sorted(
+            (
+                one.seen.rank,
+                one.seen.step,
+                tuple((one.groups[at.group].name, at.entered, at.done) for at in _positions(one)),
+            )
+            for one in sightings
+        )
+    )
+
+
+def is_busy(seen: RankSeen) -> bool:
+    """Whether it works: CPU, I/O or its device."""
+    return seen.cpu >= CPU_STILL or seen.io >= IO_STILL or seen.gpu >= GPU_STILL
+
+
+def judge(scene: Scene) -> Impasse | None:
+    """What keeps the job from going on; None: nothing that could be told."""
+    return _mismatch(scene) or _odd_ones(scene) or _circle(scene) or _fabric(scene) or _still(scene)
+
+
+# ---------------------------------------------------------------- what the look says
+
+
+def _mismatch(scene: Scene) -> Impasse | None:
+    """Two signatures at one number of one group."""
+    for group in scene.groups:
+        calls: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for rank, one in group.at.items():
+            if one.is_in and (signature := _signature(one.call)):
+                calls[one.done + 1][signature].append(rank)
+        for number, parties in sorted(calls.items()):
+            if _differ(parties):
+                return _say_mismatch(scene, group, number, parties)
+    return None
+
+
+def _say_mismatch(
+    scene: Scene, group: _Group, number: int, parties: Mapping[str, list[int]]
+) -> Impasse:
+    by_size = sorted(parties.items(), key=lambda party: (-len(party[1]), party[1]))
+    told = [
+        f"{_who(scene, ranks)} in {group.at[min(ranks)].call}" for _, ranks in by_size[:EDGES_NAMED]
+    ]
+    clear = len(by_size[0][1]) > len(by_size[1][1])
+    odd = tuple(sorted(rank for _, ranks in by_size[1:] for rank in ranks)) if clear else ()
+    blamed = odd or tuple(sorted(rank for _, ranks in by_size for rank in ranks))
+    first = scene.ranks[blamed[0]]
+    return Impasse(
+        Klass.CERTAIN,
+        "mismatch",
+        blamed,
+        tuple(sorted(set(group.at) - set(blamed))),
+        f"{', '.join(told[:-1])} and {told[-1]}, each as #{number} of {group.words}: "
+        "the collectives do not match",
+        group.name,
+        number,
+        node=first.node,
+        place=first.seen.place,
+        library=first.seen.library,
+    )
+
+
+def _odd_ones(scene: Scene) -> Impasse | None:
+    """The ranks that all others wait for, classed by what they do."""
+    odd = scene.odd
+    if not odd:
+        return None
+    classed = [(rank, *_class_of(scene, rank)) for rank in odd]
+    held = [one for one in classed if one[2] == "traced"]
+    certain = [one for one in classed if one[1] is Klass.CERTAIN]
+    weak = [one for one in classed if one[1] is Klass.WEAK]
+    rank, klass, kind, does = (held or certain or weak or classed)[0]
+    same = [one[0] for one in classed if one[2] == kind]
+    one, group = scene.ranks[rank], scene.awaited[rank]
+    waiting = tuple(other for other in scene.waiting if other not in odd)
+    top = max((at.done + 1 for at in group.at.values() if at.is_in), default=0)
+    sample = next((at for at in group.at.values() if at.is_in and at.done + 1 == top), None)
+    what = f" in {_call_words(group, sample)}" if sample else ""
+    more = f", as are ranks {write_ranges(same[1:])}" if len(same) > 1 else ""
+    who = "them" if more else "it"
+    return Impasse(
+        klass,
+        kind,
+        (rank, *(other for other in same if other != rank)),
+        waiting,
+        f"{scene.name(rank)} {does}{more}; {_count(len(waiting))} for {who}{what}",
+        group.name,
+        top,
+        node=one.node,
+        of_node=one.node if kind in ("disk", "frozen") else "",
+        place=one.seen.place,
+        library=one.seen.library,
+        held=kind == "traced",
+    )
+
+
+def _class_of(scene: Scene, rank: int) -> tuple[Klass, str, str]:
+    """Class, kind, and what it does, as a clause."""
+    seen = scene.ranks[rank].seen
+    place = f" at {seen.place}" if seen.place else ""
+    span = f" for {scene.seconds:.0f} s"
+    by_library = seen.library.partition(".")[0] in DEBUGGERS
+    if seen.being is Being.TRACED or by_library:
+        return Klass.CERTAIN, "traced", f"is held by a debugger{place}{span}"
+    if seen.being is Being.ENDED:
+        return Klass.CERTAIN, "ended", "has ended with 0"
+    if seen.being is Being.STOPPED:
+        return Klass.CERTAIN, "stopped", f"is stopped by a signal{place}{span}"
+    if seen.being is Being.FROZEN:
+        return Klass.STRONG, "frozen", f"is frozen with its cgroup{place}{span}"
+    if seen.io >= IO_STILL or (is_busy(seen) and not seen.holds):
+        return Klass.WEAK, "busy", f"is busy{place}{span} ({_load(seen)})"
+    if seen.being is Being.DISK:
+        kernel = f" in {seen.kernel}" if seen.kernel else ""
+        return (
+            Klass.STRONG,
+            "disk",
+            f"sleeps in the kernel{kernel} and cannot be woken{place}{span}",
+        )
+    if seen.holds:
+        how = f"and uses {seen.cpu:.1f} cores" if is_busy(seen) else "asleep"
+        return Klass.STRONG, "held", f"has its interpreter held by C code, {how}{place}{span}"
+    silent = "does not answer and " if seen.forked and not seen.answers else ""
+    return Klass.STRONG, "idle", f"{silent}is idle{place}{span}"
+
+
+def _circle(scene: Scene) -> Impasse | None:
+    """Everyone who is waited for waits too: somewhere that closes."""
+    start = min(scene.waiting, default=-1)
+    if start < 0:
+        return None
+    order: dict[int, int] = {}
+    rank = start
+    while rank not in order:
+        order[rank] = len(order)
+        waits = scene.waits_for(rank)
+        if waits is None:
+            return None
+        rank = waits[1]
+    ring = list(order)[order[rank] :]
+    lowest = ring.index(min(ring))
+    ring = ring[lowest:] + ring[:lowest]
+    told = []
+    for number, one in enumerate(ring[:EDGES_NAMED]):
+        after = ring[(number + 1) % len(ring)]
+        told.append(f"{scene.name(one) if not number else f'rank {one}'} waits for rank {after} in "
+                    f"{scene.call(one)}")  # fmt: skip
+    rest = f", and so on over {some(len(ring), 'rank')}" if len(ring) > EDGES_NAMED else ""
+    seen = [scene.ranks[one].seen for one in ring]
+    works = any(is_busy(one) for one in seen)
+    counted = any(at.started >= 0 for one in seen for at in one.at)  # waiting for a device spins
+    first = scene.ranks[ring[0]]
+    return Impasse(
+        Klass.CERTAIN if counted or not works else Klass.WEAK,
+        "deadlock",
+        tuple(ring),
+        tuple(sorted(set(scene.waiting) - set(ring))),
+        f"deadlock: {', '.join(told)}{rest}",
+        node=first.node,
+        place=first.seen.place,
+        library=first.seen.library,
+    )
+
+
+def _fabric(scene: Scene) -> Impasse | None:
+    """All members are in, and it does not end."""
+    for group in scene.groups:
+        number = max((at.done + 1 for at in group.at.values() if at.is_in), default=0)
+        if not number or group.least < number or len(group.at) < 2:
+            continue
+        inside = sorted(rank for rank, at in group.at.items() if at.is_in)
+        nodes = sorted({scene.ranks[rank].node for rank in group.at})
+        first = scene.ranks[inside[0]]
+        where = f"on {some(len(nodes), 'node')}"
+        return Impasse(
+            Klass.STRONG,
+            "fabric",
+            tuple(inside),
+            (),
+            f"all {len(group.at)} members of {group.words} {where} are in "
+            f"{group.at[inside[0]].call or 'a collective'} as #{number} for {scene.seconds:.0f} s, "
+            "and it does not end: look at the network between them",
+            group.name,
+            number,
+            node=first.node,
+            of_node=nodes[0] if len(nodes) == 1 else "",
+            place=first.seen.place,
+            library=first.seen.library,
+        )
+    return None
+
+
+def _still(scene: Scene) -> Impasse | None:
+    """Nobody is in a collective, and nobody does anything."""
+    living = [one for one in scene.ranks.values() if one.seen.being is not Being.ENDED]
+    if not living or any(is_busy(one.seen) for one in living):
+        return None
+    first = min(living, key=lambda one: one.seen.rank)
+    where = f"; {scene.name(first.seen.rank)} is at {first.seen.place}" if first.seen.place else ""
+    held = any(
+        one.seen.being is Being.TRACED or one.seen.library.partition(".")[0] in DEBUGGERS
+        for one in living
+    )
+    return Impasse(
+        Klass.STILL,
+        "still",
+        tuple(sorted(one.seen.rank for one in living)),
+        (),
+        f"no rank has used its CPU or read or written anything for {scene.seconds:.0f} s, "
+        f"and none waits for another{where}",
+        node=first.node,
+        place=first.seen.place,
+        library=first.seen.library,
+        held=held,
+    )
+
+
+# ---------------------------------------------------------------- small change
+
+
+def _gather(ranks: Mapping[int, Sighting]) -> list[_Group]:
+    """The groups with the positions of their members. A member that answers and does not tell of a
+    group has entered nothing there; one that does not answer is behind all others, if the kernel
+    says what holds it; else it is left out."""
+    groups: dict[str, tuple[_Group, str]] = {}
+    for one in ranks.values():
+        for at in _positions(one):
+            seen = one.groups[at.group]
+            group = groups.setdefault(seen.name, (_Group(seen.name, seen.title), seen.members))[0]
+            group.at[one.seen.rank] = _At(at.entered, at.done, at.started, at.call)
+    every = tuple(ranks)
+    limit = max(every, default=0) + 1
+    for group, text in groups.values():
+        members = _members(text, limit) or every
+        for rank in members:
+            if rank in ranks and rank not in group.at:
+                absent = _absent(ranks[rank].seen)
+                if absent is not None:
+                    group.at[rank] = absent
+        group.close()
+    return [group for _, (group, _) in sorted(groups.items())]
+
+
+def _members(text: str, limit: int) -> tuple[int, ...]:
+    try:
+        return read_ranges(text, limit)
+    except ValueError:
+        return ()
+
+
+def _absent(seen: RankSeen) -> _At | None:
+    """Where a member is that has told of no place in a group; None: nobody knows."""
+    if seen.answers:
+        return None if len(seen.at) >= MAX_PLACES else _At(0, 0, -1, "")
+    runs_on = seen.being in (Being.RUNS, Being.SLEEPS) and not seen.forked
+    return None if runs_on else _At(-1, -1, -1, "")
+
+
+def _positions(one: Sighting) -> list[Position]:
+    return [at for at in one.seen.at if at.group < len(one.groups)]
+
+
+def _signature(call: str) -> str:
+    """What must be the same on all ranks; "" where nothing must."""
+    name = call.partition(" ")[0].rpartition(":")[2]
+    if not name or name in PAIRED or name.startswith(("send", "recv")):
+        return ""
+    return call if name in SIZED else name
+
+
+def _differ(parties: Iterable[str]) -> bool:
+    """Whether these signatures cannot belong to one collective; one without sizes fits all."""
+    names = {one.partition(" ")[0] for one in parties}
+    return len(names) > 1 or len([one for one in parties if " " in one]) > 1
+
+
+def _call_words(group: _Group, at: _At) -> str:
+    name, _, rest = at.call.partition(" ")
+    what = f"{name or 'collective'} #{at.done + 1}"
+    return f"{what}{f' {rest}' if rest else ''} of {group.words}"
+
+
+def _who(scene: Scene, ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"{scene.name(ranks[0])} is"
+    return f"ranks {write_ranges(ranks)} are"
+
+
+def _count(waiting: int) -> str:
+    return "1 rank waits" if waiting == 1 else f"{waiting} ranks wait"
+
+
+def _load(seen: RankSeen) -> str:
+    parts = [f"{seen.cpu:.1f} cores"]
+    if seen.io >= IO_STILL:
+        parts.append(f"{seen.io / 1e6:.1f} MB/s")
+    if seen.gpu >= GPU_STILL:
+        parts.append(f"GPU {seen.gpu} %")
+    return ", ".join(parts)
