@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+import msgspec
 from msgspec.structs import replace
 
 from elasticrun.config import BEAT_INTERVAL
@@ -57,6 +59,13 @@ SLOW_RECORD: Final = 1.0
 MAX_ORDERS: Final = 32_768
 """Orders that wait for one reader, above all the shards that its ranks may ask for; with one more
 the stream is closed, and the agent, when it dials anew, asks again."""
+
+
+MAX_ASKED: Final = 64
+"""Requests of readers and operators that wait for an answer at a time."""
+
+ASK_LIMIT: Final = 15.0
+"""Seconds that one waits; a look at all ranks takes some."""
 
 
 class BrainFault(RuntimeError):
@@ -103,6 +112,8 @@ class Loop:
         self._paced = False  # whether there ever were so many streams that they beat less often
         self._picture: m.JobStatus | None = None
         self._fresh_until = 0.0
+        self._asked: dict[int, asyncio.Future[m.Reply]] = {}
+        self._numbers = itertools.count(1)
         self.status_url = ""
         """Told to agents in Welcome; "" without a status page."""
 
@@ -123,8 +134,35 @@ class Loop:
         picture, why = self._picture_now(), self._held_up()
         return replace(picture, reason=why) if why else picture
 
+    async def ask(self, request: m.Request) -> m.Reply:
+        """What the brain replies, or why it does not within ASK_LIMIT. Who is cancelled meanwhile
+        is forgotten."""
+        if len(self._asked) >= MAX_ASKED:
+            return m.Reply(False, f"{MAX_ASKED} others wait for an answer already: ask again")
+        number = next(self._numbers)
+        self._asked[number] = waits = asyncio.Future[m.Reply]()
+        self.put(events.Requested(number, request))
+        try:
+            async with asyncio.timeout(ASK_LIMIT):
+                reply: m.Reply = await waits
+        except TimeoutError:
+            why = self._held_up() or "it is too busy"
+            return m.Reply(False, f"the master gave no answer within {ASK_LIMIT:g} s: {why}")
+        finally:
+            del self._asked[number]
+        return replace(reply, body=self._with_figures(reply.body)) if reply.body else reply
+
+    def _with_figures(self, body: str) -> str:
+        """A picture of the brain's, with a status that also says what is counted here."""
+        parts = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        parts["status"] = msgspec.Raw(msgspec.json.encode(self.status()))
+        return msgspec.json.encode(parts).decode()
+
     def fall_silent(self) -> None:
         """Nobody is told anything more: another master decides."""
+        for waits in self._asked.values():
+            if not waits.done():
+                waits.set_result(m.Reply(False, "another master leads this job now: ask again"))
         self._line.clear()
         self._boxes.clear()
 
@@ -258,6 +296,10 @@ class Loop:
                 logger.log(LEVELS.get(effect.level, logging.INFO), "%s", effect.text)
             case events.JobOver():
                 self.on_over(effect)
+            case events.Replied():
+                waits = self._asked.get(effect.number)  # gone with its reader, as a rule
+                if waits is not None and not waits.done():
+                    waits.set_result(effect.reply)
 
     def _tell(self, sessions: tuple[int, ...], order: m.Order) -> None:
         if self._store is not None and not self._store.leads():

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import resource
+import secrets
 import select
 import signal
 import sys
@@ -54,7 +55,7 @@ from elasticrun.system import title
 from elasticrun.system.processes import set_name, start_time
 from elasticrun.trace.writer import Life
 from elasticrun.wire import auth, run_folder
-from elasticrun.wire.auth import TlsError, reader_token
+from elasticrun.wire.auth import TlsError, operator_token, reader_token
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.rpc.channel import ListenError, listen, make_server, server_options
 from elasticrun.wire.types import loads, mint_nonce
@@ -283,6 +284,8 @@ class Master:
             lambda context: servicer.attend(context),
             lambda context: servicer.status(context),
             lambda context: servicer.reach(context),
+            lambda context: servicer.ask_for(context),
+            lambda context: servicer.operate(context),
             most=MAX_CALLS,
             options=server_options(silence),
         )
@@ -292,8 +295,15 @@ class Master:
         brain = await self._remember(records, port, life)
         loop = Loop(brain, job_id=config.job_id, store=records.store, tracer=records.trace)
         loop.on_over = life.over
+        # where the job has no token, its user on this host may still operate it, and nobody else
+        operator = operator_token(config.token or secrets.token_hex(32))
         servicer = life.streams = Servicer(
-            loop, config.job_id, token=config.token, term=self._term, on_count=life.counted
+            loop,
+            config.job_id,
+            token=config.token,
+            operator=operator,
+            term=self._term,
+            on_count=life.counted,
         )
         page = StatusPage(loop)
         status_port = self._open(page)
@@ -301,7 +311,7 @@ class Master:
         await server.start()
         if config.ready_fd >= 0:
             _say(config.ready_fd, {"port": port, "status_port": status_port})
-        listing = Listing(config, port, loop)
+        listing = Listing(config, port, loop, operator)
         logger.info("serving job %r on %s:%d", config.job_id, config.host, port)
         grace = STOP_GRACE
         try:
@@ -406,7 +416,7 @@ class Listing:
     """This master's file in the user's run folder, written and removed by a thread: the folder may
     stand on a file system that hangs, and the loop must not."""
 
-    def __init__(self, config: MasterConfig, port: int, loop: Loop) -> None:
+    def __init__(self, config: MasterConfig, port: int, loop: Loop, operator: str) -> None:
         self._entry = run_folder.Published(
             job_id=config.job_id,
             host=reachable(config.host),
@@ -415,6 +425,7 @@ class Listing:
             pid=os.getpid(),
             started=start_time(os.getpid()) or 0,
             reader=reader_token(config.token),
+            operator=operator,
             tls=config.tls is not None,
             began=time.time(),
         )

@@ -29,7 +29,7 @@ from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.master.loop import Loop, Mailbox
 from elasticrun.system.network import mtu_to
 from elasticrun.wire import messages as m
-from elasticrun.wire.auth import Denied, Doorkeeper, OutOfTurn
+from elasticrun.wire.auth import OPERATOR_WANTED, Denied, Doorkeeper, OutOfTurn
 from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.rpc.channel import grpc
 from elasticrun.wire.types import WireError
@@ -53,6 +53,9 @@ PROVE_LIMIT: Final = 5.0
 MAX_UNPROVED: Final = 4096
 """Streams that may be on their way in at a time; ten thousand agents that come back together are
 answered faster than they dial."""
+
+READ_VERBS: Final = ("picture", "stacks")
+"""What a reader may ask for; all else is an operator's."""
 
 TELL_EVERY: Final = 60.0
 """Seconds after which a refusal of the same kind is logged again: a flood fills no log."""
@@ -108,13 +111,16 @@ class Servicer:
         job_id: str,
         *,
         token: str = "",
+        operator: str = "",
         term: int = 0,
         on_count: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`token`: what a peer must prove, "" for nothing; `term`: this master's, proved too."""
+        """`token`: what a peer must prove, "" for nothing; `operator`: what an operator must, ""
+        where there can be none; `term`: this master's, proved too."""
         self._loop = loop
         self._job_id = job_id
         self._token = token
+        self._operator = operator
         self._term = term
         self._on_count = on_count
         self._pending = PendingHandshakes()
@@ -150,6 +156,14 @@ class Servicer:
         """One reader that wants to be dialled."""
         await self._received(context, m.Role.READER, protobuf.answer_to_wire, self._dial)
 
+    async def ask_for(self, context: Any) -> None:
+        """One reader that wants to know what the ranks do."""
+        await self._received(context, m.Role.READER, protobuf.answer_to_wire, self._read_for)
+
+    async def operate(self, context: Any) -> None:
+        """One operator, who may ask for anything."""
+        await self._received(context, m.Role.OPERATOR, protobuf.answer_to_wire, self._do)
+
     async def attend(self, context: Any) -> None:
         """One agent's stream, from its first byte to its end."""
         await self._received(context, m.Role.AGENT, protobuf.order_to_wire, self._serve)
@@ -162,7 +176,8 @@ class Servicer:
         serve: Callable[[Any, Doorkeeper], Awaitable[None]],
     ) -> None:
         """Let the peer in and serve it; tell it, in either case, why it ends if it does."""
-        keeper = Doorkeeper(self._token, __version__, self._job_id, self._term, role)
+        token = self._operator if role is m.Role.OPERATOR else self._token
+        keeper = Doorkeeper(token, __version__, self._job_id, self._term, role)
         try:
             await self._let_in(context, keeper, encode)
             await serve(context, keeper)
@@ -215,6 +230,31 @@ class Servicer:
         finally:
             self._reaching -= 1
         await context.write(protobuf.answer_to_wire(reached))
+
+    async def _read_for(self, context: Any, _keeper: Doorkeeper) -> None:
+        """Stacks and paths are for those of the job: where it has no token, for operators alone."""
+        asked = await self._request(context)
+        if not self._token or asked.verb not in READ_VERBS:
+            raise Denied(OPERATOR_WANTED)
+        await self._reply(context, asked)
+
+    async def _do(self, context: Any, _keeper: Doorkeeper) -> None:
+        await self._reply(context, await self._request(context))
+
+    async def _request(self, context: Any) -> m.Request:
+        async with self._pending.step(lambda: "Request"):
+            asked = await _first(context, "Request")
+        if not isinstance(asked, m.Request):
+            raise Wrong(f"{type(asked).__name__} came in the place of Request")
+        return asked
+
+    async def _reply(self, context: Any, asked: m.Request) -> None:
+        reply = await self._loop.ask(asked)
+        try:
+            data = protobuf.answer_to_wire(reply)
+        except WireError as wrong:
+            raise Wrong(f"no answer: {wrong}", grpc.StatusCode.INTERNAL) from None
+        await context.write(data)
 
     # ------------------------------------------------------------ an agent
 
@@ -280,8 +320,8 @@ class Servicer:
                 raise Wrong(str(wrong)) from None
             if isinstance(report, m.Hello | m.Knock | m.Proof):
                 raise Wrong(f"a second {type(report).__name__} on one stream")
-            if isinstance(report, m.ReachMe):
-                raise Wrong("ReachMe is what a reader says, not an agent")
+            if isinstance(report, m.ReachMe | m.Request):
+                raise Wrong(f"{type(report).__name__} is what a reader says, not an agent")
             if isinstance(report, m.Beat):
                 last = report.number
             self._loop.put(Heard(session, report))

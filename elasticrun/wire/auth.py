@@ -63,6 +63,10 @@ PEER_WRONG: Final = (
     "the proof of the job's token is wrong: check that ELASTICRUN_TOKEN or --token-file is the "
     "same on all nodes"
 )
+OPERATOR_WANTED: Final = (
+    "that is for those who have the job's token (ELASTICRUN_TOKEN, --token-file), and for the "
+    "job's own user on the host of its master"
+)
 OTHER_JOB: Final = "the master here serves another job: check the endpoint and --rdzv-id"
 
 
@@ -125,6 +129,12 @@ def reader_token(token: str) -> str:
     return hmac.digest(token.encode(), b"elasticrun reader", "sha256").hex()
 
 
+def operator_token(secret: str) -> str:
+    """What an operator proves, who may stop the job: made from the token or, in a job that has
+    none, from a secret that its master has minted. A master leaves it for its own user."""
+    return hmac.digest(secret.encode(), b"elasticrun operator", "sha256").hex()
+
+
 class Guest:
     """The side that knocks."""
 
@@ -138,7 +148,8 @@ class Guest:
         node: str = "",
         incarnation: str = "",
     ) -> None:
-        """`token`: a reader's is `reader_token`; "" for none. `version`: our own release."""
+        """`token`: a reader's is `reader_token`, an operator's `operator_token`; "" for none.
+        `version`: our own release."""
         self._token = token
         self.knock = Knock(
             protocol=PROTOCOL_VERSION,
@@ -179,13 +190,14 @@ class Doorkeeper:
     | waits for | hears | checks                               | answers   | next              |
     |-----------|-------|--------------------------------------|-----------|-------------------|
     | KNOCK     | Knock | job (an agent's), has token as we do | Challenge | PROOF             |
-    | PROOF     | Proof | that it is right                     | nothing   | HELLO; IN: reader |
+    | PROOF     | Proof | that it is right                     | nothing   | HELLO; IN: others |
     | HELLO     | Hello | job, node, life are the knock's      | nothing   | IN                |
 
     Any other pair is OutOfTurn. After Denied or OutOfTurn the door is shut for good."""
 
     def __init__(self, token: str, version: str, job_id: str, term: int, role: Role) -> None:
-        """`token` is the job's own; `role`: for what this stream is meant."""
+        """`token` is the job's own, or the one for operators; `role`: for what this stream is
+        meant."""
         self._token = reader_token(token) if role is Role.READER else token
         self._version, self._job_id, self._term, self._role = version, job_id, term, role
         self._state = _State.KNOCK
@@ -236,6 +248,8 @@ class Doorkeeper:
                 f"this node belongs to job {knock.job_id!r}, the master here serves job "
                 f"{self._job_id!r}: check the endpoint and --rdzv-id"
             )
+        if self._role is Role.OPERATOR and not (self._token and knock.proves):
+            raise Denied(OPERATOR_WANTED, "somebody who wanted to operate the job was refused")
         if self._token and not knock.proves:
             raise Denied(TOKEN_WANTED, "somebody without the job's token was refused")
         if knock.proves and not self._token:

@@ -58,7 +58,8 @@ class Published:
     """One running master. `started` is the kernel's start time of `pid`, in clock ticks.
 
     `reader` proves that somebody may read its status (`auth.reader_token`; "" for a job without a
-    token): the folder is this user's alone, and it opens nothing else."""
+    token), `operator` that he may end it (`auth.operator_token`): the folder is this user's alone,
+    and neither lets a node in."""
 
     job_id: str
     host: str
@@ -67,6 +68,7 @@ class Published:
     pid: int
     started: int
     reader: str = field(default="", repr=False)
+    operator: str = field(default="", repr=False)
     tls: bool = False
     began: float = 0.0  # when the job did on this host, in seconds since 1970; 0.0: not known
 

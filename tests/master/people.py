@@ -223,9 +223,9 @@ async def serving(
         loop = Loop(brain, store=store)
         loop.on_over = over.append
         servicer = Servicer(loop, "job", **options)
-        made = make_server(
-            servicer.attend, servicer.status, servicer.reach, most=MAX_CALLS, options=transport
-        )
+        methods = (servicer.attend, servicer.status, servicer.reach)
+        more = (servicer.ask_for, servicer.operate)
+        made = make_server(*methods, *more, most=MAX_CALLS, options=transport)
         port = listen(made, "127.0.0.1", port, tls)
         await made.start()
         turning = asyncio.ensure_future(loop.run())

@@ -195,7 +195,7 @@ IN = (KNOCK, PROOF, HELLO)
         ((*IN, _hello(node="n1")), "second Hello"),
         ((*IN, KNOCK), "second Knock"),
         ((*IN, report_to_wire(m.ReachMe(2000, bytes(m.NONCE_BYTES)))), "what a reader says"),
-        ((*IN, BEAT, b"\x0a\x02\x08\x07"), "protocol 7"),
+        ((*IN, BEAT, b"\x0a\x02\x08\x63"), "protocol 99"),
         ((*IN, b"\xde\xad\xbe\xef"), "no report"),
     ],
     ids=[

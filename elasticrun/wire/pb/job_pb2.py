@@ -577,7 +577,7 @@ _FILE = (
     b'elasticrun.v1.ReachedH\x00R'
     b'\x07reached\x12,\n\x05reply\x18\x05 \x01(\x0b2'
     b'\x14.elasticrun.v1.ReplyH\x00R'
-    b'\x05replyB\x06\n\x04kind2\x8e\x02\n\tJobMa'
+    b'\x05replyB\x06\n\x04kind2\xd1\x02\n\tJobMa'
     b'ster\x129\n\x06Attend\x12\x15.elastic'
     b'run.v1.Report\x1a\x14.elasticr'
     b'un.v1.Order(\x010\x01\x12C\n\tGetSt'
@@ -588,8 +588,11 @@ _FILE = (
     b'lasticrun.v1.StatusAnswe'
     b'r(\x010\x01\x12@\n\x06AskFor\x12\x15.elasti'
     b'crun.v1.Report\x1a\x1b.elastic'
-    b'run.v1.StatusAnswer(\x010\x01b'
-    b'\x06proto3'
+    b'run.v1.StatusAnswer(\x010\x01\x12'
+    b'A\n\x07Operate\x12\x15.elasticrun.'
+    b'v1.Report\x1a\x1b.elasticrun.v'
+    b'1.StatusAnswer(\x010\x01b\x06prot'
+    b'o3'
 )
 
 # A pool of our own: another library's messages of the same name cannot clash with these.

@@ -4,9 +4,10 @@ gRPC's defaults are made for data centres behind load balancers. Each option bel
 that would cost a job its life; what goes wrong without it stands beside it, and a test shows it.
 
 An agent: `open_channel`, then `attend` for its stream (`Attendance`), whose `enter` proves the
-job's token and says hello. A reader: `get_status`, `reach_me`. The master: `make_server`, `listen`.
-Bytes are turned into messages here or, in the master, by the handler itself, so that a message
-which is not understood becomes a sentence for its sender and never an exception inside gRPC.
+job's token and says hello. A reader: `get_status`, `reach_me`, `ask_for`. The master:
+`make_server`, `listen`. Bytes are turned into messages here or, in the master, by the handler
+itself, so that a message which is not understood becomes a sentence for its sender and never an
+exception inside gRPC.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from elasticrun.wire.messages import (
     Reached,
     ReachMe,
     Refused,
+    Reply,
     Report,
+    Request,
     Role,
 )
 from elasticrun.wire.rpc import protobuf
@@ -86,6 +89,8 @@ SERVICE: Final = "elasticrun.v1.JobMaster"
 ATTEND: Final = f"/{SERVICE}/Attend"
 GET_STATUS: Final = f"/{SERVICE}/GetStatus"
 REACH: Final = f"/{SERVICE}/Reach"
+ASK_FOR: Final = f"/{SERVICE}/AskFor"
+OPERATE: Final = f"/{SERVICE}/Operate"
 
 SERVER_OPTIONS: Final[Mapping[str, int]] = {
     # Two masters would share one port, and each agent meet one of them by chance.
@@ -295,6 +300,23 @@ async def reach_me(
     return await _ask(REACH, guest, asked, Reached, endpoint, timeout, tls, name)
 
 
+async def ask_for(
+    endpoint: Endpoint,
+    timeout: float,
+    request: Request,
+    *,
+    token: str = "",
+    role: Role = Role.READER,
+    tls: Pem | None = None,
+    name: str = "",
+) -> Reply:
+    """Have the master at `endpoint` look at the ranks or, as an operator, do something; `token` is
+    that of the role (`auth.reader_token`, `auth.operator_token`). LinkError as above."""
+    method = OPERATE if role is Role.OPERATOR else ASK_FOR
+    guest = Guest(token, request.verb, role)
+    return await _ask(method, guest, request, Reply, endpoint, timeout, tls, name)
+
+
 async def _ask(
     method: str,
     guest: Guest,
@@ -378,6 +400,8 @@ def make_server(
     attend: Serve,
     status: Serve,
     reach: Serve | None = None,
+    ask_for: Serve | None = None,
+    operate: Serve | None = None,
     *,
     most: int,
     options: Mapping[str, int] = SERVER_OPTIONS,
@@ -391,7 +415,13 @@ def make_server(
         return grpc.stream_stream_rpc_method_handler(on_stream)
 
     made = grpc.aio.server(options=tuple(options.items()), maximum_concurrent_rpcs=most)
-    methods = {"Attend": attend, "GetStatus": status, "Reach": reach}
+    methods = {
+        "Attend": attend,
+        "GetStatus": status,
+        "Reach": reach,
+        "AskFor": ask_for,
+        "Operate": operate,
+    }
     handlers = {name: handler(serve) for name, serve in methods.items() if serve is not None}
     made.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     return made
