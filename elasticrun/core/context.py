@@ -32,6 +32,7 @@ class JobContext:
         self.rdzv = Rendezvous(spec, now)
         self.restarts = Restarts(spec)
         self.number = 0  # of the last round
+        self.incidents = 0  # the number of the last one
         self.round: Round | None = None  # the last one that was formed or adopted
         self.outcome: m.End | None = None
         self.changed = False  # a fact has changed that no order waits for

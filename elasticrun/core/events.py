@@ -9,6 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from elasticrun.core.persisted import Facts
+from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.wire.messages import (
     Failure,
     Hello,
@@ -116,7 +117,13 @@ class Replied(Struct, frozen=True):
     reply: Reply
 
 
-JobEffect = Tell | Hangup | Note | JobOver | Record | Replied
+class Filed(Struct, frozen=True):
+    """Keep this record of what stopped training, in place of an older one of its number."""
+
+    incident: IncidentRow
+
+
+JobEffect = Tell | Hangup | Note | JobOver | Record | Replied | Filed
 
 
 # ---------------------------------------------------------------- the agent's: WorkerGroup

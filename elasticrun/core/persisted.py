@@ -108,6 +108,7 @@ class Facts(Struct, frozen=True):
     rejected: tuple[Rejected, ...] = ()
     rewound_from: int = -1  # training was taken back from this step since the newest checkpoint
     restore_step: int = -1  # as in Start; -1 too once there is a checkpoint of what came of it
+    incidents: int = 0  # the number of the last one
     blind: bool = False  # no round, but another master served before, without leaving a record
 
 

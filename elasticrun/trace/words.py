@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from elasticrun.core.events import (
+    Filed,
     Hangup,
     Heard,
     JobEffect,
@@ -22,6 +23,7 @@ from elasticrun.core.events import (
     Tell,
 )
 from elasticrun.core.persisted import Facts
+from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import plain, typed
@@ -86,6 +88,14 @@ def effect_in_words(effect: JobEffect) -> str:
             return f"record: {facts_in_words(effect.facts)}"
         case Replied():
             return f"answer {effect.number}: {effect.reply.reason or 'done'}"
+        case Filed():
+            return f"filed: {incident_in_words(effect.incident)}"
+
+
+def incident_in_words(incident: IncidentRow) -> str:
+    """A record as one line, without its times."""
+    state = "over" if incident.over else "open"
+    return f"incident {incident.number} ({state}), {incident.cause}: {incident.sentence}"
 
 
 _FORMS: Final[dict[type, str]] = {

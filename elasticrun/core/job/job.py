@@ -148,6 +148,8 @@ class Job:
                     if not is_news and now < self._calm_until:
                         return out
                     joined = node if isinstance(event.report, m.Join) else None
+                elif isinstance(event.report, m.LastLines):  # of the rank that ended the job
+                    self._sight.heard(node, event.report)
             case fx.Detached():
                 streams.detached(event)
             case fx.Overslept():
@@ -269,10 +271,12 @@ class Job:
                 rdzv.stopped(node, now)
             case m.Steps():
                 self._sight.ledger.heard(node, report)
+                self._sight.incidents.of_round(node, report)
                 self._saving.newest_step = max(self._saving.newest_step, report.step)
                 return self._streams.health.stepped(node, report)
             case m.Finished():
                 rdzv.last.finished(node)
+        self._sight.incidents.of_round(node, report)
         return True
 
     def _ranks_failed(self, node: str, report: m.RanksFailed) -> None:
@@ -459,11 +463,13 @@ class Job:
         has_failed = restarts.window.opened_at is not None
         to_save = has_failed or bool(trouble) or points.looks_back  # nobody was there to hear of it
         choice = self._saving.choose(trouble)
-        why = trouble
+        why, bill = trouble, ""
         if has_failed:
             why = trouble or restarts.verdict("", now).reason
-            ctx.note(restarts.settle(trouble, rdzv.formed_at, now))
+            bill = restarts.settle(trouble, rdzv.formed_at, now)
+            ctx.note(bill)
             self._last_failure = trouble or self._last_failure  # a suspicion has become a fact
+        self._sight.incidents.decided(why, bill)
         ctx.number += 1
         name = RoundName(ctx.term, ctx.number, ctx.mint())
         ready = [ctx.nodes[node] for node in rdzv.ready]

@@ -77,12 +77,14 @@ class Recorder:
             rejected=saves.points.rejected(),
             rewound_from=saves.points.rewound_from,
             restore_step=saves.points.restore_step,
+            incidents=ctx.incidents,
         )
 
     def load(self, facts: Facts) -> None:
         """Give every machine what the master before this one knew."""
         ctx, now = self._ctx, self._ctx.now
         ctx.number = facts.number
+        ctx.incidents = facts.incidents
         ctx.outcome = facts.outcome
         ctx.nodes.remember(facts.order)
         ctx.restarts.budget.restore(facts.restart_count, facts.charges, facts.short_lives, now)

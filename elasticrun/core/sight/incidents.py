@@ -1,10 +1,85 @@
-"""What stopped training, one record each: cause, decision, phases of the way back, cost."""
+"""What stopped training, one record each: cause, decision, phases of the way back, cost.
+
+Told over by the first collective or step of the ranks that were started again. Where nothing tells
+of those, the record stays open after all ranks run, until the next one, or the job's end.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from elasticrun.config import EXIT_OK
 from elasticrun.core.context import JobContext
-from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.core.events import Filed
+from elasticrun.core.sight.causes import Origin, followers, origin_of
+from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow
+from elasticrun.core.words import some
 from elasticrun.wire import messages as m
+
+MOST = 200
+"""Records that are kept."""
+
+MOST_STACKS = 32
+"""Groups of threads in one record."""
+
+MOST_FOLLOWED = 8
+"""Further ends of rounds in one record."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """The record that is being written."""
+
+    number: int
+    began: float  # when it was noticed
+    round: int
+    slots: int
+    origin: Origin
+    newest: int  # step told in the round that is over; -1: none
+    phase: str = "stop"
+    since: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)  # seconds, by phase
+    awaited: set[str] = field(default_factory=set)  # members that have not stopped, or started, yet
+    decision: str = ""
+    followed: list[str] = field(default_factory=list)
+    excluded: tuple[str, ...] = ()
+    ranks: int = 0  # of the round after it
+    restored: int = -1  # the step that this round starts from; -1: not known
+    steps_lost: int = 0
+    first_told: bool = False  # a node has told of its first collective or step
+    last_lines: str = ""
+    stacks: tuple[StackRow, ...] = ()
+
+    def to(self, phase: str, now: float) -> None:
+        """The next part of the way back begins."""
+        self.spent[self.phase] = self.spent.get(self.phase, 0.0) + now - self.since
+        self.phase, self.since = phase, now
+
+    def row(self, now: float, *, over: bool) -> IncidentRow:
+        spent = dict(self.spent)
+        if self.phase:
+            spent[self.phase] = spent.get(self.phase, 0.0) + now - self.since
+        return IncidentRow(
+            number=self.number,
+            cause=self.origin.cause,
+            sentence=self.origin.sentence,
+            followed="; ".join(self.followed),
+            decision=self.decision,
+            age=now - self.began,
+            round=self.round,
+            node=self.origin.node,
+            rank=self.origin.rank,
+            over=over,
+            excluded=self.excluded,
+            phases=tuple(PhaseRow(name, seconds) for name, seconds in spent.items()),
+            steps_lost=self.steps_lost,
+            slot_seconds=self.slots * sum(spent.values()),
+            last_lines=self.last_lines,
+            stacks=self.stacks,
+        )
 
 
 class Incidents:
@@ -12,19 +87,223 @@ class Incidents:
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
+        self._rows: deque[tuple[float, IncidentRow]] = deque(maxlen=MOST)  # and when it began
+        self._open: _Open | None = None
+        self._ended = ctx.outcome is not None
+        self._newest = -1  # step that was told in this round
+        self._tells_steps = False
+        self._stacks: dict[tuple[str, str], StackRow] = {}  # of the newest look, by key
+        self._look = -1
+        self._known_out = self._kept_out()
+        last = ctx.round
+        if last is not None and last.inherited and last.why_stopped and not self._ended:
+            ctx.incidents = max(0, ctx.incidents - 1)  # the master before this one has counted it
+            self.round_over(last.why_stopped)
+
+    # ------------------------------------------------------------ what happens
 
     def heard(self, node: str, report: m.Quiet | m.LastLines | m.Stacks) -> None:
         """What belongs to the open one."""
+        if isinstance(report, m.Quiet):
+            self._quiet(report)
+        elif isinstance(report, m.Stacks):
+            self._seen(report)
+        elif (one := self._open) is not None:
+            if report.rank == one.origin.rank or not one.last_lines:
+                one.last_lines = report.text
+                self._file(one.row(self._ctx.now, over=False))
+        elif self._ended and self._rows:  # the job ended for it before they came
+            began, row = self._rows[-1]
+            if report.rank == row.rank:
+                self._rows[-1] = (began, replace(row, last_lines=report.text))
+                self._file(self._rows[-1][1])
 
-    def round_over(self, reason: str) -> None:
-        """The round is closed for this reason."""
+    def of_round(self, node: str, report: m.Report) -> None:
+        """A report about the present round."""
+        one, now = self._open, self._ctx.now
+        if isinstance(report, m.Steps):
+            self._stepped(report)
+        elif one is None:
+            return
+        elif isinstance(report, m.Stopped) and one.phase == "stop":
+            one.awaited.discard(node)
+            if not one.awaited:
+                one.to("gather", now)
+        elif isinstance(report, m.Running | m.Finished) and one.phase == "spawn":
+            one.awaited.discard(node)
+            if not one.awaited:
+                one.to("warm", now)
+                self._file(one.row(now, over=False))
+
+    def round_over(self, reason: str, quiet: float = 0.0) -> None:
+        """The round is closed for this reason. `quiet`: seconds since anything moved in it."""
+        ctx, one = self._ctx, self._open
+        if ctx.rdzv.succeeded or ctx.round is None:
+            return
+        if one is not None and one.phase == "warm":
+            self._close(tell=False)
+            one = None
+        if one is None:
+            self._begin(reason, quiet)
+            return
+        if len(one.followed) < MOST_FOLLOWED:
+            one.followed.append(reason)
+        one.awaited = self._members()
+        one.to("stop", ctx.now)
+
+    def decided(self, reason: str, decision: str) -> None:
+        """The next round is about to be formed; what ended the last one is certain now. `decision`:
+        what it costs, "" where nobody is charged."""
+        one = self._open
+        if one is None:
+            return
+        if not one.decision:
+            one.origin = origin_of(self._ctx, reason) if reason else one.origin
+            if follow := followers(self._ctx):
+                one.followed.insert(0, follow)
+        one.decision = decision or one.decision or "the round is formed anew, free of charge"
 
     def round_begins(self) -> None:
         """The next one is formed."""
+        one, round_ = self._open, self._ctx.round
+        out = self._kept_out()
+        self._newest = -1
+        if one is not None and round_ is not None:
+            one.excluded = tuple(sorted({*one.excluded, *(out - self._known_out)}))
+            one.ranks = round_.facts.world_size
+            restore = round_.facts.restore
+            one.restored = -1 if restore is None else restore.step
+            one.awaited = set(round_.members)
+            one.to("spawn", self._ctx.now)
+        self._known_out = out
 
     def settle(self) -> None:
         """After every event that was decided on."""
+        ctx, one = self._ctx, self._open
+        if ctx.outcome is not None:
+            self._end(ctx.outcome)
+        elif one is not None and one.phase == "stop" and not ctx.rdzv.awaits_survivors:
+            one.to("gather", ctx.now)
 
     def page(self) -> tuple[IncidentRow, ...]:
         """The newest last."""
-        return ()
+        now = self._ctx.now
+        rows = [replace(row, age=max(0.0, now - began)) for began, row in self._rows]
+        if self._open is not None:
+            rows.append(self._open.row(now, over=False))
+        return tuple(rows[-MOST:])
+
+    # ------------------------------------------------------------ beginning and end
+
+    def _begin(self, reason: str, quiet: float) -> None:
+        ctx, round_ = self._ctx, self._ctx.round
+        now = ctx.now
+        assert round_ is not None
+        ctx.incidents += 1
+        culprit = origin_of(ctx, reason)
+        self._open = one = _Open(
+            number=ctx.incidents,
+            began=now,
+            round=round_.name.number,
+            slots=round_.facts.world_size,
+            origin=culprit,
+            newest=self._newest,
+            since=now,
+            awaited=self._members(),
+        )
+        if (detect := quiet or self._detected(culprit)) > 0.0:
+            one.spent["detect"] = detect
+        if culprit.cause == "hang":
+            one.stacks = tuple(self._stacks.values())
+        self._file(one.row(now, over=False))
+
+    def _detected(self, culprit: Origin) -> float:
+        """Seconds from the last word of who was lost until now; 0.0: it was known at once."""
+        ctx, last = self._ctx, self._ctx.rdzv.last
+        if culprit.cause == "node_lost" and culprit.node in last.away:
+            return max(0.0, ctx.now - last.last_word)
+        return 0.0
+
+    def _members(self) -> set[str]:
+        last = self._ctx.rdzv.last
+        return {node for node in last.stages if node not in last.away}
+
+    def _close(self, *, tell: bool) -> None:
+        """Training goes on; or nothing tells, and something else has happened."""
+        ctx, one = self._ctx, self._open
+        assert one is not None
+        if one.phase == "warm" and not tell:
+            one.spent.setdefault("warm", 0.0)  # how long it took nobody can say
+            one.phase = ""
+        if one.newest >= 0 and one.restored >= 0 and not one.steps_lost:
+            one.steps_lost = max(0, one.newest - one.restored)
+        row = one.row(ctx.now, over=True)
+        self._rows.append((one.began, row))
+        self._open = None
+        if tell:
+            lost = f", {some(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
+            were = "was" if one.ranks == 1 else "were"
+            back = f"{some(one.ranks, 'rank')} {were} back after {row.age:.1f} s"
+            ctx.note(f"incident {row.number}: {row.sentence}, {back}{lost}")
+        self._file(row)
+
+    def _end(self, outcome: m.End) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        if self._open is None:
+            if outcome.exit_code == EXIT_OK or self._ctx.round is None:
+                return
+            self._begin(outcome.reason, 0.0)
+        one = self._open
+        assert one is not None
+        if not one.decision and (follow := followers(self._ctx)):
+            one.followed.insert(0, follow)
+        end = f"the job ends with code {outcome.exit_code}: {outcome.reason}"
+        one.decision = f"{one.decision}; {end}" if one.decision else end
+        self._close(tell=False)
+
+    def _file(self, row: IncidentRow) -> None:
+        self._ctx.out.append(Filed(row))
+
+    def _kept_out(self) -> set[str]:
+        ctx = self._ctx
+        return {one.node for one in ctx.exclusions.page(ctx.now)} | set(ctx.rdzv.backing_off)
+
+    # ------------------------------------------------------------ what tells that training moves
+
+    def _quiet(self, report: m.Quiet) -> None:
+        round_ = self._ctx.round
+        if round_ is None or report.round != round_.name:
+            return
+        one = self._open
+        if one is not None and report.first > 0.0 and one.phase in ("spawn", "warm"):
+            one.first_told = True
+            if not self._tells_steps:
+                self._close(tell=True)
+
+    def _stepped(self, report: m.Steps) -> None:
+        self._tells_steps = True
+        self._newest = max(self._newest, report.step)
+        one = self._open
+        if one is not None and one.phase in ("spawn", "warm"):
+            if one.newest >= 0:
+                one.steps_lost = max(0, one.newest - (report.step - report.steps))
+            self._close(tell=one.first_told)
+
+    def _seen(self, report: m.Stacks) -> None:
+        """Stacks of one look, which comes from every node in parts."""
+        if report.number != self._look:
+            self._look = report.number
+            self._stacks.clear()
+        for group in report.groups:
+            key = (group.key, group.thread)
+            known = self._stacks.get(key)
+            if known is not None:
+                ranks, count = f"{known.ranks},{group.ranks}", known.count + group.count
+                self._stacks[key] = replace(known, ranks=ranks, count=count)
+            elif len(self._stacks) < MOST_STACKS:
+                row = StackRow(group.ranks, group.count, group.thread, group.text)
+                self._stacks[key] = row
+        if self._open is not None and self._open.phase == "stop":
+            self._open.stacks = tuple(self._stacks.values())

@@ -85,8 +85,8 @@ class Sight:
 
     def round_over(self, reason: str) -> None:
         """The round is closed."""
+        self.incidents.round_over(reason, self.watch.quiet())
         self.watch.round_over()
-        self.incidents.round_over(reason)
 
     def next_deadline(self) -> float | None:
         """When `pursue` is due at the latest."""

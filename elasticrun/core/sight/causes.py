@@ -1,0 +1,88 @@
+"""Why a round was over, in the words of incidents: the cause, what failed first, what followed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticrun.core.context import JobContext
+from elasticrun.core.nodes.admission import SLOW
+from elasticrun.core.rounds.failures import what_happened
+from elasticrun.core.words import some, write_ranges
+from elasticrun.wire.messages import Failure, FailureKind
+
+MOST_KINDS = 4
+"""Different ends of other ranks that are told apart."""
+
+_OF_A_RANK = {FailureKind.HUNG: "hang", FailureKind.FINAL: "script"}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What failed first. `node` and `rank`: "" and -1 where it is nobody's."""
+
+    cause: str
+    sentence: str
+    node: str = ""
+    rank: int = -1
+
+
+def origin_of(ctx: JobContext, reason: str) -> Origin:
+    """Of the last round, which was over for this reason. O(members), once an incident."""
+    node = _named(ctx, reason)
+    if node:
+        return Origin(_of_a_node(ctx, node, reason), reason, node)
+    window = ctx.restarts.window
+    failures = window.failures
+    if failures and not window.excused:
+        return _of_a_failure(ctx, failures[0])
+    if reason.endswith(" joined"):
+        return Origin("scaled", reason)
+    if " asks" in reason:
+        return Origin("operator", reason)
+    return Origin("master", reason)
+
+
+def followers(ctx: JobContext) -> str:
+    """What became of the other ranks that failed, in a line; "" of none."""
+    kinds: dict[str, list[int]] = {}
+    for failure in ctx.restarts.window.failures[1:]:
+        kinds.setdefault(what_happened(failure), []).append(failure.rank)
+    told = [
+        f"{'ranks' if len(ranks) > 1 else 'rank'} {write_ranges(ranks)}: {what}"
+        for what, ranks in list(kinds.items())[:MOST_KINDS]
+    ]
+    more = len(kinds) - MOST_KINDS
+    return "; ".join(told) + (f"; {some(more, 'other end')}" if more > 0 else "")
+
+
+def node_of(ctx: JobContext, rank: int) -> str:
+    """On which node of the last round a rank has its place; "" where that is not known."""
+    seats = () if ctx.round is None else ctx.round.members.values()
+    return next((s.node for s in seats if s.first_rank <= rank < s.first_rank + s.ranks), "")
+
+
+def _named(ctx: JobContext, reason: str) -> str:
+    """The member with which this reason begins."""
+    if not reason.startswith("node ") or ctx.round is None or reason.endswith(" joined"):
+        return ""
+    return next((node for node in ctx.round.seats if reason.startswith(f"node {node} ")), "")
+
+
+def _of_a_node(ctx: JobContext, node: str, reason: str) -> str:
+    if " is left out: " in reason:
+        return "rank_failed"
+    if "it is excluded: " in reason:
+        kinds = {one.kind for one in ctx.exclusions.page(ctx.now) if one.node == node}
+        return "node_slow" if SLOW in kinds else "operator" if " asks" in reason else "node_lost"
+    return "preempted" if "left: received " in reason else "node_lost"
+
+
+def _of_a_failure(ctx: JobContext, failure: Failure) -> Origin:
+    node = node_of(ctx, failure.rank)
+    alone = ctx.round is None or len(ctx.round.seats) < 2
+    where = f"rank {failure.rank}" + ("" if alone or not node else f" on node {node}")
+    if failure.kind is FailureKind.HUNG:
+        sentence = f"{where} hung ({failure.message})" if failure.message else f"{where} hung"
+    else:
+        sentence = f"{where} failed ({what_happened(failure)})"
+    return Origin(_OF_A_RANK.get(failure.kind, "rank_failed"), sentence, node, failure.rank)

@@ -1,0 +1,166 @@
+"""What stopped training, in the records of the master; the brain by hand."""
+
+from __future__ import annotations
+
+import json
+
+from msgspec.structs import replace
+
+from elasticrun.core import events as fx
+from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.trace.words import incident_in_words
+from elasticrun.wire import messages as m
+from elasticrun.wire.types import Endpoint, RoundName
+from tests.core.by_hand import SPEC, Master, failure, hello
+
+
+def filed(master: Master) -> IncidentRow:
+    return [one.incident for one in master.effects if isinstance(one, fx.Filed)][-1]
+
+
+def notes(master: Master) -> list[str]:
+    return [one.text for one in master.effects if isinstance(one, fx.Note)]
+
+
+def trains(master: Master, step: int) -> RoundName:
+    name = master.running()
+    master.both(m.Steps(name, step, step, 0.1, 0.1, 0.0))
+    return name
+
+
+def starts(master: Master) -> RoundName:
+    (start,) = master.orders(2)
+    assert isinstance(start, m.Start)
+    master.now += 0.5
+    master.hear(1, m.Running(start.round, (1, 2)))
+    master.hear(2, m.Running(start.round, (3, 4)))
+    return start.round
+
+
+def fails(master: Master, name: RoundName, one: m.Failure) -> None:
+    master.now += 10.0
+    master.hear(1, m.RanksFailed(name, (one,)))
+    echo = replace(failure(2), kind=m.FailureKind.PEER_LOST)
+    master.hear(2, m.RanksFailed(name, (echo, replace(echo, rank=3))))
+    master.now += 1.0
+    master.come_back(1, name)
+    master.now += 2.0
+    master.come_back(2, name)
+
+
+def test_a_failing_rank_from_its_death_to_the_next_step() -> None:
+    master = Master()
+    fails(master, trains(master, 40), failure(0))
+    name = starts(master)
+    master.hear(1, m.LastLines(name, 0, "boom"))
+    master.now += 1.5
+    master.hear(1, m.Quiet(name, 0.0, first=1.5, counted=True))
+    assert notes(master) == [], "its steps are told, so the first of them is waited for"
+    master.hear(1, m.Steps(name, 31, 1, 0.1, 0.1, 0.0))
+    assert notes(master) == [
+        "incident 1: rank 0 on node a failed (boom), 4 ranks were back after 5.0 s, "
+        "10 steps repeated"
+    ]
+    row = filed(master)
+    assert [(phase.name, phase.seconds) for phase in row.phases] == [
+        ("stop", 3.0),
+        ("gather", 0.0),
+        ("spawn", 0.5),
+        ("warm", 1.5),
+    ]
+    assert (row.cause, row.node, row.rank, row.round) == ("rank_failed", "a", 0, 1)
+    assert (row.over, row.slot_seconds, row.steps_lost, row.last_lines) == (True, 20.0, 10, "boom")
+    assert row.followed == "ranks 2,3: lost its connection to another rank"
+    assert row.decision == "restart 1: rank 0 on node a: boom; 2 left"
+    assert master.job._sight.incidents.page()[0].number == 1
+
+
+def test_a_hang_counts_from_the_last_move_and_keeps_the_stacks() -> None:
+    master = Master()
+    name = master.running()
+    group = m.StackGroup("k", "1", 1, "", "train.py:88 load_shard")
+    master.hear(1, m.Stacks(name, 1, (group,)))
+    hung = replace(failure(0), kind=m.FailureKind.HUNG, message="all wait for it")
+    fails(master, name, hung)
+    new = starts(master)
+    master.hear(2, m.Quiet(new, 0.0, first=1.0))
+    row = filed(master)
+    assert (row.cause, row.sentence) == ("hang", "rank 0 on node a hung (all wait for it)")
+    assert [one.text for one in row.stacks] == ["train.py:88 load_shard"]
+    assert row.over
+
+
+def test_a_lost_node_counts_from_its_last_word() -> None:
+    master = Master(replace(SPEC, min_nodes=1))
+    name = master.running()
+    master.now = 60.0
+    master.both(m.Beat(1))
+    master.feed(fx.Detached(2, clean=False))
+    while not any("is over" in text for text in notes(master)):
+        due = master.job.next_deadline()
+        assert due is not None
+        master.now = due
+        master.hear(1, m.Beat(2))
+        master.feed(fx.Tick())
+    row = filed(master)
+    assert (row.cause, row.node, row.over) == ("node_lost", "b", False)
+    assert [phase.name for phase in row.phases] == ["detect", "stop"]
+    assert row.phases[0].seconds == master.now - 60.0
+    master.come_back(1, name)
+    (start,) = master.orders(1)
+    assert isinstance(start, m.Start)
+    assert "free of charge" in master.job._sight.incidents.page()[0].decision
+
+
+def test_nodes_that_leave_or_come_are_no_failures() -> None:
+    master = Master(replace(SPEC, min_nodes=1))
+    master.running()
+    master.hear(2, m.Leaving("received SIGTERM", 15))
+    assert filed(master).cause == "preempted"
+    grown = Master(replace(SPEC, min_nodes=1, last_call_timeout=0.0, grow_cooldown=0.0))
+    grown.feed(fx.Attached(1, hello("a")))
+    grown.hear(1, m.Join(Endpoint("10.0.0.1", 4000)))
+    (start,) = grown.orders(1)
+    assert isinstance(start, m.Start)
+    grown.hear(1, m.Running(start.round, (1, 2)))
+    grown.now = 50.0
+    grown.feed(fx.Attached(2, hello("b")))
+    grown.hear(2, m.Join(Endpoint("10.0.0.2", 4000)))
+    assert (filed(grown).cause, filed(grown).sentence) == ("scaled", "node b joined")
+
+
+def test_the_end_of_a_job_closes_it_and_takes_the_last_lines() -> None:
+    master = Master(replace(SPEC, max_restarts=0))
+    name = master.running()
+    master.hear(1, m.RanksFailed(name, (failure(0),)))
+    assert incident_in_words(filed(master)).startswith("incident 1 (over), rank_failed: rank 0")
+    assert filed(master).decision.startswith("the job ends with code 1: rank 0 on node a: boom")
+    master.hear(1, m.LastLines(name, 0, "the last"))
+    assert filed(master).last_lines == "the last"
+    well = Master()
+    name = well.running()
+    well.both(m.Finished(name))
+    assert not any(isinstance(effect, fx.Filed) for effect in well.effects)
+
+
+def test_one_that_nothing_tells_of_is_over_with_the_next() -> None:
+    master = Master()
+    fails(master, master.running(), failure(0))
+    name = starts(master)
+    master.now += 20.0
+    master.hear(2, m.RanksFailed(name, (failure(2),)))
+    first, second = master.job._sight.incidents.page()
+    assert (first.over, second.over, second.number, second.node) == (True, False, 2, "b")
+    assert sum(phase.seconds for phase in first.phases) == 3.5, "not the time in which it trained"
+
+
+def test_the_next_master_counts_on_and_closes_what_was_open() -> None:
+    master = Master()
+    name = master.running()
+    master.hear(1, m.RanksFailed(name, (failure(0),)))
+    assert master.facts is not None
+    later = Master(facts=master.facts)
+    later.feed(fx.Tick())
+    (row,) = later.job._sight.incidents.page()
+    assert (row.number, row.over, row.sentence) == (1, False, "rank 0 on node a: boom")
+    assert json.loads(json.dumps(row.cause)) == "master"
