@@ -298,6 +298,7 @@ class LogPlan:
     stderr_filters: tuple[str, ...] = ()
     prefix_template: str = ""  # "": [${role_name}${local_rank}]:
     logs_specs: str | None = None  # name of an entry point of the group torchrun.logs_specs
+    fold: bool = True  # lines of several ranks on a terminal are told once
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,6 +278,7 @@ def _log_plan(asked: Asked, machine: Machine) -> LogPlan:
         stderr_filters=tuple(asked.value("duplicate_stderr_filters") or ()),
         prefix_template=template or asked.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
         logs_specs=name,
+        fold=not asked.switch("no_fold"),
     )
 
 

@@ -239,6 +239,8 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             "($TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE).", NEWER),
         _flag("--logs-specs", _TEXT, "NAME", None, "Plug-in of the group torchrun.logs_specs that "
             "says where output goes.", env=""),
+        _switch("--no-fold", "Show each line of every rank, where a terminal would show lines that "
+            "ranks have in common once.", OURS),
         _flag("--event-log-handler", _TEXT, "NAME", "null", "Where events are logged: null, "
             "console, dynamic_rendezvous."),
     ),

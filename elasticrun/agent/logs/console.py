@@ -75,6 +75,11 @@ class ConsoleWriter:
         self._thread: threading.Thread | None = None
 
     @property
+    def is_terminal(self) -> bool:
+        """Whether people read it, and no program."""
+        return os.isatty(self._fd)
+
+    @property
     def dropped(self) -> int:
         """Lines that were never written to the console, so far."""
         with self._changed:

@@ -28,6 +28,7 @@ from importlib import metadata
 from typing import Any, Final
 
 from elasticrun.agent.logs.console import FROZEN_AFTER, ConsoleWriter
+from elasticrun.agent.logs.folded import FoldedConsole
 from elasticrun.agent.logs.tail import LineFilter, Reader, Tail
 from elasticrun.config import LogPlan
 from elasticrun.operator_log import logger
@@ -397,8 +398,19 @@ class RankOutput:
                     pass
                 prefix = self._prefix(local_rank, envs[local_rank])
                 tails.append(Tail(local_rank, file, prefix, self._consoles[stream], copy))
+            self._fold(stream, tails, envs)
             if tails or copy is not None:
                 self._readers[stream].add(tails, () if copy is None else (copy,))
+
+    def _fold(self, stream: int, tails: list[Tail], envs: Mapping[int, dict[str, str]]) -> None:
+        """Several ranks on a terminal are folded. A prefix of the user's own names one rank."""
+        plan, console = self._plan, self._consoles[stream]
+        if not plan.fold or plan.prefix_template or len(tails) < 2 or not console.is_terminal:
+            return
+        paths = {tail.local_rank: tail.path for tail in tails}
+        folded = FoldedConsole(console, {i: int(envs[i][env.RANK]) for i in paths}, paths)
+        for tail in tails:
+            tail.folded = folded
 
     def _open_filter(self, needles: tuple[str, ...], path: str) -> LineFilter | None:
         if not needles:

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Final
 
 from elasticrun.agent.logs.console import ConsoleWriter
+from elasticrun.agent.logs.folded import FoldedConsole
 from elasticrun.config import LOG_DRAIN
 from elasticrun.operator_log import logger
 
@@ -140,6 +141,8 @@ class Tail:
     prefix: bytes
     console: ConsoleWriter
     filter: LineFilter | None = None
+    folded: FoldedConsole | None = None
+    """Where the lines go instead of to the console as they are."""
     fd: int = -1
     watch: int = -1
     held: bytes = b""  # the beginning of a line that has not ended yet
@@ -152,16 +155,16 @@ class Tail:
             os.lseek(self.fd, 0, os.SEEK_SET)  # the script has cut its log: start over, as tail -F
             data = os.read(self.fd, READ_BYTES)
         text = self.held + data
-        lines: list[bytes] = []
+        lines: list[tuple[bytes, bool]] = []
         start = 0
         for end in _LINE_END.finditer(text):
-            lines.append(text[start : end.start()])
+            lines.append((text[start : end.start()], end[0] == b"\r"))
             start = end.end()
         self.held = text[start:]
         while len(self.held) > MAX_LINE_BYTES:
-            lines.append(self.held[:MAX_LINE_BYTES])
+            lines.append((self.held[:MAX_LINE_BYTES], False))
             self.held = self.held[MAX_LINE_BYTES:]
-        self._pass_on([self.prefix + line + b"\n" for line in lines])
+        self._pass_on(lines)
         return len(data)
 
     def finish(self, got: Callable[[int], None]) -> None:
@@ -177,7 +180,7 @@ class Tail:
                 break
             got(count)
         if self.held:
-            self._pass_on([self.prefix + self.held.rstrip(b"\r") + b"\n"])
+            self._pass_on([(self.held.rstrip(b"\r"), False)])
             self.held = b""
 
     def skip(self) -> None:
@@ -186,11 +189,18 @@ class Tail:
         self.console.lose(self.path, max(0, rest))
         os.lseek(self.fd, 0, os.SEEK_END)
 
-    def _pass_on(self, lines: list[bytes]) -> None:
-        if lines:
+    def _pass_on(self, said: list[tuple[bytes, bool]]) -> None:
+        """Lines, and whether each of them ended as a state of a progress bar does."""
+        if not said:
+            return
+        if self.filter is not None or self.folded is None:
+            lines = [self.prefix + line + b"\n" for line, _ in said]
             if self.filter is not None:
                 self.filter.pass_on(lines)
-            self.console.put(lines, self)
+            if self.folded is None:
+                self.console.put(lines, self)
+        if self.folded is not None:
+            self.folded.said(self.local_rank, said)
 
 
 @dataclass(slots=True)
@@ -287,11 +297,16 @@ class Reader:
                     break
             self._look(ready)
             self._expire()
+            for folded in self._folded():
+                folded.tick()
             self._batch()
         self._finish(self._tails)
         if self._inotify is not None:
             self._inotify.close()
         os.close(self._wake)
+
+    def _folded(self) -> set[FoldedConsole]:
+        return {tail.folded for tail in self._tails if tail.folded is not None}
 
     def _batch(self) -> None:
         """Let writes add up for a moment; a message ends it."""
@@ -301,6 +316,7 @@ class Reader:
 
     def _wait_ms(self) -> float | None:
         deadlines = [tail.drain_until for tail in self._tails if tail.drain_until is not None]
+        deadlines += [due for folded in self._folded() if (due := folded.due()) is not None]
         if self._inotify is None and self._tails:
             deadlines.append(time.monotonic() + TIMER_SECONDS)
         if not deadlines:
@@ -386,6 +402,7 @@ class Reader:
         self._finish([t for t in self._tails if t.drain_until is not None and t.drain_until <= now])
 
     def _finish(self, tails: list[Tail]) -> None:
+        folded = self._folded()
         for tail in list(tails):
             try:
                 tail.finish(self._got)  # at each turn: `stop` would take a long rest for a hang
@@ -393,6 +410,8 @@ class Reader:
                 logger.warning("cannot read %s: %s", tail.path, error.strerror)
             self.progress += 1
             self._close(tail)
+        for console in folded - self._folded():
+            console.flush()
         if not self._tails:
             for line_filter in self._filters:
                 line_filter.close()
@@ -400,6 +419,8 @@ class Reader:
 
     def _close(self, tail: Tail) -> None:
         self._tails.remove(tail)
+        if tail.folded is not None:
+            tail.folded.ended(tail.local_rank)
         if self._inotify is not None and tail.watch >= 0:
             self._inotify.unwatch(tail.watch)
         os.close(tail.fd)

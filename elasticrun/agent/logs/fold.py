@@ -1,0 +1,363 @@
+"""Lines that several ranks say are told once, with who said them: `[0-5,7] step ~100`.
+
+Pure: lines come in with the time, what is to be told comes out. The lines that are held stand in
+one queue. A rank's line joins a line of the queue that is the same but for its numbers, and that
+stands behind whatever this rank has said before; else it goes to the end. Lines are told from the
+front, so what one rank says is never told in another order than it was said.
+
+A line waits WINDOW seconds at most, and less where nobody can join it any more (every rank has said
+it, or something later). A rank that says alone what nobody else says is not waited with the next
+time. Errors and warnings are told at once; the same words from others follow within the window.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Final
+
+from elasticrun.agent.logs import masks
+from elasticrun.agent.logs.unit import Unit
+
+WINDOW: Final = 1.0
+"""Seconds that a line is held for others who say the same. Raise it where ranks drift further
+apart; the terminal then comes later by as much."""
+
+SOON: Final = 0.2
+"""Seconds after which a line that was never common is told if only a minority has said it."""
+
+MINORITY: Final = 10
+"""One of so many ranks, or fewer, is a minority; a single rank always is."""
+
+MOST_LINES: Final = 8192
+"""Lines in the queue; beyond it the oldest are told with who has said them so far."""
+
+MOST_BYTES: Final = 4 * 1024 * 1024
+"""Their text, likewise."""
+
+MOST_KEYS: Final = 2048
+"""Lines of which is remembered whether they are common."""
+
+MOST_A_SECOND: Final = 20_000
+"""Lines of all ranks that are compared in a second. Of a faster flood nobody reads anything, and it
+is passed on as it comes until a second had fewer."""
+
+LONGEST: Final = 2048
+"""Longer lines are not compared but told at once."""
+
+COMMON: Final = -1
+
+_number = attrgetter("number")
+
+Told = tuple[int, list[bytes]]
+"""Who said it, as bits of the ranks' places, and the lines; a traceback is one of many lines."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A line in the queue, as the first rank said it."""
+
+    number: int
+    key: bytes
+    text: bytes
+    who: int
+    since: float
+    values: list[bytes] | None = None
+    differing: set[int] = field(default_factory=set)
+
+    @property
+    def is_bar(self) -> bool:
+        """Whether it is a state of a progress bar, and has waited before it came here."""
+        return self.key.startswith(b"\r")
+
+    def join(self, place: int, text: bytes) -> None:
+        """One more rank says it."""
+        self.who |= 1 << place
+        if text == self.text:
+            return
+        if self.values is None:
+            self.values = masks.numbers(self.text)
+        for i, (ours, theirs) in enumerate(zip(self.values, masks.numbers(text), strict=False)):
+            if ours != theirs:
+                self.differing.add(i)
+
+    def words(self) -> bytes:
+        """What is printed behind the ranks."""
+        if self.who & (self.who - 1):
+            return masks.told_as_one(self.text, self.differing)
+        return self.text
+
+
+class Fold:
+    """One stream of the ranks of one agent, known by their places 0, 1, 2, ..."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._queue: dict[int, Held] = {}  # by number, in order
+        self._by_key: dict[bytes, list[Held]] = {}
+        self._times: list[tuple[float, int]] = []  # heap: when due, which; some have been told
+        self._bytes = 0
+        self._number = 0
+        self._last = [0] * ranks  # number of what each rank has said last
+        self._alive = set(range(ranks))
+        self._known: dict[bytes, int] = {}  # COMMON, or the place of the only rank that says it
+        self._alarms: dict[bytes, tuple[float, int]] = {}  # told at once: when, and whose
+        self._units: dict[int, Unit] = {}
+        self._bars: dict[int, bytes] = {}
+        self._bars_due = 0.0
+        self._second = 0.0  # when the present second of the count began
+        self._count = 0
+        self._flooded = False
+        self._out: list[Told] = []
+
+    def said(self, place: int, lines: Sequence[tuple[bytes, bool]], now: float) -> list[Told]:
+        """A rank has said lines (without their ends; True: ended by a carriage return, so a state
+        of a bar); what is to be told by now."""
+        if self._is_flood(len(lines), now):
+            self._settle(place, now)
+            self._at_once(place, *(line for line, _ in lines))
+            return self.tick(now)
+        for line, is_bar in lines:
+            if is_bar:
+                self._bar(place, line, now)
+            else:
+                self._line(place, line, now)
+        return self.tick(now)
+
+    def _is_flood(self, lines: int, now: float) -> bool:
+        if now - self._second >= 1.0:
+            self._flooded = self._count > MOST_A_SECOND and now - self._second < 2.0
+            self._second, self._count = now, 0
+        self._count += lines
+        return self._flooded or self._count > MOST_A_SECOND
+
+    def due(self) -> float | None:
+        """When `tick` has something to tell, if nothing is said before."""
+        while self._times and self._times[0][1] not in self._queue:
+            heapq.heappop(self._times)
+        times = [self._times[0][0]] if self._times else []
+        times += [unit.due() for unit in self._units.values()]
+        if self._bars:
+            times.append(self._bars_due)
+        return min(times, default=None)
+
+    def tick(self, now: float) -> list[Told]:
+        """What is to be told now."""
+        for place, unit in list(self._units.items()):
+            if unit.due() <= now:
+                self._tell_unit(place, unit, now)
+        if self._bars and self._bars_due <= now:
+            for place in sorted(self._bars):
+                self._hold_bar(place, now)
+        self._tell_closed()
+        self._tell_due(now)
+        while len(self._queue) > MOST_LINES or self._bytes > MOST_BYTES:
+            self._tell(next(iter(self._queue.values())))
+        out, self._out = self._out, []
+        return out
+
+    def ended(self, place: int, now: float) -> list[Told]:
+        """Nothing more comes of this rank: others do not wait for it."""
+        self._alive.discard(place)
+        self._settle(place, now)
+        return self.tick(now)
+
+    def flush(self, now: float) -> list[Told]:
+        """Everything that is held, since nothing more comes of anybody."""
+        for place in range(self._ranks):
+            self._alive.discard(place)
+            self._settle(place, now)
+        return self.tick(now)
+
+    # ---------------------------------------------------------------- what is said
+
+    def _line(self, place: int, line: bytes, now: float) -> None:
+        unit = self._units.get(place)
+        if unit is not None:
+            if unit.takes(line):
+                if unit.add(line, now):
+                    self._tell_unit(place, unit, now)
+                return
+            self._tell_unit(place, unit, now, ends=True)
+        if place in self._bars:
+            if masks.bar_key(self._bars[place]) == masks.bar_key(line):
+                del self._bars[place]  # the last state of the bar, with an end
+            else:
+                self._hold_bar(place, now)
+        if Unit.begins(line):
+            self._release(1 << place)
+            self._units[place] = Unit(line, now)
+        elif len(line) > LONGEST:
+            self._at_once(place, line)
+        elif _is_alarm(line):
+            self._alarm(place, line, now)
+        else:
+            self._ordinary(place, line, now)
+
+    def _alarm(self, place: int, line: bytes, now: float) -> None:
+        """An error or a warning: only what is the same to the letter is held for company."""
+        before = self._alarms.get(line)
+        if before is not None and before[1] != place and now - before[0] < WINDOW:
+            self._hold(place, line, line, now, now + WINDOW)
+            return
+        self._alarms.pop(line, None)
+        self._alarms[line] = (now, place)
+        _bound(self._alarms)
+        self._at_once(place, line)
+
+    def _ordinary(self, place: int, line: bytes, now: float) -> None:
+        key = masks.key_of(line)
+        known = self._known.get(key)
+        if known is None or known == place:
+            if known == place and key not in self._by_key and not self._holds(place):
+                self._at_once(place, line)
+                return
+            self._hold(place, key, line, now, now + SOON)
+            return
+        self._known[key] = COMMON
+        self._hold(place, key, line, now, now + WINDOW)
+
+    def _holds(self, place: int) -> bool:
+        """Whether something this rank said may still be in the queue."""
+        return bool(self._queue) and self._last[place] >= next(iter(self._queue))
+
+    def _hold(self, place: int, key: bytes, line: bytes, now: float, due: float) -> None:
+        same = self._by_key.setdefault(key, [])
+        last = self._last[place]
+        if same and same[-1].number > last:
+            held = same[bisect_right(same, last, key=_number)]
+            held.join(place, line)
+            self._last[place] = held.number
+            return
+        self._number += 1
+        held = Held(self._number, key, line, 1 << place, now)
+        self._last[place] = held.number
+        self._queue[held.number] = held
+        self._bytes += len(line)
+        same.append(held)
+        self._wait(held, due)
+
+    def _wait(self, held: Held, due: float) -> None:
+        if len(self._times) > 4 * MOST_LINES:
+            self._times = [item for item in self._times if item[1] in self._queue]
+            heapq.heapify(self._times)
+        heapq.heappush(self._times, (due, held.number))
+
+    def _bar(self, place: int, state: bytes, now: float) -> None:
+        if not state.strip():
+            return
+        if place in self._units:
+            self._tell_unit(place, self._units[place], now, ends=True)
+        if not self._bars:
+            self._bars_due = now + WINDOW
+        self._bars[place] = state
+
+    def _settle(self, place: int, now: float) -> None:
+        """Nothing more comes of this rank that could belong to what it has begun."""
+        if place in self._units:
+            self._tell_unit(place, self._units[place], now, ends=True)
+        if place in self._bars:
+            self._hold_bar(place, now)
+
+    def _hold_bar(self, place: int, now: float) -> None:
+        """The newest state takes its place among the lines, and does not wait there."""
+        state = self._bars.pop(place)
+        self._hold(place, masks.bar_key(state), state, now, now)
+
+    # ---------------------------------------------------------------- what is told
+
+    def _at_once(self, place: int, *lines: bytes) -> None:
+        self._release(1 << place)
+        self._number += 1
+        self._last[place] = self._number
+        self._out.append((1 << place, list(lines)))
+
+    def _tell_unit(self, place: int, unit: Unit, now: float, *, ends: bool = False) -> None:
+        if text := unit.take(now):
+            self._at_once(place, text)
+        if ends or unit.is_over:
+            del self._units[place]
+
+    def _tell_closed(self) -> None:
+        """Tell what nobody can join any more."""
+        passed = min((self._last[place] for place in self._alive), default=self._number)
+        while self._queue:
+            held = next(iter(self._queue.values()))
+            if held.number > passed:
+                return
+            self._learn(held)
+            self._tell(held)
+
+    def _tell_due(self, now: float) -> None:
+        """Tell what has waited long enough, and before it whatever the same ranks said before."""
+        which: set[int] = set()
+        while self._times and self._times[0][0] <= now:
+            due, number = heapq.heappop(self._times)
+            held = self._queue.get(number)
+            if held is None:
+                continue
+            if due < held.since + WINDOW and not held.is_bar and not self._is_minority(held.who):
+                self._wait(held, held.since + WINDOW)
+            else:
+                which.add(number)
+        for number in which:
+            self._learn(self._queue[number])
+        if which:
+            self._release(0, which)
+
+    def _release(self, who: int, numbers: Iterable[int] = ()) -> None:
+        """Tell what these ranks have said, and these lines, and all that must come before."""
+        which = frozenset(numbers)
+        last = max(which, default=0)
+        for place in range(self._ranks):
+            if who >> place & 1:
+                last = max(last, self._last[place])
+        before: list[Held] = []
+        for held in self._queue.values():
+            if held.number > last:
+                break
+            before.append(held)
+        due: list[Held] = []
+        for held in reversed(before):
+            if held.who & who or held.number in which:
+                who |= held.who
+                due.append(held)
+        for held in reversed(due):
+            self._tell(held)
+
+    def _tell(self, held: Held) -> None:
+        del self._queue[held.number]
+        self._bytes -= len(held.text)
+        same = self._by_key[held.key]
+        same.remove(held)
+        if not same:
+            del self._by_key[held.key]
+        self._out.append((held.who, [held.words()]))
+
+    def _is_minority(self, who: int) -> bool:
+        count = who.bit_count()
+        return count == 1 or count * MINORITY < self._ranks
+
+    def _learn(self, held: Held) -> None:
+        """Who says such a line, for the next time."""
+        if held.is_bar:
+            return
+        self._known.pop(held.key, None)
+        if held.who.bit_count() == 1:
+            self._known[held.key] = held.who.bit_length() - 1
+        elif not self._is_minority(held.who):
+            self._known[held.key] = COMMON
+        _bound(self._known)
+
+
+def _is_alarm(line: bytes) -> bool:
+    low = line.lower()
+    return b"error" in low or b"warn" in low
+
+
+def _bound(memory: dict[bytes, Any]) -> None:
+    while len(memory) > MOST_KEYS:
+        del memory[next(iter(memory))]

@@ -1,0 +1,76 @@
+"""A terminal on which the lines of several ranks are folded: between the tails and its console."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from elasticrun.agent.logs.console import ConsoleWriter
+from elasticrun.agent.logs.fold import Fold, Told
+
+
+@dataclass(slots=True)
+class Speakers:
+    """Who said a line: the file of the first of them, and what is written before it."""
+
+    path: str
+    prefix: bytes
+
+
+class FoldedConsole:
+    """One stream of one attempt. Used by the thread that reads the files, and by no other."""
+
+    def __init__(self, console: ConsoleWriter, ranks: Mapping[int, int], paths: Mapping[int, str]):
+        """`ranks` are the job's ranks by local rank, `paths` the files that are read."""
+        self.console = console
+        self._places = {local_rank: place for place, local_rank in enumerate(sorted(paths))}
+        self._ranks = [ranks[local_rank] for local_rank in sorted(paths)]
+        self._paths = [paths[local_rank] for local_rank in sorted(paths)]
+        self._fold = Fold(len(self._places))
+        self._speakers = lru_cache(maxsize=1024)(self._name)
+
+    def said(self, local_rank: int, lines: Sequence[tuple[bytes, bool]]) -> None:
+        """Lines of one rank, without their ends; True: a carriage return ended it."""
+        self._tell(self._fold.said(self._places[local_rank], lines, time.monotonic()))
+
+    def due(self) -> float | None:
+        """When `tick` is to be called, on the monotonic clock."""
+        return self._fold.due()
+
+    def tick(self) -> None:
+        """Tell what has waited long enough."""
+        self._tell(self._fold.tick(time.monotonic()))
+
+    def ended(self, local_rank: int) -> None:
+        """The file of this rank is read no more."""
+        self._tell(self._fold.ended(self._places[local_rank], time.monotonic()))
+
+    def flush(self) -> None:
+        """Tell everything: no file is read any more."""
+        self._tell(self._fold.flush(time.monotonic()))
+
+    def _tell(self, told: list[Told]) -> None:
+        for who, lines in told:
+            speakers = self._speakers(who)
+            before = speakers.prefix
+            self.console.put(
+                [before + line.replace(b"\n", b"\n" + before) + b"\n" for line in lines], speakers
+            )
+
+    def _name(self, who: int) -> Speakers:
+        places = [place for place in range(len(self._ranks)) if who >> place & 1]
+        words = ranges(self._ranks[place] for place in places)
+        return Speakers(self._paths[places[0]], f"[{words}] ".encode())
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """`0-5,7`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -1,0 +1,75 @@
+"""What makes two lines the same: their text without its numbers, and how several are told as one.
+
+A number may stand inside a word (`loss=2.31`, `shard0017.tar`); colours (escape sequences) are no
+numbers. A line without a single letter is nothing but its numbers, so there they count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+DIFFERS: Final = b"~"
+"""Stands before a value that is the first speaker's and not that of all."""
+
+_VALUE: Final = rb"(?:(?<![\w.)])[+-])?(?:0[xX][0-9a-fA-F]+|\d+(?:\.\d+)*(?:[eE][+-]?\d+)?)"
+_NUMBER: Final = re.compile(_VALUE)
+_ESCAPE: Final = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+_PIECES: Final = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|(" + _VALUE + rb")")
+_LETTER: Final = re.compile(rb"[A-Za-z\x80-\xff]")
+_OWN_PREFIX: Final = re.compile(rb"\[rank\d+\]: ?")
+_BAR: Final = re.compile(rb"\|[^|]*\|")
+
+
+def body(line: bytes) -> bytes:
+    """The line without the `[rank3]:` that torch puts before some of them."""
+    if line.startswith(b"[rank") and (found := _OWN_PREFIX.match(line)):
+        return line[found.end() :]
+    return line
+
+
+def key_of(line: bytes) -> bytes:
+    """What the line shares with others that differ in their numbers only."""
+    text = body(line)
+    key = _masked(text)
+    bare = _ESCAPE.sub(b"", key) if b"\x1b" in key else key
+    return key if _LETTER.search(bare) else text
+
+
+def bar_key(line: bytes) -> bytes:
+    """What a bar's states have in common: all but numbers and what is drawn between two `|`."""
+    return b"\r" + _masked(_BAR.sub(b"|\0|", body(line)))
+
+
+def _masked(text: bytes) -> bytes:
+    if b"\x1b" in text:
+        return _PIECES.sub(_mask_piece, text)
+    return _NUMBER.sub(b"\0", text)
+
+
+def _mask_piece(piece: re.Match[bytes]) -> bytes:
+    return piece[0] if piece[1] is None else b"\0"
+
+
+def numbers(line: bytes) -> list[bytes]:
+    """The values that `key_of` masks, in order."""
+    if b"\x1b" not in line:
+        return _NUMBER.findall(body(line))
+    return [piece[1] for piece in _PIECES.finditer(body(line)) if piece[1] is not None]
+
+
+def told_as_one(line: bytes, differing: Iterable[int]) -> bytes:
+    """The line of whoever spoke first, with a mark before each number (by its place in `numbers`)
+    that others said otherwise."""
+    marked, place = frozenset(differing), -1
+
+    def mark(piece: re.Match[bytes]) -> bytes:
+        nonlocal place
+        if piece[1] is None:
+            return piece[0]
+        place += 1
+        return DIFFERS + piece[0] if place in marked else piece[0]
+
+    text = body(line)
+    return _PIECES.sub(mark, text) if marked else text

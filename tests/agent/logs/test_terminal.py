@@ -1,0 +1,100 @@
+"""elasticrun on a pseudo-terminal, and on a pipe: what people see, and what programs read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ELASTICRUN, LIMIT, SCRIPTS, World
+
+TRACEBACK = re.compile(
+    r'(?m)^\[3\] Traceback \(most recent call last\):\n\[3\]   File ".*", line \d+, in main\n'
+    r"(\[3\]   .*\n)+\[3\] ValueError: .*'three'\n"
+)
+
+
+class Seen:
+    """What comes out at the other end, until the last writer has gone."""
+
+    def __init__(self, reader: int) -> None:
+        self._reader = reader
+        self.text = ""
+
+    def until(self, enough: Callable[[str], object]) -> str:
+        """Read until that is so; without it, to the end."""
+        timer = threading.Timer(LIMIT, os._exit, (99,))
+        timer.start()
+        try:
+            while not enough(self.text):
+                with contextlib.suppress(OSError):  # EIO: a terminal that nobody has any more
+                    data = os.read(self._reader, 65536)
+                    self.text += data.decode().replace("\r\n", "\n")
+                    if data:
+                        continue
+                break
+        finally:
+            timer.cancel()
+        return self.text
+
+
+@pytest.fixture(params=["terminal", "pipe"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    reader, writer = pty.openpty() if request.param == "terminal" else os.pipe()
+    yield reader, writer
+    os.close(reader)
+
+
+def chorus(world: World, writer: int, *flags: str) -> None:
+    """Four ranks."""
+    words = ("--nproc-per-node=4", "--tee=3", "--log-dir=logs", *flags)
+    world.launch(ELASTICRUN, *words, str(SCRIPTS / "chorus.py"), stdout=writer)
+    os.close(writer)
+
+
+def files(world: World) -> dict[int, str]:
+    """What the ranks have written, as it is in their files."""
+    found = sorted((world.scratch / "logs").glob("*/attempt_0/*/stdout.log"))
+    return {int(path.parent.name): Path(path).read_bytes().decode() for path in found}
+
+
+@pytest.mark.parametrize("ends", ["terminal"], indirect=True)
+def test_a_terminal_is_folded(world: World, ends: tuple[int, int]) -> None:
+    reader, writer = ends
+    chorus(world, writer)
+    seen = Seen(reader)
+    early = seen.until(lambda text: "\n[2] nfs: server not responding\n" in text)
+    seen.until(TRACEBACK.search)
+    (world.scratch / "go").touch()
+    text = seen.until(lambda _: False)
+    assert world.jobs[0].wait() == 0
+    assert re.search(r"(?m)^\[0-3\] step 100 of 500: loss ~2\.3\d$", early), text
+    assert TRACEBACK.search(text), text
+    assert re.search(r"(?m)^\[[0-3,-]+\] 3/3 \|###\| 9 it/s$", text), text
+    assert "1/3" not in text
+    assert re.search(r"(?m)^\[0-3\] no end ~\d at all$", text), text
+    assert all(x.count("\r") == 3 and x.count("\n") >= 2 for x in files(world).values())
+
+
+@pytest.mark.parametrize(
+    ("ends", "flag"), [("terminal", "--no-fold"), ("pipe", "")], indirect=["ends"]
+)
+def test_unfolded_to_the_byte(world: World, ends: tuple[int, int], flag: str) -> None:
+    reader, writer = ends
+    chorus(world, writer, *filter(None, [flag]))
+    (world.scratch / "go").touch()
+    text = Seen(reader).until(lambda _: False)
+    assert world.jobs[0].wait() == 0
+    lines = text.splitlines()
+    expected = {i: re.split(r"\r\n|\n|\r", written) for i, written in files(world).items()}
+    for rank, written in expected.items():
+        before = f"[default{rank}]:"
+        shown = [line for line in lines if line.startswith(before)]
+        assert shown == [before + line for line in written], text
+    assert len(lines) == sum(map(len, expected.values()))
