@@ -57,7 +57,7 @@ Told = tuple[int, list[bytes]]
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class SharedLine:
     """A line in the queue, as the first rank said it."""
 
     number: int
@@ -96,8 +96,8 @@ class Fold:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._queue: dict[int, Held] = {}  # by number, in order
-        self._by_key: dict[bytes, list[Held]] = {}
+        self._queue: dict[int, SharedLine] = {}  # by number, in order
+        self._by_key: dict[bytes, list[SharedLine]] = {}
         self._times: list[tuple[float, int]] = []  # heap: when due, which; some have been told
         self._bytes = 0
         self._number = 0
@@ -106,8 +106,8 @@ class Fold:
         self._known: dict[bytes, int] = {}  # COMMON, or the place of the only rank that says it
         self._alarms: dict[bytes, tuple[float, int]] = {}  # told at once: when, and whose
         self._units: dict[int, Unit] = {}
-        self._bars: dict[int, bytes] = {}
-        self._bars_due = 0.0
+        self._states: dict[int, bytes] = {}  # the newest of each rank's progress bar
+        self._states_due = 0.0
         self._second = 0.0  # when the present second of the count began
         self._count = 0
         self._flooded = False
@@ -140,8 +140,8 @@ class Fold:
             heapq.heappop(self._times)
         times = [self._times[0][0]] if self._times else []
         times += [unit.due() for unit in self._units.values()]
-        if self._bars:
-            times.append(self._bars_due)
+        if self._states:
+            times.append(self._states_due)
         return min(times, default=None)
 
     def tick(self, now: float) -> list[Told]:
@@ -149,8 +149,8 @@ class Fold:
         for place, unit in list(self._units.items()):
             if unit.due() <= now:
                 self._tell_unit(place, unit, now)
-        if self._bars and self._bars_due <= now:
-            for place in sorted(self._bars):
+        if self._states and self._states_due <= now:
+            for place in sorted(self._states):
                 self._hold_bar(place, now)
         self._tell_closed()
         self._tell_due(now)
@@ -182,9 +182,9 @@ class Fold:
                     self._tell_unit(place, unit, now)
                 return
             self._tell_unit(place, unit, now, ends=True)
-        if place in self._bars:
-            if masks.bar_key(self._bars[place]) == masks.bar_key(line):
-                del self._bars[place]  # the last state of the bar, with an end
+        if place in self._states:
+            if masks.bar_key(self._states[place]) == masks.bar_key(line):
+                del self._states[place]  # the last state of the bar, with an end
             else:
                 self._hold_bar(place, now)
         if Unit.begins(line):
@@ -233,14 +233,14 @@ class Fold:
             self._last[place] = held.number
             return
         self._number += 1
-        held = Held(self._number, key, line, 1 << place, now)
+        held = SharedLine(self._number, key, line, 1 << place, now)
         self._last[place] = held.number
         self._queue[held.number] = held
         self._bytes += len(line)
         same.append(held)
         self._wait(held, due)
 
-    def _wait(self, held: Held, due: float) -> None:
+    def _wait(self, held: SharedLine, due: float) -> None:
         if len(self._times) > 4 * MOST_LINES:
             self._times = [item for item in self._times if item[1] in self._queue]
             heapq.heapify(self._times)
@@ -251,20 +251,20 @@ class Fold:
             return
         if place in self._units:
             self._tell_unit(place, self._units[place], now, ends=True)
-        if not self._bars:
-            self._bars_due = now + WINDOW
-        self._bars[place] = state
+        if not self._states:
+            self._states_due = now + WINDOW
+        self._states[place] = state
 
     def _settle(self, place: int, now: float) -> None:
         """Nothing more comes of this rank that could belong to what it has begun."""
         if place in self._units:
             self._tell_unit(place, self._units[place], now, ends=True)
-        if place in self._bars:
+        if place in self._states:
             self._hold_bar(place, now)
 
     def _hold_bar(self, place: int, now: float) -> None:
         """The newest state takes its place among the lines, and does not wait there."""
-        state = self._bars.pop(place)
+        state = self._states.pop(place)
         self._hold(place, masks.bar_key(state), state, now, now)
 
     # ---------------------------------------------------------------- what is told
@@ -315,12 +315,12 @@ class Fold:
         for place in range(self._ranks):
             if who >> place & 1:
                 last = max(last, self._last[place])
-        before: list[Held] = []
+        before: list[SharedLine] = []
         for held in self._queue.values():
             if held.number > last:
                 break
             before.append(held)
-        due: list[Held] = []
+        due: list[SharedLine] = []
         for held in reversed(before):
             if held.who & who or held.number in which:
                 who |= held.who
@@ -328,7 +328,7 @@ class Fold:
         for held in reversed(due):
             self._tell(held)
 
-    def _tell(self, held: Held) -> None:
+    def _tell(self, held: SharedLine) -> None:
         del self._queue[held.number]
         self._bytes -= len(held.text)
         same = self._by_key[held.key]
@@ -341,7 +341,7 @@ class Fold:
         count = who.bit_count()
         return count == 1 or count * MINORITY < self._ranks
 
-    def _learn(self, held: Held) -> None:
+    def _learn(self, held: SharedLine) -> None:
         """Who says such a line, for the next time."""
         if held.is_bar:
             return
