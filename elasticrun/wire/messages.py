@@ -899,7 +899,7 @@ class ExcludedNode(Struct, frozen=True):
 
     node: Name
     host: NameOrEmpty
-    kind: Annotated[str, OneOf("failed", "slow")]  # "failed" (network check) or "slow" (straggler)
+    kind: Annotated[str, OneOf("failed", "slow", "asked")]  # network check, straggler, operator
     reason: str  # the verdict with its evidence
     age: float  # seconds since
     remaining: float  # seconds until it may come back and is probed anew

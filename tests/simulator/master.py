@@ -20,6 +20,7 @@ from elasticrun.core.events import (
     Note,
     Overslept,
     Record,
+    Replied,
     Tell,
     Tick,
 )
@@ -106,6 +107,9 @@ class Master:
                 self.streams[effect.session].close_from_master()
         elif isinstance(effect, Note):
             self.world.trace("master", effect.text)
+        elif isinstance(effect, Replied):
+            word = "done" if effect.reply.ok else "refused"
+            self.world.trace("reply", f"{word}: {effect.reply.reason}")
         elif isinstance(effect, Record):
             self.world.recorded(effect.facts)
         elif isinstance(effect, JobOver):

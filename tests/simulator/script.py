@@ -25,6 +25,8 @@ many snapshots, and `replicas=1` wants each part on two nodes; `node a memory=1`
 that takes over what a killed one of this node had; `disk a full` (or stuck, ok) and
 `spoil a 120` plant what `memory` knows.
 
+Operators: `ask stop why`, `ask restart`, `ask exclude b why`, `ask include b`.
+
 `python -m tests.simulator FILE` runs it and shows where the trace differs; `--rewrite` writes what
 was seen into the file, to be read before it is committed.
 """
@@ -50,8 +52,9 @@ from elasticrun.config import (
     RESTART_WINDOW,
     SHUTDOWN_TIMEOUT,
 )
+from elasticrun.core.events import Requested
 from elasticrun.core.persisted import Facts
-from elasticrun.wire.messages import JobSpec
+from elasticrun.wire.messages import JobSpec, Request
 from tests.simulator.node import NodeSetup
 from tests.simulator.world import Doom, World
 
@@ -307,6 +310,14 @@ def _disk(world: World, spec: JobSpec, words: list[str]) -> None:
     world.shelves.disks[words[0]] = "" if words[1] == "ok" else words[1]
 
 
+def _ask(world: World, spec: JobSpec, words: list[str]) -> None:
+    """`ask exclude b why`: an operator's request, and what it is replied."""
+    verb, *rest = words
+    node = rest.pop(0) if verb in ("exclude", "include") else ""
+    if world.master is not None:
+        world.master.step(Requested(1, Request(verb, node, who="me@here", reason=" ".join(rest))))
+
+
 def _status(world: World, spec: JobSpec, words: list[str]) -> None:
     if world.master is None:
         return
@@ -358,5 +369,6 @@ VERBS: dict[str, Verb] = {
     "spoil": lambda world, _, words: world.nodes[words[0]].memory.spoil(int(words[1])),
     "left-over": _left_over,
     "master": _master,
+    "ask": _ask,
     "status": _status,
 }

@@ -19,6 +19,7 @@ from elasticrun.core import events as fx
 from elasticrun.core.context import JobContext
 from elasticrun.core.deadlines import earliest
 from elasticrun.core.job.record import Recorder
+from elasticrun.core.job.requests import OperatorRequests
 from elasticrun.core.job.streams import Streams
 from elasticrun.core.job.views import nothing_yet, picture
 from elasticrun.core.nodes.node import Health
@@ -74,6 +75,7 @@ class Job:
         self._saving: SnapshotPolicy
         self._streams: Streams
         self._sight: Sight
+        self._requests: OperatorRequests
 
         self._calm_until = -math.inf  # when something is due, if no part has anything to decide
         self._reason = ""  # what the job waits for
@@ -155,7 +157,10 @@ class Job:
             case fx.Overslept():
                 self._overslept(event.by)
             case fx.Requested():
-                self._sight.asked(event.number, event.request)
+                if event.request.verb in ("picture", "stacks"):
+                    self._sight.asked(event.number, event.request)
+                else:
+                    self._operate(event.number, event.request)
         self._calm_until = -math.inf
         if ctx.outcome is None:
             streams.bury()
@@ -194,6 +199,7 @@ class Job:
         recorded_term = 0 if facts is None else facts.term
         self._sight = Sight(ctx, self.status)
         self._streams = Streams(ctx, self._recorder, self._saving, recorded_term)
+        self._requests = OperatorRequests(ctx, self._streams)
         self._recorder.record()
         return facts is None or not isinstance(event, fx.Overslept)  # it listens only since now
 
@@ -303,6 +309,13 @@ class Job:
             node, failure = demand
             self._ranks_failed(node, m.RanksFailed(round_.name, (failure,)))
 
+    def _operate(self, number: int, request: m.Request) -> None:
+        """An operator wants something done."""
+        self._requests.asked(number, request)
+        why, self._requests.restart = self._requests.restart, ""
+        if why:
+            self._reopen_free_of_charge(why)
+
     # ------------------------------------------------------------ decisions
 
     def _advance(self) -> None:
@@ -347,6 +360,8 @@ class Job:
         if self._sentence is not None:
             code, reason = self._sentence
             return (self._code_of_loss() if reason == ALL_LEFT else code, reason)  # it may be saved
+        if self._requests.stop:
+            return (code_of(Ending.LEFT), self._requests.stop)
         gone = self._all_left and not self._ctx.membership.present
         if gone and not self._ctx.rdzv.succeeded:
             return (self._code_of_loss(), ALL_LEFT)

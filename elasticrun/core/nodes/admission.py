@@ -8,10 +8,10 @@ life of a node first has a place to that life's death; who leaves in good order 
 What dies at the door counts nothing: it costs nobody a round.
 
 *Excluded*: a node is refused by a verdict: it failed the network check ("failed"), or it is too
-slow ("slow"). The entry is of a node id on a host: who moves to another host under the same id is a
-newcomer. When its time is over it may come back, and is probed as any newcomer is. At most
-STRAGGLERS_PER_HOUR times within an hour a node is excluded for being slow, be it the same one, so
-that a wrong measure cannot take a job apart.
+slow ("slow"), or an operator wants it out ("asked"). The entry is of a node id on a host: who moves
+to another host under the same id is a newcomer. When its time is over it may come back, and is
+probed as any newcomer is. At most STRAGGLERS_PER_HOUR times within an hour a node is excluded for
+being slow, be it the same one, so that a wrong measure cannot take a job apart.
 
 Times are monotonic seconds.
 """
@@ -183,6 +183,7 @@ HOUR = 3600.0
 
 FAILED = "failed"
 SLOW = "slow"
+ASKED = "asked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,10 @@ class Exclusions:
             self._slow.append(now)
         if len(self._entries) > MAX_EXCLUDED:
             self._entries.pop(next(iter(self._entries)))
+
+    def lift(self, node: str) -> None:
+        """It may come back, on whatever host; harmless if it is not excluded."""
+        self._entries = {key: one for key, one in self._entries.items() if key[0] != node}
 
     def refusal(self, node: str, host: str, now: float) -> str:
         """Why this node may not attach, in a sentence; empty if it may."""

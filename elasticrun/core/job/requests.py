@@ -1,0 +1,123 @@
+"""What operators want done to the running job, and what they are replied.
+
+Each request that is carried out is a line of the job's events, with who asked and why. A node is
+named by its id or its host; where several have the host, by the id.
+"""
+
+from __future__ import annotations
+
+from elasticrun.core.context import JobContext
+from elasticrun.core.events import Replied
+from elasticrun.core.job.streams import Streams
+from elasticrun.core.nodes.admission import ASKED
+from elasticrun.core.nodes.node import Health
+from elasticrun.core.rounds.failures import Ending, code_of
+from elasticrun.core.rounds.rendezvous import Phase
+from elasticrun.core.words import names
+from elasticrun.wire import messages as m
+
+
+class Unwilling(Exception):
+    """The request is not carried out; the text is the sentence for who asked."""
+
+
+class OperatorRequests:
+    """See the module's head. `stop` and `restart` are left here for the job to take up."""
+
+    def __init__(self, ctx: JobContext, streams: Streams) -> None:
+        self._ctx = ctx
+        self._streams = streams
+        self.stop = ""
+        """Why the job is to end, in a sentence; empty if nobody has asked for that."""
+        self.restart = ""
+        """Why the round is to begin anew; empty if nobody has asked for that."""
+
+    def asked(self, number: int, request: m.Request) -> None:
+        """Carry it out, or say why not."""
+        try:
+            reply = m.Reply(True, self._do(request))
+        except Unwilling as why:
+            reply = m.Reply(False, str(why))
+        self._ctx.out.append(Replied(number, reply))
+
+    def _do(self, request: m.Request) -> str:
+        if self._ctx.outcome is not None:
+            raise Unwilling(f"the job is over: {self._ctx.outcome.reason}")
+        if self.stop:
+            raise Unwilling(f"the job ends already: {self.stop}")
+        match request.verb:
+            case "stop":
+                return self._stop(request)
+            case "restart":
+                return self._restart(request)
+            case "exclude":
+                return self._exclude(request)
+            case "include":
+                return self._include(request)
+        raise Unwilling(f"{request.verb}: a job that runs cannot do that")
+
+    def _stop(self, request: m.Request) -> str:
+        self.stop = _by(request, "stopped")
+        self._ctx.note(f"the job is {self.stop}", "warning")
+        return f"the job ends: {self.stop}"
+
+    def _restart(self, request: m.Request) -> str:
+        ctx = self._ctx
+        if ctx.rdzv.phase is not Phase.RUNNING or ctx.round is None:
+            raise Unwilling("no round runs that could be restarted")
+        self.restart = _by(request, "restarted")
+        ctx.note(f"round {ctx.round.name.number} is {self.restart}", "warning")
+        return f"the ranks are stopped and start again, free of charge: {self.restart}"
+
+    # ------------------------------------------------------------ nodes
+
+    def _exclude(self, request: m.Request) -> str:
+        ctx = self._ctx
+        here = {node: ctx.nodes[node].hello.host for node in ctx.membership.present}
+        node = _find(request.node, here)
+        if node is None:
+            raise Unwilling(f"the job has no node {request.node}{_known(list(here))}")
+        if len(here) == 1:
+            raise Unwilling(f"{node} is the job's only node: elasticrun stop ends the job")
+        self._streams.exclude([(node, ASKED, _by(request, "excluded"))])
+        low, left = ctx.spec.min_nodes, len(here) - 1
+        waits = f"; {left} of {low} nodes are left, so the job waits for more" if left < low else ""
+        return f"node {node} is excluded for {ctx.spec.checks.exclude_for:g} s{waits}"
+
+    def _include(self, request: m.Request) -> str:
+        ctx, now = self._ctx, self._ctx.now
+        out = {one.node: one.host for one in ctx.exclusions.page(now)}
+        held = {node: ctx.nodes[node].hello.host for node in ctx.rdzv.backing_off}
+        node = _find(request.node, {**held, **out})
+        if node is None:
+            known = _known([*out, *held], "excluded: ")
+            raise Unwilling(f"node {request.node} is not excluded{known}")
+        by = _by(request, "included again")
+        ctx.exclusions.lift(node)
+        if node in ctx.rdzv.backing_off:
+            ctx.rdzv.backing_off.put(node, now, by)
+        ctx.changed = True
+        ctx.note(f"node {node} is {by}", "warning")
+        one = ctx.nodes.get(node)
+        if one is not None and one.health is Health.PARKED and one.session is not None:
+            why = f"this node was parked, and is {by}: its agent must be started again"
+            ctx.tell(one.session, m.Refused(why, code_of(Ending.EXCLUDED)))
+        return f"node {node} may join again"
+
+
+def _find(asked: str, hosts: dict[str, str]) -> str | None:
+    """The node that is meant: by its id, or by its host where only one has it."""
+    if asked in hosts:
+        return asked
+    named = [node for node, host in hosts.items() if asked and host == asked]
+    return named[0] if len(named) == 1 else None
+
+
+def _known(nodes: list[str], word: str = "it has ") -> str:
+    return f"; {word}{names(sorted(nodes))}" if nodes else ""
+
+
+def _by(request: m.Request, done: str) -> str:
+    """`stopped by user@host: reason`."""
+    why = f": {request.reason}" if request.reason else ""
+    return f"{done} by {request.who or 'an operator'}{why}"
