@@ -1,0 +1,247 @@
+"""Stacks of a node's ranks: which line is the user's own, and which threads are at the same place.
+
+A frame is (file, line, function); a stack is its frames, innermost first. Lines of the user's own
+source are kept with their numbers, libraries are named by module and function, and what torch's
+collectives do inside is left out, so that ranks of different hosts that do the same look the same.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from elasticrun.wire import messages as m
+from elasticrun.wire.types import MAX_NAME, MAX_TEXT
+
+Frame = tuple[str, int, str]
+"""File, line, function."""
+
+MAIN: Final = ("", "MainThread")
+"""How the main thread is called by the wire, and by Python."""
+
+MAX_FRAMES: Final = 20
+"""Frames of a group that are told; the innermost."""
+
+MAX_LINE: Final = 200
+"""Characters of one of them."""
+
+_OURS: Final = str(Path(__file__).resolve().parents[2]) + "/"
+_STANDARD: Final = tuple(
+    str(path) + "/"
+    for name in ("stdlib", "platstdlib")
+    for path in {Path(sysconfig.get_path(name)), Path(sysconfig.get_path(name)).resolve()}
+)
+_PACKAGES: Final = re.compile(r"/(?:site|dist)-packages/(.+)")
+_ANY_STANDARD: Final = re.compile(r"/(?:lib|lib64)/python3\.\d+t?/(.+)")
+_TYPED: Final = ("<string>", "<stdin>", "<ipython", "<console>")
+"""Sources without a file that a person has written all the same."""
+
+_TELLING: Final = (
+    "torch._dynamo",
+    "torch._inductor",
+    "triton",
+    "torch.serialization",
+    "torch.distributed.checkpoint",
+    "safetensors",
+    "torch.utils.data",
+)
+"""Libraries by which it is known how long a call may take; named before those that call them."""
+
+_JOINING: Final = frozenset({"init_process_group", "new_group", "_create_c10d_store", "rendezvous"})
+"""Functions of torch.distributed that wait for other processes to come."""
+
+_WRAPPERS: Final = frozenset(
+    {"contextlib", "functools", "torch.utils._contextlib", "torch.distributed.c10d_logger"}
+)
+"""Modules whose frames only pass a call on."""
+
+_IDLE: Final = frozenset(
+    {
+        "asyncio.base_events",
+        "concurrent.futures.thread",
+        "multiprocessing.connection",
+        "queue",
+        "selectors",
+        "threading",
+    }
+)
+"""Modules in which a helper thread stands that has nothing to do."""
+
+_DIGITS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+def place_of(frames: Sequence[Frame]) -> tuple[str, str]:
+    """The innermost line of the user's own source, "train.py:88 load_shard", and the library that
+    this line has called, "torch.serialization": the outermost of those below it that tell how long
+    it may take, else the outermost. "" for what is not known."""
+    at = _own(frames)
+    if at is None:
+        return "", ""
+    return _cut(_line(frames[at]), MAX_NAME), _library(frames[:at])
+
+
+def group_stacks(
+    by_rank: Mapping[int, Mapping[str, Sequence[Frame]]],
+) -> tuple[m.StackGroup, ...]:
+    """The groups of like threads among these ranks' stacks by the thread's name, "" or "MainThread"
+    for the main one: main threads first, among each the rarest first, MAX_STACKS at most. Threads
+    of libraries that wait for work are left out.
+
+    A key depends on the frames and the thread's masked name alone: who has the groups of several
+    nodes merges them by it, `ranks` and `count` together, and has the job's groups."""
+    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for rank, threads in by_rank.items():
+        for name, frames in threads.items():
+            thread = "" if name in MAIN else name
+            text = "\n".join(_lines(frames))
+            if text and not (thread and _idles(frames)):
+                found.setdefault((_masked(thread), text), []).append((rank, thread))
+    groups = [_group(*what, who) for what, who in found.items()]
+    groups.sort(key=lambda group: (group.thread != "", group.count, group.key))
+    return tuple(groups[: m.MAX_STACKS])
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """ "0-41,43-63"; cut to a name's length."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return _cut(",".join(f"{a}-{b}" if a != b else f"{a}" for a, b in spans), MAX_NAME)
+
+
+def _group(masked: str, text: str, who: list[tuple[int, str]]) -> m.StackGroup:
+    key = blake2b(f"{masked}\n{text}".encode(errors="replace"), digest_size=8).hexdigest()
+    threads = {thread for _, thread in who}
+    thread = _printable(threads.pop() if len(threads) == 1 else masked)
+    ranks = {rank for rank, _ in who}
+    return m.StackGroup(key, ranges(ranks), len(ranks), _cut(thread, MAX_NAME), text)
+
+
+def _lines(frames: Sequence[Frame]) -> list[str]:
+    """What is told of a stack, and by which stacks are alike."""
+    shown = list(frames[_first(frames) :])
+    while shown and (
+        _ours(shown[-1][0]) or _module(shown[-1][0]) == "runpy"
+    ):  # the script's caller
+        shown.pop()
+    lines: list[str] = []
+    room = MAX_TEXT
+    for frame in shown:
+        if _module(frame[0]) in _WRAPPERS or _ours(frame[0]):
+            continue
+        line = _cut(_line(frame), MAX_LINE)
+        room -= len(line) + 1
+        if room < 0 or len(lines) == MAX_FRAMES:
+            break
+        lines.append(line)
+    return lines
+
+
+def _first(frames: Sequence[Frame]) -> int:
+    """Index of the innermost frame that is told: where torch.distributed was called, if the user's
+    own line has led there."""
+    own = _own(frames)
+    below = range(len(frames) if own is None else own)
+    calls = [at for at in below if _of_collectives(frames[at])]
+    return max(calls, default=0)
+
+
+def _of_collectives(frame: Frame) -> bool:
+    module = _module(frame[0])
+    return module.startswith("torch.distributed.") and module not in _WRAPPERS
+
+
+def _own(frames: Sequence[Frame]) -> int | None:
+    """Index of the innermost frame of the user's source. A training that is installed as a package
+    has none: then it is that package, if the outermost frame says so."""
+    for at, (file, _, _) in enumerate(frames):
+        if not _module(file) and not _ours(file):
+            return at
+    tops = [_top(file) for file, _, _ in frames]
+    outermost = next((top for top in reversed(tops) if top), "")
+    return tops.index(outermost) if outermost and outermost != "torch" else None
+
+
+def _top(file: str) -> str:
+    """The installed package that a file is of; "" for others."""
+    found = _PACKAGES.search(file)
+    return found[1].split("/")[0].removesuffix(".py") if found and not _ours(file) else ""
+
+
+def _library(below: Sequence[Frame]) -> str:
+    """See `place_of`."""
+    modules = [_module(file) for file, _, _ in reversed(below)]
+    for module, (_, _, function) in zip(modules, reversed(below), strict=True):
+        for known in _TELLING:
+            if f"{module}.".startswith(f"{known}."):
+                return known
+        if module.startswith("torch.distributed.") and function in _JOINING:
+            return f"torch.distributed.{function}"
+    installed = [
+        module
+        for module, (file, _, _) in zip(modules, reversed(below), strict=True)
+        if module not in _WRAPPERS and not _is_standard(file)
+    ]
+    name = next((n for n in (*installed, *modules) if n and n not in _WRAPPERS), "")
+    return _cut(_printable(".".join(name.split(".")[:2])), MAX_NAME)
+
+
+def _idles(frames: Sequence[Frame]) -> bool:
+    return _own(frames) is None and _module(frames[0][0]) in _IDLE
+
+
+def _line(frame: Frame) -> str:
+    file, line, function = frame
+    module = _module(file)
+    if module:
+        return _printable(f"{module} {function}")
+    name = "/".join(Path(file).parts[-2:]) if file.endswith("__init__.py") else Path(file).name
+    return _printable(f"{name}:{line} {function}")
+
+
+def _module(file: str) -> str:
+    """The dotted name of a library's module; "" for the user's own source and for ours."""
+    if file.startswith("<frozen "):
+        return file[8:].rstrip(">")
+    if "/torchinductor_" in file or file.startswith("<eval_with_key"):
+        return "torch._inductor"
+    if file.startswith("<"):
+        return "" if file.startswith(_TYPED) else "generated"
+    if _ours(file):
+        return ""
+    inside = _PACKAGES.search(file) or _ANY_STANDARD.search(file)
+    path = inside[1] if inside else _standard_path(file)
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _is_standard(file: str) -> bool:
+    inside = _ANY_STANDARD.search(file) is not None or _standard_path(file) != ""
+    return file.startswith("<frozen ") or (inside and _PACKAGES.search(file) is None)
+
+
+def _standard_path(file: str) -> str:
+    found = next((path for path in _STANDARD if file.startswith(path)), "")
+    return file[len(found) :] if found else ""
+
+
+def _ours(file: str) -> bool:
+    return file.startswith(_OURS)
+
+
+def _masked(thread: str) -> str:
+    return _DIGITS.sub("*", thread)
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
