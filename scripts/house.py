@@ -41,6 +41,8 @@ NAMED_BOOKS: Final = {
     "core.rounds.rendezvous:_kept": "the first reason is shown",
     "core.rounds.attribution:_records": "outlives a node's lives; the oldest are forgotten first",
     "core.health.policy:_unresolved": "they are called in by their order",
+    "core.sight.watch:_since_of": "forgotten as a whole with its round; empty while all train",
+    "core.sight.look:answers": "of one look, in the order in which nodes were asked",
     "core.snapshots.choice:reports": "a watermark is told in the order in which nodes spoke",
     "core.snapshots.ledger:_said": "one for each of several rounds",
     "core.snapshots.snapshots:_nodes": "the first of those that leave is named",

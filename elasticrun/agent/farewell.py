@@ -118,12 +118,13 @@ def _block(index: int, failure: Failure) -> str:
     signal_text = f" ({signal_name(failure.exitcode)})" if failure.exitcode < 0 else ""
     if signal_text == " (<N/A>)":
         signal_text = ""
-    moment = datetime.fromtimestamp(failure.time_us // 1_000_000)  # noqa: DTZ006 (for people here)
+    at = datetime.fromtimestamp(failure.time_us // 1_000_000)  # noqa: DTZ006 (for people here)
+    moment = at.isoformat(sep="_") if failure.time_us else "<N/A>"  # a hang has none
     text = failure.traceback.replace("\n", "\n  ") or failure.message
     return "\n".join(
         (
             f"[{index}]:",
-            f"  time      : {moment.isoformat(sep='_')}",
+            f"  time      : {moment}",
             f"  host      : {failure.host}",
             f"  rank      : {failure.rank} (local_rank: {failure.local_rank})",
             f"  exitcode  : {failure.exitcode} (pid: {failure.pid}) {signal_text}",

@@ -21,7 +21,7 @@ from elasticrun.cli.settings import Asked, NotHere, NothingToDo, UsageError
 from elasticrun.config import AgentConfig, LogPlan
 from elasticrun.core.words import some
 from elasticrun.wire import env
-from elasticrun.wire.messages import MAX_NODES, CheckSpec, JobSpec, SaveSpec
+from elasticrun.wire.messages import MAX_NODES, CheckSpec, JobSpec, SaveSpec, WatchSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 __all__ = ["Machine", "UsageError", "resolve"]
@@ -184,6 +184,7 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
         master_lost_timeout=times["master_lost_timeout"],
         checks=checks(asked, conf, meeting.min_nodes),
         saves=_saves(asked),
+        watch=_watch(asked),
         scheduler_codes=asked.text("exit_codes") == "scheduler",
     )
 
@@ -205,6 +206,12 @@ def _saves(asked: Asked) -> SaveSpec:
         raise UsageError(f"--restore-step={step} is no step: give a number from 0 on")
     breakpoint_ = asked.switch("save_at_breakpoint")
     return SaveSpec(breakpoint_, limit, restore_step=-1 if step is None else step)
+
+
+def _watch(asked: Asked) -> WatchSpec:
+    """How the job is watched for hangs; raises `UsageError`."""
+    limit = settings.seconds(str(asked.value("hang_limit")), "--hang-limit", zero=True)
+    return WatchSpec(on_hang=asked.text("on_hang"), hang_limit=limit)
 
 
 def ranks_per_node(asked: Asked, machine: Machine, notes: list[str]) -> int:

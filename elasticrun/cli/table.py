@@ -21,6 +21,7 @@ GROUPS: Final = {
     "output": "output",
     "place": "devices and cores",
     "health": "node health",
+    "watch": "hangs",
     "saves": "snapshots (of scripts with a Checkpointer)",
     "own": "elasticrun itself",
     "dlrover": "accepted from dlrover-run",
@@ -274,6 +275,15 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
         _flag("--accelerator", _TEXT, "NAME", "", "What probes use: nvidia, ascend or cpu (or "
             "dlrover-run's nvidia.com/gpu, ascend-npu); found by itself where none is given.",
             DLROVER),
+    ),
+    "watch": (
+        _flag("--on-hang", _TEXT, "", "auto", "What follows when ranks wait for one that does not "
+            "come: auto restarts all ranks, 30 s after the last movement where it is certain that "
+            "they cannot go on, and where all evidence says so, after as long as that place may "
+            "take; restart: in the second case after 60 s; tell: nothing is done; off: nobody "
+            "looks.", OURS, choices=("auto", "tell", "restart", "off")),
+        _flag("--hang-limit", _SECONDS, "SECONDS", 0, "Restart all ranks when they have waited so "
+            "long for any rank, even one that works; 0: no limit.", OURS),
     ),
     "saves": (
         _switch("--save-at-breakpoint", "After a failure, write the newest whole snapshot out as a "

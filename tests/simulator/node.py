@@ -134,6 +134,7 @@ class Node:
         if not self.group.is_parked:
             self.memory.attached()
         self.feed(fx.LinkBack())
+        self.world.insides.attached(self, self.group.status().round if self.ranks else None)
         self._beat(self.stream)
 
     def _dial_again(self) -> None:
@@ -170,6 +171,9 @@ class Node:
             self.world.on_order(self, order)
         if isinstance(order, m.Wait):
             self._last_wait = order.reason
+        if isinstance(order, m.Inspect):
+            self.world.insides.inspect(self, order)
+            return
         self.feed(fx.Ordered(order))
 
     def link_broke(self, stream: Stream, reason: str) -> None:

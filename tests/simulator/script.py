@@ -27,6 +27,9 @@ that takes over what a killed one of this node had; `disk a full` (or stuck, ok)
 
 Operators: `ask stop why`, `ask restart`, `ask exclude b why`, `ask include b`.
 
+Hangs: `watch on_hang=tell hang_limit=200` (a line like `job`); `hang b 1 idle` and `go`, `silence`
+as `hangs` has them, `torch 600` sets the limit of torch's own for a collective.
+
 `python -m tests.simulator FILE` runs it and shows where the trace differs; `--rewrite` writes what
 was seen into the file, to be read before it is committed.
 """
@@ -55,6 +58,7 @@ from elasticrun.config import (
 from elasticrun.core.events import Requested
 from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import JobSpec, Request
+from tests.simulator.hangs import KINDS
 from tests.simulator.node import NodeSetup
 from tests.simulator.world import Doom, World
 
@@ -123,6 +127,8 @@ def _read_line(script: Script, words: list[str], line: str) -> None:
         script.spec = replace(spec, checks=_changed(spec.checks, _pairs(words[1:])))
     elif words[0] == "saves":
         script.spec = replace(spec, saves=_changed(spec.saves, _pairs(words[1:])))
+    elif words[0] == "watch":
+        script.spec = replace(spec, watch=_changed(spec.watch, _pairs(words[1:])))
     elif words[0] == "world":
         script.world.update(_pairs(words[1:]))
     else:
@@ -325,6 +331,8 @@ def _status(world: World, spec: JobSpec, words: list[str]) -> None:
     world.trace("status", f"{status.phase}, {status.reason or 'nothing is awaited'}")
     if status.snapshot:
         world.trace("status", status.snapshot)
+    if status.verdict:
+        world.trace("status", f"quiet for {status.quiet:.0f} s: {status.verdict}")
     for node in status.nodes:
         why = f": {node.reason}" if node.reason else ""
         health = f" [{node.health}]" if node.health else ""
@@ -332,6 +340,16 @@ def _status(world: World, spec: JobSpec, words: list[str]) -> None:
     for one in status.excluded:
         left = f"{one.age:.0f} s ago, {one.remaining:.0f} s more"
         world.trace("status", f"{one.node} on {one.host} excluded ({one.kind}, {left})")
+
+
+def _hang(world: World, spec: JobSpec, words: list[str]) -> None:
+    if words[2] not in KINDS:
+        raise ScriptError(f"no rank hangs {words[2]}")
+    world.insides.hang(world, words[2], words[0], int(words[1]))
+
+
+def _torch(world: World, spec: JobSpec, words: list[str]) -> None:
+    world.insides.limit = float(words[0])
 
 
 Verb = Callable[[World, JobSpec, list[str]], None]
@@ -368,6 +386,10 @@ VERBS: dict[str, Verb] = {
     "disk": _disk,
     "spoil": lambda world, _, words: world.nodes[words[0]].memory.spoil(int(words[1])),
     "left-over": _left_over,
+    "hang": _hang,
+    "silence": lambda world, _, words: world.insides.hang(world, "silence"),
+    "go": lambda world, _, words: world.insides.go(world),
+    "torch": _torch,
     "master": _master,
     "ask": _ask,
     "status": _status,

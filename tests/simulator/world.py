@@ -16,6 +16,7 @@ from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import JobSpec, Order
 from elasticrun.wire.types import RoundName
 from tests.simulator.clock import Clock
+from tests.simulator.hangs import Insides
 from tests.simulator.master import Master, act_name
 from tests.simulator.network import Stream
 from tests.simulator.node import Node, NodeSetup
@@ -91,6 +92,7 @@ class World:
         self.steps = steps
         self.bench = Bench()
         self.shelves = Shelves()
+        self.insides = Insides()
         self.traced = traced
         self._breaking: set[RoundName] = set()
         self._sessions = itertools.count(1)

@@ -36,6 +36,8 @@ JOB_FLAGS: Final = (
     "save_at_breakpoint",
     "save_limit",
     "restore_step",
+    "on_hang",
+    "hang_limit",
 )
 """Flags that make the job's agreement; where none is given, the first agent's counts."""
 

@@ -125,6 +125,7 @@ class Job:
             ends=None if hold else self._ends,
             last_failure=self._last_failure,
             snapshot=self._snapshots.status(),
+            watch=self._sight.watch,
         )
 
     def step(self, event: fx.JobEvent, now: float) -> list[fx.JobEffect]:

@@ -6,6 +6,7 @@ from elasticrun.core.context import JobContext
 from elasticrun.core.health.policy import HealthPolicy
 from elasticrun.core.nodes.node import Health, Node
 from elasticrun.core.rounds.rendezvous import Phase
+from elasticrun.core.sight.watch import Watch
 from elasticrun.wire.messages import JobSpec, JobStatus, NodeStatus
 
 
@@ -36,6 +37,7 @@ def picture(
     ends: float | None,
     last_failure: str,
     snapshot: str,
+    watch: Watch,
 ) -> JobStatus:
     """All of it; O(nodes). `ends`: when the wait that `reason` speaks of is over at the latest."""
     now, rdzv, budget, spec = ctx.now, ctx.rdzv, ctx.restarts.budget, ctx.spec
@@ -75,6 +77,8 @@ def picture(
         excluded=ctx.exclusions.page(now),
         check=health.summary(),
         snapshot=snapshot,
+        verdict=told.sentence if (told := watch.verdict()) else "",
+        quiet=watch.quiet(),
     )
 
 

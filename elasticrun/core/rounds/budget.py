@@ -144,7 +144,9 @@ class Window:
         if self._first is None or self.excused or self._first.failure.kind in ECHOES:
             return None
         node, rank = self._first.node, self._first.failure.rank
-        others = any(one.by_itself and one.node != node for one in self._told.values())
+        failure = self._first.failure
+        others = failure.kind is FailureKind.HUNG and not failure.host  # no node is to blame for it
+        others |= any(one.by_itself and one.node != node for one in self._told.values())
         return Cause(node, rank, rank - self._first.failure.local_rank, others, self.story, at)
 
     def reported_by_another(self, node: str) -> bool:

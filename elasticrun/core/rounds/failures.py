@@ -162,13 +162,17 @@ def cause_first(failures: Sequence[Failure]) -> tuple[Failure, ...]:
 
 def in_words(failure: Failure, node: str = "") -> str:
     """One clause about a failure, for sentences to the operator: `rank 3 on node b: ValueError: bad
-    luck`. `node` is left out where there is only one."""
+    luck`. `node` is left out where there is only one, and where the words name it themselves."""
+    if failure.kind is FailureKind.HUNG:
+        return what_happened(failure)
     return f"rank {failure.rank}{f' on node {node}' if node else ''}: {what_happened(failure)}"
 
 
 def what_happened(failure: Failure) -> str:
     """What became of the rank, in a clause that may follow its name."""
     code, kind, message = failure.exitcode, failure.kind, failure.message
+    if kind is FailureKind.HUNG:
+        return message  # a sentence of the master's own, which is not too long
     if kind is FailureKind.PEER_LOST:
         return "lost its connection to another rank"
     if kind in (FailureKind.SPAWN, FailureKind.SPAWNER):

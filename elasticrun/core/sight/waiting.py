@@ -302,12 +302,8 @@ def _class_of(scene: Scene, rank: int) -> tuple[Klass, str, str]:
     if seen.io >= IO_STILL or (is_busy(seen) and not seen.holds):
         return Klass.WEAK, "busy", f"is busy{place}{span} ({_load(seen)})"
     if seen.being is Being.DISK:
-        kernel = f" in {seen.kernel}" if seen.kernel else ""
-        return (
-            Klass.STRONG,
-            "disk",
-            f"sleeps in the kernel{kernel} and cannot be woken{place}{span}",
-        )
+        kernel = f" ({seen.kernel})" if seen.kernel else ""
+        return Klass.STRONG, "disk", f"is in uninterruptible sleep{kernel}{place}{span}"
     if seen.holds:
         how = f"and uses {seen.cpu:.1f} cores" if is_busy(seen) else "asleep"
         return Klass.STRONG, "held", f"has its interpreter held by C code, {how}{place}{span}"

@@ -1,10 +1,91 @@
-"""When ranks are looked at, and what follows: the verdict on a job whose ranks stand still."""
+"""When ranks are looked at, and what follows: the verdict on a job whose ranks stand still.
+
+A node says when nothing of its ranks has moved for some seconds; one that does not say so trains,
+and costs nothing. When all nodes of the round are quiet, every rank is looked at, at growing
+distances. What two looks in a row say, between which no counter has moved, is a verdict. It is told
+when it has been true long enough for its class, and acted on later, if at all:
+
+    class     told     acted on (--on-hang=auto)
+    certain   10 s     30 s
+    strong    60 s     as long as that place may be waited for (`stillness`)
+    weak      120 s    never, unless --hang-limit
+    still     300 s    never
+
+Before a round is ended for it, all stacks are taken and written down on every node.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
 from elasticrun.core.context import JobContext
+from elasticrun.core.deadlines import earliest
+from elasticrun.core.nodes.node import Health
+from elasticrun.core.rounds.rendezvous import Phase
+from elasticrun.core.rounds.round import Stage
+from elasticrun.core.sight.look import RollCall, rows
 from elasticrun.core.sight.picture import RankRow, StackRow, VerdictRow
+from elasticrun.core.sight.stillness import Place, Places, place_of
+from elasticrun.core.sight.waiting import (
+    Impasse,
+    Klass,
+    Scene,
+    Sighting,
+    fingerprint,
+    judge,
+)
+from elasticrun.core.words import write_ranges
 from elasticrun.wire import messages as m
+
+FIRST_LOOK: Final = 7.0
+"""Seconds of stillness before the first look: more than a beat of the agents' own looks at ranks,
+and so soon that what is certain is told within 15 s."""
+
+SECOND: Final = 5.0
+"""Seconds between the first look and the one that must say the same."""
+
+EARLY_EVERY: Final = 60.0
+"""Seconds between two such early pairs: a job with slow steps is quiet in each of them."""
+
+LATER: Final = (30.0, 60.0, 65.0)
+"""Seconds of stillness at which it is looked again, and then every LATEST seconds."""
+
+LATEST: Final = 30.0
+
+APART: Final = 4.0
+"""Seconds that two looks must be apart to say more than one."""
+
+JITTER: Final = 2.0
+"""Seconds by which two reports of one stillness may differ, for the way that they have come."""
+
+TOLD: Final[Mapping[Klass, float]] = {
+    Klass.CERTAIN: 10.0,
+    Klass.STRONG: 60.0,
+    Klass.WEAK: 120.0,
+    Klass.STILL: 300.0,
+}
+"""Seconds of stillness from which a verdict of this class is told."""
+
+CERTAIN_ENDS: Final = 30.0
+"""Seconds of stillness after which a round that certainly cannot go on is ended."""
+
+STILL_ENDS: Final = 900.0
+"""The same where nobody does anything and nobody waits for a rank, and --on-hang=restart."""
+
+TORCH: Final = 0.8
+"""Part of torch's own limit for a collective after which stacks are taken in any case: at its end
+torch kills the ranks, and nobody would ever know what they did."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opinion:
+    """What a look has said."""
+
+    at: float
+    counters: tuple[object, ...]
+    impasse: Impasse
 
 
 class Watch:
@@ -14,43 +95,390 @@ class Watch:
         self._ctx = ctx
         self.demand: tuple[str, m.Failure] | None = None
         """The round is to end for this failure of a node's rank; the job takes it from here."""
+        self.places = Places()
+        self._since_of: dict[str, float] = {}  # quiet nodes, and since when
+        self._has_moved = False  # a collective or a step of this life is known to have been done
+        self._number = 0  # of the last look
+        self._dumps = 0
+        self._look: RollCall | None = None  # that is under way
+        self._last: RollCall | None = None
+        self._with_stacks: RollCall | None = None
+        self._early_at = float("-inf")
+        self._away = ctx.away
+        self._move()
+
+    def _move(self) -> None:
+        """Something moves, or nothing is known: no stillness."""
+        self._since: float | None = None  # when the last node fell quiet; None: not all are
+        self._members: tuple[str, ...] = ()  # who is looked at by itself; () if nobody may be
+        self._looks: list[float] = []  # seconds of stillness at which it was looked by itself
+        self._opinion: _Opinion | None = None  # of the last look
+        self._verdict: Impasse | None = None  # that two looks have agreed on
+        self._told: Impasse | None = None
+        self._final = False  # the look that is under way is the last before it is acted on
+        self._acted = False
+        self._torch_ends: float | None = None  # when torch itself ends the job
+        self._dump_by: float | None = None
+        self._dumped = False
+
+    # ------------------------------------------------------------ what happens
 
     def heard(self, node: str, report: m.Quiet | m.Inspected | m.Stacks) -> bool:
         """Whether it is news."""
-        return False
-
-    def pursue(self) -> None:
-        """Request for looks that are due, and judge."""
-
-    def next_deadline(self) -> float | None:
-        """When `pursue` is due at the latest."""
-        return None
+        round_, look = self._ctx.round, self._look
+        if round_ is None or report.round != round_.name:
+            return False
+        if not isinstance(report, m.Quiet):
+            if look is None or report.number != look.order.number:
+                return False
+            look.take(node, report)
+            return look.done
+        self._has_moved = self._has_moved or report.first > 0.0
+        if report.seconds <= 0.0:
+            return self._since_of.pop(node, None) is not None
+        since = self._ctx.now - report.seconds
+        if abs(since - self._since_of.get(node, float("-inf"))) > JITTER:
+            self._since_of[node] = since
+        return True
 
     def round_begins(self) -> None:
         """Nothing is known of its ranks."""
+        if self._since_of:
+            self.round_over()
+        self._has_moved = False
+        self._early_at = float("-inf")
 
     def round_over(self) -> None:
         """Nobody is looked at until the next one begins."""
+        self._last = None
+        if self._since_of or self._since is not None or self._look is not None:
+            self._since_of.clear()
+            self._look = None
+            self._move()
+
+    def pursue(self) -> None:
+        """Request for looks that are due, and judge."""
+        if not self._since_of and self._since is None and self._look is None:
+            return  # all train
+        now = self._ctx.now
+        self._see_whether_it_moves()
+        look = self._look
+        if look is not None and (look.done or now >= look.until):
+            self._look = None
+            self._seen(look)
+        due = self._due()
+        if self._look is None and due is not None and now >= due:
+            self._look_by_itself()
+
+    def next_deadline(self) -> float | None:
+        """When `pursue` is due at the latest."""
+        if self._since is None and self._look is None:
+            return None
+        return self._due() if self._look is None else self._look.until
 
     def look(self, *, stacks: bool) -> int:
         """Request every node for a look that a person wants; its number. 0: no round runs."""
-        return 0
+        under_way = self._look
+        if under_way is not None and (under_way.order.stacks or not stacks):
+            return under_way.order.number
+        nodes = [node for node in self._running() if self._ctx.nodes[node].session is not None]
+        if not nodes or self._ctx.rdzv.phase is not Phase.RUNNING:
+            return 0
+        self._ask(nodes, stacks=stacks, dump=0)
+        return self._number
 
     def looked(self, number: int) -> bool:
         """Whether all that can be had of this look is here."""
-        return True
+        return self._look is None or self._look.order.number != number
+
+    # ------------------------------------------------------------ for people
 
     def quiet(self) -> float:
         """Seconds since a counter or a step of any rank moved; 0.0 while they move."""
-        return 0.0
+        return 0.0 if self._since is None else max(0.0, self._ctx.now - self._since)
 
     def verdict(self) -> VerdictRow | None:
-        return None
+        """What has been told and is still so."""
+        told = self._told
+        if told is None:
+            return None
+        folder = self._with_stacks.folder() if self._with_stacks is not None else ""
+        return VerdictRow(
+            klass=told.klass.value,
+            kind=told.kind,
+            sentence=told.sentence,
+            since=self.quiet(),
+            ranks=write_ranges(told.odd),
+            node=told.of_node,
+            then=self._then(told),
+            folder=folder if self._dumped else "",
+        )
 
     def ranks(self) -> tuple[float, tuple[RankRow, ...]]:
         """The age of the last look, -1.0 for none, and its ranks."""
-        return -1.0, ()
+        look = self._last
+        if look is None:
+            return -1.0, ()
+        told = self._told
+        odd = {} if told is None else dict.fromkeys(told.odd, told.klass is Klass.WEAK)
+        return self._ctx.now - look.at, rows(Scene(look.sightings, self.quiet()), odd)
 
     def stacks(self) -> tuple[tuple[StackRow, ...], str]:
         """Of the last look with stacks, the rarest first; and what is missing."""
-        return (), ""
+        look = self._with_stacks
+        return ((), "") if look is None else (look.stacks(), look.missing())
+
+    # ------------------------------------------------------------ stillness
+
+    def _running(self) -> list[str]:
+        """Members of the round whose ranks are not all done."""
+        last = self._ctx.rdzv.last
+        return [
+            node for node in last.stages if node not in last.completed and node in self._ctx.nodes
+        ]
+
+    def _see_whether_it_moves(self) -> None:
+        """Since when all members are quiet, and whether they may be judged."""
+        ctx, last = self._ctx, self._ctx.rdzv.last
+        since = None
+        if self._since_of and len(self._since_of) + len(last.completed) >= len(last.stages):
+            running = self._running()
+            if all(node in self._since_of for node in running):
+                since = max((self._since_of[node] for node in running), default=None)
+        if since != self._since:
+            self._moved_on(since)
+        if ctx.away != self._away:  # what was said meanwhile is old
+            self._away, self._opinion, self._verdict = ctx.away, None, None
+        self._members = tuple(running) if since is not None and self._are_all_there(running) else ()
+        if not self._members:
+            self._opinion = self._verdict = None
+
+    def _moved_on(self, since: float | None) -> None:
+        """The stillness that was is over, and another one begins, or none."""
+        now, before = self._ctx.now, self._since
+        if before is not None and (opinion := self._opinion) is not None:
+            seconds = now - before if since is None else since - before
+            self.places.learn(_place(opinion.impasse), seconds)
+            if self._told is not None:
+                self._ctx.note(f"it moves again after {now - before:.0f} s")
+        self._move()
+        self._since = since
+
+    def _are_all_there(self, running: list[str]) -> bool:
+        """Whether every member is well and heard: else nothing is judged."""
+        ctx, last = self._ctx, self._ctx.rdzv.last
+        if ctx.rdzv.phase is not Phase.RUNNING or last.leaving or last.unseen:
+            return False
+        if ctx.membership.mass_silence.until is not None or not last.away.keys() <= last.completed:
+            return False
+        return all(
+            last.stages[node] is Stage.RUNNING
+            and ctx.nodes[node].health is Health.ALIVE
+            and ctx.nodes[node].session is not None
+            for node in running
+        )
+
+    # ------------------------------------------------------------ looks
+
+    def _due(self) -> float | None:
+        """When it is looked by itself."""
+        if self._since is None or not self._members or self._ctx.spec.watch.on_hang == "off":
+            return None
+        limit = None
+        if self._verdict is not None and not self._acted:
+            limit = self._limit(self._verdict)
+        acts = None if limit is None else self._since + limit
+        dump_by = None if self._dumped else self._dump_by
+        return earliest(self._since + self._next(), acts, dump_by)
+
+    def _next(self) -> float:
+        """Seconds of stillness at which the next look is due."""
+        assert self._since is not None
+        if not self._looks:
+            early = self._since + FIRST_LOOK >= self._early_at + EARLY_EVERY
+            return FIRST_LOOK if early else LATER[0]
+        last = self._looks[-1]
+        if len(self._looks) == 1:
+            return last + SECOND
+        for when in LATER:
+            if when > last + 1.0:
+                return when
+        return (last + 1.0) // LATEST * LATEST + LATEST
+
+    def _look_by_itself(self) -> None:
+        ctx, before = self._ctx, self._opinion
+        assert self._since is not None
+        seconds = ctx.now - self._since
+        if not self._looks and seconds < LATER[0]:
+            self._early_at = ctx.now
+        self._looks = [*self._looks[-1:], seconds]
+        limit = None if self._verdict is None else self._limit(self._verdict)
+        self._final = limit is not None and seconds >= limit and not self._acted
+        strong = before is not None and before.impasse.klass in (Klass.CERTAIN, Klass.STRONG)
+        told_soon = strong and seconds >= TOLD[Klass.STRONG]
+        late = self._dump_by is not None and ctx.now >= self._dump_by
+        dump = self._final or ((told_soon or late) and not self._dumped)
+        if dump:
+            self._dumps, self._dumped = self._dumps + 1, True
+        self._ask(self._members, stacks=dump, dump=self._dumps if dump else 0)
+
+    def _ask(self, nodes: list[str] | tuple[str, ...], *, stacks: bool, dump: int) -> None:
+        round_ = self._ctx.round
+        assert round_ is not None
+        self._number += 1
+        order = m.Inspect(round_.name, self._number, stacks, dump)
+        self._look = RollCall(order, nodes, self._ctx.now, self._ended())
+        self._ctx.broadcast(nodes, order)
+
+    def _ended(self) -> list[Sighting]:
+        """Ranks of members that are done."""
+        round_ = self._ctx.round
+        seats = round_.members if round_ is not None else {}
+        found = []
+        for node in self._ctx.rdzv.last.completed:
+            if (seat := seats.get(node)) is not None:
+                for rank in range(seat.first_rank, seat.first_rank + seat.ranks):
+                    seen = m.RankSeen(rank, 1, m.Being.ENDED, True, False, 0.0, 0.0)
+                    found.append(Sighting(node, seen))
+        return found
+
+    # ------------------------------------------------------------ the verdict
+
+    def _seen(self, look: RollCall) -> None:
+        """A look is over: judge, tell, act."""
+        self._last = look
+        if look.order.stacks:
+            self._with_stacks = look
+        final, self._final = self._final, False
+        sightings = look.sightings
+        self._has_moved = self._has_moved or any(
+            one.seen.step >= 0 or any(at.done > 0 for at in one.seen.at) for one in sightings
+        )
+        round_ = self._ctx.round
+        all_seen = look.whole and round_ is not None and len(sightings) == round_.facts.world_size
+        judged = all_seen and self._ctx.spec.watch.on_hang != "off"
+        if self._since is None or not self._members or not judged:
+            self._opinion = self._verdict = None
+            return
+        self._agree(look, sightings, look.at - self._since)
+        self._heed_torch(look, sightings)
+        if self._verdict is None:
+            return
+        self._tell(self._verdict, look.at - self._since)
+        if final and not self._acted:
+            self._act(self._verdict, look)
+
+    def _agree(self, look: RollCall, sightings: list[Sighting], seconds: float) -> None:
+        """Whether this look says what the one before has said, and nothing has moved."""
+        before = self._opinion
+        impasse = judge(Scene(sightings, seconds))
+        if impasse is None:
+            self._opinion = self._verdict = None
+            return
+        opinion = _Opinion(look.at, fingerprint(sightings), impasse)
+        same = (
+            before is not None
+            and before.counters == opinion.counters
+            and before.impasse.is_like(impasse)
+        )
+        if same and before is not None and look.at - before.at < APART:
+            return
+        self._opinion = opinion
+        self._verdict = impasse if same else None
+
+    def _heed_torch(self, look: RollCall, sightings: list[Sighting]) -> None:
+        """When torch will end an open collective, and by when stacks must have been taken."""
+        ends = []
+        for one in sightings:
+            for at in one.seen.at:
+                if at.limit > 0.0 and at.entered > at.done:
+                    ends.append((look.at + at.limit - at.age, look.at + TORCH * at.limit - at.age))
+        self._torch_ends, self._dump_by = min(ends, default=(None, None))
+
+    def _limit(self, impasse: Impasse) -> float | None:
+        """Seconds of stillness after which the round is ended for it; None: never."""
+        watch = self._ctx.spec.watch
+        if watch.on_hang not in ("auto", "restart") or impasse.held:
+            return None
+        hard = watch.on_hang == "restart"
+        limits = []
+        if impasse.klass is Klass.CERTAIN:
+            limits.append(CERTAIN_ENDS)
+        elif impasse.klass is Klass.STRONG:
+            place = self.places.limit(_place(impasse), first=not self._has_moved)
+            limits.append(TOLD[Klass.STRONG] if hard else place)
+        elif impasse.klass is Klass.STILL and hard:
+            limits.append(STILL_ENDS)
+        if watch.hang_limit > 0.0 and impasse.klass is not Klass.STILL:
+            limits.append(max(watch.hang_limit, FIRST_LOOK + SECOND))
+        return min(limits, default=None)
+
+    def _tell(self, verdict: Impasse, seconds: float) -> None:
+        """Once for each verdict."""
+        told, self._told = self._told, verdict if self._told is not None else None
+        when = TOLD[Klass.STRONG] if verdict.held else TOLD[verdict.klass]
+        limit = self._limit(verdict)
+        by_torch = self._dump_by is not None and self._ctx.now >= self._dump_by
+        if seconds < (when if limit is None else min(when, limit)) and not by_torch:
+            return
+        self._told = verdict
+        if told is not None and told.is_like(verdict):
+            return
+        then = self._then(verdict)
+        folder = self._with_stacks.folder() if self._dumped and self._with_stacks else ""
+        where = f"; stacks are in {folder}" if folder else ""
+        told_by = "still" if verdict.klass is Klass.STILL else f"hang ({verdict.klass.value})"
+        self._ctx.note(f"{told_by}: {verdict.sentence}; {then}{where}", "warning")
+
+    def _then(self, verdict: Impasse) -> str:
+        """What will be done about it."""
+        ctx, limit = self._ctx, self._limit(verdict)
+        parts = []
+        if limit is None:
+            parts.append("it is left as it is")
+            if verdict.held:
+                parts[0] += ", as a person is at work"
+            elif ctx.spec.watch.on_hang == "tell":
+                parts[0] += " (--on-hang=tell)"
+            elif verdict.klass is Klass.WEAK:
+                parts[0] += ", as it may well go on (--hang-limit sets an end)"
+        elif ctx.restarts.budget.left(ctx.now):
+            parts.append(f"all ranks are restarted in {max(0.0, limit - self.quiet()):.0f} s")
+        else:
+            parts.append(
+                f"the job ends in {max(0.0, limit - self.quiet()):.0f} s, as no restart is left"
+            )
+        if self._torch_ends is not None and self._torch_ends > ctx.now:
+            parts.append(f"torch would end this in {self._torch_ends - ctx.now:.0f} s")
+        return "; ".join(parts)
+
+    def _act(self, verdict: Impasse, look: RollCall) -> None:
+        """End the round for it."""
+        limit = self._limit(verdict)
+        if limit is None or look.at - (self._since or 0.0) < limit:
+            return
+        self._acted = True
+        rank = verdict.odd[0]
+        seen = {one.seen.rank: one for one in look.sightings}[rank]
+        round_ = self._ctx.round
+        seat = round_.members.get(seen.node) if round_ is not None else None
+        hello, stack = self._ctx.nodes[seen.node].said, look.stack_of(rank)
+        self.demand = (
+            seen.node,
+            m.Failure(
+                host=hello.host if hello is not None and verdict.of_node else "",
+                rank=rank,
+                local_rank=rank - seat.first_rank if seat is not None else -1,
+                pid=seen.seen.pid,
+                exitcode=1,
+                time_us=0,
+                kind=m.FailureKind.HUNG,
+                message=verdict.sentence,
+                traceback=f"{verdict.sentence}\n{stack}" if stack else "",
+                error_file="",
+            ),
+        )
+
+
+def _place(impasse: Impasse) -> Place:
+    return place_of(impasse.place, impasse.library)

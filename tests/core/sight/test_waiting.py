@@ -57,7 +57,7 @@ SINKS = {
     "evaluates": (rank(2, outside(), cpu=1.0), "weak", "busy", "is busy"),
     "on GPU": (rank(2, outside(), gpu=97), "weak", "busy", "GPU 97 %"),
     "NFS": (
-        rank(2, outside(), being=Being.DISK, kernel="nfs_wait"), "strong", "disk", "in nfs_wait"
+        rank(2, outside(), being=Being.DISK, kernel="nfs_wait"), "strong", "disk", "(nfs_wait)"
     ),
     "NFS writes": (rank(2, outside(), being=Being.DISK, io=1e6), "weak", "busy", "1.0 MB/s"),
     "frozen": (rank(2, being=Being.FROZEN, answers=False), "strong", "frozen", "its cgroup"),

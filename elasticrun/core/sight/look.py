@@ -1,0 +1,160 @@
+"""One look at every rank of a round: who has been asked, and what has come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticrun.core.sight.picture import RankRow, StackRow
+from elasticrun.core.sight.waiting import Scene, Sighting, is_busy
+from elasticrun.core.words import names, read_ranges, write_ranges
+from elasticrun.wire import messages as m
+
+BRIEF: Final = 4.0
+"""Seconds for which a look waits for answers: a node needs 2 s for a rank that is silent."""
+
+LONG: Final = 10.0
+"""Seconds for a look with stacks, which are taken by other programs where ranks do not answer."""
+
+SLOW_STEP: Final = 5.0
+"""Seconds in which nothing of a rank moves before it is shown as one that waits."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """Of one node."""
+
+    whole: bool = False
+    seen: list[Sighting] = field(default_factory=list)
+    stacks: m.Stacks | None = None
+
+
+class RollCall:
+    """See the module's head. `at`, `until`: monotonic seconds; `ended`: ranks that have ended with
+    0 on nodes that are not asked any more."""
+
+    def __init__(
+        self,
+        order: m.Inspect,
+        nodes: Iterable[str],
+        now: float,
+        ended: Iterable[Sighting] = (),
+    ) -> None:
+        self.order = order
+        self.at = now
+        self.until = now + (LONG if order.stacks else BRIEF)
+        self.answers: dict[str, _Answer] = {node: _Answer() for node in nodes}
+        self._ended = tuple(ended)
+
+    def take(self, node: str, report: m.Inspected | m.Stacks) -> None:
+        """What a node has found."""
+        answer = self.answers.get(node)
+        if answer is None:
+            return
+        if isinstance(report, m.Stacks):
+            answer.stacks = report
+            return
+        answer.seen += [Sighting(node, seen, report.groups) for seen in report.ranks]
+        answer.whole = answer.whole or not report.left
+
+    @property
+    def whole(self) -> bool:
+        """Whether all ranks of all nodes have been told of."""
+        return all(one.whole for one in self.answers.values())
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is to come."""
+        stacks = not self.order.stacks or all(one.stacks for one in self.answers.values())
+        return stacks and self.whole
+
+    @property
+    def sightings(self) -> list[Sighting]:
+        """Of all ranks that are known."""
+        found = list(self._ended)
+        for one in self.answers.values():
+            found += one.seen
+        return found
+
+    def folder(self) -> str:
+        """Where it was written, "" for nowhere."""
+        told = (one.stacks.folder for one in self.answers.values() if one.stacks)
+        return next((folder for folder in told if folder), "")
+
+    def missing(self) -> str:
+        """Which stacks could not be had, and why."""
+        told = [one.stacks.missing for one in self.answers.values() if one.stacks]
+        silent = [node for node, one in self.answers.items() if one.stacks is None]
+        parts = [text for text in told if text]
+        return "; ".join([*parts, *([f"no word from {names(silent)}"] if silent else [])])
+
+    def stacks(self) -> tuple[StackRow, ...]:
+        """Groups of like stacks over all nodes, the rarest first."""
+        by_key: dict[tuple[str, str], list[m.StackGroup]] = {}
+        for one in self.answers.values():
+            for group in one.stacks.groups if one.stacks else ():
+                by_key.setdefault((group.key, group.thread), []).append(group)
+        rows = []
+        for groups in by_key.values():
+            ranks = {rank for group in groups for rank in _ranks(group.ranks)}
+            count = sum(group.count for group in groups)
+            rows.append(StackRow(write_ranges(ranks), count, groups[0].thread, groups[0].text))
+        return tuple(sorted(rows, key=lambda row: (row.count, row.ranks)))
+
+    def stack_of(self, rank: int) -> str:
+        """The main thread of a rank, a line a frame; "" where it is not known."""
+        for row in self.stacks():
+            if not row.thread and rank in _ranks(row.ranks):
+                return row.text
+        return ""
+
+
+def rows(scene: Scene, odd: Mapping[int, bool]) -> tuple[RankRow, ...]:
+    """The ranks for people. `odd`: who is waited for, and whether it works."""
+    return tuple(_row(scene, one, odd) for _, one in sorted(scene.ranks.items()))
+
+
+def _row(scene: Scene, one: Sighting, odd: Mapping[int, bool]) -> RankRow:
+    seen = one.seen
+    waits = scene.waits_for(seen.rank) if seen.quiet >= SLOW_STEP else None
+    return RankRow(
+        rank=seen.rank,
+        node=one.node,
+        state=_state(seen, odd, waits=waits is not None),
+        waits_for=str(waits[1]) if waits else "",
+        place=seen.place,
+        call=scene.call(seen.rank),
+        step=seen.step,
+        step_seconds=seen.step_seconds,
+        quiet=seen.quiet,
+        cpu=seen.cpu,
+        io=seen.io,
+        rss=seen.rss,
+        gpu=seen.gpu,
+        gpu_mib=seen.gpu_mib,
+    )
+
+
+def _state(seen: m.RankSeen, odd: Mapping[int, bool], *, waits: bool) -> str:
+    match seen.being:
+        case m.Being.ENDED:
+            return "ended"
+        case m.Being.STOPPED | m.Being.TRACED | m.Being.FROZEN:
+            return "stopped"
+    if seen.rank in odd:
+        return "busy" if odd[seen.rank] else "odd"
+    if waits:
+        return "waiting"
+    if seen.forked and not seen.answers:
+        return "silent"
+    if not seen.at and seen.step < 0:
+        return "starting"
+    return "busy" if seen.quiet >= SLOW_STEP and is_busy(seen) else "stepping"
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    try:
+        return read_ranges(text)
+    except ValueError:
+        return ()
