@@ -6,7 +6,7 @@ from elasticrun.core.context import JobContext
 from elasticrun.core.health.policy import HealthPolicy
 from elasticrun.core.nodes.node import Health, Node
 from elasticrun.core.rounds.rendezvous import Phase
-from elasticrun.core.sight.watch import Watch
+from elasticrun.core.sight.hangs.watch import Watch
 from elasticrun.wire.messages import JobSpec, JobStatus, NodeStatus
 
 

@@ -14,11 +14,11 @@ import msgspec
 from elasticrun.core.context import JobContext
 from elasticrun.core.deadlines import earliest
 from elasticrun.core.events import Replied
+from elasticrun.core.sight.hangs.watch import Watch
 from elasticrun.core.sight.history import History
 from elasticrun.core.sight.incidents import Incidents
 from elasticrun.core.sight.ledger import SlotLedger
 from elasticrun.core.sight.picture import Picture, SettingRow
-from elasticrun.core.sight.watch import Watch
 from elasticrun.wire import messages as m
 
 MAX_ASKED = 64

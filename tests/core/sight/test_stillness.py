@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.core.sight.stillness import MOST, Place, Places, place_of
+from elasticrun.core.sight.hangs.stillness import MOST, Place, Places, place_of
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.core.sight.waiting import Impasse, Klass, Scene, Sighting, fingerprint, judge
+from elasticrun.core.sight.hangs.waiting import Impasse, Klass, Scene, Sighting, fingerprint, judge
 from elasticrun.wire.messages import Being, GroupSeen, Position, RankSeen
 
 WORLD = (GroupSeen("0", "dp", ""),)

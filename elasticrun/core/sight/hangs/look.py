@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from elasticrun.core.sight.hangs.waiting import Scene, Sighting, is_busy
 from elasticrun.core.sight.picture import RankRow, StackRow
-from elasticrun.core.sight.waiting import Scene, Sighting, is_busy
 from elasticrun.core.words import names, read_ranges, write_ranges
 from elasticrun.wire import messages as m
 

@@ -25,10 +25,9 @@ from elasticrun.core.deadlines import earliest
 from elasticrun.core.nodes.node import Health
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.rounds.round import Stage
-from elasticrun.core.sight.look import RollCall, rows
-from elasticrun.core.sight.picture import RankRow, StackRow, VerdictRow
-from elasticrun.core.sight.stillness import Place, Places, place_of
-from elasticrun.core.sight.waiting import (
+from elasticrun.core.sight.hangs.look import RollCall, rows
+from elasticrun.core.sight.hangs.stillness import Place, Places, place_of
+from elasticrun.core.sight.hangs.waiting import (
     Impasse,
     Klass,
     Scene,
@@ -36,6 +35,7 @@ from elasticrun.core.sight.waiting import (
     fingerprint,
     judge,
 )
+from elasticrun.core.sight.picture import RankRow, StackRow, VerdictRow
 from elasticrun.core.words import write_ranges
 from elasticrun.wire import messages as m
 
