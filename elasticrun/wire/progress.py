@@ -1,6 +1,9 @@
-"""What a rank tells its agent of its steps: one small datagram, and the name where it is sent.
+"""What a rank and its agent say in datagrams, and the names where they are sent.
 
-The socket is an abstract one (a name without a file: nothing can be left behind) whose name has 128
+A rank tells of its steps by itself, in one small datagram. What else it does, a thread in it
+answers when the agent asks (`RankAsked`, `RankSays`).
+
+A socket is an abstract one (a name without a file: nothing can be left behind) whose name has 128
 random bits, a fresh one for each life of the ranks: what a rank of an older life says reaches
 nobody, and two jobs never meet. The agent looks at the sender's user besides (SO_PASSCRED), since
 every process of the host can read the names in /proc/net/unix.
@@ -8,10 +11,13 @@ every process of the host can read the names in /proc/net/unix.
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import socket
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Final
 
@@ -99,3 +105,118 @@ def decode(datagram: bytes) -> RankSteps | None:
     if not known:
         own = waited = math.nan
     return RankSteps(local_rank, step, steps, seconds, own, waited, Own(knows))
+
+
+def sent_by_us(credentials: Iterable[tuple[int, int, bytes]]) -> bool:
+    """Whether the kernel says that a datagram's sender runs as this user."""
+    return any(
+        (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
+        and _CREDENTIALS.unpack_from(data)[1] == os.getuid()
+        for level, kind, data in credentials
+    )
+
+
+# ---------------------------------------------------------------- questions to a rank
+
+
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+_QUESTION: Final = struct.Struct("<BBBBI")
+
+QUESTION_BYTES: Final = _QUESTION.size
+"""Every question is exactly this long."""
+
+ANSWER_BYTES: Final = 128 * 1024
+"""An answer is no longer: the kernel takes none of more than some 200 KB."""
+
+MAX_GROUPS_SAID: Final = 16
+"""Process groups in an answer."""
+
+MAX_THREADS_SAID: Final = 64
+MAX_FRAMES_SAID: Final = 60
+"""Threads in an answer, and frames of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankAsked:
+    """Where is the rank in its collectives? `full`: by name, and in which call; `stacks`: and where
+    do its threads stand? `number` comes back with the answer."""
+
+    number: int
+    full: bool = False
+    stacks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSays:
+    """A process group as one rank counts its collectives; the fields after `done` are in a full
+    answer alone."""
+
+    key: str  # number in this process
+    entered: int
+    started: int  # -1: not told
+    done: int
+    name: str = ""  # by which all ranks know it
+    title: str = ""
+    members: str = ""  # as in messages.GroupSeen
+    call: str = ""  # the oldest that is open
+    age: float = 0.0  # seconds since it was called
+    limit: float = 0.0  # seconds that torch gives it; 0.0: not told
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadSays:
+    """A thread ("main", or its name) and its frames: file, line, function; innermost first."""
+
+    name: str
+    frames: tuple[tuple[str, int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankSays:
+    """A rank's answer."""
+
+    number: int  # of the question
+    groups: tuple[GroupSays, ...] = ()
+    threads: tuple[ThreadSays, ...] = ()
+
+
+def encode_question(asked: RankAsked) -> bytes:
+    """The datagram."""
+    return _QUESTION.pack(VERSION, asked.full, asked.stacks, 0, asked.number)
+
+
+def read_question(datagram: bytes) -> RankAsked | None:
+    """Back from it; None for what is no question."""
+    if len(datagram) != QUESTION_BYTES:
+        return None
+    version, full, stacks, _, number = _QUESTION.unpack(datagram)
+    return RankAsked(number, bool(full), bool(stacks)) if version == VERSION else None
+
+
+def encode_answer(said: RankSays) -> bytes:
+    """The datagram. Where the stacks do not fit, each is told less far out."""
+    depth = MAX_FRAMES_SAID
+    while True:
+        data = json.dumps(asdict(said), separators=(",", ":")).encode("ascii")
+        if len(data) <= ANSWER_BYTES or not depth:
+            return data
+        depth //= 2
+        threads = tuple(ThreadSays(one.name, one.frames[:depth]) for one in said.threads)
+        said = replace(said, threads=threads)
+
+
+def read_answer(datagram: bytes) -> RankSays | None:
+    """Back from it; None for what is no answer."""
+    import msgspec  # a script that tells its steps goes without
+
+    if len(datagram) > ANSWER_BYTES:
+        return None
+    try:
+        said = msgspec.json.decode(datagram, type=RankSays)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    long = max((len(one.frames) for one in said.threads), default=0)
+    if len(said.groups) > MAX_GROUPS_SAID or len(said.threads) > MAX_THREADS_SAID:
+        return None
+    return said if long <= MAX_FRAMES_SAID else None

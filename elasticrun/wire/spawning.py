@@ -53,6 +53,7 @@ class SpawnRank:
     error_file: str  # where an uncaught exception is described, "" for nowhere
     cpus: tuple[int, ...]  # cores to bind to, empty for the spawner's first mask
     exec_prefix: tuple[str, ...]  # words before the command when it is exec'd (membind policy)
+    monitor: str = ""  # where a forked rank answers questions (wire.progress); "" nowhere
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,129 @@
+"""What the kernel knows of a rank and of all that runs below it: work done so far, and how the rank
+itself stands. Read without a privilege; where something cannot be read it counts as nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from elasticrun.system import processes
+from elasticrun.wire.messages import Being
+
+POLLERS: Final = frozenset({b"gloo_tcp_loop"})
+"""Threads of libraries that wake up all the time and do nothing."""
+
+TICKS: Final = os.sysconf("SC_CLK_TCK")
+PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+_BEINGS: Final = {"T": Being.STOPPED, "t": Being.TRACED, "D": Being.DISK, "R": Being.RUNS}
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """As of one look. `cpu` and `io` grow with the work that is done."""
+
+    being: Being
+    cpu: float = 0.0  # seconds, pollers left out
+    io: int = 0  # bytes, read and written, files and pipes alike
+    rss: int = 0  # bytes
+    kernel: str = ""  # where the rank's main thread sleeps
+
+    @property
+    def may_answer(self) -> bool:
+        """Whether a thread of it could, if it got at the interpreter."""
+        return self.being in (Being.RUNS, Being.SLEEPS)
+
+
+class Activities:
+    """Reads the trees of processes. It remembers which threads are pollers."""
+
+    def __init__(self) -> None:
+        self._named: dict[tuple[int, int], bool] = {}  # process, thread -> is a poller
+
+    def look(self, pids: Collection[int]) -> dict[int, Activity]:
+        """Of each of these ranks; it may take some milliseconds a rank."""
+        seen: set[tuple[int, int]] = set()
+        found = {pid: self._tree(pid, seen) for pid in pids}
+        self._named = {thread: name for thread, name in self._named.items() if thread in seen}
+        return found
+
+    def _tree(self, root: int, seen: set[tuple[int, int]]) -> Activity:
+        process = processes.read_process(root)
+        if process is None or process.has_ended:
+            return Activity(Being.ENDED)
+        cpu, io, rss = 0.0, 0, 0
+        for pid in (root, *(one.pid for one in processes.descendants(root))):
+            try:
+                fields = processes.stat_fields(pid)
+            except OSError:
+                continue
+            ticks = sum(map(int, fields[11:15]))  # its own, and of children that were waited for
+            cpu += (ticks - self._polled(pid, seen)) / TICKS
+            io += _io(pid)
+            rss += int(fields[21]) * PAGE
+        return Activity(_being(root, process.state), max(0.0, cpu), io, rss, _text(root, "wchan"))
+
+    def _polled(self, pid: int, seen: set[tuple[int, int]]) -> int:
+        """Ticks of the threads that only poll."""
+        ticks = 0
+        try:
+            threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+        except OSError:
+            return 0
+        for thread in threads:
+            seen.add((pid, thread))
+            if self._is_poller(pid, thread):
+                try:
+                    ticks += sum(map(int, processes.stat_fields(f"{pid}/task/{thread}")[11:13]))
+                except OSError:
+                    continue
+        return ticks
+
+    def _is_poller(self, pid: int, thread: int) -> bool:
+        known = self._named.get((pid, thread))
+        if known is None:
+            name = _text(pid, f"task/{thread}/comm").encode()
+            known = name in POLLERS
+            # a thread has its maker's name until it is given its own
+            if known or name != _text(pid, "comm").encode():
+                self._named[pid, thread] = known
+        return known
+
+
+def _being(pid: int, letter: str) -> Being:
+    if letter == "T" and "TracerPid:\t0\n" not in _text(pid, "status", whole=True):
+        return Being.TRACED
+    being = _BEINGS.get(letter, Being.SLEEPS)
+    if being in (Being.SLEEPS, Being.DISK) and _is_frozen(pid):
+        return Being.FROZEN
+    return being
+
+
+def _is_frozen(pid: int) -> bool:
+    """By the cgroup's own word; the processes of a frozen cgroup look as if they slept."""
+    where = _text(pid, "cgroup", whole=True).splitlines()
+    path = next((line[3:] for line in where if line.startswith("0::")), "")
+    if path in ("", "/"):
+        return False
+    try:
+        return "frozen 1" in Path(f"/sys/fs/cgroup{path}/cgroup.events").read_text()
+    except OSError:
+        return False
+
+
+def _io(pid: int) -> int:
+    lines = (line.partition(": ") for line in _text(pid, "io", whole=True).splitlines())
+    return sum(int(number) for name, _, number in lines if name in ("rchar", "wchar"))
+
+
+def _text(pid: int, name: str, *, whole: bool = False) -> str:
+    """Nothing where it cannot be read."""
+    try:
+        text = Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""
+    return text if whole else text.strip()

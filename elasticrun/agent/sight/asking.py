@@ -1,0 +1,132 @@
+"""Questions to the threads that answer in the local ranks (`elasticrun.monitor`), and the answers.
+
+One socket for each life of the ranks. Whose answer it is, the address tells that it comes from: a
+name of that life, of a process of this user. What comes too late has no question any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticrun.wire.progress import (
+    ANSWER_BYTES,
+    RankAsked,
+    RankSays,
+    address,
+    encode_question,
+    mint_name,
+    read_answer,
+    sent_by_us,
+)
+
+MOST_AT_ONCE: Final = 64
+"""Answers that are read in one turn of the loop: one of each rank of a large node."""
+
+_ROOM: Final = socket.CMSG_SPACE(3 * 4)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A question under way."""
+
+    missing: set[int]
+    over: asyncio.Future[None]
+    answers: dict[int, RankSays] = field(default_factory=dict)
+
+
+class Asking:
+    """The agent's end."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._places: dict[int, str] = {}
+        self._ranks: dict[bytes, int] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._number = 0
+
+    def begin(self, nproc: int) -> Mapping[int, str]:
+        """A new life of the ranks: where each is to answer; nowhere, if there is no socket for it.
+        In the running loop."""
+        self.end()
+        found = None
+        try:
+            found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            found.bind(address(mint_name()))
+        except OSError:
+            if found is not None:
+                found.close()
+            return {}
+        self._socket = found
+        self._places = {rank: mint_name() for rank in range(nproc)}
+        self._ranks = {address(name).encode(): rank for rank, name in self._places.items()}
+        asyncio.get_running_loop().add_reader(found, self._readable)
+        return self._places
+
+    def end(self) -> None:
+        """Nobody is asked any more; who waits for answers has those that came. Harmless where that
+        is so already."""
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+        self._socket, self._places, self._ranks = None, {}, {}
+        for asked in self._asked.values():
+            if not asked.over.done():
+                asked.over.set_result(None)
+
+    async def ask(
+        self, ranks: Collection[int], limit: float, *, full: bool = False, stacks: bool = False
+    ) -> dict[int, RankSays]:
+        """The answers of these local ranks, as far as they come within `limit` seconds."""
+        self._number = (self._number + 1) % 2**32
+        number = self._number
+        asked = _Asked(set(), asyncio.get_running_loop().create_future())
+        question = encode_question(RankAsked(number, full, stacks))
+        for rank in ranks:
+            if self._sent(question, rank):
+                asked.missing.add(rank)
+        if not asked.missing:
+            return {}
+        self._asked[number] = asked
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asked.over, limit)
+        finally:
+            del self._asked[number]
+        return asked.answers
+
+    def _sent(self, question: bytes, rank: int) -> bool:
+        """Whether it was: a rank may not be there yet, or any more, or have many unread ones."""
+        if self._socket is None or rank not in self._places:
+            return False
+        try:
+            self._socket.sendto(question, address(self._places[rank]))
+        except OSError:
+            return False
+        return True
+
+    def _readable(self) -> None:
+        for _ in range(MOST_AT_ONCE):
+            if self._socket is None:
+                return
+            try:
+                data, credentials, _, sender = self._socket.recvmsg(ANSWER_BYTES + 1, _ROOM)
+            except OSError:
+                return
+            rank = self._ranks.get(sender) if isinstance(sender, bytes) else None
+            if rank is not None and sent_by_us(credentials):
+                self._heard(rank, read_answer(data))
+
+    def _heard(self, rank: int, said: RankSays | None) -> None:
+        asked = self._asked.get(said.number) if said is not None else None
+        if said is None or asked is None or rank not in asked.missing:
+            return
+        asked.missing.discard(rank)
+        asked.answers[rank] = said
+        if not asked.missing and not asked.over.done():
+            asked.over.set_result(None)

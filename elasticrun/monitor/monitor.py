@@ -1,0 +1,135 @@
+"""The thread that answers the agent from within a rank, and only when it is asked.
+
+It is started below `threading`, so that a script that counts its threads does not find it, blocks
+all signals, so that each of them finds the script's own threads, and is gone after a fork in the
+script. It sleeps in the kernel until a question comes; what it answers it reads in some
+milliseconds at most, without a lock of Python's and without an import.
+"""
+
+from __future__ import annotations
+
+import _thread
+import fcntl
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+from contextlib import suppress
+from functools import partial
+from types import FrameType
+from typing import Any, Final
+
+from elasticrun.monitor import recorder
+from elasticrun.wire.progress import (
+    MAX_FRAMES_SAID,
+    MAX_THREADS_SAID,
+    QUESTION_BYTES,
+    RankAsked,
+    RankSays,
+    ThreadSays,
+    address,
+    encode_answer,
+    read_question,
+    sent_by_us,
+)
+
+HIGH: Final = 1000
+"""The socket's descriptor is at least this, or the highest that may be had: scripts count on it
+that the first file they open is number 3."""
+
+SEND_LIMIT: Final = struct.pack("@ll", 1, 0)
+"""A second (struct timeval) for which an answer waits until the agent has read others."""
+
+_ROOM: Final = socket.CMSG_SPACE(struct.calcsize("3i"))
+
+
+def start(name: str) -> None:
+    """Answer at this name from now on, in a thread. A rank that cannot have one runs without."""
+    with suppress(OSError, RuntimeError):
+        listener = _listen(name)
+        os.register_at_fork(after_in_child=partial(_leave, listener))
+        main = threading.get_ident()
+        _thread.start_new_thread(_serve, (listener, main))
+
+
+def _listen(name: str) -> socket.socket:
+    low = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with low:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        floor = HIGH if most in (resource.RLIM_INFINITY, -1) else min(HIGH, most - 1)
+        high = fcntl.fcntl(low.fileno(), fcntl.F_DUPFD_CLOEXEC, floor)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM, fileno=high)
+    try:
+        listener.setblocking(True)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_LIMIT)
+        listener.bind(address(name))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _leave(listener: socket.socket) -> None:
+    """In a process that the script has forked: it is nobody to the agent."""
+    with suppress(OSError):
+        listener.close()
+
+
+def _serve(listener: socket.socket, main: int) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+    try:
+        mine = _inode(listener)
+        while _inode(listener) == mine:  # a daemon that closes all has given the number away
+            data, credentials, _, asker = listener.recvmsg(QUESTION_BYTES + 1, _ROOM)
+            asked = read_question(data)
+            if asked is None or not asker or not sent_by_us(credentials):
+                continue
+            with suppress(OSError):  # it does not wait for it any more
+                listener.sendto(encode_answer(_answer(asked, main)), asker)
+    except (OSError, ValueError):
+        return
+
+
+def _inode(listener: socket.socket) -> tuple[int, int]:
+    found = os.fstat(listener.fileno())
+    return found.st_dev, found.st_ino
+
+
+def _answer(asked: RankAsked, main: int) -> RankSays:
+    try:
+        groups = recorder.positions() if asked.full else recorder.counters()
+    except Exception:  # another torch than those that are known: what it counts is not told
+        groups = ()
+    threads = _threads(main) if asked.stacks else ()
+    return RankSays(asked.number, groups, threads)
+
+
+def _threads(main: int) -> tuple[ThreadSays, ...]:
+    """All threads but this one, the main one first."""
+    mine = _thread.get_ident()
+    frames = sys._current_frames()
+    known: Any = dict(threading._active)  # type: ignore[attr-defined]
+    idents = sorted(frames, key=lambda ident: ident != main)
+    return tuple(
+        ThreadSays("main" if ident == main else _name(known, ident), _frames(frames[ident]))
+        for ident in idents[: MAX_THREADS_SAID + 1]
+        if ident != mine
+    )[:MAX_THREADS_SAID]
+
+
+def _name(known: Any, ident: int) -> str:
+    return str(getattr(known.get(ident), "name", ""))[:100] or f"thread {ident}"
+
+
+def _frames(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:
+    """Innermost first."""
+    found: list[tuple[str, int, str]] = []
+    while frame is not None and len(found) < MAX_FRAMES_SAID:
+        code = frame.f_code
+        found.append((code.co_filename[-300:], frame.f_lineno or 0, code.co_name[:100]))
+        frame = frame.f_back
+    return tuple(found)

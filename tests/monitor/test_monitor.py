@@ -1,0 +1,181 @@
+"""The thread that answers in a rank: real ranks of a real fork server, asked as the agent asks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from elasticrun.agent.sight.asking import Asking
+from elasticrun.monitor.recorder import signature, spans
+from elasticrun.wire.progress import GroupSays, RankSays
+from elasticrun.wire.spawning import SendSignal
+from elasticrun.wire.types import EntryKind, Entrypoint
+from tests.forkserver.driver import Driver, script
+
+T = TypeVar("T")
+
+LIMIT = 60.0
+"""Seconds for what takes one."""
+
+TRAINS = """
+import os, sys, threading
+import torch, torch.distributed as dist
+
+def main():
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
+    group = dist.new_group([0, 1], group_desc="dp")
+    tensor = torch.ones(4)
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    dist.broadcast(tensor, 0, group=group)
+    threading.Thread(target=threading.Event().wait, name="helper", daemon=True).start()
+    if dist.get_rank() == 1:
+        load_shard()
+    dist.all_reduce(tensor)
+
+def load_shard():
+    os.read(os.open(sys.argv[2], os.O_RDONLY), 1)
+
+main()
+"""
+
+FORKS = """
+import json, os, sys, threading
+first = os.open(sys.argv[1], os.O_RDONLY)
+child = os.fork()
+if not child:
+    files = [int(fd) for fd in os.listdir("/proc/self/fd")]
+    os._exit(len(os.listdir("/proc/self/task")) != 1 or max(files) > first + 1)
+_, status = os.waitpid(child, 0)
+print(json.dumps([first, status, len(threading.enumerate())]), flush=True)
+os.read(first, 1)
+"""
+
+
+def asked(work: Callable[[Asking], Coroutine[Any, Any, T]]) -> T:
+    async def whole() -> T:
+        asking = Asking()
+        try:
+            return await asyncio.wait_for(work(asking), LIMIT)
+        finally:
+            asking.end()
+
+    return asyncio.run(whole())
+
+
+async def until(asking: Asking, rank: int, there: Callable[[RankSays], bool]) -> RankSays:
+    """Ask this rank until it answers so."""
+    while True:
+        said = (await asking.ask([rank], 1.0, full=True, stacks=True)).get(rank)
+        if said is not None and there(said):
+            return said
+        await asyncio.sleep(0)
+
+
+def test_counters_names_and_stacks_of_two_ranks(server: Driver, tmp_path: Path) -> None:
+    """One waits in an all_reduce, the other reads a pipe that nobody writes to."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    args = (f"file://{tmp_path / 'store'}", str(pipe))
+    entry = Entrypoint(EntryKind.SCRIPT, script(tmp_path / "train.py", TRAINS).target, args)
+
+    async def work(asking: Asking) -> None:
+        places = asking.begin(2)
+        keys = [
+            server.start(
+                entry,
+                local_rank=rank,
+                env={"RANK": str(rank)},
+                monitor=places[rank],
+            )
+            for rank in range(2)
+        ]
+        for key in keys:
+            server.spawned(key)
+        try:
+            waits = await until(
+                asking, 0, lambda said: any(row.entered == 4 for row in said.groups)
+            )
+            reads = await until(asking, 1, lambda said: _in(said, "load_shard"))
+            _look(waits, reads)
+            for _ in range(500):
+                both = await asking.ask([0, 1], LIMIT)
+            assert [_counts(both[rank]) for rank in (0, 1)] == [
+                {"0": (4, 3), "1": (1, 1)},
+                {"0": (3, 3), "1": (1, 1)},
+            ]
+        finally:
+            for key in keys:
+                server.tell(SendSignal(key, signal.SIGKILL))
+                server.exited(key)
+        assert await asking.ask([0, 1], LIMIT) == {}
+
+    asked(work)
+
+
+def _look(waits: RankSays, reads: RankSays) -> None:
+    default, group = sorted(waits.groups, key=lambda row: row.name)
+    assert (default.call, default.limit) == ("all_reduce [4] float32", 1800.0)
+    assert 0.0 <= default.age < LIMIT
+    assert (default.name, default.title, default.members) == ("0", "default_pg", "0-1")
+    assert (group.name, group.title, group.call) == ("1", "dp", "")
+    assert {(row.entered, row.done) for row in reads.groups} == {(3, 3), (1, 1)}
+    assert [one.name for one in reads.threads] == ["main", "helper"]
+    assert [frame[2] for frame in reads.threads[0].frames][:3] == ["load_shard", "main", "<module>"]
+    assert reads.threads[0].frames[0][0].endswith("train.py")
+
+
+def _in(said: RankSays, function: str) -> bool:
+    return bool(said.threads) and said.threads[0].frames[0][2] == function
+
+
+def _counts(said: RankSays) -> dict[str, tuple[int, int]]:
+    return {row.key: (row.entered, row.done) for row in said.groups}
+
+
+def test_a_script_does_not_find_it_and_its_child_has_none(server: Driver, tmp_path: Path) -> None:
+    """Its first file is number 3 and it counts one thread; a child has neither thread nor socket.
+    Without torch there are no groups."""
+    pipe, out = tmp_path / "pipe", tmp_path / "out"
+    os.mkfifo(pipe)
+    writer = os.open(pipe, os.O_RDWR)
+    entry = Entrypoint(EntryKind.SCRIPT, script(tmp_path / "forks.py", FORKS).target, (str(pipe),))
+
+    async def work(asking: Asking) -> None:
+        key = server.start(entry, monitor=asking.begin(1)[0], stdout=str(out))
+        said = await until(asking, 0, lambda said: out.stat().st_size > 0)
+        assert said.groups == ()
+        os.write(writer, b"x")
+        assert server.exited(key).code == 0
+
+    try:
+        asked(work)
+    finally:
+        os.close(writer)
+    assert json.loads(out.read_text()) == [3, 0, 1]
+
+
+def test_words_for_ranks_and_calls() -> None:
+    for ranks, words in (
+        ((), ""),
+        ((7,), "7"),
+        (range(42), "0-41"),
+        ([*range(42), *range(43, 64)], "0-41,43-63"),
+        (range(0, 64, 2), "0-62:2"),
+        ([0, 5], "0,5"),
+        ([0, 1, 8, 9], "0-1,8-9"),
+    ):
+        assert spans(ranks) == words
+    call = {
+        "profiling_name": "nccl:all_gather",
+        "input_sizes": [[2, 3]] * 6,
+        "input_dtypes": ["BFloat16"] * 6,
+    }
+    assert signature(call) == "all_gather [2, 3] [2, 3] [2, 3] [2, 3] and 2 more bfloat16"
+    assert GroupSays("0", 1, -1, 1).call == ""
