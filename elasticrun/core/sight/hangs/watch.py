@@ -60,6 +60,9 @@ APART: Final = 4.0
 JITTER: Final = 2.0
 """Seconds by which two reports of one stillness may differ, for the way that they have come."""
 
+GRAIN: Final = 0.001
+"""Seconds that count for nothing."""
+
 TOLD: Final[Mapping[Klass, float]] = {
     Klass.CERTAIN: 10.0,
     Klass.STRONG: 60.0,
@@ -305,13 +308,17 @@ class Watch:
                 return when
         return (last + 1.0) // LATEST * LATEST + LATEST
 
+    def _span(self, at: float) -> float:
+        """Seconds of stillness then; a look that was due is never early by a rounding."""
+        return 0.0 if self._since is None else at - self._since + GRAIN
+
     def _look_by_itself(self) -> None:
         ctx, before = self._ctx, self._opinion
         assert self._since is not None
-        seconds = ctx.now - self._since
+        seconds = self._span(ctx.now)
         if not self._looks and seconds < LATER[0]:
             self._early_at = ctx.now
-        self._looks = [*self._looks[-1:], seconds]
+        self._looks = [*self._looks[-1:], ctx.now - self._since]
         limit = None if self._verdict is None else self._limit(self._verdict)
         self._final = limit is not None and seconds >= limit and not self._acted
         strong = before is not None and before.impasse.klass in (Klass.CERTAIN, Klass.STRONG)
@@ -360,11 +367,11 @@ class Watch:
         if self._since is None or not self._members or not judged:
             self._opinion = self._verdict = None
             return
-        self._agree(look, sightings, look.at - self._since)
+        self._agree(look, sightings, self._span(look.at))
         self._heed_torch(look, sightings)
         if self._verdict is None:
             return
-        self._tell(self._verdict, look.at - self._since)
+        self._tell(self._verdict, self._span(look.at))
         if final and not self._acted:
             self._act(self._verdict, look)
 
@@ -455,7 +462,7 @@ class Watch:
     def _act(self, verdict: Impasse, look: RollCall) -> None:
         """End the round for it."""
         limit = self._limit(verdict)
-        if limit is None or look.at - (self._since or 0.0) < limit:
+        if limit is None or self._span(look.at) < limit:
             return
         self._acted = True
         rank = verdict.odd[0]
