@@ -109,11 +109,25 @@ def test_two_signatures_at_one_number(case: str) -> None:
         assert f"ranks 0,1,3 are in {AR} and rank 2 (node b) is in {at.call}" in verdict.sentence
 
 
-@pytest.mark.parametrize("calls", [("all_gather [4]", "all_gather [8]"), ("send [4]", "recv [4]")])
-def test_what_may_differ(calls: tuple[str, str]) -> None:
-    verdict = found(rank(0, inside(call=calls[0])), rank(1, inside(call=calls[1])))
+def test_sizes_of_an_all_gather_may_differ() -> None:
+    calls = ("all_gather [4]", "all_gather [8]")
+    verdict = found(*(rank(one, inside(call=call)) for one, call in enumerate(calls)))
     assert verdict is not None
     assert verdict.kind == "fabric"
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        (inside(10, "send [4]"), inside(20, "recv [4]")),
+        (inside(10, "send [4]"), inside(10, "recv [4]")),
+        (inside(10, AR), inside(20, AR)),  # sends before have been counted
+    ],
+)
+def test_calls_between_two_ranks_are_not_compared_by_number(at: tuple[Position, Position]) -> None:
+    verdict = found(rank(0, at[0]), rank(1, at[1]))
+    assert verdict is not None
+    assert verdict.klass is Klass.STILL
 
 
 def test_of_two_parties_of_one_none_is_blamed() -> None:

@@ -122,12 +122,18 @@ class _Group:
     def blocker(self, rank: int) -> int:
         """A member for which this one waits; -1: none that is known."""
         one = self.at[rank]
-        if not one.is_in:
+        if not one.is_in or is_paired(one.call):
             return -1
         if self.least <= one.done:
             return self.laggard
         behind = self.unbegun >= 0 and self.unbegun != rank and self.unbegun_at <= one.done
         return self.unbegun if behind and one.started > one.done else -1
+
+    @property
+    def top(self) -> int:
+        """The highest number that a member is in; 0: none is in any."""
+        inside = (at.done + 1 for at in self.at.values() if at.is_in and not is_paired(at.call))
+        return max(inside, default=0)
 
     @property
     def words(self) -> str:
@@ -143,13 +149,16 @@ class Scene:
         self.seconds = seconds
         self.groups = _gather(self.ranks)
         self._waits: dict[int, tuple[_Group, int]] = {}  # rank -> where, and for whom
+        self._engaged: set[int] = set()  # in a call, and for whom they wait there is not known
         awaited: dict[int, _Group] = {}
         for group in self.groups:
-            top = max((one.done + 1 for one in group.at.values() if one.is_in), default=0)
+            top = group.top
             for rank, one in group.at.items():
                 if one.entered < top:
                     awaited.setdefault(rank, group)
                 blocker = group.blocker(rank)
+                if one.is_in and blocker < 0 and rank != group.unbegun:
+                    self._engaged.add(rank)
                 if blocker >= 0:
                     self._waits.setdefault(rank, (group, blocker))
         for group, blocker in self._waits.values():
@@ -176,8 +185,14 @@ class Scene:
 
     @property
     def odd(self) -> tuple[int, ...]:
-        """Who is waited for and waits for nobody; one that has ended only if there is no other."""
-        found = [rank for rank in self.awaited if rank not in self._waits]
+        """Who is waited for and waits for nobody; one that has ended only if there is no other. One
+        that is in a call in which nobody is known to be behind is none: it waits for something."""
+        found = [
+            rank
+            for rank in self.awaited
+            if rank not in self._waits
+            and (rank not in self._engaged or not self.ranks[rank].seen.answers)
+        ]
         living = [rank for rank in found if self.ranks[rank].seen.being is not Being.ENDED]
         return tuple(sorted(living or found))
 
@@ -202,6 +217,12 @@ def fingerprint(sightings: Iterable[Sighting]) -> tuple[object, ...]:
 def is_busy(seen: RankSeen) -> bool:
     """Whether it works: CPU, I/O or its device."""
     return seen.cpu >= CPU_STILL or seen.io >= IO_STILL or seen.gpu >= GPU_STILL
+
+
+def is_paired(call: str) -> bool:
+    """Whether it is between two ranks."""
+    name = call.partition(" ")[0].rpartition(":")[2]
+    return name in PAIRED or name.startswith(("send", "recv"))
 
 
 def judge(scene: Scene) -> Impasse | None:
@@ -264,7 +285,7 @@ def _odd_ones(scene: Scene) -> Impasse | None:
     same = [one[0] for one in classed if one[2] == kind]
     one, group = scene.ranks[rank], scene.awaited[rank]
     waiting = tuple(other for other in scene.waiting if other not in odd)
-    top = max((at.done + 1 for at in group.at.values() if at.is_in), default=0)
+    top = group.top
     sample = next((at for at in group.at.values() if at.is_in and at.done + 1 == top), None)
     what = f" in {_call_words(group, sample)}" if sample else ""
     more = f", as are ranks {write_ranges(same[1:])}" if len(same) > 1 else ""
@@ -352,7 +373,7 @@ def _circle(scene: Scene) -> Impasse | None:
 def _fabric(scene: Scene) -> Impasse | None:
     """All members are in, and it does not end."""
     for group in scene.groups:
-        number = max((at.done + 1 for at in group.at.values() if at.is_in), default=0)
+        number = group.top
         if not number or group.least < number or len(group.at) < 2:
             continue
         inside = sorted(rank for rank, at in group.at.items() if at.is_in)
@@ -450,7 +471,7 @@ def _positions(one: Sighting) -> list[Position]:
 def _signature(call: str) -> str:
     """What must be the same on all ranks; "" where nothing must."""
     name = call.partition(" ")[0].rpartition(":")[2]
-    if not name or name in PAIRED or name.startswith(("send", "recv")):
+    if not name or is_paired(call):
         return ""
     return call if name in SIZED else name
 
