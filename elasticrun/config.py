@@ -365,6 +365,7 @@ class AgentConfig:
     event_log_handler: str = "null"
     console_fds: tuple[int, ...] = (1, 2)  # where tee'd output is shown: stdout's, stderr's
     status_port: int = 0  # 0: one that is free
+    on_event: str = ""  # a command or URL that the master tells what happens; "": nobody
     notes: tuple[str, ...] = ()  # sentences to print once at the start
     to_join: str = ""  # "file", "open": the command for other nodes; \0: where its flags go
     env: dict[str, str] = field(default_factory=dict)  # further variables for every rank
@@ -396,4 +397,6 @@ class MasterConfig:
     master_store: str = ""  # as in AgentConfig; the record is there then, the trace in record_dir
     advertise: str = ""  # host under which a master found by way of etcd is dialled
     holder: str = ""  # names the life of the agent that starts this master, in etcd's leader key
+    log_dir: str = ""  # where incidents are written; "": the user's run folder
+    on_event: str = ""  # as in AgentConfig
     outlive: bool = False  # at EOF of the lifeline go on for as long as other agents are attached

@@ -5,6 +5,7 @@ slow), the agent's parts put together, the brain's effects, and the clean end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -20,6 +21,7 @@ from elasticrun.agent.link import identity
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.master_process import MasterProcess
 from elasticrun.agent.link.trust import trust_of
+from elasticrun.agent.logs.last_lines import LIMIT
 from elasticrun.agent.logs.output import LogsUnusable, RankOutput
 from elasticrun.agent.main import SignalInbox
 from elasticrun.agent.rendezvous.c10d import HostError, rendezvous_of
@@ -44,7 +46,7 @@ from elasticrun.agent.workers.ranks import Ranks
 from elasticrun.agent.workers.stores import HOLD, Stores
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig
 from elasticrun.core import events as fx
-from elasticrun.core.rounds.failures import Ending, code_of
+from elasticrun.core.rounds.failures import ECHOES, Ending, code_of, root_cause
 from elasticrun.core.worker.group import WorkerGroup
 from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.operator_log import LEVELS, NOTICE, StderrWriter, logger, name_speaker
@@ -414,6 +416,20 @@ class NodeAgent:
             if self._events is not None:
                 self._events.started(self._ranks.start, self._ranks.pids, time.time_ns() // 10**6)
         self._link.say(report)
+        if isinstance(report, m.RanksFailed):
+            self._tasks.start(self._say_last_lines(report), "reading what a rank wrote last")
+
+    async def _say_last_lines(self, report: m.RanksFailed) -> None:
+        """For the master's record of it; nothing waits for this."""
+        cause = root_cause(report.failures)
+        if cause is None or cause.kind in ECHOES:
+            return
+        with contextlib.suppress(TimeoutError, NoThread):
+            text = await in_thread(
+                lambda: self._output.last_lines(cause.local_rank), limit=LIMIT, name="last-lines"
+            )
+            if text:
+                self._link.say(m.LastLines(report.round, cause.rank, text))
 
     # ------------------------------------------------------------ the end
 

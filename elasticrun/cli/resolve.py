@@ -125,6 +125,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         **_stopping(asked, shutdown),
         event_log_handler=asked.text("event_log_handler"),
         status_port=settings.port(asked.number("status_port"), "--status-port"),
+        on_event=asked.text("on_event"),
         notes=tuple(notes),
         delegate=meeting.delegate,
         token=token,

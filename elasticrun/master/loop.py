@@ -31,6 +31,7 @@ from elasticrun.config import BEAT_INTERVAL
 from elasticrun.core import events
 from elasticrun.core.job.job import Job
 from elasticrun.core.nodes.membership import beat_interval
+from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.master.records import FactStore
 from elasticrun.operator_log import LEVELS, logger
 from elasticrun.trace.writer import TraceWriter
@@ -100,6 +101,8 @@ class Loop:
         self._job_id = job_id
         self.on_over: Callable[[events.JobOver], object] = lambda _: None
         """Called when the brain says how the job has ended."""
+        self.on_filed: Callable[[IncidentRow], object] = lambda _: None
+        """Called with each record of an incident, as often as it changes."""
         self.figures = Figures(clock)
         self._clock = clock
         self._inbox: deque[events.JobEvent] = deque()
@@ -171,7 +174,8 @@ class Loop:
         if not self._line:
             return ""
         first = self._line[0]
-        assert isinstance(first, _Fence)
+        if not isinstance(first, _Fence):  # asked by what is carried out: the line moves
+            return ""
         waited = self._clock() - first.since
         if waited < SLOW_RECORD:
             return ""
@@ -296,6 +300,8 @@ class Loop:
                 logger.log(LEVELS.get(effect.level, logging.INFO), "%s", effect.text)
             case events.JobOver():
                 self.on_over(effect)
+            case events.Filed():
+                self.on_filed(effect.incident)
             case events.Replied():
                 waits = self._asked.get(effect.number)  # gone with its reader, as a rule
                 if waits is not None and not waits.done():

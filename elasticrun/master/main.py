@@ -48,6 +48,7 @@ from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.master.loop import BrainFault, Loop, RecordStuck
+from elasticrun.master.outward.outward import Outward
 from elasticrun.master.page.http import StatusPage, page_url, reachable
 from elasticrun.master.records import Records, StoreRefused
 from elasticrun.master.server import MAX_CALLS, Servicer
@@ -294,7 +295,14 @@ class Master:
         records = Records(config, hosted=self._hosted)
         brain = await self._remember(records, port, life)
         loop = Loop(brain, job_id=config.job_id, store=records.store, tracer=records.trace)
-        loop.on_over = life.over
+        outward = Outward(config)
+        loop.on_filed = outward.filed
+
+        def over(end: JobOver) -> None:
+            outward.over(end)
+            life.over(end)
+
+        loop.on_over = over
         # where the job has no token, its user on this host may still operate it, and nobody else
         operator = operator_token(config.token or secrets.token_hex(32))
         servicer = life.streams = Servicer(
@@ -319,9 +327,10 @@ class Master:
             if code == EXIT_NOT_LEADING:
                 grace = 0.0
             else:
-                listing.over(loop.status(), life.state, reason)
+                listing.over(loop.status(), life.state, reason, outward.folder)
             return code
         finally:
+            await _anyway("telling the last events", lambda: asyncio.to_thread(outward.close))
             await _anyway("taking the listing away", listing.remove)
             await _anyway("closing the status page", page.close)
             await _anyway("hanging up", lambda: server.stop(grace))
@@ -436,12 +445,14 @@ class Listing:
         self._thread = threading.Thread(target=self._keep, name="elasticrun-listing", daemon=True)
         self._thread.start()
 
-    def over(self, page: JobStatus, state: str, reason: str) -> None:
-        """The job has ended: it stays listed as such, unless it never had a round."""
+    def over(self, page: JobStatus, state: str, reason: str, incidents: str) -> None:
+        """The job has ended: it stays listed as such, unless it never had a round. `incidents`:
+        the folder of its incidents."""
         if page.round is not None:
             self._ended = run_folder.Ended.of(
                 page, self._entry.endpoint, state, reason, self._figures.nodes
             )
+            self._ended = replace(self._ended, incidents=incidents)
 
     def remove(self) -> None:
         """Take the file away; gives up after a moment, a stale file is recognised as such."""

@@ -192,6 +192,7 @@ class Ended:
     max_restarts: int
     age: float  # seconds that it took
     ended: float  # seconds since 1970
+    incidents: str = ""  # the folder of its incidents, where there is one
 
     @classmethod
     def of(

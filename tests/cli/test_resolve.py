@@ -416,6 +416,7 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("", {"TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT": "8"}, "exit_barrier_timeout", 8.0),
     ("--event-log-handler console", {}, "event_log_handler", "console"),
     ("--status-port 8080", {}, "status_port", 8080),
+    ("--on-event ./told.sh", {}, "on_event", "./told.sh"),
     ("--max-restarts 3", {}, "spec.max_restarts", 3),
     ("--restart-backoff 0", {}, "spec.restart_backoff", 0.0),
     ("", {"ELASTICRUN_RESTART_BACKOFF": "1.5"}, "spec.restart_backoff", 1.5),

@@ -153,6 +153,8 @@ class MasterProcess:
             port=bind.port,
             spec=config.spec,
             status_port=config.status_port,
+            log_dir=_log_dir(config),
+            on_event=config.on_event,
             lifeline_fd=lifeline_read,
             ready_fd=ready_write,
             token=config.token,
@@ -209,6 +211,12 @@ class MasterProcess:
             if fd >= 0:
                 setattr(self, name, -1)
                 os.close(fd)
+
+
+def _log_dir(config: AgentConfig) -> str:
+    """Where the master writes what people read; "" where nobody has named a folder."""
+    named = config.logs.log_dir
+    return os.path.abspath(named) if named and named != os.devnull else ""
 
 
 def early_master(config: AgentConfig) -> MasterProcess | None:

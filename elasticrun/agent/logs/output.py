@@ -29,6 +29,7 @@ from typing import Any, Final
 
 from elasticrun.agent.logs.console import FROZEN_AFTER, ConsoleWriter
 from elasticrun.agent.logs.folded import FoldedConsole
+from elasticrun.agent.logs.last_lines import last_lines
 from elasticrun.agent.logs.tail import LineFilter, Reader, Tail
 from elasticrun.config import LogPlan
 from elasticrun.operator_log import logger
@@ -217,6 +218,7 @@ class RankOutput:
         self._stderr_shown = False
         self._plugin: LogsPlugin | None = None
         self._run_dir = ""
+        self._logs: dict[int, RankLogs] = {}
         self._folder: LogFolder | None = None
         self._only_copy = False
         """Whether the files have what was not shown on the console."""
@@ -293,7 +295,13 @@ class RankOutput:
             logs[local_rank] = RankLogs(
                 places.stdouts.get(local_rank, ""), places.stderrs.get(local_rank, ""), error_file
             )
+        self._logs = logs
         return logs
+
+    def last_lines(self, local_rank: int) -> str:
+        """What this rank has written last, where it has files; blocks."""
+        logs = self._logs.get(local_rank)
+        return "" if logs is None else last_lines((logs.stdout, logs.stderr))
 
     def rank_exited(self, local_rank: int) -> None:
         """The rank has been reaped: its files are read for LOG_DRAIN seconds more."""

@@ -69,7 +69,7 @@ def parser(environ: dict[str, str]) -> Parser:
         "started again with it goes on where this one ended, and remembers a job that is over "
         f"(or ${env.STATE_DIR}). [default none: agents bring the round back]",
     )  # fmt: skip
-    wanted = ("rdzv_id", "status_port", *JOB_FLAGS)
+    wanted = ("rdzv_id", "status_port", "on_event", *JOB_FLAGS)
     add_group(made, "the job", [flag for flag in FLAGS if flag.dest in wanted], environ)
     add_group(made, "who may join", TRUST, environ)
     return made
@@ -92,6 +92,7 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
         spec=spec,
         status_host=settings.host_name(ns.status_host, "--status-host"),
         status_port=settings.port(asked.number("status_port"), "--status-port"),
+        on_event=asked.text("on_event"),
         token=trust.token(asked),
         tls=trust.tls(asked),
         record_dir=state_dir(ns.state_dir),

@@ -25,6 +25,9 @@ MOST = 200
 MOST_STACKS = 32
 """Groups of threads in one record."""
 
+MOST_CHARS = 4096
+"""Of a traceback, where the rank's own output is not told."""
+
 MOST_FOLLOWED = 8
 """Further ends of rounds in one record."""
 
@@ -141,7 +144,7 @@ class Incidents:
         if ctx.rdzv.succeeded or ctx.round is None:
             return
         if one is not None and one.phase == "warm":
-            self._close(tell=False)
+            self._close(moves=False)
             one = None
         if one is None:
             self._begin(reason, quiet)
@@ -213,6 +216,8 @@ class Incidents:
         )
         if (detect := quiet or self._detected(culprit)) > 0.0:
             one.spent["detect"] = detect
+        if culprit.rank >= 0:
+            one.last_lines = ctx.restarts.window.failures[0].traceback[-MOST_CHARS:]
         if culprit.cause == "hang":
             one.stacks = tuple(self._stacks.values())
         self._file(one.row(now, over=False))
@@ -228,11 +233,11 @@ class Incidents:
         last = self._ctx.rdzv.last
         return {node for node in last.stages if node not in last.away}
 
-    def _close(self, *, tell: bool) -> None:
-        """Training goes on; or nothing tells, and something else has happened."""
+    def _close(self, *, moves: bool) -> None:
+        """Training goes on; or nobody tells whether it did, and something else has happened."""
         ctx, one = self._ctx, self._open
         assert one is not None
-        if one.phase == "warm" and not tell:
+        if one.phase == "warm" and not moves:
             one.spent.setdefault("warm", 0.0)  # how long it took nobody can say
             one.phase = ""
         if one.newest >= 0 and one.restored >= 0 and not one.steps_lost:
@@ -240,7 +245,7 @@ class Incidents:
         row = one.row(ctx.now, over=True)
         self._rows.append((one.began, row))
         self._open = None
-        if tell:
+        if moves and one.first_told:
             lost = f", {some(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
             were = "was" if one.ranks == 1 else "were"
             back = f"{some(one.ranks, 'rank')} {were} back after {row.age:.1f} s"
@@ -261,7 +266,7 @@ class Incidents:
             one.followed.insert(0, follow)
         end = f"the job ends with code {outcome.exit_code}: {outcome.reason}"
         one.decision = f"{one.decision}; {end}" if one.decision else end
-        self._close(tell=False)
+        self._close(moves=False)
 
     def _file(self, row: IncidentRow) -> None:
         self._ctx.out.append(Filed(row))
@@ -280,7 +285,7 @@ class Incidents:
         if one is not None and report.first > 0.0 and one.phase in ("spawn", "warm"):
             one.first_told = True
             if not self._tells_steps:
-                self._close(tell=True)
+                self._close(moves=True)
 
     def _stepped(self, report: m.Steps) -> None:
         self._tells_steps = True
@@ -289,7 +294,7 @@ class Incidents:
         if one is not None and one.phase in ("spawn", "warm"):
             if one.newest >= 0:
                 one.steps_lost = max(0, one.newest - (report.step - report.steps))
-            self._close(tell=one.first_told)
+            self._close(moves=True)
 
     def _seen(self, report: m.Stacks) -> None:
         """Stacks of one look, which comes from every node in parts."""

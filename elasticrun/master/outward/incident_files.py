@@ -1,0 +1,110 @@
+"""Records of incidents as files: `0007.json`, and `0007.md` for people.
+
+The folder is made with the first record. Each file is replaced in one piece, so that a reader sees
+a whole one; a disk that hangs or is full costs files and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import shutil
+import threading
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.master.outward.report import page
+from elasticrun.wire import run_folder
+
+FOLDER: Final = "incidents"
+
+MAX_QUEUED: Final = 64
+"""Records that wait for the disk; one more is dropped."""
+
+MOST_FOLDERS: Final = 50
+"""Folders of jobs that are kept beside this one, where they are in the user's run folder."""
+
+logger = logging.getLogger("elasticrun")
+
+
+class IncidentFiles:
+    """Writes what it is given, in a thread."""
+
+    def __init__(self, name: str, log_dir: str) -> None:
+        """Into the folder `name` beside the logs, or, where there are none (""), in the user's run
+        folder: of those the newest MOST_FOLDERS are kept."""
+        self._name = name
+        self._log_dir = log_dir
+        self.folder: Path | None = None
+        """None before the first record is there."""
+        self._queue: queue.Queue[IncidentRow | None] = queue.Queue(MAX_QUEUED)
+        self._thread: threading.Thread | None = None
+
+    def put(self, row: IncidentRow) -> None:
+        """Write it, in place of an older state of the same incident; returns at once."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="elasticrun-incidents", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can be had
+                return
+            self._thread = thread
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(row)
+
+    def close(self, limit: float) -> None:
+        """Wait `limit` seconds at most for what is to be written yet."""
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):
+                self._queue.put_nowait(None)
+            self._thread.join(limit)
+
+    def _run(self) -> None:
+        told = False
+        while (row := self._queue.get()) is not None:
+            try:
+                self._write(row)
+            except OSError as wrong:
+                if not told:
+                    logger.warning("the incidents of this job cannot be written: %s", wrong)
+                told = True
+
+    def _write(self, row: IncidentRow) -> None:
+        base = Path(self._log_dir) if self._log_dir else run_folder.run_folder(os.environ)
+        folder = base / FOLDER / self._name
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._log_dir:
+                _keep_newest(folder.parent)
+        _replace(folder / f"{row.number:04}.json", msgspec.json.encode(row))
+        _replace(folder / f"{row.number:04}.md", page(row).encode(errors="replace"))
+        self.folder = folder
+
+
+def read(folder: Path) -> list[IncidentRow]:
+    """All records in it, by number; what cannot be read is left out."""
+    rows = []
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.glob("*.json")):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                rows.append(msgspec.json.decode(path.read_bytes(), type=IncidentRow))
+    return sorted(rows, key=lambda row: row.number)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    fresh = path.with_suffix(f"{path.suffix}.{os.getpid()}")
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(data)
+    os.replace(fresh, path)
+
+
+def _keep_newest(place: Path) -> None:
+    folders = sorted(place.iterdir(), key=lambda one: one.stat().st_mtime)
+    for old in folders[:-MOST_FOLDERS]:
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,68 @@
+"""All that goes out of the master on its own account, as its configuration asks for."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from elasticrun.config import MasterConfig
+from elasticrun.core.events import JobOver
+from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.master.outward.incident_files import IncidentFiles
+from elasticrun.wire import run_folder
+
+if TYPE_CHECKING:
+    from elasticrun.master.outward.notify import Notifier
+
+END_LIMIT: Final = 1.0
+"""Seconds that the master's end waits for each of them."""
+
+MAX_WORD: Final = 64
+"""Characters of the job's id in the name of its folder."""
+
+
+class Outward:
+    """Files of incidents, events to another program."""
+
+    def __init__(self, config: MasterConfig) -> None:
+        self._notifier: Notifier | None = None
+        if config.on_event:
+            from elasticrun.master.outward.notify import Notifier  # few jobs ask for it
+
+            self._notifier = Notifier(config.on_event, config.job_id)
+        self._told: tuple[int, bool] = (0, False)  # the newest incident, and whether it was over
+        self._files = IncidentFiles(_name(config), config.log_dir)
+
+    @property
+    def folder(self) -> str:
+        """Where the incidents of this job are; "" nowhere."""
+        return str(self._files.folder or "")
+
+    def filed(self, row: IncidentRow) -> None:
+        """An incident has begun, goes on or is over."""
+        self._files.put(row)
+        state = (row.number, row.over)
+        if self._notifier is not None and state > self._told:
+            self._told = state
+            self._notifier.put("incident", incident=msgspec.to_builtins(row))
+
+    def over(self, end: JobOver) -> None:
+        """The job has ended."""
+        if self._notifier is not None:
+            self._notifier.put("end", exit_code=end.exit_code, reason=end.reason)
+
+    def close(self) -> None:
+        """Wait a moment for what is under way; blocks."""
+        self._files.close(END_LIMIT)
+        if self._notifier is not None:
+            self._notifier.close(END_LIMIT)
+
+
+def _name(config: MasterConfig) -> str:
+    """One for all masters of a launch."""
+    launch = Path(config.record_dir).name.removeprefix(run_folder.PREFIX) or str(os.getpid())
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', config.job_id)[:MAX_WORD]}-{launch}"

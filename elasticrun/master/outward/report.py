@@ -1,0 +1,131 @@
+"""One incident as a page of Markdown for people, and all of them as a table of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.core.words import some
+
+WIDTH: Final = 80
+
+PHASES: Final = {
+    "detect": "from the last sign of life until it was noticed",
+    "stop": "until every rank had ended",
+    "gather": "until the next round was formed",
+    "spawn": "until every rank ran again",
+    "restore": "until the state was back",
+    "warm": "until the first collective or step",
+}
+"""What each part of the way back is."""
+
+WORDS: Final = {
+    "node_lost": "a node was lost",
+    "node_slow": "a node was too slow",
+    "rank_failed": "a rank failed",
+    "hang": "a rank hung",
+    "preempted": "a node was told to leave",
+    "scaled": "the job changed its size",
+    "operator": "an operator asked for it",
+    "master": "the master decided so",
+    "script": "the script gave up",
+}
+"""Causes, for people."""
+
+NOTHING: Final = "no incident: nothing has stopped the training\n"
+
+
+def page(row: IncidentRow) -> str:
+    """The whole record."""
+    lines = [f"# Incident {row.number}: {_plain(row.sentence)}", ""]
+    state = "" if row.over else " It is not over yet."
+    lines += [f"{_capital(WORDS.get(row.cause, row.cause))}, in round {row.round}.{state}", ""]
+    lines += [f"- **First**: {_plain(row.sentence)}"]
+    if row.followed:
+        lines.append(f"- **Then**: {_plain(row.followed)}")
+    if row.decision:
+        lines.append(f"- **Decision**: {_plain(row.decision)}")
+    if row.excluded:
+        lines.append(f"- **Left out**: {', '.join(row.excluded)}")
+    lines += ["", *_timeline(row), "", *_cost(row)]
+    if row.stacks:
+        lines += ["", "## Stacks"]
+        for group in row.stacks:
+            who = f"{'ranks' if group.count > 1 else 'rank'} {group.ranks}"
+            thread = f", {group.thread}" if group.thread else ""
+            lines += ["", f"{who}{thread}:", *_block(group.text)]
+    if row.last_lines:
+        whose = f"rank {row.rank}" if row.rank >= 0 else "the rank"
+        lines += ["", f"## Last lines of {whose}", *_block(row.last_lines)]
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: Iterable[IncidentRow]) -> str:
+    """A line each, the newest last."""
+    lines = [
+        _row(row) + (_plain(row.sentence) if row.over else f"(open) {_plain(row.sentence)}")
+        for row in rows
+    ]
+    if not lines:
+        return NOTHING
+    head = f"{'NO':>4} {'AGO':>7} {'CAUSE':<11} {'LOST':>8} {'STEPS':>6}  WHAT"
+    return "\n".join([head, *map(_cut, lines)]) + "\n"
+
+
+def span(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `3.5 min`, `2.1 h`, `4.0 d`."""
+    if seconds < 10.0:
+        return f"{seconds:.1f} s"
+    for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 1.5 * size:
+            count = seconds / size
+            return f"{count:.0f} {unit}" if count >= 10.0 else f"{count:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def lasted(row: IncidentRow) -> float:
+    """Seconds for which nothing was trained."""
+    return sum(phase.seconds for phase in row.phases)
+
+
+def _row(row: IncidentRow) -> str:
+    steps = str(row.steps_lost) if row.steps_lost else "-"
+    when, lost = span(row.age), span(lasted(row))
+    return f"{row.number:>4} {when:>7} {row.cause:<11} {lost:>8} {steps:>6}  "
+
+
+def _timeline(row: IncidentRow) -> Iterator[str]:
+    yield "| Phase | Seconds | |"
+    yield "| --- | ---: | --- |"
+    for phase in row.phases:
+        yield f"| {phase.name} | {phase.seconds:.2f} | {PHASES.get(phase.name, '')} |"
+    yield f"| **all** | **{lasted(row):.2f}** | |"
+
+
+def _cost(row: IncidentRow) -> Iterator[str]:
+    hours = row.slot_seconds / 3600.0
+    steps = some(row.steps_lost, "step")
+    yield f"**Cost**: {hours:.3g} slot-hours ({row.slot_seconds:.1f} slot-seconds)" + (
+        f", and {steps} that had to be done again." if row.steps_lost else "."
+    )
+
+
+def _block(text: str) -> Iterator[str]:
+    """Indented, so that no fence in it ends the block; controls are shown and not sent."""
+    yield ""
+    for line in text.rstrip("\n").split("\n"):
+        yield "    " + _plain(line)
+
+
+def _plain(text: str) -> str:
+    """Texts come from scripts: no escape sequence of a terminal passes."""
+    return "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"

@@ -1,0 +1,39 @@
+"""A rank fails in a real job: the record of it lies beside the logs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import os
+from elasticrun import training
+rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+for step in range(6 if restarts else 0, 12):
+    training.progress(step)
+    print("step", step, flush=True)
+    if rank == 1 and step == 10 and not restarts:
+        raise ValueError("bad luck")
+"""
+
+
+def test_a_failing_rank_leaves_a_record(tmp_path: Path) -> None:
+    script, told = tmp_path / "fails.py", tmp_path / "told"
+    script.write_text(SCRIPT)
+    flags = f"--standalone --nproc-per-node=2 --max-restarts=1 --redirects=3 --log-dir={tmp_path}"
+    command = [sys.executable, "-m", "elasticrun", *flags.split(), f"--on-event=cat >> {told}"]
+    done = subprocess.run([*command, str(script)], timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "incidents").iterdir()
+    row = json.loads((folder / "0001.json").read_text())
+    assert (row["cause"], row["rank"], row["over"]) == ("rank_failed", 1, True)
+    assert [phase["name"] for phase in row["phases"]][:3] == ["stop", "gather", "spawn"]
+    assert row["last_lines"].endswith("ValueError: bad luck")
+    assert "step 10" in row["last_lines"]
+    text = (folder / "0001.md").read_text()
+    assert text.startswith("# Incident 1: rank 1 failed (ValueError: bad luck)")
+    assert "| spawn | " in text
+    assert told.read_text().count('"event":"incident"') == 2
+    assert told.read_text().count('"event":"end"') == 1

@@ -1,0 +1,141 @@
+"""What goes out of the master: files of incidents, events for another program."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow
+from elasticrun.master.outward import notify
+from elasticrun.master.outward.incident_files import IncidentFiles, read
+from elasticrun.master.outward.notify import Notifier
+from elasticrun.master.outward.report import NOTHING, page, table
+
+ROW = IncidentRow(
+    number=7,
+    cause="rank_failed",
+    sentence="rank 3 on node b failed (ValueError: bad)",
+    followed="ranks 0-2: lost its connection to another rank",
+    decision="restart 1: rank 3 on node b: ValueError: bad; 2 left",
+    age=4000.0,
+    round=2,
+    node="b",
+    rank=3,
+    over=True,
+    excluded=("b",),
+    phases=(PhaseRow("stop", 0.5), PhaseRow("warm", 1.25)),
+    steps_lost=12,
+    slot_seconds=7.0,
+    last_lines="step 9\n\x1b[31mValueError: bad\n```",
+    stacks=(StackRow("3", 1, "", "train.py:88 load_shard"),),
+)
+
+
+def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -> None:
+    files = IncidentFiles("run-1", str(tmp_path))
+    assert files.folder is None, "nothing is made where nothing happens"
+    files.put(msgspec.structs.replace(ROW, over=False))
+    files.put(ROW)
+    files.close(10.0)
+    folder = tmp_path / "incidents" / "run-1"
+    assert files.folder == folder
+    assert sorted(path.name for path in folder.iterdir()) == ["0007.json", "0007.md"]
+    assert read(folder) == [ROW]
+    text = (folder / "0007.md").read_text()
+    assert text == page(ROW)
+    assert text.startswith("# Incident 7: rank 3 on node b failed (ValueError: bad)\n")
+    for part in (
+        "A rank failed, in round 2.",
+        "- **Then**: ranks 0-2: lost its connection",
+        "- **Decision**: restart 1",
+        "- **Left out**: b",
+        "| warm | 1.25 | until the first collective or step |",
+        "| **all** | **1.75** | |",
+        "**Cost**: 0.00194 slot-hours (7.0 slot-seconds), and 12 steps",
+        "rank 3:\n\n    train.py:88 load_shard",
+        "## Last lines of rank 3\n\n    step 9\n    \ufffd[31mValueError: bad\n    ```",
+    ):
+        assert part in text
+    assert "\x1b" not in text
+
+
+def test_a_disk_that_refuses_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "incidents").write_text("a file")
+    files = IncidentFiles("run-1", str(tmp_path))
+    files.put(ROW)
+    files.put(ROW)
+    files.close(10.0)
+    assert len(caplog.records) == 1
+    assert "cannot be written" in caplog.text
+    assert files.folder is None
+
+
+def test_the_table_fits_into_80_columns() -> None:
+    long = msgspec.structs.replace(ROW, number=8, over=False, sentence="x" * 200)
+    lines = table([ROW, long]).splitlines()
+    assert (
+        lines[1]
+        == "   7  67 min rank_failed    1.8 s     12  rank 3 on node b failed (ValueError: …"
+    )
+    assert "(open) xxx" in lines[2]
+    assert max(map(len, lines)) == 80
+    assert table([]) == NOTHING
+
+
+def test_a_command_reads_each_event_and_is_tried_again(tmp_path: Path) -> None:
+    command = f"cat >> {tmp_path}/told; [ -e {tmp_path}/again ] || {{ > {tmp_path}/again; false; }}"
+    told = Notifier(command, "run17")
+    told.put("incident", incident=msgspec.to_builtins(ROW))
+    told._queue.put(None)
+    told._thread.join(20.0)
+    first, second = re.findall(r"\{.*?\"stacks\":\[.*?\]\}\}", (tmp_path / "told").read_text())
+    assert first == second, "it had failed the first time"
+    event = json.loads(first)
+    assert (event["event"], event["job"], event["incident"]["number"]) == ("incident", "run17", 7)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("echo no such pager >&2; exit 3", "ended with 3: no such pager"),
+        ("sleep 60", "longer than"),
+    ],
+)
+def test_a_command_that_fails_is_told_once(
+    command: str, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "LIMIT", 0.2)
+    monkeypatch.setattr(notify, "PAUSE", 0.0)
+    told = Notifier(command, "run17")
+    told.put("end", exit_code=1, reason="no restart is left")
+    told.put("end", exit_code=1, reason="no restart is left")
+    told._queue.put(None)
+    told._thread.join(20.0)
+    assert [why in record.message for record in caplog.records] == [True]
+
+
+def test_a_url_is_posted_to() -> None:
+    came: list[bytes] = []
+
+    class Hook(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            came.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hook) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        told = Notifier(f"http://127.0.0.1:{server.server_port}/hook", "run17")
+        told.put("end", exit_code=0, reason="every rank ended with 0")
+        told.close(10.0)
+        server.shutdown()
+    assert json.loads(came[0])["reason"] == "every rank ended with 0"
