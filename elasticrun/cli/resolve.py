@@ -123,9 +123,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         membind_policy=asked.text("membind_policy") if asked.switch("numa_affinity") else None,
         virtual_local_rank=asked.switch("virtual_local_rank"),
         **_stopping(asked, shutdown),
-        event_log_handler=asked.text("event_log_handler"),
-        status_port=settings.port(asked.number("status_port"), "--status-port"),
-        on_event=asked.text("on_event"),
+        **_told(asked),
         notes=tuple(notes),
         delegate=meeting.delegate,
         token=token,
@@ -134,6 +132,15 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         precheck=precheck(asked),
         accelerator=accelerator(asked),
     )
+
+
+def _told(asked: Asked) -> dict[str, Any]:
+    """To whom it is told what happens."""
+    return {
+        "event_log_handler": asked.text("event_log_handler"),
+        "status_port": settings.port(asked.number("status_port"), "--status-port"),
+        "on_event": asked.text("on_event"),
+    }
 
 
 def _node_id(asked: Asked, meeting: Meeting) -> str:

@@ -162,6 +162,8 @@ class Lifetime:
         """Exit code and the sentence for the log."""
         self.streams: Servicer | None = None
         """Those of the agents, once the port is open to them."""
+        self.outward = Outward(config)
+        """Hears of the job's end too."""
         self._linger, self._outlive = config.linger, config.outlive
         spec = config.spec
         self._lost = spec.master_lost_timeout if spec else MASTER_LOST_TIMEOUT
@@ -189,6 +191,7 @@ class Lifetime:
     def over(self, outcome: JobOver) -> None:
         """The job's outcome is known and has been told to those who are attached."""
         if self._outcome is None and not self._missed:
+            self.outward.over(outcome)
             self._finish(outcome)
 
     def _finish(self, outcome: JobOver) -> None:
@@ -295,14 +298,8 @@ class Master:
         records = Records(config, hosted=self._hosted)
         brain = await self._remember(records, port, life)
         loop = Loop(brain, job_id=config.job_id, store=records.store, tracer=records.trace)
-        outward = Outward(config)
-        loop.on_filed = outward.filed
-
-        def over(end: JobOver) -> None:
-            outward.over(end)
-            life.over(end)
-
-        loop.on_over = over
+        loop.on_filed = life.outward.filed
+        loop.on_over = life.over
         # where the job has no token, its user on this host may still operate it, and nobody else
         operator = operator_token(config.token or secrets.token_hex(32))
         servicer = life.streams = Servicer(
@@ -327,10 +324,10 @@ class Master:
             if code == EXIT_NOT_LEADING:
                 grace = 0.0
             else:
-                listing.over(loop.status(), life.state, reason, outward.folder)
+                listing.over(loop.status(), life.state, reason, life.outward.folder)
             return code
         finally:
-            await _anyway("telling the last events", lambda: asyncio.to_thread(outward.close))
+            await _anyway("telling the last events", lambda: asyncio.to_thread(life.outward.close))
             await _anyway("taking the listing away", listing.remove)
             await _anyway("closing the status page", page.close)
             await _anyway("hanging up", lambda: server.stop(grace))
