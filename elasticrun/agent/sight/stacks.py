@@ -20,8 +20,8 @@ from elasticrun.wire.types import MAX_NAME, MAX_TEXT
 Frame = tuple[str, int, str]
 """File, line, function."""
 
-MAIN: Final = ("", "MainThread")
-"""How the main thread is called by the wire, and by Python."""
+MAIN: Final = ("", "main", "MainThread")
+"""How the main thread is called by the wire, by ranks, and by Python."""
 
 MAX_FRAMES: Final = 20
 """Frames of a group that are told; the innermost."""
@@ -87,9 +87,9 @@ def place_of(frames: Sequence[Frame]) -> tuple[str, str]:
 def group_stacks(
     by_rank: Mapping[int, Mapping[str, Sequence[Frame]]],
 ) -> tuple[m.StackGroup, ...]:
-    """The groups of like threads among these ranks' stacks by the thread's name, "" or "MainThread"
-    for the main one: main threads first, among each the rarest first, MAX_STACKS at most. Threads
-    of libraries that wait for work are left out.
+    """The groups of like threads among these ranks' stacks, which are by the thread's name (one of
+    MAIN for the main one): main threads first, among each the rarest first, MAX_STACKS at most.
+    Threads of libraries that wait for work are left out.
 
     A key depends on the frames and the thread's masked name alone: who has the groups of several
     nodes merges them by it, `ranks` and `count` together, and has the job's groups."""
