@@ -1,0 +1,78 @@
+"""What is known of ranks that hang, in files for people: `hang-N/rank-R.txt`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from elasticrun.agent.sight.stacks import Frame
+from elasticrun.wire import messages as m
+
+DUMP_LIMIT: Final = 10.0
+"""Seconds for all ranks of a node."""
+
+MAX_DUMP: Final = 256 * 1024
+"""Bytes of one rank's file; the stacks come first after the rank's own lines."""
+
+
+def write(parent: str, number: int, texts: Mapping[int, str]) -> str:
+    """The folder of these ranks' texts, below `parent`; "" where nothing could be written, or
+    `parent` is "". It blocks, as a disk does."""
+    if not parent or not texts:
+        return ""
+    folder = Path(parent) / f"hang-{number}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank, text in texts.items():
+            data = text.encode(errors="replace")[:MAX_DUMP]
+            partial = folder / f".rank-{rank}.txt"
+            partial.write_bytes(data)
+            os.replace(partial, folder / f"rank-{rank}.txt")
+    except OSError:
+        return ""
+    return str(folder)
+
+
+def describe(
+    seen: m.RankSeen,
+    groups: Sequence[m.GroupSeen],
+    threads: Mapping[str, Sequence[Frame]],
+    facts: Iterable[str],
+    why: str = "",
+) -> str:
+    """All that is known of one rank; `why` its stacks are not, "" where they are here."""
+    return "\n".join(_lines(seen, groups, threads, facts, why)) + "\n"
+
+
+def _lines(
+    seen: m.RankSeen,
+    groups: Sequence[m.GroupSeen],
+    threads: Mapping[str, Sequence[Frame]],
+    facts: Iterable[str],
+    why: str,
+) -> Iterator[str]:
+    yield f"rank {seen.rank}, process {seen.pid}: {seen.being}, {seen.kernel or 'on a CPU'}"
+    yield (
+        f"quiet for {seen.quiet:.0f} s; {seen.cpu:.2f} cores, {seen.io / 1e6:.1f} MB/s, "
+        f"{seen.rss} MiB of memory"
+    )
+    if seen.place:
+        yield f"at {seen.place}" + (f", in {seen.library}" if seen.library else "")
+    if seen.holds:
+        yield "does not answer: C code holds its interpreter"
+    for at in seen.at:
+        group = groups[at.group]
+        call = f"; the oldest open one, {at.age:.0f} s: {at.call}" if at.call else ""
+        name = f"{group.name} {group.title}".strip()
+        yield f"group {name} ({group.members or 'all'}): {at.entered} called, {at.done} done{call}"
+    if why:
+        yield f"no stacks: {why}"
+    for thread, frames in threads.items():
+        yield ""
+        yield f"{thread or 'main thread'}, innermost first:"
+        yield from (f"  {file}:{line} {function}" for file, line, function in frames)
+    yield ""
+    yield "threads as the kernel sees them:"
+    yield from facts

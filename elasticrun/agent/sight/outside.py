@@ -1,0 +1,130 @@
+"""Stacks of a process that does not answer itself: a rank whose interpreter C code holds, one that
+is stopped, one that was started by exec, a data loader's worker.
+
+They are read by py-spy, where it is on PATH, and always without stopping the process: a reader that
+is killed in the middle would leave the rank stopped. No signal is sent: one that faulthandler
+handles can kill an interpreter that runs. Without py-spy, or where the kernel forbids it, there is
+what /proc says.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from elasticrun.agent.sight.stacks import Frame
+from elasticrun.system import processes
+
+TRIES: Final = 3
+"""A process that runs Python changes its stack while it is read: then it is read again."""
+
+MAX_OUTPUT: Final = 4 * 1024 * 1024
+MAX_THREADS: Final = 64
+MAX_CHILDREN: Final = 16
+"""Processes below a rank that are looked at; the first that it has started."""
+
+Threads = dict[str, tuple[Frame, ...]]
+"""Frames by the thread's name, innermost first; "" is the main one."""
+
+
+def stacks_of(pid: int, limit: float) -> tuple[Threads, str]:
+    """Of this process, within `limit` seconds, or why not, in a clause. It blocks."""
+    reader = shutil.which("py-spy")
+    if reader is None:
+        return {}, "py-spy, which could read it from outside, is not on PATH"
+    end = time.monotonic() + limit
+    why = "py-spy took too long"
+    for _ in range(TRIES):
+        left = end - time.monotonic()
+        if left <= 0:
+            break
+        found, why = _read([reader, "dump", "--nonblocking", "--json", "--pid", str(pid)], left)
+        if found or "ermission" in why:
+            return found, why
+    return {}, why
+
+
+def stacks_below(pid: int, limit: float) -> Threads:
+    """The main threads of the Python processes that a rank has started, as "loader 1" and so on, in
+    the order of their start; none where they cannot be read. It blocks."""
+    found: Threads = {}
+    if shutil.which("py-spy") is None:
+        return found
+    end = time.monotonic() + limit
+    children = sorted(processes.descendants(pid), key=lambda one: (one.started, one.pid))
+    for number, child in enumerate(children[:MAX_CHILDREN], 1):
+        left = end - time.monotonic()
+        threads, _ = stacks_of(child.pid, left) if left > 0 else ({}, "")
+        if "" in threads:
+            found[f"loader {number}"] = threads[""]
+    return found
+
+
+def facts(pid: int) -> Iterator[str]:
+    """What the kernel says of a process and of each of its threads, a line each."""
+    try:
+        threads = sorted(os.listdir(f"/proc/{pid}/task"), key=int)
+    except OSError:
+        return
+    for thread in threads[:MAX_THREADS]:
+        state = _state(pid, thread)
+        name, place = (_text(f"/proc/{pid}/task/{thread}/{what}") for what in ("comm", "wchan"))
+        switches = [
+            line.replace("_ctxt_switches:\t", " switches ")
+            for line in _text(f"/proc/{pid}/task/{thread}/status").splitlines()
+            if "ctxt" in line
+        ]
+        yield f"{thread} {name}: {state} {place}, {', '.join(switches)}"
+    left = len(threads) - MAX_THREADS
+    if left > 0:
+        yield f"and {left} threads more"
+
+
+def _read(command: list[str], limit: float) -> tuple[Threads, str]:
+    try:
+        ran = subprocess.run(command, capture_output=True, timeout=limit, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return {}, "py-spy took too long"
+    except OSError as error:
+        return {}, f"py-spy cannot be run: {error.strerror}"
+    try:
+        threads = _threads(msgspec.json.decode(ran.stdout[:MAX_OUTPUT], type=list[dict[str, Any]]))
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        threads = {}
+    lines = ran.stderr.decode(errors="replace").strip().splitlines()
+    return threads, "" if threads else f"py-spy: {lines[-1][:200] if lines else 'read nothing'}"
+
+
+def _threads(rows: list[dict[str, Any]]) -> Threads:
+    found: Threads = {}
+    for row in rows[:MAX_THREADS]:
+        main = row["os_thread_id"] == row["pid"]
+        name = "" if main else str(row["thread_name"] or f"thread {row['os_thread_id']}")[:100]
+        if name not in found:
+            found[name] = tuple(
+                (str(frame["filename"]), int(frame["line"]), str(frame["name"]))
+                for frame in row["frames"]
+            )
+    return found
+
+
+def _text(path: str) -> str:
+    """Nothing where it cannot be read."""
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _state(pid: int, thread: str) -> str:
+    try:
+        return processes.stat_fields(f"{pid}/task/{thread}")[0].decode()
+    except OSError:
+        return "gone"
