@@ -8,6 +8,7 @@ from elasticrun.core import events as fx
 from elasticrun.core.nodes.admission import Exclusions, FlapHistory
 from elasticrun.core.nodes.membership import Membership
 from elasticrun.core.nodes.node import Nodes
+from elasticrun.core.persisted import LongWait
 from elasticrun.core.rounds.budget import Restarts
 from elasticrun.core.rounds.rendezvous import Rendezvous
 from elasticrun.core.rounds.round import Round
@@ -34,6 +35,7 @@ class JobContext:
         self.number = 0  # of the last round
         self.incidents = 0  # the number of the last one
         self.round: Round | None = None  # the last one that was formed or adopted
+        self.waits: tuple[LongWait, ...] = ()  # as in the facts
         self.outcome: m.End | None = None
         self.changed = False  # a fact has changed that no order waits for
         self.out: list[fx.JobEffect] = []

@@ -86,6 +86,13 @@ class Rejected(Struct, frozen=True):
     times: int
 
 
+class LongWait(Struct, frozen=True):
+    """Ranks have waited so long for one at this place in the user's source, and it came."""
+
+    place: str
+    seconds: float
+
+
 class Facts(Struct, frozen=True):
     """All of it; the next master believes this and asks the agents for the rest."""
 
@@ -109,6 +116,7 @@ class Facts(Struct, frozen=True):
     rewound_from: int = -1  # training was taken back from this step since the newest checkpoint
     restore_step: int = -1  # as in Start; -1 too once there is a checkpoint of what came of it
     incidents: int = 0  # the number of the last one
+    waits: tuple[LongWait, ...] = ()  # at each place the longest that ended well
     blind: bool = False  # no round, but another master served before, without leaving a record
 
 

@@ -78,6 +78,7 @@ class Recorder:
             rewound_from=saves.points.rewound_from,
             restore_step=saves.points.restore_step,
             incidents=ctx.incidents,
+            waits=ctx.waits,
         )
 
     def load(self, facts: Facts) -> None:
@@ -85,6 +86,7 @@ class Recorder:
         ctx, now = self._ctx, self._ctx.now
         ctx.number = facts.number
         ctx.incidents = facts.incidents
+        ctx.waits = facts.waits
         ctx.outcome = facts.outcome
         ctx.nodes.remember(facts.order)
         ctx.restarts.budget.restore(facts.restart_count, facts.charges, facts.short_lives, now)

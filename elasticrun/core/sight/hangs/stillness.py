@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NewType
 
+from elasticrun.core.persisted import LongWait
+
 Place = NewType("Place", str)
 """File, function and library: "train.py load_shard torch.utils.data"."""
 
@@ -31,7 +33,7 @@ compiles, fetches a model."""
 PRIORS: Final = (
     (("_inductor", "_dynamo", "triton"), 1800.0),
     (("torch.serialization", "distributed.checkpoint", "safetensors"), 1800.0),
-    (("init_process_group", "TCPStore"), 600.0),
+    (("init_process_group", "TCPStore", "_create_c10d_store", "rendezvous"), 600.0),
 )
 """Seconds for libraries that are known to take their time: compilers, storage, the rendezvous of
 torch, whose own limits are as long."""
@@ -41,6 +43,10 @@ MOST: Final = 256
 
 WORTH: Final = 5.0
 """Seconds below which a wait teaches nothing: every step has such."""
+
+
+NEWS: Final = 1.2
+"""Times the longest wait that is known from which a longer one is written down at once."""
 
 
 def place_of(line: str, library: str) -> Place:
@@ -56,13 +62,16 @@ class Places:
     def __init__(self) -> None:
         self._longest: dict[Place, float] = {}
 
-    def learn(self, place: Place, seconds: float) -> None:
-        """A wait at this place has ended well after so many seconds."""
+    def learn(self, place: Place, seconds: float) -> bool:
+        """A wait at this place has ended well after so many seconds. Whether that is news which is
+        worth a record."""
         if not place or seconds < WORTH:
-            return
-        self._longest[place] = max(seconds, self._longest.pop(place, 0.0))
+            return False
+        before = self._longest.pop(place, 0.0)
+        self._longest[place] = max(seconds, before)
         if len(self._longest) > MOST:
             del self._longest[next(iter(self._longest))]
+        return seconds > NEWS * before
 
     def limit(self, place: Place, *, first: bool) -> float:
         """Seconds that may be waited for a rank there. `first`: no rank has moved in this life."""
@@ -70,14 +79,14 @@ class Places:
         found = _prior(place) if known is None else min(max(FACTOR * known, SHORTEST), LONGEST)
         return max(found, FIRST) if first else found
 
-    def record(self) -> tuple[tuple[str, float], ...]:
+    def record(self) -> tuple[LongWait, ...]:
         """What the next master is to know."""
-        return tuple(self._longest.items())
+        return tuple(LongWait(place, seconds) for place, seconds in self._longest.items())
 
-    def restore(self, longest: Iterable[tuple[str, float]]) -> None:
+    def restore(self, waits: Iterable[LongWait]) -> None:
         """What a master before this one knew."""
-        for place, seconds in longest:
-            self.learn(Place(place), seconds)
+        for one in waits:
+            self.learn(Place(one.place), one.seconds)
 
 
 def _prior(place: Place) -> float:

@@ -98,7 +98,8 @@ class Watch:
         self._ctx = ctx
         self.demand: tuple[str, m.Failure] | None = None
         """The round is to end for this failure of a node's rank; the job takes it from here."""
-        self.places = Places()
+        self._places = Places()
+        self._places.restore(ctx.waits)
         self._since_of: dict[str, float] = {}  # quiet nodes, and since when
         self._has_moved = False  # a collective or a step of this life is known to have been done
         self._number = 0  # of the last look
@@ -261,7 +262,8 @@ class Watch:
         now, before = self._ctx.now, self._since
         if before is not None and (opinion := self._opinion) is not None:
             seconds = now - before if since is None else since - before
-            self.places.learn(_place(opinion.impasse), seconds)
+            if self._places.learn(_place(opinion.impasse), seconds):
+                self._ctx.waits, self._ctx.changed = self._places.record(), True
             if self._told is not None:
                 self._ctx.note(f"it moves again after {now - before:.0f} s")
         self._move()
@@ -412,7 +414,7 @@ class Watch:
         if impasse.klass is Klass.CERTAIN:
             limits.append(CERTAIN_ENDS)
         elif impasse.klass is Klass.STRONG:
-            place = self.places.limit(_place(impasse), first=not self._has_moved)
+            place = self._places.limit(_place(impasse), first=not self._has_moved)
             limits.append(TOLD[Klass.STRONG] if hard else place)
         elif impasse.klass is Klass.STILL and hard:
             limits.append(STILL_ENDS)
