@@ -46,7 +46,9 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
     folder = tmp_path / "incidents" / "run-1"
     assert files.folder == folder
     assert sorted(path.name for path in folder.iterdir()) == ["0007.json", "0007.md"]
-    assert read(folder) == [ROW]
+    assert read(folder, 0.0) == [ROW]
+    (later,) = read(folder, (folder / "0007.json").stat().st_mtime + 60.0)
+    assert later.age == pytest.approx(ROW.age + 60.0)
     text = (folder / "0007.md").read_text()
     assert text == page(ROW)
     assert text.startswith("# Incident 7: rank 3 on node b failed (ValueError: bad)\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticrun.core.context import JobContext
-from elasticrun.core.nodes.admission import SLOW
+from elasticrun.core.nodes.admission import ASKED, SLOW
 from elasticrun.core.rounds.failures import what_happened
 from elasticrun.core.words import some, write_ranges
 from elasticrun.wire.messages import Failure, FailureKind
@@ -37,7 +37,7 @@ def origin_of(ctx: JobContext, reason: str) -> Origin:
         return _of_a_failure(ctx, failures[0])
     if reason.endswith(" joined"):
         return Origin("scaled", reason)
-    if " asks" in reason:
+    if reason.startswith(("stopped by ", "restarted by ")):
         return Origin("operator", reason)
     return Origin("master", reason)
 
@@ -73,7 +73,7 @@ def _of_a_node(ctx: JobContext, node: str, reason: str) -> str:
         return "rank_failed"
     if "it is excluded: " in reason:
         kinds = {one.kind for one in ctx.exclusions.page(ctx.now) if one.node == node}
-        return "node_slow" if SLOW in kinds else "operator" if " asks" in reason else "node_lost"
+        return "node_slow" if SLOW in kinds else "operator" if ASKED in kinds else "node_lost"
     return "preempted" if "left: received " in reason else "node_lost"
 
 

@@ -86,13 +86,16 @@ class IncidentFiles:
         self.folder = folder
 
 
-def read(folder: Path) -> list[IncidentRow]:
-    """All records in it, by number; what cannot be read is left out."""
+def read(folder: Path, now: float) -> list[IncidentRow]:
+    """All records in it, by number; what cannot be read is left out. `now`: seconds since 1970, to
+    which their ages are brought."""
     rows = []
     with contextlib.suppress(OSError):
         for path in sorted(folder.glob("*.json")):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                rows.append(msgspec.json.decode(path.read_bytes(), type=IncidentRow))
+                row = msgspec.json.decode(path.read_bytes(), type=IncidentRow)
+                since = max(0.0, now - path.stat().st_mtime)
+                rows.append(msgspec.structs.replace(row, age=row.age + since))
     return sorted(rows, key=lambda row: row.number)
 
 

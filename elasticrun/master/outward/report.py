@@ -69,7 +69,7 @@ def table(rows: Iterable[IncidentRow]) -> str:
     ]
     if not lines:
         return NOTHING
-    head = f"{'NO':>4} {'AGO':>7} {'CAUSE':<11} {'LOST':>8} {'STEPS':>6}  WHAT"
+    head = f"{'NO':>4} {'AGO':>7} {'CAUSE':<11} {'DOWN':>8} {'STEPS':>6}  WHAT"
     return "\n".join([head, *map(_cut, lines)]) + "\n"
 
 
