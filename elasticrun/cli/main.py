@@ -63,7 +63,9 @@ def _check_script(path: str) -> str:
     return ""
 
 
-VERBS: Final = ("master", "status", "doctor", "replay", "render", "warm")
+LOOKS: Final = ("stacks", "top", "events")
+ORDERS: Final = ("stop", "restart", "exclude", "include")
+VERBS: Final = ("master", "status", "doctor", "replay", "render", "warm", *LOOKS, *ORDERS)
 """First words that are not a script."""
 
 UNREAD: Final = 128 + 13
@@ -221,6 +223,8 @@ def _verb(verb: str, words: Sequence[str]) -> int:
         from elasticrun.cli.verbs import status
 
         return _printed(lambda: status.main(words))
+    if verb in LOOKS or verb in ORDERS:
+        return _printed(lambda: _of_a_job(verb, words))
     if verb == "doctor":
         from elasticrun.cli.verbs import doctor
 
@@ -236,6 +240,21 @@ def _verb(verb: str, words: Sequence[str]) -> int:
     from elasticrun.cli.verbs import warm
 
     return (_printed if "--list" in words else _read)(lambda: warm.main(words, say))
+
+
+def _of_a_job(verb: str, words: Sequence[str]) -> int:
+    """What is asked of one that runs."""
+    if verb in ORDERS:
+        from elasticrun.cli.job import orders
+
+        return orders.main(verb, words)
+    if verb == "top":
+        from elasticrun.cli.job import top
+
+        return top.main(words)
+    from elasticrun.cli.job import listing
+
+    return listing.stacks(words) if verb == "stacks" else listing.events(words)
 
 
 def _printed(show: Callable[[], int]) -> int:

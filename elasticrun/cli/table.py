@@ -55,6 +55,9 @@ the options that most jobs need:
 
 subcommands, each with its own --help:
   elasticrun status [ENDPOINT]      the state of your jobs, and why they wait
+  elasticrun top|stacks|events      what its ranks do, where they are, what has happened
+  elasticrun stop|restart           end it, or start its ranks again
+  elasticrun exclude|include NODE   keep a node out of it, or let it in again
   elasticrun doctor                 what is wrong with this machine
   elasticrun render TARGET          what Kubernetes or Slurm is to be given
   elasticrun master                 a job master on a host without ranks
@@ -66,6 +69,11 @@ subcommands, each with its own --help:
 EPILOG: Final = """\
 verbs, as the first word and where no file of that name exists (each has its own --help):
   elasticrun status [ENDPOINT]  print the state of a job: its nodes, and what it waits for
+  elasticrun top [JOB]          show what the ranks of a running job do, anew every two seconds
+  elasticrun stacks [JOB]       show where its ranks are, grouped by their stacks
+  elasticrun events [JOB]       show what has happened to it
+  elasticrun stop [JOB]         end it on all of its nodes; restart: start its ranks again
+  elasticrun exclude NODE [JOB] keep a node out of it; include: let it in again
   elasticrun doctor             say what is wrong with this machine, and what to do about it
   elasticrun master             run a job master by hand, on a host without ranks
   elasticrun replay TRACE       run the decisions of a master's trace again, each with its reason

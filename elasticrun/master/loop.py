@@ -171,10 +171,8 @@ class Loop:
 
     def _held_up(self) -> str:
         """Why orders do not leave, once that is worth saying."""
-        if not self._line:
-            return ""
-        first = self._line[0]
-        if not isinstance(first, _Fence):  # asked by what is carried out: the line moves
+        first = self._line[0] if self._line else None
+        if not isinstance(first, _Fence):  # none, or we are asked while they are carried out
             return ""
         waited = self._clock() - first.since
         if waited < SLOW_RECORD:

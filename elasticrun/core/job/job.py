@@ -138,7 +138,7 @@ class Job:
             return out
         ctx, streams = self._ctx, self._streams
         ctx.now, ctx.out = now, out
-        joined = None
+        joined = reply = None
         match event:
             case fx.Attached():
                 streams.attached(event.session, event.hello)
@@ -161,7 +161,7 @@ class Job:
                 if event.request.verb in ("picture", "stacks"):
                     self._sight.asked(event.number, event.request)
                 else:
-                    self._operate(event.number, event.request)
+                    reply = fx.Replied(event.number, self._operate(event.request))
         self._calm_until = -math.inf
         if ctx.outcome is None:
             streams.bury()
@@ -176,6 +176,8 @@ class Job:
             if due is not None and now >= due:  # changed without an order, or grown old
                 self._recorder.record()
         self._sight.settle()
+        if reply is not None:  # behind the record of what was done
+            out.append(reply)
         return out
 
     def _wake(self, event: fx.JobEvent, now: float, out: list[fx.JobEffect]) -> bool:
@@ -310,12 +312,13 @@ class Job:
             node, failure = demand
             self._ranks_failed(node, m.RanksFailed(round_.name, (failure,)))
 
-    def _operate(self, number: int, request: m.Request) -> None:
+    def _operate(self, request: m.Request) -> m.Reply:
         """An operator wants something done."""
-        self._requests.asked(number, request)
+        reply = self._requests.asked(request)
         why, self._requests.restart = self._requests.restart, ""
         if why:
             self._reopen_free_of_charge(why)
+        return reply
 
     # ------------------------------------------------------------ decisions
 

@@ -7,7 +7,6 @@ named by its id or its host; where several have the host, by the id.
 from __future__ import annotations
 
 from elasticrun.core.context import JobContext
-from elasticrun.core.events import Replied
 from elasticrun.core.job.streams import Streams
 from elasticrun.core.nodes.admission import ASKED
 from elasticrun.core.nodes.node import Health
@@ -32,13 +31,12 @@ class OperatorRequests:
         self.restart = ""
         """Why the round is to begin anew; empty if nobody has asked for that."""
 
-    def asked(self, number: int, request: m.Request) -> None:
+    def asked(self, request: m.Request) -> m.Reply:
         """Carry it out, or say why not."""
         try:
-            reply = m.Reply(True, self._do(request))
+            return m.Reply(True, self._do(request))
         except Unwilling as why:
-            reply = m.Reply(False, str(why))
-        self._ctx.out.append(Replied(number, reply))
+            return m.Reply(False, str(why))
 
     def _do(self, request: m.Request) -> str:
         if self._ctx.outcome is not None:

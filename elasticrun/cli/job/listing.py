@@ -1,0 +1,121 @@
+"""`elasticrun stacks`: what the ranks of a job do at this moment, grouped, the rarest group first.
+`elasticrun events`: what has happened to it, a line each, by this host's clock.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from elasticrun.cli.job.asking import JobLine, as_json, parser, run
+from elasticrun.core.sight.picture import EventRow, Picture, StackRow
+from elasticrun.core.words import read_ranges, some
+
+if TYPE_CHECKING:
+    import argparse
+
+POLL: Final = 1.0
+"""Seconds between two questions of `events -f`."""
+
+
+def stacks(argv: Sequence[str]) -> int:
+    """The verb of this name."""
+    made = parser("stacks", "Show where the ranks of a running job are, grouped by their stacks.")
+    text = "of this rank alone"
+    made.add_argument("--rank", type=int, default=-1, metavar="R", help=text)
+
+    def show(line: JobLine, ns: argparse.Namespace) -> int:
+        picture = line.picture("stacks")
+        groups = [one for one in picture.stacks if ns.rank < 0 or has_rank(one, ns.rank)]
+        if ns.output == "json":
+            shown = {"stacks": groups, "stacks_missing": picture.stacks_missing}
+            print(as_json(shown))
+        else:
+            print("\n".join(stack_lines(picture, groups)))
+        if groups:
+            return 0
+        of = f"of rank {ns.rank}" if ns.rank >= 0 else "of any rank"
+        why = picture.stacks_missing or picture.status.outcome or picture.status.reason
+        print(f"{made.prog}: no stack {of} could be had{why and f': {why}'}", file=sys.stderr)
+        return 1
+
+    return run(made, argv, show)
+
+
+def has_rank(group: StackRow, rank: int) -> bool:
+    """Whether a thread of this rank is in the group."""
+    try:
+        return rank in read_ranges(group.ranks)
+    except ValueError:
+        return False
+
+
+def stack_lines(picture: Picture, groups: Sequence[StackRow]) -> list[str]:
+    """For people: the verdict, the groups, what is missing."""
+    lines = [picture.verdict.sentence, ""] if picture.verdict else []
+    for group in groups:
+        thread = f", {group.thread}" if group.thread else ""
+        one = f"rank {group.ranks}" if group.count == 1 else f"ranks {group.ranks}"
+        count = "" if group.count == 1 else f" ({some(group.count, 'rank')})"
+        lines.append(f"{one}{thread}{count}")
+        lines += [f"  {frame}" for frame in group.text.splitlines()]
+        lines.append("")
+    if picture.stacks_missing and groups:
+        lines += [f"missing: {picture.stacks_missing}", ""]
+    return lines[:-1]
+
+
+# ---------------------------------------------------------------- events
+
+
+def events(argv: Sequence[str]) -> int:
+    """The verb of this name."""
+    made = parser("events", "Show what has happened to a running job.")
+    text = "go on and show what happens, until the job ends"
+    made.add_argument("-f", "--follow", action="store_true", help=text)
+
+    def show(line: JobLine, ns: argparse.Namespace) -> int:
+        last = 0
+        while True:
+            picture = line.picture()
+            new = unseen(picture.events, last)
+            if ns.output == "json" and not ns.follow:
+                print(as_json(new))
+            elif ns.output == "json":
+                for row in new:
+                    print(msgspec.json.encode(row).decode())
+            else:
+                for text in event_lines(new, time.time()):
+                    print(text)
+            last = picture.events[-1].number if picture.events else last
+            if not ns.follow or picture.status.outcome:
+                return 0
+            sys.stdout.flush()
+            line.pause(POLL)
+
+    try:
+        return run(made, argv, show)
+    except KeyboardInterrupt:  # how `-f` is ended
+        return 0
+
+
+def unseen(rows: Sequence[EventRow], last: int) -> list[EventRow]:
+    """Those after number `last`. A new master counts from 1 again: of one that has not come so far
+    all are new."""
+    if rows and rows[-1].number < last:
+        return list(rows)
+    return [row for row in rows if row.number > last]
+
+
+def event_lines(rows: Sequence[EventRow], now: float) -> list[str]:
+    """`12:04:31  warning  node b is excluded ...`; `now`: seconds since 1970, of this host."""
+    lines = []
+    for row in rows:
+        at = time.strftime("%H:%M:%S", time.localtime(now - row.age))
+        node = f"{row.node}: " if row.node else ""
+        lines.append(f"{at}  {row.level:<7}  {node}{' '.join(row.text.split())}")
+    return lines

@@ -1,0 +1,186 @@
+"""What a person asks of a job that runs: on a real job, and in tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun.cli.job import asking, listing, top
+from elasticrun.cli.main import main
+from elasticrun.core.sight.picture import EventRow, Picture, RankRow, StackRow
+from elasticrun.system.processes import start_time
+from elasticrun.wire import auth, run_folder
+from elasticrun.wire.types import Endpoint
+from tests.master.people import status
+
+REDUCES = """
+import time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+while True:
+    dist.all_reduce(torch.ones(8))
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.slow
+def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) -> None:
+    script = tmp_path / "reduces.py"
+    script.write_text(REDUCES)
+    job = elastic_job(script, nnodes="1:2", nodes=2, nproc_per_node=2, timeout=60)
+    job.wait_for_world(4)
+    run = job._scratch / "host" / "run"
+    own = {"XDG_RUNTIME_DIR": str(run)}
+
+    def verb(*words: str, **variables: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "elasticrun", *words]
+        environ = {**os.environ, **own, "COLUMNS": "80", **variables}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout, done.stderr
+
+    # who does not run the job, and has no token, is told nothing and does nothing
+    (tmp_path / "else").mkdir(mode=0o700)
+    endpoint = str(run_folder.published(run / "elasticrun")[0].endpoint)
+    for words in (("stop", endpoint), ("stacks", endpoint)):
+        code, out, err = verb(*words, XDG_RUNTIME_DIR=str(tmp_path / "else"))
+        assert (code, out) == (1, "")
+        assert auth.OPERATOR_WANTED in err
+
+    code, out, err = verb("top", "--once")
+    assert (code, err) == (0, "")
+    assert "running, round" in out
+    assert max(map(len, out.splitlines())) <= 80
+    code, out, err = verb("top", "-o", "json")
+    assert json.loads(out)["status"]["world_size"] == 4
+    code, out, err = verb("stacks")
+    assert ("reduces.py:" in out) is (code == 0), (out, err)
+    assert verb("exclude", "node-9", endpoint)[2].startswith("elasticrun exclude: the job has no")
+
+    names = [node.name for node in job.nodes]
+    code, out, err = verb("exclude", names[1], "--reason", "its fan is broken")
+    assert (code, err) == (0, ""), err
+    assert f"node {names[1]} is excluded for 3600 s" in out
+    job.wait_for(world_size=2)
+    code, out, err = verb("include", names[1])
+    assert (code, out, err) == (0, f"node {names[1]} may join again\n", "")
+    before = job.status().round
+    assert verb("restart", "--reason", "a new driver")[0] == 0
+    job.wait_for(lambda page: page.round != before and page.phase == "running")
+
+    code, out, err = verb("events", "-o", "json")
+    said = [row["text"] for row in json.loads(out)]
+    assert any("excluded by" in text and "its fan is broken" in text for text in said), said
+    assert any("is included again by" in text for text in said), said
+    assert any("restarted by" in text and "a new driver" in text for text in said), said
+    follows = [sys.executable, "-m", "elasticrun", "events", "-f"]
+    with subprocess.Popen(follows, env={**os.environ, **own}, stdout=subprocess.PIPE) as events:
+        assert events.stdout is not None
+        assert events.stdout.readline()
+        code, out, err = verb("stop", "--wait", "--reason", "enough")
+        assert code == 0, err
+        assert "the job ends: stopped by" in out
+        assert events.wait(60) in (0, 1)
+    assert job.result().exit_codes[0] == 1
+    assert f"stopped by {asking.who()}: enough" in job.output(0)
+    code, out, err = verb("top")
+    assert (code, err.count("\n")) == (1, 1)
+
+
+# ---------------------------------------------------------------- which job
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return run_folder.run_folder(os.environ)
+
+
+def _publish(folder: Path, job: str, port: int, pid: int, **own: str) -> None:
+    started = start_time(pid) or 1
+    run_folder.publish(folder, run_folder.Published(job, "10.0.0.1", port, "", pid, started, **own))
+
+
+def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:
+    with pytest.raises(asking.NotAnswered, match="no job of yours runs on this host"):
+        asking.find("")
+    _publish(here, "train-17", 1001, os.getpid(), operator="for one", reader="to read")
+    assert asking.find("").operator == "for one"
+    _publish(here, "train-18", 1002, os.getppid(), operator="for two")
+    assert asking.find("train-18") == asking.JobMaster(Endpoint("10.0.0.1", 1002), "", "for two")
+    assert asking.find("train-17").reader == "to read"
+    assert asking.find("10.0.0.1:1001").operator == "for one"
+    other = asking.find("elsewhere:29400", "token")
+    assert (other.reader, other.operator) == (
+        auth.reader_token("token"),
+        auth.operator_token("token"),
+    )
+    for job, why in (
+        ("", "several jobs are meant: train-17, train-18"),
+        ("train-1", "several jobs are meant"),
+        ("trian-17", "did you mean train-17"),
+        ("zzz", "there is train-17, train-18"),
+    ):
+        with pytest.raises(asking.NotAnswered, match=why):
+            asking.find(job)
+
+
+@pytest.mark.parametrize("words", [["stop", "--what"], ["exclude"], ["events", "-o", "xml"]])
+def test_what_is_mistyped_ends_with_2(words: list[str], here: Path) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _row(rank: int, state: str = "waiting", **more: Any) -> RankRow:
+    values = {"waits_for": "42", "step": 4110, "step_seconds": 1.25, "cpu": 0.5, "rss": 8000}
+    return RankRow(rank, f"node-with-a-long-name-{rank // 8}", state, **{**values, **more})
+
+
+def test_a_thousand_ranks_are_a_few_lines_and_the_odd_one_comes_first() -> None:
+    ranks = [_row(rank) for rank in range(1024) if rank != 42]
+    odd = _row(42, "odd", waits_for="", place="train.py:88 load_shard", quiet=71.0)
+    lines = top.page(Picture(status(), ranks=(*ranks, odd)), 80)
+    assert max(map(len, lines)) <= 80
+    table = lines[lines.index("") + 1 :]
+    assert len(table) == 3
+    assert table[0].startswith("RANK")
+    assert table[1].startswith("42 ")
+    assert "1m" in table[1]
+    assert "0-41,43-1023" in table[2]
+    assert "128 nodes" in table[2]
+    wide = top.table([_row(0), odd], 200)
+    assert "train.py:88 load_shard" in wide[2]
+
+
+def test_stacks_are_groups_of_ranks() -> None:
+    groups = (
+        StackRow("42", 1, "", "data.py:40 __next__\ntrain.py:88 load_shard"),
+        StackRow("0-41,43-63", 63, "loader 3", "train.py:131 step"),
+    )
+    picture = Picture(status(), stacks=groups, stacks_missing="rank 7 is stopped")
+    assert listing.stack_lines(picture, groups) == [
+        *("rank 42", "  data.py:40 __next__", "  train.py:88 load_shard", ""),
+        *("ranks 0-41,43-63, loader 3 (63 ranks)", "  train.py:131 step", ""),
+        "missing: rank 7 is stopped",
+    ]
+    assert [listing.has_rank(group, 50) for group in groups] == [False, True]
+
+
+def test_events_go_on_where_they_were_also_with_a_new_master() -> None:
+    rows = [EventRow(number, 10.0, "", f"line\n{number}", "info") for number in (1, 2, 3)]
+    assert listing.unseen(rows, 0) == rows
+    assert listing.unseen(rows, 2) == rows[2:]
+    assert listing.unseen(rows, 3) == []
+    assert listing.unseen(rows, 900) == rows
+    assert listing.event_lines(rows[:1], 1e9 + 10.0)[0].endswith("  info     line 1")
