@@ -43,6 +43,7 @@ NAMED_BOOKS: Final = {
     "core.health.policy:_unresolved": "they are called in by their order",
     "core.sight.hangs.watch:_since_of": "forgotten with its round; empty while all train",
     "core.sight.hangs.look:answers": "of one look, in the order in which nodes were asked",
+    "core.sight.ledger:_places": "what was booked last, beside what a node does now",
     "core.snapshots.choice:reports": "a watermark is told in the order in which nodes spoke",
     "core.snapshots.ledger:_said": "one for each of several rounds",
     "core.snapshots.snapshots:_nodes": "the first of those that leave is named",

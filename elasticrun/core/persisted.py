@@ -93,6 +93,37 @@ class LongWait(Struct, frozen=True):
     seconds: float
 
 
+class LedgerLine(Struct, frozen=True):
+    """Slot-microseconds of one category and cause, and the slots that were in it just then."""
+
+    category: str
+    cause: str
+    micros: int
+    slots: int
+
+
+class LedgerEnd(Struct, frozen=True):
+    """Rounds that ended for one cause: how many, the node where it was always the same one, and the
+    steps that were done again."""
+
+    cause: str
+    count: int
+    node: str
+    steps: int
+
+
+class LedgerFacts(Struct, frozen=True):
+    """Where the time of every slot went."""
+
+    lines: tuple[LedgerLine, ...] = ()
+    ends: tuple[LedgerEnd, ...] = ()
+    wall: int = 0  # microseconds in which any slot was held
+    cause: str = ""  # of the end of the last round that was over
+    newest: int = -1  # step that was told
+    done: int = 0  # steps that were kept
+    age: float = 0.0  # seconds for which this has lain in the record
+
+
 class Facts(Struct, frozen=True):
     """All of it; the next master believes this and asks the agents for the rest."""
 
@@ -117,6 +148,7 @@ class Facts(Struct, frozen=True):
     restore_step: int = -1  # as in Start; -1 too once there is a checkpoint of what came of it
     incidents: int = 0  # the number of the last one
     waits: tuple[LongWait, ...] = ()  # at each place the longest that ended well
+    ledger: LedgerFacts | None = None
     blind: bool = False  # no round, but another master served before, without leaving a record
 
 
@@ -148,4 +180,5 @@ def aged(facts: Facts, seconds: float) -> Facts:
             for entry in facts.excluded
         ),
         slow_ages=tuple(age + seconds for age in facts.slow_ages),
+        ledger=facts.ledger and replace(facts.ledger, age=facts.ledger.age + seconds),
     )

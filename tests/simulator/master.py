@@ -53,6 +53,8 @@ class Master:
         self._outbox: deque[JobEffect] = deque()
         self._writing = False
         self._tick_at: float | None = None
+        self._slots, self._slots_at = 0, 0.0
+        self._slot_seconds: float | None = None
         self._schedule_tick()
 
     def step(self, event: JobEvent) -> None:
@@ -63,6 +65,7 @@ class Master:
             return
         for effect in self.job.step(event, self.world.clock.now):
             self._outbox.extend(_acts(effect))
+        self._count_slots()
         self._perform_all()
         if isinstance(event, Detached):
             self.streams.pop(event.session, None)
@@ -70,6 +73,26 @@ class Master:
             if self.world.check is not None:
                 self.world.check(self, event)
             self._schedule_tick()
+
+    def _count_slots(self) -> None:
+        """Every second of every slot is in the job's ledger once, as counted here beside it."""
+        now, found = self.world.clock.now, self.job.goodput()
+        if found is None:
+            return
+        assert sum(round(row.seconds * 1e6) for row in found.rows) == round(
+            found.slot_seconds * 1e6
+        ), f"the rows of the ledger do not add up: {found}"
+        if self._slot_seconds is None:
+            self._slot_seconds = found.slot_seconds
+        else:
+            self._slot_seconds += self._slots * (now - self._slots_at)
+        told = f"{found.slot_seconds} slot-seconds in the ledger, {self._slot_seconds} were held"
+        assert abs(found.slot_seconds - self._slot_seconds) < 1e-3 + 1e-9 * now, told
+        status = self.job.status()
+        here = [one for one in status.nodes if one.state in ("alive", "suspect", "parked")]
+        over = status.phase == "ended"
+        self._slots = 0 if over else sum(one.local_world_size for one in here)
+        self._slots_at = now
 
     # ------------------------------------------------------------ effects
 

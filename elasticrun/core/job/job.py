@@ -29,6 +29,7 @@ from elasticrun.core.rounds.budget import Bill, Judgement
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import Round, Stage, begin
+from elasticrun.core.sight.picture import Goodput
 from elasticrun.core.sight.sight import Sight
 from elasticrun.core.snapshots.policy import SnapshotPolicy
 from elasticrun.core.snapshots.snapshots import Snapshots
@@ -126,7 +127,12 @@ class Job:
             last_failure=self._last_failure,
             snapshot=self._snapshots.status(),
             watch=self._sight.watch,
+            goodput=self._sight.ledger.page(),
         )
+
+    def goodput(self) -> Goodput | None:
+        """Where the time of all slots went, as of the last event; None before the first round."""
+        return self._sight.ledger.page() if self._begun else None
 
     def step(self, event: fx.JobEvent, now: float) -> list[fx.JobEffect]:
         """Take in one event at monotonic time `now`; what is to be done, in order. A report that
@@ -138,7 +144,7 @@ class Job:
             return out
         ctx, streams = self._ctx, self._streams
         ctx.now, ctx.out = now, out
-        joined = reply = None
+        joined = node = reply = None
         match event:
             case fx.Attached():
                 streams.attached(event.session, event.hello)
@@ -175,7 +181,7 @@ class Job:
             due = self._recorder.due(waiting=self._until is not None)
             if due is not None and now >= due:  # changed without an order, or grown old
                 self._recorder.record()
-        self._sight.settle()
+        self._sight.settle(node)
         if reply is not None:  # behind the record of what was done
             out.append(reply)
         return out
@@ -201,6 +207,9 @@ class Job:
             self._recorder.load(facts)
         recorded_term = 0 if facts is None else facts.term
         self._sight = Sight(ctx, self.status)
+        self._recorder.ledger = self._sight.ledger
+        if facts is not None and facts.ledger is not None:
+            self._sight.ledger.restore(facts.ledger)
         self._streams = Streams(ctx, self._recorder, self._saving, recorded_term)
         self._requests = OperatorRequests(ctx, self._streams)
         self._recorder.record()

@@ -15,6 +15,7 @@ from elasticrun.core.nodes.node import Health
 from elasticrun.core.persisted import Facts, RoundFacts
 from elasticrun.core.rounds.rendezvous import Phase, Rendezvous
 from elasticrun.core.rounds.round import Round
+from elasticrun.core.sight.ledger import SlotLedger
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.words import some
 
@@ -30,6 +31,7 @@ class Recorder:
         self._ctx = ctx
         self._snapshots = snapshots
         self._at = 0.0
+        self.ledger: SlotLedger | None = None
 
     def record(self) -> None:
         """Whatever is told after this waits until it is durable."""
@@ -79,6 +81,7 @@ class Recorder:
             restore_step=saves.points.restore_step,
             incidents=ctx.incidents,
             waits=ctx.waits,
+            ledger=self.ledger.record() if self.ledger is not None else None,
         )
 
     def load(self, facts: Facts) -> None:

@@ -7,6 +7,7 @@ from elasticrun.core.health.policy import HealthPolicy
 from elasticrun.core.nodes.node import Health, Node
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.sight.hangs.watch import Watch
+from elasticrun.core.sight.picture import Goodput
 from elasticrun.wire.messages import JobSpec, JobStatus, NodeStatus
 
 
@@ -38,6 +39,7 @@ def picture(
     last_failure: str,
     snapshot: str,
     watch: Watch,
+    goodput: Goodput | None,
 ) -> JobStatus:
     """All of it; O(nodes). `ends`: when the wait that `reason` speaks of is over at the latest."""
     now, rdzv, budget, spec = ctx.now, ctx.rdzv, ctx.restarts.budget, ctx.spec
@@ -79,6 +81,7 @@ def picture(
         snapshot=snapshot,
         verdict=told.sentence if (told := watch.verdict()) else "",
         quiet=watch.quiet(),
+        goodput=goodput.line if goodput is not None else "",
     )
 
 

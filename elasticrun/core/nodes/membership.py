@@ -154,6 +154,8 @@ class Membership:
         """Nodes whose stream is broken and whose fate is open."""
         self.present: dict[str, None] = {}
         """Nodes that are alive or suspect."""
+        self.moved: set[str] = set()
+        """Nodes that came or went since the ledger looked."""
         self._deadlines: Deadlines[str] = Deadlines()
         self.mass_silence = MassSilence()
         self._past: dict[str, Deaths] = {}  # from the record: nodes that have not attached yet
@@ -221,6 +223,7 @@ class Membership:
 
     def _stands(self, node: Node, session: int, now: float) -> None:
         self.sessions[session] = node
+        self.moved.add(node.id)
         self.present[node.id] = None
         self.suspects.pop(node.id, None)
         self.mass_silence.settled(node.id)
@@ -250,6 +253,7 @@ class Membership:
         if node is None:
             return None
         node.session = None
+        self.moved.add(node.id)
         if node.health is Health.ALIVE:
             node.health = Health.SUSPECT
             node.reason = "its connection was closed" if event.clean else "its connection broke"
@@ -285,6 +289,7 @@ class Membership:
     def _has_gone(self, node: str) -> None:
         self.suspects.pop(node, None)
         self.present.pop(node, None)
+        self.moved.add(node)
         self.mass_silence.settled(node)
 
     def parked(self, but: str = "") -> int:
@@ -358,6 +363,7 @@ class Membership:
         known.broke_at = now + max(0.0, redial - SUSPECT_CONFIRM)
         self.present[node] = None
         self.suspects[node] = None
+        self.moved.add(node)
         self._deadlines.arm(node, now + REATTACH_GRACE)
 
     def remember(self, left_out: Iterable[LeftOut], now: float) -> None:

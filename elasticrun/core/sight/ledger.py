@@ -1,24 +1,394 @@
-"""Where the time of every slot went: slot-seconds by category and cause, which add up."""
+"""Where the time of every slot went: slot-seconds by category and cause, which add up.
+
+A slot is one rank's place on a node, from the agent's hello to its leave; it is in exactly one
+category at each moment. Sums are whole microseconds, so that the rows add up to what was held
+without any remainder. The members of a round share one category, which changes at once for all.
+
+Ranks are taken to train from the moment they run, until something tells when they have begun: what
+was booked too early is then moved to the start, or to the way back from what ended the last round.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+
 from elasticrun.core.context import JobContext
-from elasticrun.core.sight.picture import Goodput
+from elasticrun.core.nodes.node import Health, Node
+from elasticrun.core.persisted import LedgerEnd, LedgerFacts, LedgerLine
+from elasticrun.core.rounds.rendezvous import Phase
+from elasticrun.core.rounds.round import Participants, Stage
+from elasticrun.core.sight.causes import origin_of
+from elasticrun.core.sight.picture import Goodput, LedgerRow
+from elasticrun.core.words import some
 from elasticrun.wire import messages as m
+
+Key = tuple[str, str]
+"""Category and cause."""
+
+Cause = str
+"""A word of `causes`."""
+
+ROUND: Key = ("", "")
+"""Of a member whose ranks run: its category is that of all."""
+
+MOVING: Key = ("moving", "")
+STEP: Key = ("step", "")
+UNKNOWN: Key = ("unknown", "")
+IDLE = "idle"
+
+USEFUL = (MOVING, STEP)
+
+MICROS = 1_000_000
+
+WORDS = {
+    "node_lost": "node lost",
+    "node_slow": "node slow",
+    "rank_failed": "rank failure",
+    "preempted": "preemption",
+    "scaled": "change of size",
+}
+"""Causes as people read them, where the cause's own name is not the word."""
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * MICROS)
 
 
 class SlotLedger:
-    """A slot is one rank's place on a node, from the agent's hello to its leave."""
+    """See the module's head."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
+        self._at = _micros(ctx.now)
+        self._book: Counter[Key] = Counter()  # slot-microseconds
+        self._held: Counter[Key] = Counter()  # slots, at present
+        self._places: dict[str, tuple[int, Key]] = {}  # slots of a node, and what they do
+        self._slots = 0
+        self._total = 0  # slot-microseconds held
+        self._wall = 0  # microseconds in which any slot was held
+        self._seen: tuple[Participants, Phase, bool] | None = None  # at the last whole look
+        self._over = ctx.outcome is not None
+
+        self._key = MOVING  # of the members that run
+        self._live = 0  # slot-microseconds of the round that are booked to it
+        self._moved = False  # training was told to move in this round
+        self._counted = False  # something would tell if it moved
+        self._waits = False  # a verdict stands
+        self._cause = ""  # of the end of the last round; "": there was none
+        self._newest = -1  # step
+        self._first_told = True  # whether the first step of this round is known
+        self._done = 0  # steps whose time is in STEP
+        self._unseen = False  # a master has come, and the round's nodes have not all dialled yet
+        self._gap = 0  # slot-microseconds in UNKNOWN that are the round's, if it goes on
+        self._ends: dict[Cause, LedgerEnd] = {}
+
+    # ------------------------------------------------------------ what is told
 
     def heard(self, node: str, report: m.Quiet | m.Steps) -> None:
         """What tells that ranks train."""
+        round_ = self._ctx.round
+        running = self._ctx.rdzv.phase is Phase.RUNNING
+        if round_ is None or report.round != round_.name or not running or self._over:
+            return
+        if isinstance(report, m.Steps):
+            self._stepped(report)
+        elif report.first > 0.0:
+            self._moves(0.0)
+        elif report.counted and not self._moved and not self._counted:
+            self._counted = True
+            self._turn(self._warm())
 
-    def settle(self) -> None:
-        """After every event that was decided on: book what has passed."""
+    def _stepped(self, report: m.Steps) -> None:
+        first = report.step - report.steps
+        if not self._first_told:
+            self._first_told = True
+            if 0 <= first < self._newest:
+                self._redo(self._newest - first)
+                self._newest = first
+        self._moves(report.steps * report.seconds)
+        if self._key == MOVING:
+            self._turn(STEP)
+        if self._newest < 0:
+            self._newest = max(0, first)
+        if report.step > self._newest:
+            self._done += report.step - self._newest
+            self._newest = report.step
+
+    def _moves(self, trained: float) -> None:
+        """The round's first movement is told, `trained` seconds after it."""
+        if self._moved:
+            return
+        self._moved = True
+        self._advance()
+        useful = min(self._live, _micros(trained) * self._held[ROUND])
+        self._shift(self._key, self._warm(), self._live - useful)
+        self._shift(self._key, MOVING, useful)
+        self._key, self._live = MOVING, useful
+
+    def _redo(self, steps: int) -> None:
+        """So many steps are done again: what they took is moved out of STEP."""
+        steps = min(steps, self._done)
+        if steps > 0:
+            self._shift(STEP, ("redone", self._cause), self._book[STEP] * steps // self._done)
+            self._done -= steps
+            self._count(self._cause, "", ends=0, steps=steps)
+
+    def round_begins(self) -> None:
+        """A round was formed."""
+        self._advance()
+        self._key, self._live, self._gap = MOVING, 0, 0
+        self._moved = self._counted = self._waits = False
+        self._first_told = self._newest < 0
+
+    def round_over(self, reason: str, quiet: float) -> None:
+        """The round is closed for this reason. `quiet`: seconds since anything moved in it."""
+        ctx, last = self._ctx, self._ctx.rdzv.last
+        if ctx.rdzv.succeeded or ctx.round is None:
+            return
+        self._advance()
+        origin = origin_of(ctx, reason)
+        self._cause = origin.cause
+        if not quiet and origin.cause == "node_lost" and origin.node in last.away:
+            quiet = max(0.0, ctx.now - last.last_word)
+        if self._key in USEFUL:
+            late = min(self._live, _micros(quiet) * self._held[ROUND])
+            self._shift(self._key, self._warm(), late)
+        self._count(origin.cause, origin.node, ends=1, steps=0)
+
+    def settle(self, node: str | None, quiet: float, verdict: str) -> None:
+        """After every event that was decided on: book what has passed. `node`: whose event it was.
+        `verdict`: the class of the hang that is seen, "" for none, and `quiet` since when."""
+        ctx, rdzv = self._ctx, self._ctx.rdzv
+        self._advance()
+        moved, ctx.membership.moved = ctx.membership.moved, set()
+        if self._over:
+            return
+        if bool(verdict) is not self._waits:
+            self._judge(verdict, quiet)
+        if self._unseen and not rdzv.last.unseen:
+            self._heard_again()
+        short = len(ctx.membership.present) < ctx.spec.min_nodes
+        seen = (rdzv.last, rdzv.phase, short)
+        before, self._seen = self._seen, seen
+        same = before is not None and before[0] is seen[0] and before[1:] == seen[1:]
+        nodes = moved if same else {*moved, *ctx.nodes, *self._places}
+        for one in nodes if node is None else {*nodes, node}:
+            self._look(one, short=short)
+        if ctx.outcome is not None:
+            self._over = True
+            self._held.clear()
+            self._places.clear()
+            self._slots = 0
+
+    def _heard_again(self) -> None:
+        """All nodes of the round that another master formed have dialled, or were given up."""
+        self._unseen, self._seen = False, None
+        if self._ctx.rdzv.phase is Phase.RUNNING:
+            self._shift(UNKNOWN, self._key, self._gap)
+            self._live += self._gap
+        self._gap = 0
+
+    def _judge(self, verdict: str, quiet: float) -> None:
+        """A verdict stands that did not, or none any more."""
+        self._waits = bool(verdict)
+        if not verdict:
+            # what moves again has been told to move
+            self._key = STEP if self._newest >= 0 else MOVING
+        elif self._key in USEFUL:
+            key = ("wait", "") if verdict == "weak" else ("hang", verdict)
+            late = min(self._live, _micros(quiet) * self._held[ROUND])
+            self._shift(self._key, key, late)
+            self._key = key
+        self._live = 0
+
+    # ------------------------------------------------------------ what each node does
+
+    def _look(self, node: str, *, short: bool) -> None:
+        """Put the node's slots where they belong. Time is booked until now."""
+        known = self._ctx.nodes.get(node)
+        slots, key = (0, ROUND) if known is None else self._place(known, short=short)
+        before, was = self._places.pop(node, (0, ROUND))
+        self._held[was] -= before
+        if slots:
+            self._places[node] = (slots, key)
+            self._held[key] += slots
+        self._slots += slots - before
+
+    def _place(self, node: Node, *, short: bool) -> tuple[int, Key]:
+        ctx, rdzv, name = self._ctx, self._ctx.rdzv, node.id
+        seat = ctx.round.members.get(name) if ctx.round is not None else None
+        slots = seat.ranks if seat is not None else 0
+        if node.said is not None:
+            slots = node.said.local_world_size
+        if node.health is Health.PARKED and node.session is not None:
+            return slots, (IDLE, "parked")
+        if node.health not in (Health.ALIVE, Health.SUSPECT):
+            return 0, ROUND
+        if rdzv.phase is Phase.RUNNING and rdzv.last.is_member(name):
+            return slots, self._of_member(rdzv.last, name)
+        if rdzv.is_held_back(name):
+            return slots, (IDLE, "door")
+        if rdzv.phase is Phase.RUNNING:
+            full = ctx.spec.max_nodes // ctx.spec.node_unit * ctx.spec.node_unit
+            return slots, (IDLE, "spare" if len(rdzv.last.stages) >= full else "door")
+        if name in rdzv.last.unseen:
+            return slots, UNKNOWN
+        if node.at_gate:
+            return slots, ("start", "check")
+        if short:
+            return slots, (IDLE, "below_min")
+        return slots, ("down", self._cause) if self._cause else ("start", "wait")
+
+    def _of_member(self, last: Participants, name: str) -> Key:
+        if self._unseen:
+            return UNKNOWN
+        stage = last.stages[name]
+        if stage is Stage.STARTING:
+            return ("down", self._cause) if self._cause else ("start", "spawn")
+        return (IDLE, "done") if stage is Stage.FINISHED else ROUND
+
+    def _warm(self) -> Key:
+        """From where ranks run until they train."""
+        return ("down", self._cause) if self._cause else ("start", "init")
+
+    # ------------------------------------------------------------ sums
+
+    def _advance(self) -> None:
+        """Book what has passed. O(categories)."""
+        now = round(self._ctx.now * MICROS)
+        passed, self._at = max(0, now - self._at), max(now, self._at)
+        if not passed or not self._slots:
+            return
+        for key, slots in self._held.items():
+            if slots:
+                self._book[self._key if key == ROUND else key] += slots * passed
+        self._live += self._held[ROUND] * passed
+        if self._unseen:
+            self._gap += self._held[UNKNOWN] * passed
+        self._total += self._slots * passed
+        self._wall += passed
+
+    def _turn(self, key: Key) -> None:
+        """The running members, and what was booked of this round to their category, are this."""
+        self._advance()
+        self._shift(self._key, key, self._live)
+        self._key = key
+
+    def _shift(self, source: Key, target: Key, amount: int) -> None:
+        amount = max(0, min(amount, self._book[source]))
+        self._book[source] -= amount
+        self._book[target] += amount
+
+    def _count(self, cause: str, node: str, *, ends: int, steps: int) -> None:
+        one = self._ends.get(cause)
+        if one is None:
+            self._ends[cause] = LedgerEnd(cause, ends, node, steps)
+            return
+        named = node if node == one.node or not ends else ""
+        node = named if ends else one.node
+        self._ends[cause] = LedgerEnd(cause, one.count + ends, node, one.steps + steps)
+
+    # ------------------------------------------------------------ for the next master
+
+    def record(self) -> LedgerFacts:
+        """What the next master goes on from."""
+        self._advance()
+        lines = []
+        for key in self._book.keys() | self._held.keys():
+            own = ROUND if key == self._key else None
+            slots = self._held[key] + (self._held[ROUND] if own else 0)
+            if key != ROUND and (self._book[key] or slots):
+                lines.append(LedgerLine(*key, self._book[key], slots))
+        if self._held[ROUND] and not any((one.category, one.cause) == self._key for one in lines):
+            lines.append(LedgerLine(*self._key, 0, self._held[ROUND]))
+        return LedgerFacts(
+            lines=tuple(sorted(lines, key=lambda line: (line.category, line.cause))),
+            ends=tuple(self._ends.values()),
+            wall=self._wall,
+            cause=self._cause,
+            newest=self._newest,
+            done=self._done,
+        )
+
+    def restore(self, facts: LedgerFacts) -> None:
+        """Go on from what the master before this one has recorded. What passed since then is not
+        known, until the nodes of its round are heard and still run it."""
+        passed = _micros(facts.age)
+        for line in facts.lines:
+            self._book[line.category, line.cause] += line.micros
+            self._total += line.micros
+            if not self._over:
+                self._book[UNKNOWN] += line.slots * passed
+                self._total += line.slots * passed
+        self._ends = {one.cause: one for one in facts.ends}
+        self._wall = facts.wall + (0 if self._over else passed)
+        self._cause, self._newest, self._done = facts.cause, facts.newest, facts.done
+        self._key = STEP if facts.newest >= 0 else MOVING
+        self._moved = True  # nobody tells the next master when that was
+        unseen, round_ = self._ctx.rdzv.last.unseen, self._ctx.round
+        if unseen and round_ is not None and not self._over:
+            self._unseen = True
+            of_round = sum(round_.members[node].ranks for node in unseen)
+            self._gap = min(of_round * passed, self._book[UNKNOWN])
+        if not self._over:
+            short = len(self._ctx.membership.present) < self._ctx.spec.min_nodes
+            for node in self._ctx.nodes:
+                self._look(node, short=short)
+
+    # ------------------------------------------------------------ for people
+
+    def sums(self) -> tuple[dict[Key, int], int]:
+        """Slot-microseconds by category and cause, and how many were held in all."""
+        self._advance()
+        return {key: micros for key, micros in self._book.items() if micros}, self._total
 
     def page(self) -> Goodput | None:
         """None before the first round."""
-        return None
+        if self._ctx.round is None:
+            return None
+        sums, total = self.sums()
+        tells = self._newest >= 0
+        useful = sum(sums.get(key, 0) for key in USEFUL)
+        share = useful / total if total else 0.0
+        rows = tuple(
+            LedgerRow(*key, micros / MICROS)
+            for key, micros in sorted(sums.items(), key=lambda one: (-one[1], one[0]))
+        )
+        name = "goodput" if tells else "uptime"
+        line = f"{name} {100 * share:.1f} %"
+        if said := self._in_words(sums, total, useful):
+            line += f": {said}"
+        return Goodput(name, share, -1.0, total / MICROS, rows, line)
+
+    def _in_words(self, sums: dict[Key, int], total: int, useful: int) -> str:
+        """What the rest went to; seconds are of the whole job."""
+
+        def seconds(micros: int) -> str:
+            spent = micros * self._wall / total / MICROS if total else 0.0
+            return f"{spent:.0f} s" if spent >= 9.95 or not spent else f"{spent:.1f} s"
+
+        parts = []
+        down = {cause: micros for (kind, cause), micros in sums.items() if kind == "down"}
+        if ends := sum(one.count for one in self._ends.values()):
+            each = ", ".join(
+                f"{self._named(cause)} {seconds(micros)}"
+                for cause, micros in sorted(down.items(), key=lambda one: (-one[1], one[0]))
+            )
+            cost = f"{some(ends, 'restart')} cost {seconds(sum(down.values()))}"
+            parts.append(f"{cost} ({each})" if each else cost)
+        if steps := sum(one.steps for one in self._ends.values()):
+            parts.append(f"{some(steps, 'step')} repeated")
+        kinds = (("hang", "hangs"), ("save", "checkpoints"), ("wait", "waits for one rank"))
+        for kind, word in (*kinds, ("start", "start"), (IDLE, "idle"), ("unknown", "not known")):
+            spent = sum(micros for (category, _), micros in sums.items() if category == kind)
+            if spent:
+                parts.append(f"{word} {seconds(spent)}")
+        if price := self._ctx.spec.watch.slot_price:
+            parts.append(f"{(total - useful) / MICROS / 3600 * price:.2f} of money not trained for")
+        return ", ".join(parts)
+
+    def _named(self, cause: str) -> str:
+        one = self._ends.get(cause)
+        if one is not None and one.node and cause == "node_lost":
+            return f"node {one.node} lost"
+        return WORDS.get(cause, cause.replace("_", " "))

@@ -72,20 +72,27 @@ class Sight:
                 del self._asked[number]
                 self._answer(number)
 
-    def settle(self) -> None:
-        """After every event that was decided on."""
-        self.ledger.settle()
+    def settle(self, node: str | None) -> None:
+        """After every event that was decided on; `node`: whose report it was."""
+        verdict = self.watch.verdict()
+        if verdict is None:
+            self.ledger.settle(node, 0.0, "")
+        else:
+            self.ledger.settle(node, verdict.since, verdict.klass)
         self.incidents.settle()
         self.history.settle()
 
     def round_begins(self) -> None:
         """A round was formed, or is taken over."""
         self.watch.round_begins()
+        self.ledger.round_begins()
         self.incidents.round_begins()
 
     def round_over(self, reason: str) -> None:
         """The round is closed."""
-        self.incidents.round_over(reason, self.watch.quiet())
+        quiet = self.watch.quiet()
+        self.ledger.round_over(reason, quiet)
+        self.incidents.round_over(reason, quiet)
         self.watch.round_over()
 
     def next_deadline(self) -> float | None:

@@ -1,0 +1,184 @@
+"""Where the time went, by stories of two nodes of two slots; the brain by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+from elasticrun.core import events as fx
+from elasticrun.core.persisted import LedgerFacts, aged
+from elasticrun.wire import messages as m
+from elasticrun.wire.types import Endpoint, RoundName
+from tests.core.by_hand import SPEC, Master, failure, hello
+
+
+def passes(master: Master, seconds: float) -> None:
+    master.now += seconds
+    master.feed(fx.Tick())
+
+
+def rows(master: Master) -> dict[str, float]:
+    page = master.job.goodput()
+    assert page is not None
+    assert sum(row.seconds for row in page.rows) == pytest.approx(page.slot_seconds)
+    return {f"{row.category} {row.cause}".strip(): row.seconds for row in page.rows}
+
+
+def starts(master: Master, session: int = 2) -> RoundName:
+    (start,) = master.orders(session)
+    assert isinstance(start, m.Start)
+    return start.round
+
+
+def begins(master: Master) -> RoundName:
+    """Attached at 0, b joins 4 s later, ranks run after 1 s."""
+    for session, node in ((1, "a"), (2, "b")):
+        master.feed(fx.Attached(session, hello(node, local_world_size=2)))
+    master.hear(1, m.Join(Endpoint("10.0.0.1", 4000)))
+    master.now += 4.0
+    master.hear(2, m.Join(Endpoint("10.0.0.2", 4000)))
+    name = starts(master)
+    master.now += 1.0
+    master.both(m.Running(name, (1, 2)))
+    return name
+
+
+def trains(master: Master, *, first: int = 0, steps: int = 10) -> RoundName:
+    """Two seconds until the first step, steps of a second after that."""
+    name = begins(master)
+    told(master, name, first, steps)
+    return name
+
+
+def told(master: Master, name: RoundName, first: int, steps: int) -> None:
+    master.now += 2.0 + steps
+    master.both(m.Steps(name, first + steps, steps, 1.0, 1.0, 0.0))
+
+
+def nothing_told(master: Master) -> None:
+    begins(master)
+    passes(master, 20.0)
+
+
+def counted(master: Master) -> None:
+    name = begins(master)
+    master.both(m.Quiet(name, 1.0, counted=True))
+    passes(master, 3.0)
+    master.both(m.Quiet(name, 0.0, first=3.0, counted=True))
+    passes(master, 20.0)
+
+
+def steps(master: Master) -> None:
+    trains(master)
+
+
+def rank_fails(master: Master) -> None:
+    name = trains(master)
+    master.hear(1, m.RanksFailed(name, (failure(0),)))
+    master.now += 3.0
+    master.both_back(name)
+    again = starts(master)
+    master.both(m.Running(again, (1, 2)))
+    told(master, again, 6, 8)
+
+
+def node_dies(master: Master) -> None:
+    trains(master)
+    master.feed(fx.Detached(2, clean=False, silent=0.0, quiet=0.0))
+    passes(master, SPEC.heartbeat_timeout + 60.0)
+
+
+def spare(master: Master) -> None:
+    name = begins(master)
+    master.feed(fx.Attached(3, hello("c", local_world_size=2)))
+    master.hear(3, m.Join(Endpoint("10.0.0.3", 4000)))
+    told(master, name, 0, 8)
+
+
+def master_changes(master: Master) -> None:
+    """Its record is 30 s old when the next one begins; the ranks run on."""
+    name = trains(master)
+    passes(master, 30.0)
+    succeeds(master, name)
+
+
+def succeeds(master: Master, name: RoundName) -> None:
+    assert master.facts is not None
+    recorded = sum(line.micros for line in (master.facts.ledger or LedgerFacts()).lines)
+    total = master.job.goodput()
+    assert total is not None
+    gone = total.slot_seconds - recorded / 1e6
+    new = Master(facts=aged(master.facts, gone / 4), now=0.0)
+    master.job, master.now = new.job, 0.0
+    start = next(order for order in master.told[1] if isinstance(order, m.Start))
+    for session, node in ((1, "a"), (2, "b")):
+        one = next(order for order in master.told[session] if isinstance(order, m.Start))
+        report = m.RoundReport(
+            name,
+            one.group_rank,
+            2,
+            one.first_rank,
+            start.world_size,
+            0,
+            start.store,
+        )
+        changes: dict[str, object] = {"local_world_size": 2, "attached": report, "last_term": 1}
+        master.feed(fx.Attached(session, hello(node, **changes)))
+        master.hear(session, m.Running(name, (1, 2)))
+    told(master, name, 50, 8)
+
+
+STORIES: dict[Callable[[Master], None], dict[str, float]] = {
+    nothing_told: {"start wait": 16.0, "start spawn": 4.0, "moving": 80.0},
+    counted: {"start wait": 16.0, "start spawn": 4.0, "start init": 12.0, "moving": 80.0},
+    steps: {"start wait": 16.0, "start spawn": 4.0, "start init": 8.0, "step": 40.0},
+    rank_fails: {
+        "start wait": 16.0,
+        "start spawn": 4.0,
+        "start init": 8.0,
+        "step": 24.0 + 32.0,
+        "redone rank_failed": 16.0,
+        "down rank_failed": 4 * (3.0 + 2.0),
+    },
+    spare: {
+        "start wait": 16.0,
+        "start spawn": 4.0,
+        "start init": 8.0,
+        "step": 32.0,
+        "idle spare": 20.0,
+    },
+}
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_where_the_time_went(story: Callable[[Master], None]) -> None:
+    master = Master()
+    story(master)
+    assert rows(master) == pytest.approx(STORIES[story])
+
+
+def test_a_lost_node_costs_from_its_last_word_on() -> None:
+    master = Master(replace(SPEC, min_nodes=1))
+    node_dies(master)
+    found = rows(master)
+    assert found["step"] == pytest.approx(40.0)
+    assert found["down node_lost"] > 0.0
+
+
+def test_the_ledger_goes_on_under_the_next_master() -> None:
+    master = Master()
+    master_changes(master)
+    found = rows(master)
+    assert "unknown" not in found
+    assert sum(found.values()) == pytest.approx(4 * (17.0 + 30.0 + 10.0))
+    assert found["step"] >= 4 * (30.0 + 10.0)
+
+
+def test_the_line() -> None:
+    master = Master()
+    rank_fails(master)
+    assert master.job.status().goodput == (
+        "goodput 46.7 %: 1 restart cost 5.0 s (rank failure 5.0 s), 4 steps repeated, start 7.0 s"
+    )
