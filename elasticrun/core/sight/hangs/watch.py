@@ -60,6 +60,9 @@ APART: Final = 4.0
 JITTER: Final = 2.0
 """Seconds by which two reports of one stillness may differ, for the way that they have come."""
 
+FRESH: Final = 1.0
+"""Seconds for which a look is as good as a new one for a person: many may watch one job."""
+
 GRAIN: Final = 0.001
 """Seconds that count for nothing."""
 
@@ -117,8 +120,10 @@ class Watch:
         self._members: tuple[str, ...] = ()  # who is looked at by itself; () if nobody may be
         self._looks: list[float] = []  # seconds of stillness at which it was looked by itself
         self._opinion: _Opinion | None = None  # of the last look
+        self._row_at = 0.0  # when the first of the last looks was that all say the same
         self._verdict: Impasse | None = None  # that two looks have agreed on
-        self._told: Impasse | None = None
+        self._told: Impasse | None = None  # what readers are shown
+        self._noted: Impasse | None = None  # what a line has been written of
         self._final = False  # the look that is under way is the last before it is acted on
         self._acted = False
         self._torch_ends: float | None = None  # when torch itself ends the job
@@ -185,6 +190,10 @@ class Watch:
         under_way = self._look
         if under_way is not None and (under_way.order.stacks or not stacks):
             return under_way.order.number
+        last = self._last
+        fresh = last is not None and last.whole and self._ctx.now - last.at < FRESH
+        if last is not None and fresh and (last.order.stacks or not stacks):
+            return last.order.number
         nodes = [node for node in self._running() if self._ctx.nodes[node].session is not None]
         if not nodes or self._ctx.rdzv.phase is not Phase.RUNNING:
             return 0
@@ -264,7 +273,7 @@ class Watch:
             seconds = now - before if since is None else since - before
             if self._places.learn(_place(opinion.impasse), seconds):
                 self._ctx.waits, self._ctx.changed = self._places.record(), True
-            if self._told is not None:
+            if self._noted is not None:
                 self._ctx.note(f"it moves again after {now - before:.0f} s")
         self._move()
         self._since = since
@@ -289,10 +298,8 @@ class Watch:
         """When it is looked by itself."""
         if self._since is None or not self._members or self._ctx.spec.watch.on_hang == "off":
             return None
-        limit = None
-        if self._verdict is not None and not self._acted:
-            limit = self._limit(self._verdict)
-        acts = None if limit is None else self._since + limit
+        verdict = self._verdict if not self._acted else None
+        acts = None if verdict is None else self._ends_at(verdict)
         dump_by = None if self._dumped else self._dump_by
         return earliest(self._since + self._next(), acts, dump_by)
 
@@ -321,8 +328,8 @@ class Watch:
         if not self._looks and seconds < LATER[0]:
             self._early_at = ctx.now
         self._looks = [*self._looks[-1:], ctx.now - self._since]
-        limit = None if self._verdict is None else self._limit(self._verdict)
-        self._final = limit is not None and seconds >= limit and not self._acted
+        ends = None if self._verdict is None else self._ends_at(self._verdict)
+        self._final = ends is not None and ctx.now + GRAIN >= ends and not self._acted
         strong = before is not None and before.impasse.klass in (Klass.CERTAIN, Klass.STRONG)
         told_soon = strong and seconds >= TOLD[Klass.STRONG]
         late = self._dump_by is not None and ctx.now >= self._dump_by
@@ -373,7 +380,7 @@ class Watch:
         self._heed_torch(look, sightings)
         if self._verdict is None:
             return
-        self._tell(self._verdict, self._span(look.at))
+        self._tell(self._verdict, look.at)
         if final and not self._acted:
             self._act(self._verdict, look)
 
@@ -392,6 +399,7 @@ class Watch:
         )
         if same and before is not None and look.at - before.at < APART:
             return
+        self._row_at = self._row_at if same else look.at
         self._opinion = opinion
         self._verdict = impasse if same else None
 
@@ -422,17 +430,30 @@ class Watch:
             limits.append(max(watch.hang_limit, FIRST_LOOK + SECOND))
         return min(limits, default=None)
 
-    def _tell(self, verdict: Impasse, seconds: float) -> None:
-        """Once for each verdict."""
-        told, self._told = self._told, verdict if self._told is not None else None
-        when = TOLD[Klass.STRONG] if verdict.held else TOLD[verdict.klass]
+    def _begins(self, verdict: Impasse) -> float:
+        """From when the time of a verdict counts. A rank that is seen to work now and then is no
+        idle one, however long nothing has moved."""
+        assert self._since is not None
+        by_activity = verdict.klass in (Klass.STRONG, Klass.STILL)
+        return max(self._since, self._row_at - FIRST_LOOK) if by_activity else self._since
+
+    def _ends_at(self, verdict: Impasse) -> float | None:
+        """When the round is ended for it; None: never."""
         limit = self._limit(verdict)
-        by_torch = self._dump_by is not None and self._ctx.now >= self._dump_by
-        if seconds < (when if limit is None else min(when, limit)) and not by_torch:
+        return None if limit is None else self._begins(verdict) + limit
+
+    def _tell(self, verdict: Impasse, at: float) -> None:
+        """Once for each verdict. `at`: when it was found again."""
+        told, ends = self._told, self._ends_at(verdict)
+        since = self._since if verdict.klass is not Klass.STILL else self._begins(verdict)
+        when = TOLD[Klass.STRONG] if verdict.held else TOLD[verdict.klass]
+        due = at + GRAIN >= (since or 0.0) + when or (ends is not None and at + GRAIN >= ends)
+        due = due or (self._dump_by is not None and self._ctx.now >= self._dump_by)
+        if told is not None or due:
+            self._told = verdict
+        if not due or (self._noted is not None and self._noted.is_like(verdict)):
             return
-        self._told = verdict
-        if told is not None and told.is_like(verdict):
-            return
+        self._noted = verdict
         then = self._then(verdict)
         folder = self._with_stacks.folder() if self._dumped and self._with_stacks else ""
         where = f"; stacks are in {folder}" if folder else ""
@@ -441,9 +462,9 @@ class Watch:
 
     def _then(self, verdict: Impasse) -> str:
         """What will be done about it."""
-        ctx, limit = self._ctx, self._limit(verdict)
+        ctx, ends = self._ctx, self._ends_at(verdict)
         parts = []
-        if limit is None:
+        if ends is None:
             parts.append("it is left as it is")
             if verdict.held:
                 parts[0] += ", as a person is at work"
@@ -452,19 +473,20 @@ class Watch:
             elif verdict.klass is Klass.WEAK:
                 parts[0] += ", as it may well go on (--hang-limit sets an end)"
         elif ctx.restarts.budget.left(ctx.now):
-            parts.append(f"all ranks are restarted in {max(0.0, limit - self.quiet()):.0f} s")
+            parts.append(f"all ranks are restarted in {max(0.0, ends - ctx.now):.0f} s")
         else:
-            parts.append(
-                f"the job ends in {max(0.0, limit - self.quiet()):.0f} s, as no restart is left"
-            )
+            left = max(0.0, ends - ctx.now)
+            parts.append(f"the job ends in {left:.0f} s, as no restart is left")
         if self._torch_ends is not None and self._torch_ends > ctx.now:
+            if ends is not None and self._torch_ends < ends:
+                parts.clear()
             parts.append(f"torch would end this in {self._torch_ends - ctx.now:.0f} s")
         return "; ".join(parts)
 
     def _act(self, verdict: Impasse, look: RollCall) -> None:
         """End the round for it."""
-        limit = self._limit(verdict)
-        if limit is None or self._span(look.at) < limit:
+        ends = self._ends_at(verdict)
+        if ends is None or look.at + GRAIN < ends:
             return
         self._acted = True
         rank = verdict.odd[0]

@@ -1,0 +1,85 @@
+"""What readers are shown of looks, and looks that a person wants."""
+
+from __future__ import annotations
+
+import json
+
+from elasticrun.core import events as fx
+from elasticrun.core.sight.hangs.look import RollCall
+from elasticrun.wire import messages as m
+from elasticrun.wire.types import RoundName
+from tests.core import by_hand
+
+NAME = RoundName(1, 1, "aa")
+
+
+def group(key: str, ranks: str, count: int) -> m.StackGroup:
+    return m.StackGroup(key, ranks, count, "", f"train.py:{count} {key}")
+
+
+def test_stacks_of_all_nodes_come_together_the_rarest_first() -> None:
+    call = RollCall(m.Inspect(NAME, 1, stacks=True), ["a", "b", "c"], 0.0)
+    call.take("a", m.Stacks(NAME, 1, (group("step", "0-3", 4),), folder="logs/hang-1"))
+    call.take(
+        "b", m.Stacks(NAME, 1, (group("step", "4,5", 2), group("load", "6", 1)), "rank 7: no")
+    )
+    call.take("nobody", m.Stacks(NAME, 1, ()))
+    assert [(row.ranks, row.count) for row in call.stacks()] == [("6", 1), ("0-5", 6)]
+    assert call.stack_of(5) == "train.py:4 step"
+    assert call.missing() == "rank 7: no; no word from c"
+    assert call.folder() == "logs/hang-1"
+    assert not call.done
+
+
+def seen(rank: int, *, quiet: float = 0.0) -> m.RankSeen:
+    at = m.Position(0, 31, 30, call="all_reduce [4]") if rank else m.Position(0, 30, 30)
+    return m.RankSeen(rank, 1, m.Being.SLEEPS, True, True, 0.0, 0.0, quiet=quiet, at=(at,))
+
+
+def inspected(order: m.Inspect, *ranks: int, quiet: float = 0.0) -> m.Inspected:
+    groups = (m.GroupSeen("0", "dp", ""),)
+    return m.Inspected(
+        order.round, order.number, 0, groups, tuple(seen(r, quiet=quiet) for r in ranks)
+    )
+
+
+def rows(master: by_hand.Master, number: int) -> list[tuple[int, str, str, str]]:
+    """Rank, state, whom it waits for and its call, of the picture that was replied."""
+    (reply,) = [e.reply for e in master.effects if isinstance(e, fx.Replied) and e.number == number]
+    picture = json.loads(reply.body)
+    return [(r["rank"], r["state"], r["waits_for"], r["call"]) for r in picture["ranks"]]
+
+
+def test_a_person_is_shown_what_ranks_do_at_this_moment() -> None:
+    master = by_hand.Master()
+    master.running()
+    master.feed(fx.Requested(1, m.Request("picture", live=True)))
+    order = master.orders(1)[0]
+    assert isinstance(order, m.Inspect)
+    assert master.orders(2) == [order]
+    master.hear(1, inspected(order, 0, 1, quiet=6.0))
+    assert not [effect for effect in master.effects if isinstance(effect, fx.Replied)]
+    master.hear(2, inspected(order, 2, 3))
+    call = "all_reduce #31 [4] of group dp"
+    assert rows(master, 1) == [
+        (0, "stepping", "", ""),
+        (1, "waiting", "0", call),
+        (2, "stepping", "", call),
+        (3, "stepping", "", call),
+    ]
+    master.now += 0.5
+    master.feed(fx.Requested(2, m.Request("picture", live=True)))
+    assert not master.orders(1), "another reader is shown the same look"
+    assert len(rows(master, 2)) == 4
+
+
+def test_who_does_not_answer_is_not_waited_for_for_ever() -> None:
+    master = by_hand.Master()
+    master.running()
+    master.feed(fx.Requested(1, m.Request("stacks")))
+    due = master.job.next_deadline()
+    assert due is not None
+    assert due <= 10.0
+    master.now = 10.0
+    master.feed(fx.Tick())
+    assert rows(master, 1) == []
