@@ -198,6 +198,19 @@ def test_an_excuse_holds_only_if_it_came_first() -> None:
     assert window.verdict(membership="", restarts_left=0).bill is Bill.HOPELESS
 
 
+@pytest.mark.parametrize("host", ["", "host-b"])
+def test_a_hang_is_charged_and_blamed_on_a_node_only_where_it_is_the_nodes(host: str) -> None:
+    said = "rank 2 (node b) is in uninterruptible sleep for 300 s; 3 ranks wait for it"
+    hung = Failure(host, 2, 0, 7, 1, 0, FailureKind.HUNG, said, "", "")
+    window = Window(doubt=5.0)
+    assert window.add("b", [hung], 1.0)
+    verdict = window.verdict(membership="", restarts_left=1)
+    assert (verdict.bill, verdict.reason) == (Bill.CHARGE, said)
+    assert window.cause is not None
+    assert window.cause.others == (not host)
+    assert not window.failed_by_itself
+
+
 def test_a_second_witness_is_another_node() -> None:
     window = Window(doubt=5.0)
     window.add("a", [failure(0, FailureKind.PEER_LOST)], now=1.0)
