@@ -23,6 +23,7 @@ from elasticrun.agent.link.master_process import MasterProcess
 from elasticrun.agent.link.trust import trust_of
 from elasticrun.agent.logs.last_lines import LIMIT
 from elasticrun.agent.logs.output import LogsUnusable, RankOutput
+from elasticrun.agent.logs.whereabouts import LogNotes
 from elasticrun.agent.main import SignalInbox
 from elasticrun.agent.rendezvous.c10d import HostError, rendezvous_of
 from elasticrun.agent.runtime import (
@@ -195,6 +196,7 @@ class NodeAgent:
         self._output = RankOutput(
             config.logs, spec.job_id, config.role, config.nproc_per_node, *config.console_fds
         )
+        self._output.remember_in(LogNotes(os.environ, spec.job_id))
         self._progress = Progress(config.nproc_per_node, self._link)
         self._snapshots = LocalSnapshots(shared, self._spawners, os.environ, self._resumed)
         self._ranks = Ranks(shared, self._spawners, self._output, self._snapshots.drain.is_put_off)

@@ -65,7 +65,7 @@ def _check_script(path: str) -> str:
 
 LOOKS: Final = ("stacks", "top", "events")
 ORDERS: Final = ("stop", "restart", "exclude", "include")
-VERBS: Final = ("master", "status", "doctor", "replay", "render", "warm", *LOOKS, *ORDERS)
+VERBS: Final = ("master", "status", "doctor", "replay", "render", "warm", "logs", *LOOKS, *ORDERS)
 """First words that are not a script."""
 
 UNREAD: Final = 128 + 13
@@ -115,10 +115,14 @@ def _be_mortal() -> None:
 
 
 def verb_of(words: Sequence[str]) -> str:
-    """The verb a command line begins with, "" for none: a file of that name is a script."""
-    if not words or words[0] not in VERBS or os.path.lexists(words[0]):
+    """The verb a command line begins with, "" for none: a file of that name is a script, and so is
+    a folder that Python could run; other folders, such as `logs`, are not."""
+    if not words or words[0] not in VERBS:
         return ""
-    return words[0]
+    name = words[0]
+    if os.path.isdir(name) and not os.path.lexists(os.path.join(name, "__main__.py")):
+        return name
+    return "" if os.path.lexists(name) else name
 
 
 def say(sentence: str) -> None:
@@ -229,6 +233,10 @@ def _verb(verb: str, words: Sequence[str]) -> int:
         from elasticrun.cli.verbs import doctor
 
         return _printed(lambda: doctor.main(words))
+    if verb == "logs":
+        from elasticrun.cli.job import logs
+
+        return _printed(lambda: logs.main(words))
     if verb == "replay":
         from elasticrun.cli.verbs import replay
 

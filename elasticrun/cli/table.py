@@ -58,6 +58,7 @@ subcommands, each with its own --help:
   elasticrun top|stacks|events      what its ranks do, where they are, what has happened
   elasticrun stop|restart           end it, or start its ranks again
   elasticrun exclude|include NODE   keep a node out of it, or let it in again
+  elasticrun logs [JOB]             what its ranks have written
   elasticrun doctor                 what is wrong with this machine
   elasticrun render TARGET          what Kubernetes or Slurm is to be given
   elasticrun master                 a job master on a host without ranks
@@ -74,6 +75,7 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun events [JOB]       show what has happened to it
   elasticrun stop [JOB]         end it on all of its nodes; restart: start its ranks again
   elasticrun exclude NODE [JOB] keep a node out of it; include: let it in again
+  elasticrun logs [JOB]         print what the ranks of a job have written on this host
   elasticrun doctor             say what is wrong with this machine, and what to do about it
   elasticrun master             run a job master by hand, on a host without ranks
   elasticrun replay TRACE       run the decisions of a master's trace again, each with its reason

@@ -51,6 +51,10 @@ def test_a_verb_is_the_first_word_and_no_file(
     assert verb_of(["status"]) == ""
     (tmp_path / "master").symlink_to("nowhere")
     assert verb_of(["master"]) == ""
+    (tmp_path / "logs").mkdir()
+    assert verb_of(["logs"]) == "logs"
+    (tmp_path / "logs/__main__.py").touch()
+    assert verb_of(["logs"]) == ""
 
 
 @pytest.mark.slow

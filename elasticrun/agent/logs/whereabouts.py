@@ -1,0 +1,92 @@
+"""Where the log files of this user's jobs on this host are: a small file for each agent's run, in
+`logs/` of the user's run folder, for `elasticrun logs`. No job needs it to run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from elasticrun.system.processes import start_time
+from elasticrun.wire.run_folder import run_folder
+from elasticrun.wire.types import dumps, loads
+
+MOST_RUNS: Final = 100
+"""Runs that are remembered; a new one takes the place of the oldest."""
+
+MOST_LIVES: Final = 1000
+"""Lives of one run, the newest."""
+
+MAX_BYTES: Final = 4 * 1024 * 1024
+"""A longer file is not one of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedLife:
+    """One life of an agent's ranks."""
+
+    folder: str  # below the run's: attempt_0, attempt_0.1, attempt_1, ...
+    attempt: int
+    began: float  # seconds since 1970
+    ranks: dict[int, int]  # the job's ranks by local rank
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRun:
+    """What one agent's ranks have written. `started` is the kernel's start time of its `pid`."""
+
+    job_id: str
+    path: str
+    pid: int
+    started: int
+    began: float  # seconds since 1970
+    lives: tuple[LoggedLife, ...] = ()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether more may come."""
+        return start_time(self.pid) == self.started
+
+
+class LogNotes:
+    """One agent's file. Blocks on a disk."""
+
+    def __init__(self, environ: Mapping[str, str], job_id: str) -> None:
+        self._environ = environ
+        started = start_time(os.getpid()) or 0
+        self._run = LoggedRun(job_id, "", os.getpid(), started, time.time())
+
+    def add(self, folder: str, attempt: int, ranks: Mapping[int, int]) -> None:
+        """One more life, whose files are in this folder. OSError."""
+        path, name = os.path.split(os.path.abspath(folder))
+        life = LoggedLife(name, attempt, time.time(), dict(ranks))
+        lives = (*self._run.lives, life)[-MOST_LIVES:]
+        self._run = replace(self._run, path=path, lives=lives)
+        kept = run_folder(self._environ) / "logs"
+        kept.mkdir(mode=0o700, exist_ok=True)
+        file = kept / f"{int(self._run.began * 1e6):020d}-{self._run.pid}.json"
+        draft = file.with_suffix(".new")
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+            out.write(dumps(self._run))
+        draft.rename(file)
+        for old in sorted(kept.glob("*.json"))[:-MOST_RUNS]:
+            with contextlib.suppress(OSError):
+                old.unlink()
+
+
+def runs(environ: Mapping[str, str]) -> list[LoggedRun]:
+    """All whose files are there yet, the newest first. OSError without a run folder."""
+    files = sorted((run_folder(environ) / "logs").glob("*.json"), reverse=True)
+    return [run for file in files if (run := _read(file)) and os.path.isdir(run.path)]
+
+
+def _read(file: Path) -> LoggedRun | None:
+    try:
+        with file.open() as text:
+            return loads(text.read(MAX_BYTES), LoggedRun)
+    except (OSError, ValueError):
+        return None

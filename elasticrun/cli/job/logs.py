@@ -1,0 +1,278 @@
+"""`elasticrun logs`: what the ranks of a job have written to their files on this host.
+
+Of the newest life, the last lines of each rank; `--all` takes every life, in order. A rank that
+failed comes first, the one that was first to fail before the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from elasticrun.agent.logs import whereabouts
+from elasticrun.agent.logs.whereabouts import LoggedLife, LoggedRun
+from elasticrun.cli.flags import Parser
+from elasticrun.cli.settings import UsageError
+
+TAIL: Final = 20
+"""Lines of each file where nobody has said how many."""
+
+STREAMS: Final = ("stdout.log", "stderr.log")
+
+BLOCK: Final = 256 * 1024
+
+FARTHEST: Final = 64 * 1024 * 1024
+"""Bytes from the end of a file in which its last lines are looked for."""
+
+LOOK_EVERY: Final = 0.2
+"""Seconds between looks at files that are followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is to be shown."""
+
+    job: str
+    follow: bool
+    tail: int  # lines of each file; 0: all
+    everything: bool  # all lives
+    rank: int | None
+    grep: re.Pattern[bytes] | None
+
+    def wants(self, line: bytes) -> bool:
+        """Whether the line is to be shown."""
+        return self.grep is None or self.grep.search(line) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of one rank in one life."""
+
+    rank: int
+    folder: Path
+
+    def failure(self) -> tuple[float, str]:
+        """When it failed and of what; the end of time and "" where it has described nothing."""
+        file = self.folder / "error.json"
+        try:
+            said = json.loads(file.read_bytes()[:BLOCK])["message"]
+            when = file.stat().st_mtime
+        except (OSError, ValueError, LookupError, TypeError):
+            return float("inf"), ""
+        if isinstance(said, dict):
+            said = said.get("message", "")
+        return when, " ".join(str(said).split())[:1000]
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
+    """`elasticrun logs` with its own arguments; UsageError."""
+    asked = _asked(argv)
+    variables = os.environ if environ is None else environ
+    try:
+        found = _runs(variables, asked.job)
+    except OSError as wrong:
+        print(f"elasticrun logs: the run folder cannot be read: {wrong}", file=sys.stderr)
+        return 1
+    if not found:
+        what = f"job {asked.job}" if asked.job else "any job of yours"
+        words = f"there are no log files of {what} on this host; --tee or --redirects writes them"
+        print(f"elasticrun logs: {words}", file=sys.stderr)
+        return 1
+    seen = _show(found, asked)
+    if asked.follow:
+        _follow(found, asked, seen, variables)
+    return 0
+
+
+def _asked(argv: Sequence[str]) -> Wish:
+    made = Parser(
+        prog="elasticrun logs",
+        description="Print what the ranks of a job have written to their log files on this host.",
+        epilog="Files are there where the job was started with --tee or --redirects. A rank that "
+        "failed comes first.",
+    )
+    made.add_argument("job", nargs="?", metavar="JOB", default="", help="its id; the newest one")
+    text = "go on with what is written, until the job's agents here have ended"
+    made.add_argument("-f", "--follow", action="store_true", help=text)
+    text = f"the last N lines of each file, 0 for all [{TAIL}; with --all: 0]"
+    made.add_argument("--tail", metavar="N", type=int, default=None, help=text)
+    made.add_argument("--rank", metavar="R", type=int, default=None, help="of this rank only")
+    text = "of all lives, in order, and not of the newest only"
+    made.add_argument("--all", action="store_true", help=text)
+    text = "only lines in which this regular expression is found"
+    made.add_argument("--grep", metavar="RE", default="", help=text)
+    ns = made.parse_args(argv)
+    tail = (0 if ns.all else TAIL) if ns.tail is None else ns.tail
+    if tail < 0:
+        raise UsageError(f"--tail={tail}: a number of lines is wanted")
+    try:
+        grep = re.compile(os.fsencode(ns.grep)) if ns.grep else None
+    except re.error as wrong:
+        raise UsageError(f"--grep={ns.grep}: no regular expression: {wrong}") from None
+    return Wish(ns.job, ns.follow, tail, ns.all, ns.rank, grep)
+
+
+def _runs(environ: Mapping[str, str], job: str) -> list[LoggedRun]:
+    """The newest run of the job, as all its agents on this host know it."""
+    known = whereabouts.runs(environ)
+    newest = next((run for run in known if job in ("", run.job_id)), None)
+    if newest is None:
+        return []
+    return [run for run in known if run.job_id == newest.job_id and _together(run, newest)]
+
+
+def _together(run: LoggedRun, newest: LoggedRun) -> bool:
+    """Whether it is of the same job, and not of an earlier one of the same name: it was there when
+    the newest agent began."""
+    return run.is_alive or _last_written(run) >= newest.began
+
+
+def _last_written(run: LoggedRun) -> float:
+    times = [run.began]
+    for life in run.lives[-1:]:
+        times += [path.stat().st_mtime for path in Path(run.path, life.folder).glob("*/*.log")]
+    return max(times)
+
+
+def _lives(runs: Iterable[LoggedRun], *, everything: bool) -> list[tuple[str, list[RankFiles]]]:
+    """The lives in order, each with its ranks: those that failed first, as they failed."""
+    found: dict[str, list[tuple[LoggedRun, LoggedLife]]] = {}
+    for run in runs:
+        for life in run.lives:
+            found.setdefault(life.folder, []).append((run, life))
+    ordered = sorted(found.items(), key=lambda item: min(life.began for _, life in item[1]))
+    shown = []
+    for name, parts in ordered if everything else ordered[-1:]:
+        ranks = [
+            RankFiles(rank, Path(run.path, life.folder, str(local_rank)))
+            for run, life in parts
+            for local_rank, rank in life.ranks.items()
+        ]
+        ranks.sort(key=lambda files: (files.failure()[0], files.rank))
+        began = min(life.began for _, life in parts)
+        shown.append((f"{name}, {time.strftime('%F %T', time.localtime(began))}", ranks))
+    return shown
+
+
+def _show(runs: Iterable[LoggedRun], asked: Wish) -> dict[Path, int]:
+    """Print what is there; how far each file was read."""
+    seen: dict[Path, int] = {}
+    lives = _lives(runs, everything=asked.everything)
+    for title, ranks in lives:
+        if len(lives) > 1:
+            _write([f"== {title} ==".encode()])
+        for files in ranks:
+            if asked.rank not in (None, files.rank):
+                continue
+            reason = files.failure()[1]
+            if reason:
+                _write([f"== rank {files.rank} failed: {reason} ==".encode()])
+            for stream in STREAMS:
+                path = files.folder / stream
+                try:
+                    seen[path], lines = _read(path, asked)
+                except OSError:
+                    continue  # this stream has no file
+                _write(_named(files.rank, lines))
+    sys.stdout.flush()
+    return seen
+
+
+def _read(path: Path, asked: Wish) -> tuple[int, Iterable[bytes]]:
+    """How long the file is now, and the lines of it that are wanted. OSError."""
+    end = _whole_lines(path) if asked.follow else path.stat().st_size
+    whole = not asked.tail or asked.grep is not None
+    start = 0 if whole else _start_of_tail(path, end, asked.tail)
+    lines = (line for line in _lines(path, start, end) if asked.wants(line))
+    return end, deque(lines, maxlen=asked.tail) if asked.tail else lines
+
+
+def _whole_lines(path: Path) -> int:
+    """Where the last line that has an end ends, if one does near the end of the file."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, size - BLOCK))
+        newline = file.read(size - start).rfind(b"\n")
+    return start + newline + 1 if newline >= 0 or start == 0 else size
+
+
+def _start_of_tail(path: Path, end: int, lines: int) -> int:
+    """Where so many lines from the end begin, or a little before."""
+    start, found = end, 0
+    with path.open("rb") as file:
+        while start > max(0, end - FARTHEST) and found <= lines:
+            size = min(BLOCK, start)
+            start -= size
+            file.seek(start)
+            found += file.read(size).count(b"\n")
+    return start
+
+
+def _lines(path: Path, start: int, end: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(start)
+        while file.tell() < end and (line := file.readline(min(BLOCK, end - file.tell()))):
+            yield line.rstrip(b"\r\n")
+
+
+def _follow(
+    runs: list[LoggedRun], asked: Wish, seen: dict[Path, int], environ: Mapping[str, str]
+) -> None:
+    """Go on until all agents have ended: lines as they come, of lives that begin later too."""
+    held: dict[Path, bytes] = {}
+    for _, ranks in _lives(runs, everything=True):
+        for path in (files.folder / stream for files in ranks for stream in STREAMS):
+            if path not in seen and path.exists():
+                seen[path] = path.stat().st_size  # of an earlier life
+    waiting = threading.Event()
+    while True:
+        ending = not any(run.is_alive for run in runs)
+        job = runs[0].job_id
+        known = [run for run in whereabouts.runs(environ) if run.job_id == job]
+        runs = [run for run in known if run.began >= min(old.began for old in runs)] or runs
+        for _, ranks in _lives(runs, everything=True):
+            for files in ranks:
+                for stream in STREAMS if asked.rank in (None, files.rank) else ():
+                    _go_on(files, files.folder / stream, seen, held, asked)
+                    if ending and (rest := held.get(files.folder / stream)):
+                        _write(_named(files.rank, filter(asked.wants, [rest])))
+        sys.stdout.flush()
+        if ending:
+            break
+        waiting.wait(LOOK_EVERY)
+
+
+def _go_on(
+    files: RankFiles, path: Path, seen: dict[Path, int], held: dict[Path, bytes], asked: Wish
+) -> None:
+    """What was added to one file, in whole lines."""
+    try:
+        with path.open("rb") as file:
+            file.seek(seen.get(path, 0))
+            while data := file.read(BLOCK):
+                seen[path] = file.tell()
+                *lines, rest = (held.get(path, b"") + data).split(b"\n")
+                if len(rest) > BLOCK:
+                    lines, rest = [*lines, rest], b""
+                held[path] = rest
+                _write(_named(files.rank, filter(asked.wants, lines)))
+    except OSError:
+        return  # not there
+
+
+def _named(rank: int, lines: Iterable[bytes]) -> Iterator[bytes]:
+    return (b"[%d] %s" % (rank, line.rstrip(b"\r")) for line in lines)
+
+
+def _write(lines: Iterable[bytes]) -> None:
+    for line in lines:
+        sys.stdout.buffer.write(line + b"\n")
