@@ -86,12 +86,20 @@ def _go_on(line: JobLine, picture: Picture) -> None:
 
 def page(picture: Picture, columns: int) -> list[str]:
     """All of it, no wider than `columns` but for names that are wider by themselves."""
-    lines = head(picture)
+    lines = [part for line in head(picture) for part in _wrapped(line, columns)]
     if picture.ranks:
         lines += ["", *table(picture.ranks, columns)]
     elif not picture.status.outcome:
         lines += ["", "nobody has looked at the ranks yet"]
     return lines
+
+
+def _wrapped(line: str, columns: int) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(
+        line, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def head(picture: Picture) -> list[str]:
