@@ -31,7 +31,7 @@ from elasticrun.config import BEAT_INTERVAL
 from elasticrun.core import events
 from elasticrun.core.job.job import Job
 from elasticrun.core.nodes.membership import beat_interval
-from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.core.sight.picture import CAUSES, IncidentRow
 from elasticrun.master.records import FactStore
 from elasticrun.operator_log import LEVELS, logger
 from elasticrun.trace.writer import TraceWriter
@@ -160,6 +160,10 @@ class Loop:
         parts = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         parts["status"] = msgspec.Raw(msgspec.json.encode(self.status()))
         return msgspec.json.encode(parts).decode()
+
+    def quiet(self) -> float:
+        """Seconds since a collective or a step of any rank moved."""
+        return self._brain.quiet()
 
     def fall_silent(self) -> None:
         """Nobody is told anything more: another master decides."""
@@ -299,6 +303,7 @@ class Loop:
             case events.JobOver():
                 self.on_over(effect)
             case events.Filed():
+                self.figures.filed(effect.incident)
                 self.on_filed(effect.incident)
             case events.Replied():
                 waits = self._asked.get(effect.number)  # gone with its reader, as a rule
@@ -419,8 +424,14 @@ class Figures:
         """Rounds this master has started."""
         self.nodes = 0
         """In the last of them."""
+        self.incidents = dict.fromkeys(CAUSES, 0)
+        """Incidents that are over, by cause."""
         self.probes = 0
         """Answers to probes, one a node and pass of the network check."""
+
+    def filed(self, row: IncidentRow) -> None:
+        """An incident began, or is told of anew; its cause is certain once it is over."""
+        self.incidents[row.cause] += row.over
 
     def started(self, name: RoundName, nodes: int = 0) -> None:
         """A Start of this round, which has so many nodes, goes out."""

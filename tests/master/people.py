@@ -119,6 +119,9 @@ class Recorder:
     def status(self) -> m.JobStatus:
         return self.page
 
+    def quiet(self) -> float:
+        return 7.5
+
     async def until(self, right: Callable[[JobEvent], bool]) -> JobEvent:
         """The first event of which `right` holds, waiting for it."""
         for event in self.events:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -106,6 +108,30 @@ async def test_metrics_can_be_scraped() -> None:
         assert found["elasticrun_phase", "running"] == 1
         assert found["elasticrun_round_age_seconds",] >= 0
         assert found["elasticrun_job", "job", __version__] == 1
+        assert found["elasticrun_quiet_seconds",] == 7.5
+        assert found["elasticrun_incidents_total", "hang"] == 0
+
+
+@pytest.mark.parametrize("name", ["alerts.yml", "grafana.json"])
+async def test_what_is_watched_by_others_is_there(name: str) -> None:
+    """Every metric that the rules and the dashboard name, with the labels that they use."""
+    async with paged() as (_, port):
+        _, _, body = await get(port, "/metrics")
+    shown = {
+        sample.name: set(sample.labels)
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+    path = Path(__file__).parents[2] / "docs/monitoring" / name
+    text = path.read_text()
+    used = set(re.findall(r"elasticrun_\w+", text))
+    assert used
+    assert used <= shown.keys()
+    for metric, labels in re.findall(r"(elasticrun_\w+)\{([^}]*)\}", text):
+        asked = set(re.findall(r"(\w+)=", labels)) - {"instance"}
+        assert asked <= shown[metric]
+    if path.suffix == ".json":
+        assert [panel["id"] for panel in json.loads(text)["panels"]] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

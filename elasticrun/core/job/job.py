@@ -134,6 +134,10 @@ class Job:
         """Where the time of all slots went, as of the last event; None before the first round."""
         return self._sight.ledger.page() if self._begun else None
 
+    def quiet(self) -> float:
+        """Seconds since a collective or a step of any rank moved; 0.0 while they move."""
+        return self._sight.watch.quiet() if self._begun else 0.0
+
     def step(self, event: fx.JobEvent, now: float) -> list[fx.JobEffect]:
         """Take in one event at monotonic time `now`; what is to be done, in order. A report that
         changes nothing makes no part decide anew, unless something is due."""

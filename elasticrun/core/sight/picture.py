@@ -80,13 +80,25 @@ class PhaseRow(Struct, frozen=True):
     seconds: float
 
 
+CAUSES = (
+    "node_lost",
+    "node_slow",
+    "rank_failed",
+    "hang",
+    "preempted",
+    "scaled",
+    "operator",
+    "master",
+    "script",
+)
+"""Of incidents."""
+
+
 class IncidentRow(Struct, frozen=True):
     """One thing that stopped training, and what it cost."""
 
     number: int
-    cause: (
-        str  # node_lost, node_slow, rank_failed, hang, preempted, scaled, operator, master, script
-    )
+    cause: str  # one of CAUSES
     sentence: str  # what failed first
     followed: str  # what followed from it; "" nothing
     decision: str  # what was done, and why

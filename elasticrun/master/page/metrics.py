@@ -60,6 +60,7 @@ def _families(loop: Loop) -> Iterator[Metric]:
         "world_size": ("Ranks of the current round.", status.world_size),
         "restarts_left": ("Restarts left in the budget.", status.restarts_left),
         "max_restarts": ("Restarts the budget began with.", status.max_restarts),
+        "quiet_seconds": ("Seconds since a collective or a step moved.", loop.quiet()),
         "excluded_nodes": ("Nodes that the job refuses for now.", len(status.excluded)),
     }
     for name, (text, number) in gauges.items():
@@ -71,5 +72,10 @@ def _families(loop: Loop) -> Iterator[Metric]:
         "rank_failures": ("Ranks that failed, each once per round.", figures.failures),
         "probes": ("Answers to probes of the network check, by nodes.", figures.probes),
     }
+    text = "Incidents that are over, by cause."
+    incidents = CounterMetricFamily("elasticrun_incidents", text, labels=("cause",))
+    for cause, number in figures.incidents.items():
+        incidents.add_metric((cause,), number)
+    yield incidents
     for name, (text, count) in counters.items():
         yield CounterMetricFamily(f"elasticrun_{name}", text, count)
