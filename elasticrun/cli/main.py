@@ -63,7 +63,7 @@ def _check_script(path: str) -> str:
     return ""
 
 
-LOOKS: Final = ("stacks", "top", "events")
+LOOKS: Final = ("stacks", "top", "events", "incidents")
 ORDERS: Final = ("stop", "restart", "exclude", "include")
 VERBS: Final = ("master", "status", "doctor", "replay", "render", "warm", "logs", *LOOKS, *ORDERS)
 """First words that are not a script."""
@@ -260,6 +260,10 @@ def _of_a_job(verb: str, words: Sequence[str]) -> int:
         from elasticrun.cli.job import top
 
         return top.main(words)
+    if verb == "incidents":
+        from elasticrun.cli.job import incidents
+
+        return incidents.main(words)
     from elasticrun.cli.job import listing
 
     return listing.stacks(words) if verb == "stacks" else listing.events(words)

@@ -56,6 +56,7 @@ the options that most jobs need:
 subcommands, each with its own --help:
   elasticrun status [ENDPOINT]      the state of your jobs, and why they wait
   elasticrun top|stacks|events      what its ranks do, where they are, what has happened
+  elasticrun incidents [JOB] [N]    what has stopped the training, also of ended jobs
   elasticrun stop|restart           end it, or start its ranks again
   elasticrun exclude|include NODE   keep a node out of it, or let it in again
   elasticrun logs [JOB]             what its ranks have written
@@ -73,6 +74,7 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun top [JOB]          show what the ranks of a running job do, anew every two seconds
   elasticrun stacks [JOB]       show where its ranks are, grouped by their stacks
   elasticrun events [JOB]       show what has happened to it
+  elasticrun incidents [JOB] [N]  show what has stopped its training, and what that cost
   elasticrun stop [JOB]         end it on all of its nodes; restart: start its ranks again
   elasticrun exclude NODE [JOB] keep a node out of it; include: let it in again
   elasticrun logs [JOB]         print what the ranks of a job have written on this host

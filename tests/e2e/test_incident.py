@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +23,19 @@ for step in range(6 if restarts else 0, 12):
 def test_a_failing_rank_leaves_a_record(tmp_path: Path) -> None:
     script, told = tmp_path / "fails.py", tmp_path / "told"
     script.write_text(SCRIPT)
-    flags = f"--standalone --nproc-per-node=2 --max-restarts=1 --redirects=3 --log-dir={tmp_path}"
-    command = [sys.executable, "-m", "elasticrun", *flags.split(), f"--on-event=cat >> {told}"]
-    done = subprocess.run([*command, str(script)], timeout=120, capture_output=True, text=True)
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    flags = "--rdzv-id=it-fails --standalone --nproc-per-node=2 --max-restarts=1 --redirects=3"
+    command = [
+        sys.executable,
+        "-m",
+        "elasticrun",
+        *flags.split(),
+        f"--log-dir={tmp_path}",
+        f"--on-event=cat >> {told}",
+    ]
+    done = subprocess.run(
+        [*command, str(script)], timeout=120, capture_output=True, text=True, env=environ
+    )
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "incidents").iterdir()
     row = json.loads((folder / "0001.json").read_text())
@@ -35,5 +46,9 @@ def test_a_failing_rank_leaves_a_record(tmp_path: Path) -> None:
     text = (folder / "0001.md").read_text()
     assert text.startswith("# Incident 1: rank 1 failed (ValueError: bad luck)")
     assert "| spawn | " in text
+    for words, line in (("", "   1 "), ("1", "# Incident 1: rank 1 failed (ValueError: bad luck)")):
+        asks = [sys.executable, "-m", "elasticrun", "incidents", "it-fails", *words.split()]
+        shown = subprocess.run(asks, timeout=60, capture_output=True, text=True, env=environ)
+        assert any(text.startswith(line) for text in shown.stdout.splitlines()), shown
     assert told.read_text().count('"event":"incident"') == 2
     assert told.read_text().count('"event":"end"') == 1

@@ -1,0 +1,93 @@
+"""`elasticrun incidents [JOB] [N]`: what has stopped the training of a job, and what it cost; of a
+job that has ended from the files that its master has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from elasticrun.cli import trust
+from elasticrun.cli.flags import PROG, Parser, add_group
+from elasticrun.cli.job.asking import JobLine, NotAnswered, as_json, find
+from elasticrun.cli.settings import Asked
+from elasticrun.cli.table import TRUST
+from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.master.outward.incident_files import read
+from elasticrun.master.outward.report import page, table
+from elasticrun.wire.run_folder import ended, published, run_folder
+
+MOST_DIGITS: Final = 4
+"""Of a number that stands alone and is an incident's rather than a job's."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb of this name; 1 with a sentence where nobody knows. UsageError for files of TLS or
+    tokens that cannot be read."""
+    made = Parser(
+        prog=f"{PROG} incidents",
+        description="Show what has stopped the training of a job, which runs or has ended here.",
+    )
+    text = "the job, as `elasticrun status` names it, and the number of one incident to show whole"
+    made.add_argument("words", nargs="*", metavar="JOB N", help=text)
+    text = "json: for programs, as docs/sight.md has it"
+    made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
+    variables = trust.withdraw()
+    add_group(made, "of a job that has a token or TLS", TRUST, variables)
+    ns = made.parse_args(argv)
+    if len(ns.words) > 2 or (len(ns.words) == 2 and not ns.words[1].isdecimal()):
+        made.error("a job, and the number of one of its incidents")
+    job, number = _meant(ns.words)
+    try:
+        rows = _rows(job, Asked(ns, variables))
+        print(_shown(rows, number, as_text=ns.output == "text"), end="")
+    except NotAnswered as why:
+        print(f"{made.prog}: {why}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _meant(words: Sequence[str]) -> tuple[str, int]:
+    """The job, "" for the only one, and the incident, 0 for all."""
+    if len(words) == 2:
+        return words[0], int(words[1])
+    if words and words[0].isdecimal() and len(words[0]) <= MOST_DIGITS:
+        return "", int(words[0])
+    return (words[0] if words else ""), 0
+
+
+def _rows(job: str, asked: Asked) -> Sequence[IncidentRow]:
+    """From the master of one that runs, else from files."""
+    folder = _left_by(job)
+    if folder is not None:
+        return read(folder, time.time())
+    master = find(job, trust.token(asked), trust.tls(asked))
+    with asyncio.Runner() as runner:
+        return JobLine(master, runner).picture().incidents
+
+
+def _left_by(job: str) -> Path | None:
+    """Where the incidents of a job are that has ended here; None if it runs, or is not known."""
+    try:
+        place = run_folder(os.environ)
+        if any(one.job_id.startswith(job) for one in published(place)):
+            return None
+        over = [one for one in ended(place) if one.job_id.startswith(job)]
+    except OSError:
+        return None
+    over.sort(key=lambda one: (one.job_id == job, one.ended))
+    return Path(over[-1].incidents or os.devnull) if over else None
+
+
+def _shown(rows: Sequence[IncidentRow], number: int, *, as_text: bool) -> str:
+    if not number:
+        return table(rows) if as_text else as_json(list(rows)) + "\n"
+    for row in rows:
+        if row.number == number:
+            return page(row) if as_text else as_json(row) + "\n"
+    raise NotAnswered(f"there is no incident {number}: the job has {len(rows)}")
