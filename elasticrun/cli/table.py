@@ -44,8 +44,7 @@ the options that most jobs need:
   --rdzv-id ID                      name of the job, the same on all nodes
   --token-file FILE                 secret of the job, the same on all nodes
   --max-restarts N                  restarts after failures of ranks [0]
-  -m, --module                      the script is a module
-  --no-python                       the script is any program
+  -m, --module, or --no-python      the script is a module, or any program
   --log-dir DIR, -t, --tee 3        files of the ranks' output; on screen, too
   --network-check                   probe nodes and links before training
   --save-at-breakpoint              write the newest snapshot after a failure
@@ -55,10 +54,14 @@ the options that most jobs need:
 
 subcommands, each with its own --help:
   elasticrun status [ENDPOINT]      the state of your jobs, and why they wait
-  elasticrun top|stacks|events      what its ranks do, where they are, what has happened
   elasticrun incidents [JOB] [N]    what has stopped the training, also of ended jobs
-  elasticrun stop|restart           end it, or start its ranks again
-  elasticrun exclude|include NODE   keep a node out of it, or let it in again
+  elasticrun top [JOB]              what its ranks do, from second to second
+  elasticrun stacks [JOB]           where its ranks are
+  elasticrun events [JOB]           what has happened to it
+  elasticrun stop [JOB]             end it
+  elasticrun restart [JOB]          start its ranks again
+  elasticrun exclude NODE           keep a node out of it
+  elasticrun include NODE           let a node in again
   elasticrun logs [JOB]             what its ranks have written
   elasticrun doctor                 what is wrong with this machine
   elasticrun render TARGET          what Kubernetes or Slurm is to be given
@@ -75,8 +78,10 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun stacks [JOB]       show where its ranks are, grouped by their stacks
   elasticrun events [JOB]       show what has happened to it
   elasticrun incidents [JOB] [N]  show what has stopped its training, and what that cost
-  elasticrun stop [JOB]         end it on all of its nodes; restart: start its ranks again
-  elasticrun exclude NODE [JOB] keep a node out of it; include: let it in again
+  elasticrun stop [JOB]         end it on all of its nodes
+  elasticrun restart [JOB]      start its ranks again
+  elasticrun exclude NODE [JOB] keep a node out of it
+  elasticrun include NODE [JOB] let it in again
   elasticrun logs [JOB]         print what the ranks of a job have written on this host
   elasticrun doctor             say what is wrong with this machine, and what to do about it
   elasticrun master             run a job master by hand, on a host without ranks
