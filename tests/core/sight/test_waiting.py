@@ -240,9 +240,11 @@ def test_a_thousand_ranks_are_judged_at_once() -> None:
         mine = (groups[0], groups[1 + one // 8])
         at = (outside(), outside(group=1)) if one == 700 else (inside(), outside(group=1))
         every.append(Sighting(f"n{one // 8}", rank(one, *at), mine))
-    began = time.process_time()
-    verdict = judge(Scene(every, 71.0))
-    spent = time.process_time() - began
+    spent = 1e9
+    for _ in range(5):  # the best, as other tests' garbage is collected in between
+        began = time.process_time()
+        verdict = judge(Scene(every, 71.0))
+        spent = min(spent, time.process_time() - began)
     assert verdict is not None
     assert verdict.odd == (700,)
     assert "1023 ranks wait for it" in verdict.sentence
