@@ -54,7 +54,7 @@ the options that most jobs need:
 
 subcommands, each with its own --help:
   elasticrun status [ENDPOINT]      the state of your jobs, and why they wait
-  elasticrun incidents [JOB] [N]    what has stopped the training, also of ended jobs
+  elasticrun incidents [JOB] [N]    what has stopped the training
   elasticrun top [JOB]              what its ranks do, from second to second
   elasticrun stacks [JOB]           where its ranks are
   elasticrun events [JOB]           what has happened to it
