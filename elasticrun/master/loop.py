@@ -31,7 +31,7 @@ from elasticrun.config import BEAT_INTERVAL
 from elasticrun.core import events
 from elasticrun.core.job.job import Job
 from elasticrun.core.nodes.membership import beat_interval
-from elasticrun.core.sight.picture import CAUSES, IncidentRow
+from elasticrun.core.sight.picture import CAUSES, Goodput, IncidentRow
 from elasticrun.master.records import FactStore
 from elasticrun.operator_log import LEVELS, logger
 from elasticrun.trace.writer import TraceWriter
@@ -136,6 +136,10 @@ class Loop:
         """The brain's picture; at most a twentieth of the loop's time goes into making it."""
         picture, why = self._picture_now(), self._held_up()
         return replace(picture, reason=why) if why else picture
+
+    def goodput(self) -> Goodput | None:
+        """Where the time of all slots went; None before the first round."""
+        return self._brain.goodput()
 
     async def ask(self, request: m.Request) -> m.Reply:
         """What the brain replies, or why it does not within ASK_LIMIT. Who is cancelled meanwhile

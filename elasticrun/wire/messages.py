@@ -734,6 +734,7 @@ class End(Struct, frozen=True):
     exit_code: ExitCode
     reason: str
     failures: Failures  # the root cause first; empty on success
+    goodput: str = ""  # where the time went, in a line; "" where no round was lost
 
 
 class Echo(Struct, frozen=True):

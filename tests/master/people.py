@@ -16,6 +16,7 @@ from msgspec import structs
 
 from elasticrun import __version__
 from elasticrun.core.events import Attached, Hangup, Heard, JobEffect, JobEvent, JobOver, Tell
+from elasticrun.core.sight.picture import Goodput, LedgerRow
 from elasticrun.master import server
 from elasticrun.master.loop import Loop
 from elasticrun.master.server import MAX_CALLS, Servicer
@@ -121,6 +122,9 @@ class Recorder:
 
     def quiet(self) -> float:
         return 7.5
+
+    def goodput(self) -> Goodput | None:
+        return Goodput("uptime", 0.5, -1.0, 8.0, (LedgerRow("moving", "", 4.0),), "uptime 50.0 %")
 
     async def until(self, right: Callable[[JobEvent], bool]) -> JobEvent:
         """The first event of which `right` holds, waiting for it."""

@@ -106,6 +106,7 @@ async def test_metrics_can_be_scraped() -> None:
         assert found["elasticrun_excluded_nodes",] == 1
         assert found["elasticrun_probes_total",] == 1
         assert found["elasticrun_phase", "running"] == 1
+        assert found["elasticrun_slot_seconds_total", "moving", ""] == 4.0
         assert found["elasticrun_round_age_seconds",] >= 0
         assert found["elasticrun_job", "job", __version__] == 1
         assert found["elasticrun_quiet_seconds",] == 7.5

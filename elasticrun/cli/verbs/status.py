@@ -331,6 +331,7 @@ def _lines(page: JobStatus) -> list[str]:
         "last failure: ": page.last_failure,
         "": page.check,
         "snapshots: ": page.snapshot,
+        "time: ": page.goodput,
         "outcome: ": page.outcome,
     }
     return lines + [word + said for word, said in more.items() if said]

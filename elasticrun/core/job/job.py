@@ -559,5 +559,8 @@ class Job:
         self._until = None
         ctx.note(f"the job is over: {reason}")
         self._recorder.record()
-        ctx.out.append(fx.Tell(tuple(ctx.membership.sessions), ctx.outcome))
+        spent = self._sight.ledger.page()
+        told = spent.line if spent is not None and spent.ends else ""  # who lost nothing is quiet
+        end = replace(ctx.outcome, goodput=told)
+        ctx.out.append(fx.Tell(tuple(ctx.membership.sessions), end))
         self._streams.say_over(ctx.outcome)

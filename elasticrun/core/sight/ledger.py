@@ -355,10 +355,10 @@ class SlotLedger:
             for key, micros in sorted(sums.items(), key=lambda one: (-one[1], one[0]))
         )
         name = "goodput" if tells else "uptime"
-        line = f"{name} {100 * share:.1f} %"
-        if said := self._in_words(sums, total, useful):
-            line += f": {said}"
-        return Goodput(name, share, -1.0, total / MICROS, rows, line)
+        said = self._in_words(sums, total, useful)
+        line = f"{name} {100 * share:.1f} %" + (f": {said}" if said else "") if total else ""
+        ends = tuple((one.cause, one.count) for one in self._ends.values())
+        return Goodput(name, share, -1.0, total / MICROS, rows, line, ends)
 
     def _in_words(self, sums: dict[Key, int], total: int, useful: int) -> str:
         """What the rest went to; seconds are of the whole job."""

@@ -70,6 +70,7 @@ class Goodput(Struct, frozen=True):
     slot_seconds: float
     rows: tuple[LedgerRow, ...]
     line: str  # in one line, as status and the end of a job have it
+    ends: tuple[tuple[str, int], ...] = ()  # rounds that were over, by cause
     advice: str = ""  # what would have saved most; "": nothing that is known
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
+from elasticrun.core.sight.picture import Goodput
 from elasticrun.master.loop import Loop
 
 if TYPE_CHECKING:
@@ -79,3 +80,16 @@ def _families(loop: Loop) -> Iterator[Metric]:
     yield incidents
     for name, (text, count) in counters.items():
         yield CounterMetricFamily(f"elasticrun_{name}", text, count)
+    yield _time(loop.goodput())
+
+
+def _time(found: Goodput | None) -> Metric:
+    """Where the time of all slots went. A gauge: what is told late moves from one category to
+    another, so that a row may shrink."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    text = "Seconds of all slots by what they were spent on, a slot being one rank's place."
+    spent = GaugeMetricFamily("elasticrun_slot_seconds_total", text, labels=("category", "cause"))
+    for row in found.rows if found is not None else ():
+        spent.add_metric((row.category, row.cause), row.seconds)
+    return spent

@@ -1766,8 +1766,10 @@ class End(_message.Message):
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    GOODPUT_FIELD_NUMBER: _builtins.int
     exit_code: _builtins.int
     reason: _builtins.str
+    goodput: _builtins.str
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___Failure]: ...
     def __init__(
@@ -1776,10 +1778,11 @@ class End(_message.Message):
         exit_code: _builtins.int = ...,
         reason: _builtins.str = ...,
         failures: _abc.Iterable[Global___Failure] | None = ...,
+        goodput: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "failures", b"failures", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "failures", b"failures", "goodput", b"goodput", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
