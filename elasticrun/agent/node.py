@@ -37,6 +37,7 @@ from elasticrun.agent.runtime import (
     own_defect,
     threadsafe,
 )
+from elasticrun.agent.sight.watching import LocalSight
 from elasticrun.agent.snapshots.snapshots import LocalSnapshots
 from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.story import LongWaits, Story, directed, in_words
@@ -201,6 +202,7 @@ class NodeAgent:
         self._snapshots = LocalSnapshots(shared, self._spawners, os.environ, self._resumed)
         self._ranks = Ranks(shared, self._spawners, self._output, self._snapshots.drain.is_put_off)
         self._probing = Probing(shared, self._spawners)
+        self._sight = LocalSight(shared, self._ranks, self._progress)
 
     async def _set_out(self) -> None:
         """Who we are, where the master is; then dial."""
@@ -304,9 +306,14 @@ class NodeAgent:
         self._meeting.heard(event)
         if isinstance(event, fx.LinkBack) and not self._brain.is_parked:  # held comes before said
             self._snapshots.attached()
+            self._sight.again()
+        if isinstance(event, fx.Ordered) and isinstance(event.order, m.Inspect):
+            self._sight.obey(event.order)
+            return
         self._loop.deliver(event)
 
     def _spawner_lost(self, reason: str) -> None:
+        self._sight.end()
         self._ranks.all_lost()
         self._probing.call_off()  # the brain knows, and answers for itself
         self._loop.deliver(fx.SpawnerLost(reason, time.time_ns() // 1000))
@@ -391,8 +398,11 @@ class NodeAgent:
         self._snapshots.begin(start)
         if self._events is not None:
             self._events.rendezvous(start, now - self._waiting_since, time.time_ns() // 10**6)
+        places = self._sight.begin(start)
         self._ranks.spawn(
-            effect, {rank: self._own(rank) for rank in range(self._config.nproc_per_node)}
+            effect,
+            {rank: self._own(rank) for rank in range(self._config.nproc_per_node)},
+            {} if self._spawners.lives_by_call else places,
         )
 
     def _resumed(self, step: int, source: str) -> None:
@@ -408,8 +418,10 @@ class NodeAgent:
         if isinstance(report, m.RanksFailed | m.Stopping | m.Stopped):
             newest = max(self._progress.newest, self._snapshots.drain.generation.newest())
             self._story.broke(newest, time.monotonic())
+            self._sight.stopping()
         if isinstance(report, m.Stopped | m.Finished):
             self._snapshots.reaped()
+            self._sight.end()
         if isinstance(report, m.Stopped):
             self._waiting_since = time.monotonic()
             self._meeting.store(None)
@@ -490,6 +502,7 @@ class NodeAgent:
             )
         await end.step("killing what is left", self._kill_the_rest(), QUIT_LIMIT + 1)
         end.now("the end of the ranks", self._ranks.close)
+        end.now("the end of looks", self._sight.end)
         end.now("the end of progress", self._progress.end)
         end.now("the end of probes", self._probing.close)
         end.now("the end of stores", self._stores.close)

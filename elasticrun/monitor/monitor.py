@@ -81,6 +81,7 @@ def _leave(listener: socket.socket) -> None:
 
 def _serve(listener: socket.socket, main: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+    counters = recorder.Counters()
     try:
         mine = _inode(listener)
         while _inode(listener) == mine:  # a daemon that closes all has given the number away
@@ -89,7 +90,7 @@ def _serve(listener: socket.socket, main: int) -> None:
             if asked is None or not asker or not sent_by_us(credentials):
                 continue
             with suppress(OSError):  # it does not wait for it any more
-                listener.sendto(encode_answer(_answer(asked, main)), asker)
+                listener.sendto(encode_answer(_answer(asked, counters, main)), asker)
     except (OSError, ValueError):
         return
 
@@ -99,9 +100,9 @@ def _inode(listener: socket.socket) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _answer(asked: RankAsked, main: int) -> RankSays:
+def _answer(asked: RankAsked, counters: recorder.Counters, main: int) -> RankSays:
     try:
-        groups = recorder.positions() if asked.full else recorder.counters()
+        groups = recorder.positions() if asked.full else counters.look()
     except Exception:  # another torch than those that are known: what it counts is not told
         groups = ()
     threads = _threads(main) if asked.stacks else ()

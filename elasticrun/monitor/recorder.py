@@ -4,7 +4,10 @@ milliseconds where the call that is not complete is wanted too.
 torch is looked for and never imported; nothing is asked of it before the script has made a process
 group, since the first question fixes how many collectives torch keeps.
 
-gloo never says when a collective began or ended: complete is what the counters, or `retired`, say.
+gloo never says when a collective began or ended, and its count of complete ones may stay too low:
+two of its threads finish two collectives at a time, and the first one's number is written last. So
+what is open is looked up among the entries, where `retired` says so; that costs more, and is done
+where it matters, once the counters stand still.
 The counters go by a number that each process gives its groups itself; the name that all ranks know
 a group by stands in its collectives' entries. NCCL's recorder and the one of all other backends
 count apart, each with numbers of its own.
@@ -16,6 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from elasticrun.wire.progress import MAX_GROUPS_SAID, GroupSays
@@ -46,13 +50,23 @@ TYPES: Final = {
 Row = dict[str, Any]
 
 
-def counters() -> tuple[GroupSays, ...]:
+class Counters:
     """The counters of each group by its number in this process."""
-    found: list[GroupSays] = []
-    for kind, dump in _dumps(_groups()):
-        status = json.loads(dump(False, False)).get("pg_status") or {}
-        found += [_counted(kind + number, row) for number, row in status.items()]
-    return _most(found)
+
+    def __init__(self) -> None:
+        self._last: tuple[GroupSays, ...] = ()
+
+    def look(self) -> tuple[GroupSays, ...]:
+        """As torch has them; if they are as they were, as the entries have them."""
+        rows: list[GroupSays] = []
+        for kind, dump in _dumps(_groups()):
+            status = json.loads(dump(False, False)).get("pg_status") or {}
+            rows += [_counted(kind + number, row) for number, row in status.items()]
+        found = _most(rows)
+        stands, self._last = found == self._last, found
+        if not stands or all(row.entered <= row.done for row in found):
+            return found
+        return tuple(GroupSays(r.key, r.entered, r.started, r.done) for r in positions())
 
 
 def positions() -> tuple[GroupSays, ...]:
@@ -69,8 +83,9 @@ def positions() -> tuple[GroupSays, ...]:
             title, members = groups[name]
             if len(members) > MAX_MEMBERS:
                 continue
-            row = _counted(kind + number, status[number])
-            call = _open(row, [one for one in entries if str(one.get("pg_id")) == number])
+            own = [one for one in entries if str(one.get("pg_id")) == number]
+            row = _completed(_counted(kind + number, status[number]), own)
+            call = _open(row, own)
             found.append(_placed(row, name + beside, title, members, call))
     return _most(found)
 
@@ -134,6 +149,18 @@ def _counted(key: str, row: Row) -> GroupSays:
         int(row.get(f"last_{what}_collective", -1)) for what in ("enqueued", "started", "completed")
     )
     return GroupSays(key, max(0, entered), started, max(0, done))
+
+
+def _completed(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
+    """All before the oldest one that is open are complete."""
+    numbers = {
+        int(one.get("collective_seq_id") or 0): bool(one.get("retired"))
+        for one in entries
+        if not one.get("is_p2p")
+    }
+    open_ones = [number for number, retired in numbers.items() if not retired]
+    done = min(open_ones) - 1 if open_ones else max(numbers, default=0)
+    return replace(row, done=min(max(row.done, done), row.entered))
 
 
 def _open(row: GroupSays, entries: Sequence[Row]) -> Row | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -36,7 +35,7 @@ class _Asked:
 
     missing: set[int]
     over: asyncio.Future[None]
-    answers: dict[int, RankSays] = field(default_factory=dict)
+    answers: dict[int, RankSays | None] = field(default_factory=dict)
 
 
 class Asking:
@@ -81,8 +80,9 @@ class Asking:
 
     async def ask(
         self, ranks: Collection[int], limit: float, *, full: bool = False, stacks: bool = False
-    ) -> dict[int, RankSays]:
-        """The answers of these local ranks, as far as they come within `limit` seconds."""
+    ) -> dict[int, RankSays | None]:
+        """The answers of these local ranks, as far as they come within `limit` seconds; None of one
+        that is silent. Those that have no thread which answers are left out."""
         self._number = (self._number + 1) % 2**32
         number = self._number
         asked = _Asked(set(), asyncio.get_running_loop().create_future())
@@ -90,22 +90,24 @@ class Asking:
         for rank in ranks:
             if self._sent(question, rank):
                 asked.missing.add(rank)
+                asked.answers[rank] = None
         if not asked.missing:
             return {}
         self._asked[number] = asked
         try:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asked.over, limit)
+            await asyncio.wait({asked.over}, timeout=limit)
         finally:
             del self._asked[number]
         return asked.answers
 
     def _sent(self, question: bytes, rank: int) -> bool:
-        """Whether it was: a rank may not be there yet, or any more, or have many unread ones."""
+        """Whether it was, or a silent rank has many unread; it may not be there yet, or gone."""
         if self._socket is None or rank not in self._places:
             return False
         try:
             self._socket.sendto(question, address(self._places[rank]))
+        except BlockingIOError:
+            return True
         except OSError:
             return False
         return True

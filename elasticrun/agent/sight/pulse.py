@@ -83,7 +83,7 @@ class LocalQuiet:
         self._counted = self._counted or any(beat.groups for beat in beats.values())
         if moved and not self._moves:
             self._moves = self._tells_first = True
-            self._first = max(now - self._began, PULSE_EVERY / 2)  # within the window, not at 0
+            self._first = now - self._began
         if self.seconds(now) < QUIET_AFTER:
             self._now = (False, 0, False)
         else:

@@ -102,6 +102,7 @@ class Progress:
         self._name = ""
         self._start: Start | None = None
         self._windows: dict[int, _Window] = {}
+        self._latest: dict[int, tuple[int, float]] = {}
         self._said_at = -math.inf
         self._every = SAY_EVERY
         self._new_since = math.inf
@@ -117,7 +118,7 @@ class Progress:
         self.end()
         self._start = start
         self.newest = -1
-        self._windows = {}
+        self._windows, self._latest = {}, {}
         self._new_since = math.inf
         share = start.group_world_size / REPORTS_PER_SECOND
         self._every = max(SAY_EVERY, min(SAY_SELDOM, share))
@@ -137,6 +138,10 @@ class Progress:
     def place(self, local_rank: int) -> str:
         """What this rank of the present life is given (wire.env.PROGRESS); "" if there is none."""
         return place(self._name, local_rank) if self._name else ""
+
+    def seen(self, local_rank: int) -> tuple[int, float]:
+        """The newest step of this rank in this life, and its seconds; -1: none."""
+        return self._latest.get(local_rank, (-1, 0.0))
 
     def end(self) -> None:
         """Hear nobody any more; harmless if that is so already."""
@@ -205,6 +210,7 @@ class Progress:
                 "this node is slow will not be known"
             )
         self.newest = max(self.newest, said.step)
+        self._latest[said.local_rank] = (said.step, said.seconds)
         self._windows.setdefault(said.local_rank, _Window()).add(said)
         self._new_since = min(self._new_since, now)
         self._report(now)

@@ -133,6 +133,8 @@ class _Life:
     attempt: int
     children: dict[Child, int] = field(default_factory=dict)  # their local ranks
     pids: dict[int, int] = field(default_factory=dict)
+    forked: set[int] = field(default_factory=set)
+    monitors: Mapping[int, str] = field(default_factory=dict)
     logs: Mapping[int, RankLogs] = field(default_factory=dict)
     signalled: dict[int, int] = field(default_factory=dict)  # local rank -> last signal sent
     called_off: bool = False  # told to stop before its ranks were started
@@ -179,12 +181,22 @@ class Ranks:
         """Pids by local rank of the newest life."""
         return self._life.pids if self._life is not None else {}
 
+    @property
+    def forked(self) -> frozenset[int]:
+        """Local ranks of the newest life that were forked, and so have a thread that answers."""
+        return frozenset(self._life.forked) if self._life is not None else frozenset()
+
     # ------------------------------------------------------------ orders
 
-    def spawn(self, effect: SpawnRanks, own: Mapping[int, Mapping[str, str]]) -> None:
+    def spawn(
+        self,
+        effect: SpawnRanks,
+        own: Mapping[int, Mapping[str, str]],
+        monitors: Mapping[int, str],
+    ) -> None:
         """Start all local ranks of a round, each with variables of its `own`; RankSpawned or
-        RankExited tells of each."""
-        life = _Life(effect.start, effect.attempt)
+        RankExited tells of each. `monitors`: where forked ones answer questions."""
+        life = _Life(effect.start, effect.attempt, monitors=monitors)
         self._life = life
         self._sent_at.clear()
         self._tasks.start(self._start(life, own), "starting the ranks")
@@ -251,6 +263,8 @@ class Ranks:
         elif isinstance(message, spawning.Spawned):
             local_rank = life.children[child]
             life.pids[local_rank] = message.pid
+            if message.forked and local_rank in life.monitors:
+                life.forked.add(local_rank)
             self._node.deliver(RankSpawned(local_rank, message.pid))
         elif isinstance(message, spawning.SpawnFailed):
             self._spawn_failed(life, life.children[child], message)
@@ -320,6 +334,7 @@ class Ranks:
                 error_file=logs.error_file,
                 cpus=binding.cpus,
                 exec_prefix=binding.exec_prefix,
+                monitor=life.monitors.get(local_rank, ""),
             )
             life.children[self._spawners.start(order, self)] = local_rank
 

@@ -97,7 +97,7 @@ def stage() -> AbstractAsyncContextManager[Stage]:
 
 
 async def ordered(stage: Stage) -> list[Child]:
-    stage.ranks.spawn(SpawnRanks(start(), 2), {})
+    stage.ranks.spawn(SpawnRanks(start(), 2), {}, {})
     await stage.until(lambda: len(stage.orders.given) == 2)
     return stage.orders.children
 
@@ -144,13 +144,15 @@ async def test_a_rank_that_cannot_be_started_is_a_failure_of_its_own_kind(stage:
 async def test_ranks_that_wait_for_a_disk_can_be_called_off() -> None:
     disk = HungDisk()
     async with staged(disk) as stage:
-        stage.ranks.spawn(SpawnRanks(start(), 2), {})
+        stage.ranks.spawn(SpawnRanks(start(), 2), {}, {})
         stage.ranks.call_off()
         stage.ranks.call_off()
         kinds = [e.failure.kind for e in stage.events if isinstance(e, RankExited) and e.failure]
         assert kinds == [FailureKind.STOPPED, FailureKind.STOPPED]
         disk.go.set()
-        stage.ranks.spawn(SpawnRanks(start(), 3), {})  # the next life is not disturbed by the first
+        stage.ranks.spawn(
+            SpawnRanks(start(), 3), {}, {}
+        )  # the next life is not disturbed by the first
         await stage.until(lambda: len(stage.orders.given) == 2)
 
 

@@ -1,0 +1,146 @@
+"""What one look at the ranks has found, in the words of the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from elasticrun.agent.sight.activity import Activity
+from elasticrun.agent.sight.stacks import Frame, group_stacks, place_of, ranges
+from elasticrun.wire import messages as m
+from elasticrun.wire.progress import GroupSays, RankSays
+from elasticrun.wire.types import MAX_TEXT, RoundName
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLook:
+    """One rank at one look, with all that is known of it here."""
+
+    rank: int  # of the job
+    pid: int
+    forked: bool
+    asked: bool  # its thread is there and could be asked
+    said: RankSays | None  # None: it was silent
+    activity: Activity
+    rates: tuple[float, float]  # cores, bytes a second
+    quiet: float
+    progress: tuple[int, float]  # newest step, seconds of it
+
+    @property
+    def holds(self) -> bool:
+        """Whether C code keeps its thread from answering: nothing else does."""
+        return self.asked and self.said is None and self.activity.may_answer
+
+
+def rates(before: Activity | None, now: Activity, seconds: float) -> tuple[float, float]:
+    """Cores and bytes a second between two looks."""
+    if before is None or seconds <= 0.0:
+        return 0.0, 0.0
+    cpu, io = now.cpu - before.cpu, now.io - before.io
+    return max(0.0, cpu / seconds), max(0.0, io / seconds)
+
+
+def reports(round_name: RoundName, number: int, found: Sequence[RankLook]) -> Iterator[m.Inspected]:
+    """As many as it takes; one where there is no rank."""
+    for first in range(0, max(1, len(found)), m.MAX_INSPECTED):
+        part = found[first : first + m.MAX_INSPECTED]
+        groups = _groups(part)
+        seen = tuple(_seen(one, list(groups)) for one in part)
+        left = max(0, len(found) - first - len(part))
+        yield m.Inspected(round_name, number, left, tuple(groups.values()), seen)
+
+
+def stacks(round_name: RoundName, number: int, found: Sequence[RankLook]) -> m.Stacks:
+    """Those of all threads, grouped."""
+    by_rank = {one.rank: _threads(one.said) for one in found if one.said is not None}
+    missing: dict[str, list[int]] = {}
+    for one in found:
+        if one.said is None:
+            missing.setdefault(_why(one), []).append(one.rank)
+    words = [
+        f"{'ranks' if len(ranks) > 1 else 'rank'} {ranges(ranks)} {why}"
+        for why, ranks in missing.items()
+    ]
+    return m.Stacks(round_name, number, group_stacks(by_rank), "; ".join(words)[:MAX_TEXT])
+
+
+def _why(one: RankLook) -> str:
+    if not one.forked:
+        return "started by exec: has no thread that answers"
+    if one.holds:
+        return "does not answer: C code holds its interpreter"
+    if not one.asked:
+        return "has not begun, or has ended"
+    return f"does not answer: {one.activity.being}"
+
+
+def _threads(said: RankSays) -> dict[str, Sequence[Frame]]:
+    """By name; several may have the same."""
+    found: dict[str, Sequence[Frame]] = {}
+    for thread in said.threads:
+        name = "" if thread.name == "main" else thread.name
+        count = 2
+        while name in found:
+            name = f"{thread.name} {count}"
+            count += 1
+        found[name] = thread.frames
+    return found
+
+
+def _groups(part: Iterable[RankLook]) -> dict[str, m.GroupSeen]:
+    """The groups of these ranks by name, those with an open collective first."""
+    rows = [row for one in part if one.said is not None for row in one.said.groups if row.name]
+    rows.sort(key=lambda row: row.entered <= row.done)
+    found: dict[str, m.GroupSeen] = {}
+    for row in rows:
+        if len(found) < m.MAX_GROUPS and row.name not in found:
+            found[row.name] = m.GroupSeen(_line(row.name), _line(row.title), _line(row.members))
+    return found
+
+
+def _seen(one: RankLook, groups: list[str]) -> m.RankSeen:
+    said = one.said
+    threads = _threads(said) if said is not None else {}
+    place, library = place_of(threads.get("", ()))
+    step, seconds = one.progress
+    return m.RankSeen(
+        rank=one.rank,
+        pid=one.pid,
+        being=one.activity.being,
+        forked=one.forked,
+        answers=said is not None,
+        cpu=one.rates[0],
+        io=one.rates[1],
+        rss=one.activity.rss // MIB,
+        quiet=one.quiet,
+        kernel=_line(one.activity.kernel),
+        place=place,
+        library=library,
+        holds=one.holds,
+        step=step,
+        step_seconds=seconds,
+        at=_places(said.groups, groups) if said is not None else (),
+    )
+
+
+def _places(rows: Iterable[GroupSays], groups: list[str]) -> tuple[m.Position, ...]:
+    known = [row for row in rows if row.name in groups]
+    known.sort(key=lambda row: row.entered <= row.done)
+    return tuple(
+        m.Position(
+            group=groups.index(row.name),
+            entered=row.entered,
+            done=row.done,
+            started=max(-1, row.started),
+            call=_line(row.call),
+            age=row.age,
+            limit=row.limit,
+        )
+        for row in known[: m.MAX_PLACES]
+    )
+
+
+def _line(text: str) -> str:
+    return "".join(one if one.isprintable() else "?" for one in text)[:1000]

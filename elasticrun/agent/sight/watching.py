@@ -1,0 +1,164 @@
+"""This node's ranks, looked at every PULSE_EVERY seconds, and in full where the master asks.
+
+A look asks each rank's own thread and reads what the kernel knows of it. What comes of it goes to
+the master as Quiet, Inspected and Stacks; nothing is decided here and no rank is touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticrun.agent.runtime import NodeContext, Tasks, in_thread
+from elasticrun.agent.sight import looked
+from elasticrun.agent.sight.activity import Activities, Activity
+from elasticrun.agent.sight.asking import Asking
+from elasticrun.agent.sight.pulse import PULSE_EVERY, LocalQuiet, RankBeat
+from elasticrun.agent.workers.progress import Progress
+from elasticrun.agent.workers.ranks import Ranks
+from elasticrun.operator_log import logger
+from elasticrun.wire import messages as m
+
+PULSE_LIMIT: Final = 1.0
+"""Seconds for the answer to a pulse."""
+
+LOOK_LIMIT: Final = 2.0
+"""Seconds for a full answer; who is silent for so long does not get at its interpreter."""
+
+MAX_LOOKS: Final = 4
+"""Full looks under way at a time; a master asks for one after the other."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One life of the ranks."""
+
+    start: m.Start
+    quiet: LocalQuiet
+    tells: bool = True  # its ranks are not being stopped
+    looked: float = 0.0
+    seen: Mapping[int, Activity] = field(default_factory=dict)  # by pid, at the last look
+    rates: dict[int, tuple[float, float]] = field(default_factory=dict)  # cpu, io by local rank
+
+
+class LocalSight:
+    """See the module's head."""
+
+    def __init__(self, node: NodeContext, ranks: Ranks, progress: Progress) -> None:
+        self._node = node
+        self._ranks = ranks
+        self._progress = progress
+        self._asking = Asking()
+        self._activities = Activities()
+        self._life: _Watched | None = None
+        self._tasks = Tasks(node.fatal)
+
+    # ------------------------------------------------------------ a life of the ranks
+
+    def begin(self, start: m.Start) -> Mapping[int, str]:
+        """A new life: where each local rank is to answer, as far as they are to."""
+        self.end()
+        nproc, spec = self._node.config.nproc_per_node, self._node.config.spec
+        if spec.watch.on_hang == "off":
+            return {}
+        now = asyncio.get_running_loop().time()
+        life = _Watched(start, LocalQuiet(start.round, range(nproc), now))
+        self._life = life
+        places = self._asking.begin(nproc)
+        self._tasks.start(self._watch(life), "watching the ranks", tell=logger.warning)
+        return places
+
+    def stopping(self) -> None:
+        """Its ranks are being stopped: that they do not get on is no news."""
+        if self._life is not None:
+            self._life.tells = False
+
+    def end(self) -> None:
+        """They are gone. Harmless where that is so already."""
+        self._life = None
+        self._tasks.close()
+        self._asking.end()
+
+    def again(self) -> None:
+        """The link is back: the master is told anew."""
+        if self._life is not None:
+            self._life.quiet.again()
+            self._tell(self._life)
+
+    def obey(self, order: m.Inspect) -> None:
+        """Look at every rank, and report; nothing if the order is of another round."""
+        life = self._life
+        if life is None or order.round != life.start.round or len(self._tasks) > MAX_LOOKS:
+            return
+        self._tasks.start(self._inspect(life, order), "a look at the ranks", tell=logger.warning)
+
+    # ------------------------------------------------------------ the pulse
+
+    async def _watch(self, life: _Watched) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while self._life is life:
+            due = max(due + PULSE_EVERY, loop.time())
+            await asyncio.sleep(due - loop.time())
+            await self._beat(life)
+            self._tell(life)
+
+    async def _beat(self, life: _Watched) -> None:
+        answers = await self._asking.ask(self._ranks.forked, PULSE_LIMIT)
+        await self._look(life)
+        beats = {}
+        for rank in range(self._node.config.nproc_per_node):
+            said = answers.get(rank)
+            step, _ = self._progress.seen(rank)
+            cpu, io = life.rates.get(rank, (0.0, 0.0))
+            beats[rank] = RankBeat(said.groups if said is not None else None, step, cpu, io)
+        life.quiet.beat(beats, asyncio.get_running_loop().time())
+
+    async def _look(self, life: _Watched, *, measure: bool = True) -> Mapping[int, Activity]:
+        """What the kernel says now, by local rank; rates since the last look are kept."""
+        pids = dict(self._ranks.pids)
+        try:
+            seen = await in_thread(
+                lambda: self._activities.look(pids.values()), limit=LOOK_LIMIT, name="activity"
+            )
+        except TimeoutError:
+            return {}
+        now = asyncio.get_running_loop().time()
+        if measure:
+            for rank, pid in pids.items():
+                life.rates[rank] = looked.rates(life.seen.get(pid), seen[pid], now - life.looked)
+            life.seen, life.looked = seen, now
+        return {rank: seen[pid] for rank, pid in pids.items()}
+
+    def _tell(self, life: _Watched) -> None:
+        news = life.quiet.news(asyncio.get_running_loop().time())
+        if news is not None and life.tells and self._node.link.offer(news):
+            life.quiet.told()
+
+    # ------------------------------------------------------------ a full look
+
+    async def _inspect(self, life: _Watched, order: m.Inspect) -> None:
+        forked = self._ranks.forked
+        answers = await self._asking.ask(forked, LOOK_LIMIT, full=True, stacks=True)
+        seen = await self._look(life, measure=False)
+        now = asyncio.get_running_loop().time()
+        found = []
+        for rank, pid in sorted(self._ranks.pids.items()):
+            row = looked.RankLook(
+                rank=life.start.first_rank + rank,
+                pid=pid,
+                forked=rank in forked,
+                asked=rank in answers,
+                said=answers.get(rank),
+                activity=seen.get(rank, Activity(m.Being.SLEEPS)),
+                rates=life.rates.get(rank, (0.0, 0.0)),
+                quiet=life.quiet.rank_seconds(rank, now),
+                progress=self._progress.seen(rank),
+            )
+            found.append(row)
+        for report in looked.reports(order.round, order.number, found):
+            self._node.link.say(report)
+        if order.stacks:
+            self._node.link.say(looked.stacks(order.round, order.number, found))

@@ -1,0 +1,3 @@
+"""The fork server of its own tests serves these, too."""
+
+from tests.forkserver.conftest import server as server
