@@ -1,0 +1,94 @@
+"""Every way to hang, planted in a training of four ranks, and what the job's own line says of it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.further import cases
+from tests.harness import ELASTICRUN, SCRIPTS, Launched, World
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("torch")
+
+FAULTY = SCRIPTS / "faulty.py"
+
+
+class Row(NamedTuple):
+    fault: str
+    klass: str
+    words: str
+    """A pattern of the verdict's sentence."""
+
+
+def here(fault: str) -> str:
+    """The line at which rank 1 does what this fault says."""
+    lines = FAULTY.read_text().splitlines()
+    first = lines.index(f"def {fault}() -> None:")
+    number = next(n for n in range(first, len(lines)) if lines[n].endswith("# here"))
+    return rf"faulty\.py:{number + 1} {fault}"
+
+
+CERTAIN = [
+    Row("other", "certain", "ranks 0,2,3 are in all_reduce .* rank 1 .* in broadcast"),
+    Row("skipped", "certain", "ranks 0,2,3 are in all_reduce .* rank 1 .* in barrier"),
+    Row("stop", "certain", "rank 1 .*stopped"),
+    Row("order", "certain", "rank 1"),
+]
+STRONG = [
+    Row("sleep", "strong", f"rank 1 .*{here('sleep')}"),
+    Row("lock", "strong", f"rank 1 .*{here('lock')}"),
+    Row("waits", "strong", f"rank 1 .*{here('waits')}"),
+    Row("loader", "strong", f"rank 1 .*{here('loader')}"),
+    Row("held", "strong", "rank 1 .*interpreter"),
+]
+NONE = ["save", "evaluate", "spin", "slow", "compile", "traced", "alone"]
+"""What may well go on: nothing certain or strong is ever said of it."""
+
+
+def start(world: World, fault: str, *flags: str, seconds: float = 600.0) -> Launched:
+    words = ("--standalone", "--nproc-per-node=4", "--max-restarts=0", *flags)
+    return world.launch(ELASTICRUN, *words, str(FAULTY), fault, str(seconds))
+
+
+def end(job: Launched) -> None:
+    job.signal(signal.SIGTERM)
+    job.wait()
+
+
+def verdict(job: Launched, klass: str) -> str:
+    """The line that tells it."""
+    said = job.until_text(f"hang ({klass}): ")
+    return next(line for line in said.splitlines() if f"hang ({klass}): " in line)
+
+
+@pytest.mark.parametrize(
+    "row", cases([*CERTAIN, *STRONG], kept=[CERTAIN[0]]), ids=lambda row: row.fault
+)
+def test_a_hang_is_named(world: World, row: Row) -> None:
+    """Class, rank, and the line of the script at which it stands."""
+    job = start(world, row.fault, "--on-hang=tell")
+    line = verdict(job, row.klass)
+    assert re.search(row.words, line), line
+    assert "(--on-hang=tell)" in line
+    end(job)
+
+
+@pytest.mark.parametrize("fault", cases(NONE, kept=["alone"]))
+def test_what_may_go_on_is_no_hang(world: World, fault: str) -> None:
+    """It ends as it would without us."""
+    job = start(world, fault, seconds=5.0 if fault == "alone" else 90.0)
+    assert job.wait() == 0, job.stderr
+    assert not re.search(r"hang \((certain|strong)\)", job.stderr), job.stderr
+
+
+def test_two_nodes_and_a_new_life(elastic_job: Any) -> None:
+    """Ranks on two nodes that call different collectives are started again."""
+    job = elastic_job(FAULTY, "other", nnodes=2, nproc_per_node=2, max_restarts=1)
+    said = re.compile(r"hang \(certain\): .*in all_reduce .* in broadcast")
+    job.wait_for_output("master" if job.master else 0, said)
+    job.wait_for(round=2)
