@@ -167,6 +167,7 @@ def main() -> None:
         while time.monotonic() < end:
             sum(range(10_000))
     elif rank == ODD:
+        print("at the fault", flush=True)
         FAULTS[FAULT]()
     elif FAULT == "order":
         dist.all_reduce(torch.ones(10), group=GROUPS[0])

@@ -1,4 +1,4 @@
-"""Every way to hang, planted in a training of four ranks, and what the job's own line says of it."""
+"""Every way to hang, planted in a training of four ranks, and what the job says of it."""
 
 from __future__ import annotations
 
