@@ -139,7 +139,8 @@ class Attribution:
                 f"in the last {len(row)} rounds ranks of node {cause.node} were the first to fail, "
                 "and no rank of another node did: the node may be at fault"
             )
-        if len({one.node for one in trail}) > 1 or any(one.others for one in trail):
+        several = nodes > 1 and any(one.others for one in trail)
+        if several or len({one.node for one in trail}) > 1:
             last = f"the last {len(trail)} rounds" if len(trail) > 1 else "this round"
             return f"ranks failed by themselves on different nodes in {last}: it is the script"
         return ""
