@@ -10,9 +10,6 @@ from typing import Final
 from elasticrun.agent.sight.stacks import Frame
 from elasticrun.wire import messages as m
 
-DUMP_LIMIT: Final = 10.0
-"""Seconds for all ranks of a node."""
-
 MAX_DUMP: Final = 256 * 1024
 """Bytes of one rank's file; the stacks come first after the rank's own lines."""
 

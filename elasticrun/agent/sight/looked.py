@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from elasticrun.agent.sight import dump, outside
 from elasticrun.agent.sight.activity import Activity
+from elasticrun.agent.sight.outside import Threads
 from elasticrun.agent.sight.stacks import Frame, group_stacks, place_of, ranges
 from elasticrun.wire import messages as m
 from elasticrun.wire.progress import GroupSays, RankSays
@@ -27,6 +30,18 @@ class RankLook:
     rates: tuple[float, float]  # cores, bytes a second
     quiet: float
     progress: tuple[int, float]  # newest step, seconds of it
+    outside: Threads = field(default_factory=dict)  # stacks that it has not told itself
+    unread: str = ""  # why they could not be read from outside
+
+    @property
+    def threads(self) -> Mapping[str, Sequence[Frame]]:
+        """All stacks that are known of it."""
+        return {**(_threads(self.said) if self.said is not None else {}), **self.outside}
+
+    @property
+    def waits(self) -> bool:
+        """Whether it says that it is in a collective."""
+        return self.said is not None and any(at.entered > at.done for at in self.said.groups)
 
     @property
     def holds(self) -> bool:
@@ -52,18 +67,48 @@ def reports(round_name: RoundName, number: int, found: Sequence[RankLook]) -> It
         yield m.Inspected(round_name, number, left, tuple(groups.values()), seen)
 
 
-def stacks(round_name: RoundName, number: int, found: Sequence[RankLook]) -> m.Stacks:
+def stacks(
+    round_name: RoundName, number: int, found: Sequence[RankLook], folder: str = ""
+) -> m.Stacks:
     """Those of all threads, grouped."""
-    by_rank = {one.rank: _threads(one.said) for one in found if one.said is not None}
+    by_rank = {one.rank: one.threads for one in found}
     missing: dict[str, list[int]] = {}
     for one in found:
-        if one.said is None:
+        if "" not in one.threads:
             missing.setdefault(_why(one), []).append(one.rank)
     words = [
         f"{'ranks' if len(ranks) > 1 else 'rank'} {ranges(ranks)} {why}"
         for why, ranks in missing.items()
     ]
-    return m.Stacks(round_name, number, group_stacks(by_rank), "; ".join(words)[:MAX_TEXT])
+    return m.Stacks(round_name, number, group_stacks(by_rank), "; ".join(words)[:MAX_TEXT], folder)
+
+
+def from_outside(found: Sequence[RankLook], limit: float) -> list[RankLook]:
+    """The same, with the stacks of those that did not answer, and of what those have started that
+    wait for no other rank. It blocks, for about `limit` seconds at most."""
+    end = time.monotonic() + limit
+    rows = []
+    for one in sorted(found, key=lambda one: one.said is not None):
+        threads: Threads = {}
+        unread = ""
+        left = end - time.monotonic()
+        if one.said is None and left > 0:
+            threads, unread = outside.stacks_of(one.pid, min(left, limit / 2))
+        if not one.waits and (left := end - time.monotonic()) > 0:
+            threads = {**outside.stacks_below(one.pid, left), **threads}
+        rows.append(replace(one, outside=threads, unread=unread))
+    return sorted(rows, key=lambda one: one.rank)
+
+
+def write_down(parent: str, number: int, found: Sequence[RankLook]) -> str:
+    """All of it, in files; see `dump.write`."""
+    groups = _groups(found)
+    texts = {}
+    for one in found:
+        seen = _seen(one, list(groups))
+        facts = outside.facts(one.pid)
+        texts[one.rank] = dump.describe(seen, [*groups.values()], one.threads, facts, one.unread)
+    return dump.write(parent, number, texts)
 
 
 def _why(one: RankLook) -> str:
@@ -102,8 +147,7 @@ def _groups(part: Iterable[RankLook]) -> dict[str, m.GroupSeen]:
 
 def _seen(one: RankLook, groups: list[str]) -> m.RankSeen:
     said = one.said
-    threads = _threads(said) if said is not None else {}
-    place, library = place_of(threads.get("", ()))
+    place, library = place_of(one.threads.get("", ()))
     step, seconds = one.progress
     return m.RankSeen(
         rank=one.rank,

@@ -109,7 +109,7 @@ def _threads(rows: list[dict[str, Any]]) -> Threads:
         name = "" if main else str(row["thread_name"] or f"thread {row['os_thread_id']}")[:100]
         if name not in found:
             found[name] = tuple(
-                (str(frame["filename"]), int(frame["line"]), str(frame["name"]))
+                (str(frame["filename"]), int(frame["line"]), str(frame["name"]).rsplit(".", 1)[-1])
                 for frame in row["frames"]
             )
     return found

@@ -27,6 +27,12 @@ PULSE_LIMIT: Final = 1.0
 LOOK_LIMIT: Final = 2.0
 """Seconds for a full answer; who is silent for so long does not get at its interpreter."""
 
+OUTSIDE_LIMIT: Final = 4.0
+"""Seconds for reading the stacks of ranks that are silent, in all."""
+
+WRITE_LIMIT: Final = 2.0
+"""Seconds for writing them down: together they end before the master waits no more."""
+
 MAX_LOOKS: Final = 4
 """Full looks under way at a time; a master asks for one after the other."""
 
@@ -158,7 +164,29 @@ class LocalSight:
                 progress=self._progress.seen(rank),
             )
             found.append(row)
+        if order.stacks:
+            found = await self._from_outside(found)
         for report in looked.reports(order.round, order.number, found):
             self._node.link.say(report)
         if order.stacks:
-            self._node.link.say(looked.stacks(order.round, order.number, found))
+            folder = await self._write_down(order.dump, found) if order.dump else ""
+            self._node.link.say(looked.stacks(order.round, order.number, found, folder))
+
+    async def _from_outside(self, found: list[looked.RankLook]) -> list[looked.RankLook]:
+        """With what other programs can read of ranks that did not answer."""
+        try:
+            return await in_thread(
+                lambda: looked.from_outside(found, OUTSIDE_LIMIT), limit=OUTSIDE_LIMIT + 1.0
+            )
+        except TimeoutError:
+            return found
+
+    async def _write_down(self, number: int, found: list[looked.RankLook]) -> str:
+        """The folder; "" where the disk does not answer, or there is none for logs."""
+        folder = self._ranks.log_folder
+        try:
+            return await in_thread(
+                lambda: looked.write_down(folder, number, found), limit=WRITE_LIMIT, name="dump"
+            )
+        except TimeoutError:
+            return ""

@@ -177,6 +177,13 @@ class Ranks:
         return self._life.start if self._life is not None else None
 
     @property
+    def log_folder(self) -> str:
+        """Where the output of the newest life goes; "" where it goes to no file of ours."""
+        if self._life is None or not self._output.has_files:
+            return ""
+        return os.path.join(self._output.run_dir, f"attempt_{self._life.attempt}")
+
+    @property
     def pids(self) -> dict[int, int]:
         """Pids by local rank of the newest life."""
         return self._life.pids if self._life is not None else {}
