@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -31,7 +31,7 @@ from elasticrun.config import BEAT_INTERVAL
 from elasticrun.core import events
 from elasticrun.core.job.job import Job
 from elasticrun.core.nodes.membership import beat_interval
-from elasticrun.core.sight.picture import CAUSES, Goodput, IncidentRow
+from elasticrun.core.sight.picture import CAUSES, Goodput, IncidentRow, Picture
 from elasticrun.master.records import FactStore
 from elasticrun.operator_log import LEVELS, logger
 from elasticrun.trace.writer import TraceWriter
@@ -68,6 +68,8 @@ MAX_ASKED: Final = 64
 ASK_LIMIT: Final = 15.0
 """Seconds that one waits; a look at all ranks takes some."""
 
+T = TypeVar("T")
+
 
 class BrainFault(RuntimeError):
     """The brain raised MAX_FAULTS times; its state cannot be trusted any more."""
@@ -83,6 +85,24 @@ class _Fence:
 
     since: float
     durable: bool = False
+
+
+class _Seldom(Generic[T]):
+    """Keeps what was made for PICTURE_SHARE times as long as that took."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._made: T | None = None
+        self._until = 0.0
+
+    def get(self, make: Callable[[], T]) -> T:
+        """What was made last, or a new one."""
+        began = self._clock()
+        if self._made is None or began >= self._until:
+            self._made = make()
+            now = self._clock()
+            self._until = now + PICTURE_SHARE * (now - began)
+        return self._made
 
 
 class Loop:
@@ -113,8 +133,8 @@ class Loop:
         self._line: deque[events.JobEffect | _Fence] = deque()  # begins with a fence, or is empty
         self._faults = 0
         self._paced = False  # whether there ever were so many streams that they beat less often
-        self._picture: m.JobStatus | None = None
-        self._fresh_until = 0.0
+        self._status = _Seldom[m.JobStatus](clock)
+        self._whole = _Seldom[Picture](clock)
         self._asked: dict[int, asyncio.Future[m.Reply]] = {}
         self._numbers = itertools.count(1)
         self.status_url = ""
@@ -133,9 +153,13 @@ class Loop:
         self._wake.set()
 
     def status(self) -> m.JobStatus:
-        """The brain's picture; at most a twentieth of the loop's time goes into making it."""
-        picture, why = self._picture_now(), self._held_up()
-        return replace(picture, reason=why) if why else picture
+        """The job as one page; at most a twentieth of the loop's time goes into making it."""
+        status, why = self._status.get(self._status_now), self._held_up()
+        return replace(status, reason=why) if why else status
+
+    def picture(self) -> Picture:
+        """All that is known of the job; as seldom as `status`."""
+        return replace(self._whole.get(self._brain.picture), status=self.status())
 
     def goodput(self) -> Goodput | None:
         """Where the time of all slots went; None before the first round."""
@@ -187,16 +211,10 @@ class Loop:
             return ""
         return f"orders wait for the job's record, which has not been written for {waited:.0f} s"
 
-    def _picture_now(self) -> m.JobStatus:
-        if self._picture is None or self._clock() >= self._fresh_until:
-            began = self._clock()
-            picture = self._brain.status()
-            # A brain without a spec learns the name of its job from the first Hello only.
-            named = replace(picture, job_id=picture.job_id or self._job_id)
-            self._picture = self.figures.shown(named)
-            now = self._clock()
-            self._fresh_until = now + PICTURE_SHARE * (now - began)
-        return self._picture
+    def _status_now(self) -> m.JobStatus:
+        status = self._brain.status()
+        # A brain without a spec learns the name of its job from the first Hello only.
+        return self.figures.shown(replace(status, job_id=status.job_id or self._job_id))
 
     # ------------------------------------------------------------ turns
 

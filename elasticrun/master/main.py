@@ -49,7 +49,7 @@ from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.master.loop import BrainFault, Loop, RecordStuck
 from elasticrun.master.outward.outward import Outward
-from elasticrun.master.page.http import StatusPage, page_url, reachable
+from elasticrun.master.page.http import StatusPage, reachable
 from elasticrun.master.records import Records, StoreRefused
 from elasticrun.master.server import MAX_CALLS, Servicer
 from elasticrun.system import title
@@ -312,7 +312,7 @@ class Master:
         )
         page = StatusPage(loop)
         status_port = self._open(page)
-        loop.status_url = page_url(config.status_host, status_port) if status_port else ""
+        loop.status_url = page.url(status_port) if status_port else ""
         await server.start()
         if config.ready_fd >= 0:
             _say(config.ready_fd, {"port": port, "status_port": status_port})

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from elasticrun import __version__
 from elasticrun.core.events import Attached, Hangup, Heard, JobEffect, JobEvent, JobOver, Tell
-from elasticrun.core.sight.picture import Goodput, LedgerRow
+from elasticrun.core.sight.picture import Goodput, LedgerRow, Picture
 from elasticrun.master import server
 from elasticrun.master.loop import Loop
 from elasticrun.master.server import MAX_CALLS, Servicer
@@ -97,6 +97,7 @@ class Recorder:
         self.deadline: float | None = None
         self.on: Callable[[JobEvent], list[JobEffect]] = lambda event: []
         self.page = status()
+        self.whole = Picture(self.page)
 
     def step(self, event: JobEvent, now: float) -> list[JobEffect]:
         self.events.append(event)
@@ -125,6 +126,9 @@ class Recorder:
 
     def goodput(self) -> Goodput | None:
         return Goodput("uptime", 0.5, -1.0, 8.0, (LedgerRow("moving", "", 4.0),), "uptime 50.0 %")
+
+    def picture(self) -> Picture:
+        return structs.replace(self.whole, status=self.page)
 
     async def until(self, right: Callable[[JobEvent], bool]) -> JobEvent:
         """The first event of which `right` holds, waiting for it."""

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -23,10 +24,12 @@ from elasticrun.core.events import Heard, Tell
 from elasticrun.master.loop import Loop
 from elasticrun.master.page import http as page_module
 from elasticrun.master.page.http import MAX_CONNECTIONS, StatusPage, page_url
+from elasticrun.master.page.stream import for_strangers
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.master.people import LIMIT, ROUND, Recorder, status
+from tests.master.pictures import hung
 
 PROBED = m.Probed(
     "c1", True, m.ProbePhase.DONE, False, False, "", 0.01, 2.7e8, (), seconds=0.4, timed=0.2
@@ -140,7 +143,9 @@ async def test_what_is_watched_by_others_is_there(name: str) -> None:
     [
         ("GET", "/healthz", 200),
         ("HEAD", "/status", 200),
-        ("GET", "/", 404),
+        ("GET", "/", 200),
+        ("HEAD", "/events", 200),
+        ("POST", "/picture", 405),
         ("GET", "/status/", 404),
         ("POST", "/status", 405),
         ("DELETE", "/metrics", 405),
@@ -247,10 +252,74 @@ async def test_a_port_that_is_taken_is_an_oserror() -> None:
 @pytest.mark.parametrize(
     ("host", "url"),
     [
-        ("0.0.0.0", "http://127.0.0.1:80/status"),
-        ("10.0.0.1", "http://10.0.0.1:80/status"),
-        ("::", "http://[::1]:80/status"),
+        ("0.0.0.0", "http://127.0.0.1:80/"),
+        ("10.0.0.1", "http://10.0.0.1:80/"),
+        ("::", "http://[::1]:80/"),
     ],
 )
 def test_the_address_for_people(host: str, url: str) -> None:
     assert page_url(host, 80) == url
+
+
+async def test_the_page_is_one_file_that_fetches_nothing_from_outside() -> None:
+    async with paged() as (_, port):
+        code, head, body = await get(port, "/")
+        assert code == 200
+        assert len(body) < 60_000
+        assert b"http" not in body
+        assert b"innerHTML" not in body
+        policy = next(line for line in head.splitlines() if line.startswith("content-security"))
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "x-content-type-options: nosniff" in head
+        assert "referrer-policy: no-referrer" in head
+
+
+async def event(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """What the next event brings."""
+    async with asyncio.timeout(LIMIT):
+        while not (line := await reader.readline()).startswith(b"data: "):
+            assert line
+    found: dict[str, Any] = json.loads(line[len(b"data: ") :])
+    return found
+
+
+async def test_events_bring_the_picture_and_then_what_changes_and_the_end() -> None:
+    brain = Recorder()
+    brain.whole = hung()
+    brain.page = brain.whole.status
+    page = StatusPage(Loop(brain))
+    port = page.listen("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        first = await event(reader)
+        assert first["verdict"]["ranks"] == "42"
+        assert len(first["ranks"]) == 64
+        assert first.keys() == json.loads((await get(port, "/picture"))[2]).keys()
+        brain.page = structs.replace(brain.page, snapshot="step 4200 is whole", quiet=9.0)
+        assert (await event(reader)).keys() == {"looked", "status"}
+        brain.page = structs.replace(brain.page, phase="ended")
+        closing = asyncio.ensure_future(page.close())
+        assert (await event(reader))["status"]["phase"] == "ended"
+        await closing
+    finally:
+        writer.close()
+
+
+def test_a_stranger_is_not_shown_paths_arguments_and_what_was_said() -> None:
+    told = for_strangers(hung())
+    assert (told.stacks, told.settings) == ((), ())
+    assert not any(row.place for row in told.ranks)
+    assert not any(row.last_lines or row.stacks for row in told.incidents)
+    page = StatusPage(Loop(Recorder()))
+    for peer, key, trusted in (
+        ("127.0.0.1", "", True),
+        ("::ffff:127.0.0.1", "", True),
+        ("10.0.0.7", "", False),
+        ("10.0.0.7", "wrong", False),
+        ("10.0.0.7", page._key, True),
+    ):
+        scope = {"client": (peer, 1), "query_string": f"key={key}".encode()}
+        assert page._trusts(scope) is trusted

@@ -29,7 +29,7 @@ from elasticrun.core.rounds.budget import Bill, Judgement
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import Round, Stage, begin
-from elasticrun.core.sight.picture import Goodput
+from elasticrun.core.sight.picture import Goodput, Picture
 from elasticrun.core.sight.sight import Sight
 from elasticrun.core.snapshots.policy import SnapshotPolicy
 from elasticrun.core.snapshots.snapshots import Snapshots
@@ -137,6 +137,10 @@ class Job:
     def quiet(self) -> float:
         """Seconds since a collective or a step of any rank moved; 0.0 while they move."""
         return self._sight.watch.quiet() if self._begun else 0.0
+
+    def picture(self) -> Picture:
+        """All that is known of the job; O(ranks)."""
+        return self._sight.picture() if self._begun else Picture(self.status())
 
     def step(self, event: fx.JobEvent, now: float) -> list[fx.JobEffect]:
         """Take in one event at monotonic time `now`; what is to be done, in order. A report that

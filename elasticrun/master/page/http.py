@@ -1,4 +1,5 @@
-"""The listening socket and the HTTP server behind it: /status (JSON), /healthz, /metrics.
+"""The listening socket and the HTTP server behind it: / (for people), /picture and /events (what
+the page lives on), /status (JSON), /healthz, /metrics.
 
 Its socket listens from the start, so that agents can be told the address; the HTTP server behind it
 is imported at the first connection, in a thread, and what writes /metrics when first asked for it.
@@ -8,19 +9,27 @@ Most jobs are never looked at: they pay neither the memory nor the time.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import functools
+import hashlib
+import hmac
 import ipaddress
 import json
 import logging
+import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
+from urllib.parse import parse_qs
 
 import msgspec
 
 from elasticrun import __version__
 from elasticrun.master.loop import Loop
 from elasticrun.master.page.metrics import metrics_writer
+from elasticrun.master.page.stream import Receive, Send, Streams
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.types import Endpoint
 
@@ -39,11 +48,16 @@ CLOSE_LIMIT: Final = 1.0
 PRIVATE_NAMES: Final = (".localhost", ".local", ".internal", ".svc")
 """How names end that no public name server answers for; Kubernetes' end on .svc.cluster.local."""
 
-PATHS: Final = ("/status", "/healthz", "/metrics")
+PATHS: Final = ("/", "/picture", "/events", "/status", "/healthz", "/metrics")
+
+HEADERS: Final = {
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
 
 logger = logging.getLogger("elasticrun")
-
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class StatusPage:
@@ -57,10 +71,14 @@ class StatusPage:
         self._body: tuple[JobStatus, bytes] | None = None
         self._render: Callable[[], bytes] | None = None
         self._names = {socket.gethostname().lower()}
+        self._streams = Streams(loop)
+        self._key = secrets.token_urlsafe(16)
+        self._host = ""
 
     def listen(self, host: str, port: int) -> int:
         """Bind and wait for the first visitor; returns the port. OSError if it cannot be had."""
         self._names.add(host.lower())
+        self._host = host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         made = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -87,6 +105,10 @@ class StatusPage:
         except Exception as wrong:
             logger.warning("the status page has ended: %s", wrong)
 
+    def url(self, port: int) -> str:
+        """Its address for people. Where other hosts can come, with the key that shows them all."""
+        return page_url(self._host, port, "" if is_loopback(self._host) else self._key)
+
     async def close(self) -> None:
         """Stop listening and close every connection."""
         if self._socket is None:
@@ -96,6 +118,7 @@ class StatusPage:
             if self._server is None:
                 self._serving.cancel()
             else:
+                await self._streams.close(CLOSE_LIMIT)
                 self._server.end()
             await asyncio.wait((self._serving,), timeout=CLOSE_LIMIT)
         self._socket.close()
@@ -103,42 +126,107 @@ class StatusPage:
 
     # ------------------------------------------------------------ the application (ASGI)
 
-    async def _answer(self, scope: dict[str, Any], _receive: object, send: Send) -> None:
+    async def _answer(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        path, method = scope["path"], scope["method"]
-        headers = {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"}
+        code, headers, body = self._refusal(scope)
+        if code == 200 and scope["path"] == "/events" and scope["method"] == "GET":
+            await send(_start(200, {"content-type": "text/event-stream; charset=utf-8"}))
+            await self._streams.serve(receive, send, whole=self._trusts(scope))
+            return
+        if code == 200:
+            headers, body = self._content(scope)
+        headers["content-length"] = str(len(body))
+        await send(_start(code, headers))
+        body = b"" if scope["method"] == "HEAD" else body
+        await send({"type": "http.response.body", "body": body})
+
+    def _refusal(self, scope: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
+        """Code, headers and body of an answer to who is refused; 200 where nobody is."""
+        headers = {"content-type": "text/plain; charset=utf-8"}
         asked = next((value for name, value in scope["headers"] if name == b"host"), b"")
         name = host_of(asked.decode("latin-1"))
         if not (name in self._names or is_private(name)):
-            code = 421
-            body = (
-                b"this page is not known by the name in Host; ask by the host's name or address\n"
-            )
-        elif path not in PATHS:
-            code, body = 404, f"there is {', '.join(PATHS)}\n".encode()
-        elif method not in ("GET", "HEAD"):
-            code, body = 405, b"read only\n"
-            headers["allow"] = "GET, HEAD"
-        elif path == "/status":
-            code, body = 200, self._json()
-            headers["content-type"] = "application/json"
-        elif path == "/metrics":
-            self._render = self._render or metrics_writer(self._loop)
-            code, body = 200, self._render()
-            headers["content-type"] = "text/plain; version=0.0.4; charset=utf-8"
-        else:
-            code, body = 200, b"ok\n"
-        headers["content-length"] = str(len(body))
-        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": code, "headers": pairs})
-        await send({"type": "http.response.body", "body": b"" if method == "HEAD" else body})
+            body = "this page is not known by the name in Host; ask by the host's name or address\n"
+            return 421, headers, body.encode()
+        if scope["path"] not in PATHS:
+            return 404, headers, f"there is {', '.join(PATHS)}\n".encode()
+        if scope["method"] not in ("GET", "HEAD"):
+            return 405, {**headers, "allow": "GET, HEAD"}, b"read only\n"
+        return 200, headers, b""
+
+    def _content(self, scope: dict[str, Any]) -> tuple[dict[str, str], bytes]:
+        """Headers and body of what is shown."""
+        match scope["path"]:
+            case "/":
+                policy, body = html()
+                headers = {
+                    "content-type": "text/html; charset=utf-8",
+                    "content-security-policy": policy,
+                }
+                return headers, body
+            case "/status":
+                return {"content-type": "application/json"}, self._json()
+            case "/picture":
+                body = self._streams.picture(whole=self._trusts(scope))
+                return {"content-type": "application/json"}, body
+            case "/metrics":
+                self._render = self._render or metrics_writer(self._loop)
+                kind = "text/plain; version=0.0.4; charset=utf-8"
+                return {"content-type": kind}, self._render()
+            case "/events":  # HEAD
+                return {"content-type": "text/event-stream; charset=utf-8"}, b""
+            case _:
+                return {"content-type": "text/plain; charset=utf-8"}, b"ok\n"
+
+    def _trusts(self, scope: dict[str, Any]) -> bool:
+        """Whether this visitor may see stacks and settings: one of this host, or with the key."""
+        peer = scope.get("client")
+        if peer is not None and is_loopback(peer[0]):
+            return True
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("key", [""])[0]
+        return hmac.compare_digest(given.encode(), self._key.encode())
 
     def _json(self) -> bytes:
         status = self._loop.status()
         if self._body is None or self._body[0] is not status:
             self._body = (status, status_json(status))
         return self._body[1]
+
+
+@functools.cache
+def html() -> tuple[str, bytes]:
+    """The page, and what it is allowed to do: its own style and script, and to ask us."""
+    body = (Path(__file__).parent / "page.html").read_bytes()
+    style, script = (
+        base64.b64encode(hashlib.sha256(_inside(body, tag)).digest()).decode()
+        for tag in (b"style", b"script")
+    )
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{style}'; script-src 'sha256-{script}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return policy, body
+
+
+def _inside(body: bytes, tag: bytes) -> bytes:
+    return body.partition(b"<%s>" % tag)[2].partition(b"</%s>" % tag)[0]
+
+
+def _start(code: int, headers: dict[str, str]) -> dict[str, Any]:
+    pairs = [(name.encode(), value.encode()) for name, value in {**HEADERS, **headers}.items()]
+    return {"type": "http.response.start", "status": code, "headers": pairs}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether who comes from this address is on this host, or came through a tunnel to it."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    inner = getattr(address, "ipv4_mapped", None)
+    return (inner or address).is_loopback
 
 
 def host_of(header: str) -> str:
@@ -175,9 +263,9 @@ def reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
-def page_url(host: str, port: int) -> str:
-    """The address of the page for people."""
-    return f"http://{Endpoint(reachable(host), port)}/status"
+def page_url(host: str, port: int, key: str = "") -> str:
+    """The address of the page for people; with the key of readers from other hosts."""
+    return f"http://{Endpoint(reachable(host), port)}/" + (f"?key={key}" if key else "")
 
 
 def _bounded_protocol() -> Any:

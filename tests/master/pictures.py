@@ -1,0 +1,174 @@
+"""Made pictures of jobs, for the page's tests and its pictures in the docs.
+
+`python -m tests.master.pictures FOLDER` writes a screenshot of each, light and dark."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from elasticrun.core.sight.picture import (
+    EventRow,
+    Goodput,
+    IncidentRow,
+    LedgerRow,
+    PhaseRow,
+    Picture,
+    RankRow,
+    SettingRow,
+    StackRow,
+    VerdictRow,
+)
+from elasticrun.master.loop import Loop
+from elasticrun.master.page.http import StatusPage
+from elasticrun.wire import messages as m
+from tests.master.people import ROUND, Recorder, status
+
+BROWSER = "chromium-headless-shell"
+
+STUCK = """data.py:40 __next__
+data.py:71 read_shard
+train.py:88 load_shard
+train.py:131 main"""
+WAITS = """distributed_c10d.py all_reduce
+train.py:131 step
+train.py:160 main"""
+
+
+def nodes(number: int, ranks: int) -> tuple[m.NodeStatus, ...]:
+    return tuple(
+        m.NodeStatus(
+            f"node{k:03}", f"gpu-{k:03}", f"10.0.{k // 250}.{k % 250 + 1}", "alive", "running", "",
+            k, k * ranks, ranks, tuple(range(4000, 4000 + ranks)),
+        )
+        for k in range(number)
+    )  # fmt: skip
+
+
+def stepping(number: int, ranks: int) -> tuple[RankRow, ...]:
+    return tuple(
+        RankRow(
+            k, f"node{k // ranks:03}", "stepping", step=4110, step_seconds=0.42 + 0.001 * (k % 9),
+            quiet=0.3, cpu=0.97, io=2e6, rss=18_432, gpu=96, gpu_mib=71_000,
+        )
+        for k in range(number * ranks)
+    )  # fmt: skip
+
+
+GOODPUT = Goodput(
+    "goodput", 0.938, 0.946, 14_101_200.0,
+    (
+        LedgerRow("step", "", 13_226_900.0), LedgerRow("redone", "node_lost", 267_900.0),
+        LedgerRow("hang", "strong", 197_400.0), LedgerRow("slow", "node005", 155_100.0),
+        LedgerRow("save", "", 98_700.0), LedgerRow("start", "init", 84_600.0),
+        LedgerRow("unknown", "", 70_600.0),
+    ),
+    "goodput 93.8 %",
+    "persist_every=400 (now 1000) would have saved about 1.2 %",
+)  # fmt: skip
+
+INCIDENTS = (
+    IncidentRow(
+        1, "node_lost", "node041 was not heard for 30 s", "7 nodes' collectives failed",
+        "restarted on 127 nodes, then on 128", 21_000.0, 1, "node041", over=True,
+        phases=(PhaseRow("detect", 30.0), PhaseRow("stop", 2.1), PhaseRow("gather", 61.0),
+                PhaseRow("restore", 12.4)),
+        steps_lost=51, slot_seconds=108_032.0,
+    ),
+    IncidentRow(
+        2, "rank_failed", "rank 17 on node002 ended with SIGKILL", "", "restarted all",
+        9_000.0,
+        2, "node002", 17, over=True, phases=(PhaseRow("detect", 0.2), PhaseRow("stop", 1.0),
+        PhaseRow("spawn", 0.4), PhaseRow("warm", 310.0)), steps_lost=3, slot_seconds=20_480.0,
+        last_lines="loading shard 17\n<b>out of memory</b> & more",
+    ),
+)  # fmt: skip
+
+
+def healthy(number: int = 8, ranks: int = 8) -> Picture:
+    """A job of so many nodes that trains."""
+    page = status(
+        job_id="run17", reason="", world_size=number * ranks, nodes=nodes(number, ranks),
+        min_nodes=number, max_nodes=number, last_failure="", step=4110, step_age=0.4, age=26_000.0,
+        snapshot="step 4100 is whole, step 4000 is written",
+        round=ROUND, goodput="goodput 93.8 %",
+    )  # fmt: skip
+    events = (
+        EventRow(1, 26_000.0, "", f"round 1 begins with {number} nodes", "info"),
+        EventRow(2, 21_000.0, "node041", "was not heard for 30 s", "warning"),
+        EventRow(3, 9_000.0, "node002", "rank 17 ended with SIGKILL", "error"),
+        EventRow(4, 8_690.0, "", f"round 3 begins with {number} nodes", "info"),
+    )
+    return Picture(
+        page, looked=2.0, ranks=stepping(number, ranks), goodput=GOODPUT, incidents=INCIDENTS,
+        events=events, slow=("node005 takes 0.61 s a step where the others take 0.42 s",),
+        settings=(SettingRow("heartbeat_timeout", "30.0"), SettingRow("on_hang", '"auto"')),
+    )  # fmt: skip
+
+
+def hung(number: int = 8, ranks: int = 8) -> Picture:
+    """The same, but that all wait for rank 42."""
+    well, every = healthy(number, ranks), number * ranks
+    sentence = (
+        f"For 71 s {every - 1} ranks have waited in all_reduce #8231 of group dp for rank 42, "
+        "which reads in train.py:88 load_shard and is idle"
+    )
+    rows = [
+        replace(row, state="waiting", waits_for="42", call="all_reduce #8231 [16777216] of dp",
+                place="train.py:131 step", quiet=71.0, cpu=0.0, gpu=100)
+        for row in well.ranks
+    ]  # fmt: skip
+    rows[42] = replace(rows[42], state="odd", waits_for="", call="", gpu=0,
+                       place="train.py:88 load_shard")  # fmt: skip
+    verdict = VerdictRow(
+        "strong", "idle", sentence, 71.0, "42", rows[42].node,
+        "all ranks are restarted in 18 s, charged to the script (--on-hang=tell keeps them)",
+        "logs/run17/round3/hang-1",
+    )  # fmt: skip
+    groups = (
+        StackRow("42", 1, "main thread", STUCK),
+        StackRow(f"0-41,43-{every - 1}", every - 1, "main thread", WAITS),
+    )
+    return replace(well, verdict=verdict, ranks=tuple(rows), stacks=groups)
+
+
+async def shown(picture: Picture, *options: str) -> str:
+    """What the browser says of a page that shows this picture."""
+    brain = Recorder()
+    brain.page, brain.whole = picture.status, picture
+    loop = Loop(brain)
+    loop.figures._came_to(ROUND, 4110)
+    page = StatusPage(loop)
+    port = page.listen("127.0.0.1", 0)
+    ask = [BROWSER, "--no-sandbox", "--virtual-time-budget=2500", "--timeout=6000", *options]
+    try:
+        running = await asyncio.create_subprocess_exec(
+            *ask, f"http://127.0.0.1:{port}/", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        try:
+            said, _ = await asyncio.wait_for(running.communicate(), 30.0)
+        except TimeoutError:
+            running.kill()
+            raise
+        return said.decode()
+    finally:
+        await page.close()
+
+
+def main(folder: Path) -> None:
+    made = {"healthy": healthy(), "hang": hung(), "large": hung(128, 8)}
+    for name, picture in made.items():
+        for mode in ("light", "dark"):
+            size = "1180,1500" if name == "large" else "1180,1180"
+            dark = ["--blink-settings=preferredColorScheme=0"] if mode == "dark" else []
+            target = folder / f"{name}-{mode}.png"
+            options = (f"--screenshot={target}", f"--window-size={size}", *dark)
+            asyncio.run(shown(picture, *options))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
