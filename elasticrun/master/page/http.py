@@ -29,7 +29,7 @@ import msgspec
 from elasticrun import __version__
 from elasticrun.master.loop import Loop
 from elasticrun.master.page.metrics import metrics_writer
-from elasticrun.master.page.stream import Receive, Send, Streams
+from elasticrun.master.page.stream import Receive, Send, Watchers
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.types import Endpoint
 
@@ -71,7 +71,7 @@ class StatusPage:
         self._body: tuple[JobStatus, bytes] | None = None
         self._render: Callable[[], bytes] | None = None
         self._names = {socket.gethostname().lower()}
-        self._streams = Streams(loop)
+        self._streams = Watchers(loop)
         self._key = secrets.token_urlsafe(16)
         self._host = ""
 

@@ -83,7 +83,7 @@ class Feed:
         self._due = asyncio.get_running_loop().time() + PACE
 
 
-class Streams:
+class Watchers:
     """Those who watch. `close` sends the last picture to each and ends it."""
 
     def __init__(self, loop: Loop) -> None:
