@@ -28,6 +28,7 @@ from elasticrun.core import events
 from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts, aged
 from elasticrun.trace import words
+from elasticrun.trace.chrome import ChromeTrace
 from elasticrun.trace.writer import FILE, OLDER
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import typed
@@ -195,8 +196,11 @@ class Wanted:
     everything: bool = False  # events that nothing followed from, too
 
 
-def replay(path: Path, wanted: Wanted, out: Callable[[str], None]) -> int:
-    """Print what is decided in the trace at `path`, a line each; SAME or DIFFERS. NoTrace."""
+def replay(
+    path: Path, wanted: Wanted, out: Callable[[str], None], timeline: Path | None = None
+) -> int:
+    """Print what is decided in the trace at `path`, a line each; SAME or DIFFERS. NoTrace. Rounds
+    and incidents are written to `timeline`."""
     player = _Player(wanted, out)
     for item in read(path):
         match item:
@@ -206,7 +210,7 @@ def replay(path: Path, wanted: Wanted, out: Callable[[str], None]) -> int:
                 player.step(item)
             case Gap():
                 player.gap(item)
-    return player.end()
+    return player.end(timeline)
 
 
 class _Player:
@@ -223,6 +227,7 @@ class _Player:
         self._steps = 0
         self._differences = 0
         self._uncounted = False
+        self._timeline = ChromeTrace()
 
     # ------------------------------------------------------------ what the trace says
 
@@ -261,6 +266,7 @@ class _Player:
             effects = self._brain.step(step.event, step.at)
         except Exception as fault:  # as it did then
             raised = f"{type(fault).__name__}: {fault}"
+        self._timeline.took(step.at, effects)
         self._show(step, effects, raised)
         self._compare(step, effects, raised)
         if isinstance(step.event, events.Detached):
@@ -271,8 +277,13 @@ class _Player:
         self._out(f"-- {gap.why}")
         self._exact = self._exact and gap.cut
 
-    def end(self) -> int:
-        """The last lines."""
+    def end(self, timeline: Path | None) -> int:
+        """The last lines, and the timeline if one is wanted."""
+        if timeline is not None:
+            try:
+                self._timeline.write(timeline, self._now)
+            except OSError as wrong:
+                raise NoTrace(f"the timeline cannot be written: {wrong}") from None
         told = "the replay says what was recorded"
         if self._differences:
             told = f"the replay DIFFERS from what was recorded, {self._differences} times"

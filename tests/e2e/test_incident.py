@@ -24,6 +24,7 @@ def test_a_failing_rank_leaves_a_record(tmp_path: Path) -> None:
     script, told = tmp_path / "fails.py", tmp_path / "told"
     script.write_text(SCRIPT)
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    environ["ELASTICRUN_TRACE_DIR"] = str(tmp_path / "traces")
     flags = "--rdzv-id=it-fails --standalone --nproc-per-node=2 --max-restarts=1 --redirects=3"
     command = [
         sys.executable,
@@ -50,5 +51,11 @@ def test_a_failing_rank_leaves_a_record(tmp_path: Path) -> None:
         asks = [sys.executable, "-m", "elasticrun", "incidents", "it-fails", *words.split()]
         shown = subprocess.run(asks, timeout=60, capture_output=True, text=True, env=environ)
         assert any(text.startswith(line) for text in shown.stdout.splitlines()), shown
+    (trace,) = (tmp_path / "traces").iterdir()
+    replays = [sys.executable, "-m", "elasticrun", "replay", str(trace), "--timeline", "out.json"]
+    subprocess.run(replays, timeout=60, check=True, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    spans = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    names = {span["name"] for span in spans if span["ph"] == "X"}
+    assert names >= {"round 1", "round 2", "incident 1", "stop", "spawn"}
     assert told.read_text().count('"event":"incident"') == 2
     assert told.read_text().count('"event":"end"') == 1

@@ -31,6 +31,12 @@ def parser() -> Parser:
     made.add_argument(
         "--all", action="store_true", help="also events from which nothing followed (beats aside)"
     )
+    made.add_argument(
+        "--timeline",
+        metavar="FILE",
+        default="",
+        help="write rounds and incidents to this file, for chrome://tracing or Perfetto",
+    )
     return made
 
 
@@ -42,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
     wanted = Wanted(node=asked.node, since=asked.since, everything=asked.all)
     try:
-        return replay(Path(asked.trace), wanted, print)
+        timeline = Path(asked.timeline) if asked.timeline else None
+        return replay(Path(asked.trace), wanted, print, timeline)
     except NoTrace as wrong:
         raise UsageError(str(wrong), EXIT_USAGE) from None

@@ -1,0 +1,70 @@
+"""A trace as a timeline for chrome://tracing and Perfetto: rounds, incidents and their phases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from elasticrun.core import events
+from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.wire import messages as m
+
+MOST: Final = 100_000
+"""Events that are written; later ones are left out."""
+
+ROUNDS, INCIDENTS, PHASES = 1, 2, 3
+ROWS: Final = {ROUNDS: "rounds", INCIDENTS: "incidents", PHASES: "the way back"}
+
+
+class ChromeTrace:
+    """Is given what the brain said, in its order."""
+
+    def __init__(self) -> None:
+        self._events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
+            for row, name in ROWS.items()
+        ]
+        self._round: tuple[int, int, float] | None = None  # number, ranks, since
+        self._began: float | None = None
+
+    def took(self, now: float, effects: Iterable[events.JobEffect]) -> None:
+        """At this moment, seconds."""
+        self._began = now if self._began is None else self._began
+        for effect in effects:
+            if isinstance(effect, events.Filed) and effect.incident.over:
+                self._incident(effect.incident, now)
+            elif isinstance(effect, events.JobOver):
+                self._over(now)
+            elif isinstance(effect, events.Tell):
+                order = effect.order
+                if isinstance(order, m.Stop):
+                    self._over(now)
+                elif isinstance(order, m.Start) and self._round is None:
+                    self._round = (order.round.number, order.world_size, now)
+
+    def write(self, path: Path, now: float) -> None:
+        """The whole of it. OSError."""
+        self._over(now)
+        path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))
+
+    def _over(self, now: float) -> None:
+        if self._round is not None:
+            number, ranks, since = self._round
+            self._span(ROUNDS, f"round {number}", since, now - since, {"ranks": ranks})
+            self._round = None
+
+    def _incident(self, row: IncidentRow, now: float) -> None:
+        at = now - sum(phase.seconds for phase in row.phases)
+        about = {"cause": row.cause, "what": row.sentence, "decision": row.decision}
+        self._span(INCIDENTS, f"incident {row.number}", at, now - at, about)
+        for phase in row.phases:
+            self._span(PHASES, phase.name, at, phase.seconds, {"incident": row.number})
+            at += phase.seconds
+
+    def _span(self, row: int, name: str, at: float, seconds: float, about: dict[str, Any]) -> None:
+        if len(self._events) < MOST:
+            start = round(max(0.0, at - (self._began or 0.0)) * 1e6)
+            span = {"ph": "X", "pid": 0, "tid": row, "ts": start, "dur": round(seconds * 1e6)}
+            self._events.append({**span, "name": name, "args": about})
