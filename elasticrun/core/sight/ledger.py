@@ -73,7 +73,7 @@ class SlotLedger:
         self._live = 0  # slot-microseconds of the round that are booked to it
         self._moved = False  # training was told to move in this round
         self._counted = False  # something would tell if it moved
-        self._waits = False  # a verdict stands
+        self._waits = ""  # the class of the verdict that stands
         self._cause = ""  # of the end of the last round; "": there was none
         self._newest = -1  # step
         self._first_told = True  # whether the first step of this round is known
@@ -137,7 +137,8 @@ class SlotLedger:
         """A round was formed."""
         self._advance()
         self._key, self._live, self._gap = MOVING, 0, 0
-        self._moved = self._counted = self._waits = False
+        self._moved = self._counted = False
+        self._waits = ""
         self._first_told = self._newest < 0
 
     def round_over(self, reason: str, quiet: float) -> None:
@@ -163,7 +164,7 @@ class SlotLedger:
         moved, ctx.membership.moved = ctx.membership.moved, set()
         if self._over:
             return
-        if bool(verdict) is not self._waits:
+        if verdict != self._waits:
             self._judge(verdict, quiet)
         if self._unseen and not rdzv.last.unseen:
             self._heard_again()
@@ -189,17 +190,21 @@ class SlotLedger:
         self._gap = 0
 
     def _judge(self, verdict: str, quiet: float) -> None:
-        """A verdict stands that did not, or none any more."""
-        self._waits = bool(verdict)
+        """Another verdict stands, or none any more. What was quiet goes with it."""
+        self._waits, had = verdict, self._key[0] in ("hang", "wait")
+        key = ("wait", "") if verdict == "weak" else ("hang", verdict)
+        if not verdict and not had:
+            return
         if not verdict:
-            # what moves again has been told to move
-            self._key = STEP if self._newest >= 0 else MOVING
+            key, self._live = STEP if self._newest >= 0 else MOVING, 0
+        elif had:
+            self._shift(self._key, key, self._live)
         elif self._key in USEFUL:
-            key = ("wait", "") if verdict == "weak" else ("hang", verdict)
-            late = min(self._live, _micros(quiet) * self._held[ROUND])
-            self._shift(self._key, key, late)
-            self._key = key
-        self._live = 0
+            self._live = min(self._live, _micros(quiet) * self._held[ROUND])
+            self._shift(self._key, key, self._live)
+        else:
+            return
+        self._key = key
 
     # ------------------------------------------------------------ what each node does
 

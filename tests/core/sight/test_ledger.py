@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from elasticrun.core import events as fx
 from elasticrun.core.persisted import LedgerFacts, aged
+from elasticrun.core.sight.hangs.watch import Watch
+from elasticrun.core.sight.picture import VerdictRow
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import SPEC, Master, failure, hello
@@ -181,4 +183,20 @@ def test_the_line() -> None:
     rank_fails(master)
     assert master.job.status().goodput == (
         "goodput 46.7 %: 1 restart cost 5.0 s (rank failure 5.0 s), 4 steps repeated, start 7.0 s"
+    )
+
+
+def test_what_was_quiet_goes_with_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent for 6 s: weak, then strong for 5 s more, then all move again."""
+    master = Master()
+    trains(master)
+    master.now += 6.0
+    for klass, since, passed in (("weak", 6.0, 2.0), ("strong", 8.0, 5.0), ("", 0.0, 7.0)):
+        found = VerdictRow(klass, "idle", "", since, "0", "a", "") if klass else None
+        monkeypatch.setattr(Watch, "verdict", lambda _, found=found: found)
+        master.feed(fx.Tick())
+        master.now += passed
+    master.feed(fx.Tick())
+    assert rows(master) == pytest.approx(
+        {**STORIES[steps], "step": 40.0 + 4 * 7.0, "hang strong": 4 * 13.0}
     )
