@@ -144,7 +144,7 @@ async def shown(picture: Picture, *options: str) -> str:
     loop.figures._came_to(ROUND, 4110)
     page = StatusPage(loop)
     port = page.listen("127.0.0.1", 0)
-    ask = [BROWSER, "--no-sandbox", "--virtual-time-budget=2500", "--timeout=6000", *options]
+    ask = [BROWSER, "--no-sandbox", "--disable-gpu", "--timeout=4000", *options]
     try:
         running = await asyncio.create_subprocess_exec(
             *ask, f"http://127.0.0.1:{port}/", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
