@@ -295,10 +295,10 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
     ),
     "watch": (
         _flag("--on-hang", _TEXT, "", "auto", "What follows when ranks wait for one that does not "
-            "come: auto restarts all ranks, 30 s after the last movement where it is certain that "
-            "they cannot go on, and where all evidence says so, after as long as that place may "
-            "take; restart: in the second case after 60 s; tell: nothing is done; off: nobody "
-            "looks.", OURS, choices=("auto", "tell", "restart", "off")),
+            "come: auto restarts all ranks, 30 s after the last movement, where it is certain that "
+            "they cannot go on; restart: also where all evidence says so, after as long as that "
+            "place may take; tell: nothing is done; off: nobody looks.",
+            OURS, choices=("auto", "tell", "restart", "off")),
         _flag("--hang-limit", _SECONDS, "SECONDS", 0, "Restart all ranks when they have waited so "
             "long for any rank, even one that works; 0: no limit.", OURS),
     ),

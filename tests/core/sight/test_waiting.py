@@ -47,7 +47,7 @@ ANSWERLESS = {"answers": False, "place": LINE}
 SINKS = {
     "sleeps": (rank(2, outside(), place=LINE), "strong", "idle", "is idle at train.py:41"),
     "spins": (rank(2, outside(), cpu=0.99, place=LINE), "weak", "busy", "(1.0 cores)"),
-    "stopped": (rank(2, being=Being.STOPPED, **ANSWERLESS), "certain", "stopped", "by a signal"),
+    "stopped": (rank(2, being=Being.STOPPED, **ANSWERLESS), "strong", "stopped", "by a signal"),
     "loader": (rank(2, outside(), library="torch.utils.data"), "strong", "idle", "for 71 s"),
     "C sleeps": (rank(2, **ANSWERLESS, holds=True), "strong", "held", "C code, asleep"),
     "C computes": (rank(2, **ANSWERLESS, holds=True, cpu=0.7), "strong", "held", "0.7 cores"),

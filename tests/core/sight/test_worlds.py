@@ -39,7 +39,7 @@ def test_hundreds_of_healthy_trainings_raise_no_alarm() -> None:
 
 FAULTS: dict[str, tuple[m.RankSeen, str, float]] = {
     "idle": (worlds.LOADS, "(strong)", 71.0),
-    "stopped": (replace(worlds.LOADS, being=m.Being.STOPPED, answers=False), "(certain)", 15.0),
+    "stopped": (replace(worlds.LOADS, being=m.Being.STOPPED, answers=False), "(strong)", 70.0),
     "ended": (replace(worlds.LOADS, being=m.Being.ENDED, answers=False), "(certain)", 15.0),
     "held": (replace(worlds.LOADS, answers=False, holds=True), "(strong)", 71.0),
     "disk": (replace(worlds.LOADS, being=m.Being.DISK), "(strong)", 71.0),

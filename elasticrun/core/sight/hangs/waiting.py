@@ -317,7 +317,7 @@ def _class_of(scene: Scene, rank: int) -> tuple[Klass, str, str]:
     if seen.being is Being.ENDED:
         return Klass.CERTAIN, "ended", "has ended with 0"
     if seen.being is Being.STOPPED:
-        return Klass.CERTAIN, "stopped", f"is stopped by a signal{place}{span}"
+        return Klass.STRONG, "stopped", f"is stopped by a signal{place}{span}"
     if seen.being is Being.FROZEN:
         return Klass.STRONG, "frozen", f"is frozen with its cgroup{place}{span}"
     if seen.io >= IO_STILL or (is_busy(seen) and not seen.holds):

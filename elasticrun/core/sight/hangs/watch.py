@@ -421,9 +421,8 @@ class Watch:
         limits = []
         if impasse.klass is Klass.CERTAIN:
             limits.append(CERTAIN_ENDS)
-        elif impasse.klass is Klass.STRONG:
-            place = self._places.limit(_place(impasse), first=not self._has_moved)
-            limits.append(TOLD[Klass.STRONG] if hard else place)
+        elif impasse.klass is Klass.STRONG and hard:
+            limits.append(self._places.limit(_place(impasse), first=not self._has_moved))
         elif impasse.klass is Klass.STILL and hard:
             limits.append(STILL_ENDS)
         if watch.hang_limit > 0.0 and impasse.klass is not Klass.STILL:
@@ -470,6 +469,8 @@ class Watch:
                 parts[0] += ", as a person is at work"
             elif ctx.spec.watch.on_hang == "tell":
                 parts[0] += " (--on-hang=tell)"
+            elif verdict.klass is Klass.STRONG:
+                parts[0] += ", as it may wait for something (--on-hang=restart ends it)"
             elif verdict.klass is Klass.WEAK:
                 parts[0] += ", as it may well go on (--hang-limit sets an end)"
         elif ctx.restarts.budget.left(ctx.now):
