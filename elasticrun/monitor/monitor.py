@@ -9,6 +9,7 @@ milliseconds at most, without a lock of Python's and without an import.
 from __future__ import annotations
 
 import _thread
+import atexit
 import fcntl
 import os
 import resource
@@ -43,6 +44,9 @@ that the first file they open is number 3."""
 SEND_LIMIT: Final = struct.pack("@ll", 1, 0)
 """A second (struct timeval) for which an answer waits until the agent has read others."""
 
+END_LIMIT: Final = 1.0
+"""Seconds for which the end of a rank waits for an answer under way."""
+
 _ROOM: Final = socket.CMSG_SPACE(struct.calcsize("3i"))
 
 
@@ -51,8 +55,10 @@ def start(name: str) -> None:
     with suppress(OSError, RuntimeError):
         listener = _listen(name)
         os.register_at_fork(after_in_child=partial(_leave, listener))
-        main = threading.get_ident()
-        _thread.start_new_thread(_serve, (listener, main))
+        main, running = threading.get_ident(), _thread.allocate_lock()
+        running.acquire()
+        _thread.start_new_thread(_run, (listener, main, running))
+        atexit.register(_end, os.getpid(), listener, running)
 
 
 def _listen(name: str) -> socket.socket:
@@ -79,6 +85,23 @@ def _leave(listener: socket.socket) -> None:
         listener.close()
 
 
+def _end(pid: int, listener: socket.socket, running: _thread.LockType) -> None:
+    """The last thing before the interpreter ends: a thread that wants to go on after that is ended
+    by it in the midst of torch's frames, and takes the process with it (SIGABRT)."""
+    if os.getpid() != pid:
+        return
+    with suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    running.acquire(timeout=END_LIMIT)
+
+
+def _run(listener: socket.socket, main: int, running: _thread.LockType) -> None:
+    try:
+        _serve(listener, main)
+    finally:
+        running.release()
+
+
 def _serve(listener: socket.socket, main: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     counters = recorder.Counters()
@@ -86,6 +109,8 @@ def _serve(listener: socket.socket, main: int) -> None:
         mine = _inode(listener)
         while _inode(listener) == mine:  # a daemon that closes all has given the number away
             data, credentials, _, asker = listener.recvmsg(QUESTION_BYTES + 1, _ROOM)
+            if not data:  # our own end
+                return
             asked = read_question(data)
             if asked is None or not asker or not sent_by_us(credentials):
                 continue

@@ -59,7 +59,7 @@ class Counters:
     def look(self) -> tuple[GroupSays, ...]:
         """As torch has them; if they are as they were, as the entries have them."""
         rows: list[GroupSays] = []
-        for kind, dump in _dumps(_groups()):
+        for kind, dump in _dumps():
             status = json.loads(dump(False, False)).get("pg_status") or {}
             rows += [_counted(kind + number, row) for number, row in status.items()]
         found = _most(rows)
@@ -71,8 +71,7 @@ class Counters:
 
 def positions() -> tuple[GroupSays, ...]:
     """The groups that there are, with their names, members and the oldest call that is open."""
-    groups = _groups()
-    dumps = _dumps(groups)
+    groups, dumps = _groups(), _dumps()
     found: list[GroupSays] = []
     for kind, dump in dumps:
         said = json.loads(dump(True, False))
@@ -90,10 +89,12 @@ def positions() -> tuple[GroupSays, ...]:
     return _most(found)
 
 
-def _dumps(groups: Collection[str]) -> list[tuple[str, Any]]:
+def _dumps() -> list[tuple[str, Any]]:
+    """Torch's recorders; none before the script has made a group."""
+    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     torch: Any = sys.modules.get("torch")
     c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
-    if c10d is None or not groups:
+    if c10d is None or not getattr(world, "pg_names", None):
         return []
     both = (("n", getattr(c10d, NCCL, None)), ("", getattr(c10d, PLAIN, None)))
     return [(kind, dump) for kind, dump in both if dump is not None]

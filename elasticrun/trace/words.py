@@ -122,6 +122,7 @@ _FORMS: Final[dict[type, str]] = {
     m.Inspected: "Inspected {0.round.number}: look {0.number}, {0.left} ranks left",
     m.Stacks: "Stacks {0.round.number}: look {0.number}",
     m.Quiet: "Quiet {0.round.number}: {0.seconds:g} s, {0.waiting} wait",
+    m.Warn: "Warn: {0.text}",
     m.Inspect: "Inspect {0.round.number}: look {0.number}",
     m.LastLines: "LastLines {0.round.number}: rank {0.rank}",
     m.CommitCheckpoint: "CommitCheckpoint {0.attempt}",

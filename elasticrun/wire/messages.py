@@ -779,6 +779,12 @@ class Inspect(Struct, frozen=True):
     dump: Count = 0
 
 
+class Warn(Struct, frozen=True):
+    """Order: tell the user of this node, who may see no line of the master's."""
+
+    text: str
+
+
 class Watermark(Struct, frozen=True):
     """Order: this step of the present round is whole over the whole job, so that older ones are
     needed no more; -1: none is yet. Steps above it up to `given_up` will never be Whole, because
@@ -889,6 +895,7 @@ Order = (
     | Park
     | SaveOrder
     | Inspect
+    | Warn
 )
 
 

@@ -355,6 +355,9 @@ class WorkerGroup:
         if self.start is not None and self._is_newer(order):
             self._stop(m.Stop(self.start.round, f"round {order.round} has begun"), now)
 
+    def _warn(self, order: m.Warn, now: float) -> None:
+        self.note(order.text, "warning")
+
     def _stop(self, order: m.Stop, now: float) -> None:
         """STARTING, RUNNING or FINISHED: end the ranks of this round and join the next."""
         if not self.is_present(order.round):
@@ -635,6 +638,7 @@ class WorkerGroup:
             ((State.PARKED,), (fx.StoreLost,), self._ignore),
             (_ALIVE, (m.Persist,), leaving.persist),
             (_ALIVE, (m.PersistOver,), leaving.persist_over),
+            (_ALIVE, (m.Warn,), self._warn),
             (_ALIVE, (m.Watermark, m.CommitCheckpoint, m.Holder, m.Replicate), leaving.obey),
             (_ALIVE, (m.SaveAt,), leaving.save_at),
             (_CALM, (m.Start,), self._started),

@@ -2088,6 +2088,25 @@ class SaveAt(_message.Message):
 Global___SaveAt: _TypeAlias = SaveAt  # noqa: Y015
 
 @_typing.final
+class Warn(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Warn: _TypeAlias = Warn  # noqa: Y015
+
+@_typing.final
 class Inspect(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2138,6 +2157,7 @@ class Order(_message.Message):
     REPLICATE_FIELD_NUMBER: _builtins.int
     PARK_FIELD_NUMBER: _builtins.int
     INSPECT_FIELD_NUMBER: _builtins.int
+    WARN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -2174,6 +2194,8 @@ class Order(_message.Message):
     def park(self) -> Global___Park: ...
     @_builtins.property
     def inspect(self) -> Global___Inspect: ...
+    @_builtins.property
+    def warn(self) -> Global___Warn: ...
     def __init__(
         self,
         *,
@@ -2195,12 +2217,13 @@ class Order(_message.Message):
         replicate: Global___Replicate | None = ...,
         park: Global___Park | None = ...,
         inspect: Global___Inspect | None = ...,
+        warn: Global___Warn | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate", "park", "inspect"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate", "park", "inspect", "warn"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

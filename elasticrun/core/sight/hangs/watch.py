@@ -274,7 +274,7 @@ class Watch:
             if self._places.learn(_place(opinion.impasse), seconds):
                 self._ctx.waits, self._ctx.changed = self._places.record(), True
             if self._noted is not None:
-                self._ctx.note(f"it moves again after {now - before:.0f} s")
+                self._warn(f"it moves again after {now - before:.0f} s", "info")
         self._move()
         self._since = since
 
@@ -457,7 +457,12 @@ class Watch:
         folder = self._with_stacks.folder() if self._dumped and self._with_stacks else ""
         where = f"; stacks are in {folder}" if folder else ""
         told_by = "still" if verdict.klass is Klass.STILL else f"hang ({verdict.klass.value})"
-        self._ctx.note(f"{told_by}: {verdict.sentence}; {then}{where}", "warning")
+        self._warn(f"{told_by}: {verdict.sentence}; {then}{where}")
+
+    def _warn(self, text: str, level: str = "warning") -> None:
+        """To whoever looks at the master or at a node of the round."""
+        self._ctx.note(text, level)
+        self._ctx.broadcast(self._members, m.Warn(text))
 
     def _then(self, verdict: Impasse) -> str:
         """What will be done about it."""
