@@ -7,18 +7,18 @@ training, `history` what happened. None of them knows another.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
 from elasticrun.core.context import JobContext
 from elasticrun.core.deadlines import earliest
-from elasticrun.core.events import Replied
+from elasticrun.core.events import Note, Replied
 from elasticrun.core.sight.hangs.watch import Watch
-from elasticrun.core.sight.history import History
 from elasticrun.core.sight.incidents import Incidents
 from elasticrun.core.sight.ledger import SlotLedger
-from elasticrun.core.sight.picture import Picture, SettingRow
+from elasticrun.core.sight.picture import EventRow, Picture, SettingRow
 from elasticrun.wire import messages as m
 
 MAX_ASKED = 64
@@ -26,6 +26,34 @@ MAX_ASKED = 64
 
 LOOK_LIMIT = 8.0
 """Seconds after which a reader is given what is here of the look that it waits for."""
+
+
+MOST_LINES = 1000
+"""Lines of what happened that are kept."""
+
+
+class History:
+    """What happened, a line each, for people: every note of the master, in a ring."""
+
+    def __init__(self, ctx: JobContext) -> None:
+        self._ctx = ctx
+        self._lines: deque[tuple[int, float, Note]] = deque(maxlen=MOST_LINES)
+        self._count = 0
+
+    def settle(self) -> None:
+        """After every event that was decided on: keep what was noted."""
+        for effect in self._ctx.out:
+            if isinstance(effect, Note):
+                self._count += 1
+                self._lines.append((self._count, self._ctx.now, effect))
+
+    def page(self) -> tuple[EventRow, ...]:
+        """The newest last."""
+        now = self._ctx.now
+        return tuple(
+            EventRow(number, max(0.0, now - at), "", note.text, note.level)
+            for number, at, note in self._lines
+        )
 
 
 class Sight:
