@@ -142,7 +142,7 @@ class SaveSpec(Struct, frozen=True):
 class WatchSpec(Struct, frozen=True):
     """How the job is watched for hangs; part of the JobSpec."""
 
-    on_hang: Annotated[str, OneOf("auto", "tell", "restart", "off")] = "auto"
+    on_hang: Annotated[str, OneOf("auto", "tell", "restart", "off")] = "tell"
     hang_limit: Amount = 0.0  # seconds for which any rank may be waited for; 0: no limit
     slot_price: Amount = 0.0  # of one slot for one hour; 0: costs are told in hours alone
 

@@ -89,7 +89,7 @@ def test_what_may_go_on_is_no_hang(world: World, fault: str) -> None:
 
 def test_two_nodes_and_a_new_life(elastic_job: Any) -> None:
     """Ranks on two nodes that call different collectives are started again."""
-    soon = ["--hang-limit=12"]
+    soon = ["--on-hang=auto", "--hang-limit=12"]
     job = elastic_job(FAULTY, "other", nnodes=2, nproc_per_node=2, max_restarts=1, options=soon)
     said = re.compile(r"hang \(certain\): .*in all_reduce .* in broadcast")
     job.wait_for_output(0, said)

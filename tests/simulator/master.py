@@ -76,6 +76,8 @@ class Master:
 
     def _count_slots(self) -> None:
         """Every second of every slot is in the job's ledger once, as counted here beside it."""
+        if self.world.check is None:
+            return
         now, found = self.world.clock.now, self.job.goodput()
         if found is None:
             return

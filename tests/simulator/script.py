@@ -57,7 +57,7 @@ from elasticrun.config import (
 )
 from elasticrun.core.events import Requested
 from elasticrun.core.persisted import Facts
-from elasticrun.wire.messages import JobSpec, Request
+from elasticrun.wire.messages import JobSpec, Request, WatchSpec
 from tests.simulator.hangs import KINDS
 from tests.simulator.node import NodeSetup
 from tests.simulator.world import Doom, World
@@ -81,6 +81,7 @@ DEFAULT_SPEC = JobSpec(
     grow_cooldown=GROW_COOLDOWN,
     restart_grace=float(SHUTDOWN_TIMEOUT),
     master_lost_timeout=MASTER_LOST_TIMEOUT,
+    watch=WatchSpec(on_hang="auto"),
 )
 
 
