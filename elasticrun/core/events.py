@@ -73,7 +73,7 @@ class Overslept(Struct, frozen=True):
 
 
 class Requested(Struct, frozen=True):
-    """A reader or an operator asks; `number` is new for each. Replied at once or later, once."""
+    """A reader or an operator asks; `number` is new for each. Answered at once or later, once."""
 
     number: int
     request: Request

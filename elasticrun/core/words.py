@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from elasticrun.wire.messages import MAX_RANKS
+from collections.abc import Sequence
 
 NAMED = 4
 """Most nodes that a sentence lists by name; of more it names the first and counts the rest."""
@@ -22,43 +20,6 @@ def names(nodes: Sequence[str]) -> str:
     if len(nodes) < 2:
         return "".join(nodes)
     return f"{', '.join(nodes[:-1])} and {nodes[-1]}"
-
-
-SHORTEST_RANGE = 3
-"""Ranks in a row that are written as a range; fewer are listed."""
-
-
-def write_ranges(ranks: Iterable[int]) -> str:
-    """The ranks in ascending order, each once; "" for none."""
-    rest = sorted(set(ranks))
-    parts: list[str] = []
-    at = 0
-    while at < len(rest):
-        end = at + 1
-        if end < len(rest):
-            stride = rest[end] - rest[at]
-            while end + 1 < len(rest) and rest[end + 1] - rest[end] == stride:
-                end += 1
-            if end - at + 1 >= SHORTEST_RANGE:
-                parts.append(f"{rest[at]}-{rest[end]}" + (f":{stride}" if stride > 1 else ""))
-                at = end + 1
-                continue
-        parts.append(str(rest[at]))
-        at += 1
-    return ",".join(parts)
-
-
-def read_ranges(text: str, limit: int = MAX_RANKS) -> tuple[int, ...]:
-    """The ranks below `limit` that such a text names, in its order. ValueError where it is none."""
-    found: list[int] = []
-    for part in text.split(",") if text else ():
-        span, _, stride = part.partition(":")
-        first, _, last = span.partition("-")
-        low, high, step = int(first), int(last or first), int(stride or 1)
-        if step < 1:
-            raise ValueError(f"{part!r}: a stride is 1 or more")
-        found.extend(range(low, min(high + 1, limit), step))
-    return tuple(found)
 
 
 COUNT_ALL = 64

@@ -18,11 +18,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from elasticrun.wire.progress import MAX_GROUPS_SAID, GroupSays
+from elasticrun.wire.types import write_ranges
 
 NCCL: Final = "_dump_nccl_trace_json"
 PLAIN: Final = "_dump_fr_trace_json"
@@ -108,27 +109,12 @@ def _groups() -> dict[str, tuple[str, str]]:
     names = dict(getattr(world, "pg_names", {}))
     ranks = dict(getattr(world, "pg_group_ranks", {}))
     return {
-        str(name): (str(getattr(group, "group_desc", "") or ""), spans(ranks.get(group) or ()))
+        str(name): (
+            str(getattr(group, "group_desc", "") or ""),
+            write_ranges(ranks.get(group) or (), pairs=True),
+        )
         for group, name in names.items()
     }
-
-
-def spans(ranks: Collection[int]) -> str:
-    """These ranks in few words: "0-41,43-63", "0-62:2"."""
-    left, words = sorted(ranks), []
-    while left:
-        step = left[1] - left[0] if len(left) > 1 else 1
-        count = 1
-        while count < len(left) and left[count] - left[count - 1] == step:
-            count += 1
-        if count == 2 and step > 1:
-            count = 1  # two in a row are no pattern
-        first, last = left[0], left[count - 1]
-        words.append(
-            f"{first}-{last}" + (f":{step}" if step > 1 else "") if count > 1 else f"{first}"
-        )
-        left = left[count:]
-    return ",".join(words)
 
 
 def _names(

@@ -25,7 +25,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -194,6 +194,57 @@ Ratio = Annotated[float, ratio]
 Name = Annotated[str, OneLine(1, MAX_NAME)]
 NameOrEmpty = Annotated[str, OneLine(0, MAX_NAME)]
 Attempt = Annotated[str, OneLine(1, MAX_ATTEMPT)]
+
+
+# ---------------------------------------------------------------- ranks in few letters
+
+
+def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last of all that follow each other, in ascending order."""
+    found: list[tuple[int, int]] = []
+    for rank in sorted(set(ranks)):
+        if found and rank == found[-1][1] + 1:
+            found[-1] = (found[-1][0], rank)
+        else:
+            found.append((rank, rank))
+    return found
+
+
+SHORTEST_RANGE: Final = 3
+"""Ranks in a row that are written as a range; fewer are listed."""
+
+
+def write_ranges(ranks: Iterable[int], *, pairs: bool = False) -> str:
+    """The ranks in ascending order, each once; "" for none. `pairs`: two neighbours are a range."""
+    rest = sorted(set(ranks))
+    parts: list[str] = []
+    at = 0
+    while at < len(rest):
+        end = at + 1
+        if end < len(rest):
+            stride = rest[end] - rest[at]
+            while end + 1 < len(rest) and rest[end + 1] - rest[end] == stride:
+                end += 1
+            if end - at + 1 >= SHORTEST_RANGE or (pairs and stride == 1):
+                parts.append(f"{rest[at]}-{rest[end]}" + (f":{stride}" if stride > 1 else ""))
+                at = end + 1
+                continue
+        parts.append(str(rest[at]))
+        at += 1
+    return ",".join(parts)
+
+
+def read_ranges(text: str, limit: int) -> tuple[int, ...]:
+    """The ranks below `limit` that such a text names, in its order. ValueError where it is none."""
+    found: list[int] = []
+    for part in text.split(",") if text else ():
+        span, _, stride = part.partition(":")
+        first, _, last = span.partition("-")
+        low, high, step = int(first), int(last or first), int(stride or 1)
+        if step < 1:
+            raise ValueError(f"{part!r}: a stride is 1 or more")
+        found.extend(range(low, min(high + 1, limit), step))
+    return tuple(found)
 
 
 # ---------------------------------------------------------------- records

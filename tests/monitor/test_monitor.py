@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elasticrun.agent.sight.asking import Asking
-from elasticrun.monitor.recorder import signature, spans
+from elasticrun.monitor.recorder import signature
 from elasticrun.wire.progress import GroupSays, RankSays
 from elasticrun.wire.spawning import SendSignal
 from elasticrun.wire.types import EntryKind, Entrypoint
@@ -162,17 +162,7 @@ def test_a_script_does_not_find_it_and_its_child_has_none(server: Driver, tmp_pa
     assert json.loads(out.read_text()) == [3, 0, 1]
 
 
-def test_words_for_ranks_and_calls() -> None:
-    for ranks, words in (
-        ((), ""),
-        ((7,), "7"),
-        (range(42), "0-41"),
-        ([*range(42), *range(43, 64)], "0-41,43-63"),
-        (range(0, 64, 2), "0-62:2"),
-        ([0, 5], "0,5"),
-        ([0, 1, 8, 9], "0-1,8-9"),
-    ):
-        assert spans(ranks) == words
+def test_words_for_calls() -> None:
     call = {
         "profiling_name": "nccl:all_gather",
         "input_sizes": [[2, 3]] * 6,

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from elasticrun.agent.logs.console import ConsoleWriter
 from elasticrun.agent.logs.fold import Fold, Told
+from elasticrun.wire.types import runs
 
 
 @dataclass(slots=True)
@@ -67,10 +68,4 @@ class FoldedConsole:
 
 def ranges(ranks: Iterable[int]) -> str:
     """`0-5,7`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs(ranks))

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from elasticrun.agent.sight import dump, outside
 from elasticrun.agent.sight.activity import Activity
 from elasticrun.agent.sight.outside import Threads
-from elasticrun.agent.sight.stacks import Frame, group_stacks, place_of, ranges
+from elasticrun.agent.sight.stacks import Frame, group_stacks, place_of
 from elasticrun.wire import messages as m
 from elasticrun.wire.progress import GroupSays, RankSays
-from elasticrun.wire.types import MAX_TEXT, RoundName
+from elasticrun.wire.types import MAX_TEXT, RoundName, write_ranges
 
 MIB = 1024 * 1024
 
@@ -77,7 +77,7 @@ def stacks(
         if "" not in one.threads:
             missing.setdefault(_why(one), []).append(one.rank)
     words = [
-        f"{'ranks' if len(ranks) > 1 else 'rank'} {ranges(ranks)} {why}"
+        f"{'ranks' if len(ranks) > 1 else 'rank'} {write_ranges(ranks, pairs=True)} {why}"
         for why, ranks in missing.items()
     ]
     return m.Stacks(round_name, number, group_stacks(by_rank), "; ".join(words)[:MAX_TEXT], folder)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import MAX_NAME, MAX_TEXT
+from elasticrun.wire.types import MAX_NAME, MAX_TEXT, write_ranges
 
 Frame = tuple[str, int, str]
 """File, line, function."""
@@ -105,23 +105,18 @@ def group_stacks(
     return tuple(groups[: m.MAX_STACKS])
 
 
-def ranges(ranks: Iterable[int]) -> str:
-    """ "0-41,43-63"; cut to a name's length."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return _cut(",".join(f"{a}-{b}" if a != b else f"{a}" for a, b in spans), MAX_NAME)
-
-
 def _group(masked: str, text: str, who: list[tuple[int, str]]) -> m.StackGroup:
     key = blake2b(f"{masked}\n{text}".encode(errors="replace"), digest_size=8).hexdigest()
     threads = {thread for _, thread in who}
     thread = _printable(threads.pop() if len(threads) == 1 else masked)
     ranks = {rank for rank, _ in who}
-    return m.StackGroup(key, ranges(ranks), len(ranks), _cut(thread, MAX_NAME), text)
+    return m.StackGroup(
+        key,
+        _cut(write_ranges(ranks, pairs=True), MAX_NAME),
+        len(ranks),
+        _cut(thread, MAX_NAME),
+        text,
+    )
 
 
 def _lines(frames: Sequence[Frame]) -> list[str]:

@@ -13,7 +13,9 @@ import msgspec
 
 from elasticrun.cli.job.asking import JobLine, as_json, parser, run
 from elasticrun.core.sight.picture import EventRow, Picture, StackRow
-from elasticrun.core.words import read_ranges, some
+from elasticrun.core.words import some
+from elasticrun.wire.messages import MAX_RANKS
+from elasticrun.wire.types import read_ranges
 
 if TYPE_CHECKING:
     import argparse
@@ -49,7 +51,7 @@ def stacks(argv: Sequence[str]) -> int:
 def has_rank(group: StackRow, rank: int) -> bool:
     """Whether a thread of this rank is in the group."""
     try:
-        return rank in read_ranges(group.ranks)
+        return rank in read_ranges(group.ranks, MAX_RANKS)
     except ValueError:
         return False
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 from elasticrun.cli.job.asking import JobLine, NotAnswered, as_json, parser, run
 from elasticrun.cli.verbs.status import duration, name_of, width
 from elasticrun.core.sight.picture import Picture, RankRow
-from elasticrun.core.words import some, write_ranges
+from elasticrun.core.words import some
+from elasticrun.wire.types import write_ranges
 
 if TYPE_CHECKING:
     import argparse

@@ -340,7 +340,7 @@ class Job:
     # ------------------------------------------------------------ decisions
 
     def _advance(self) -> None:
-        """Request what is to be done until it is nothing."""
+        """Ask what is to be done until it is nothing."""
         ctx, restarts, health = self._ctx, self._ctx.restarts, self._streams.health
         for _ in range(MAX_DECISIONS):
             if (end := self._due_end()) is not None:

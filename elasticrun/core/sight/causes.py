@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from elasticrun.core.context import JobContext
 from elasticrun.core.nodes.admission import ASKED, SLOW
 from elasticrun.core.rounds.failures import what_happened
-from elasticrun.core.words import some, write_ranges
+from elasticrun.core.words import some
 from elasticrun.wire.messages import Failure, FailureKind
+from elasticrun.wire.types import write_ranges
 
 MOST_KINDS = 4
 """Different ends of other ranks that are told apart."""

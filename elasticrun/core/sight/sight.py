@@ -79,7 +79,7 @@ class Sight:
         return self.watch.heard(node, report)
 
     def asked(self, number: int, ask: m.Request) -> None:
-        """Reply at once, or when a look that is needed for it is here."""
+        """Answer at once, or when a look that is needed for it is here."""
         wants = ask.verb == "stacks" or ask.live
         runs = wants and self._ctx.outcome is None
         look = self.watch.look(stacks=ask.verb == "stacks") if runs else 0
@@ -92,7 +92,7 @@ class Sight:
             self._asked[number] = (look, self._ctx.now + LOOK_LIMIT)
 
     def pursue(self) -> None:
-        """Request for looks that are due and judge; answer those who waited for one."""
+        """Ask for looks that are due and judge; answer those who waited for one."""
         self.watch.pursue()
         now = self._ctx.now
         for number, (look, until) in list(self._asked.items()):

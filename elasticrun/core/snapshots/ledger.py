@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from elasticrun.wire.messages import Holding
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import RoundName, runs
 
 MOST_SPANS = 4
 """Spans of ranks that a sentence names."""
@@ -319,12 +319,7 @@ class Ledger:
 
 def in_spans(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-3 and 8`; a few spans, and that there are more."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
+    spans = runs(ranks)
     words = [str(low) if low == high else f"{low}-{high}" for low, high in spans[:MOST_SPANS]]
     more = " and more" if len(spans) > MOST_SPANS else ""
     alone = len(spans) == 1 and spans[0][0] == spans[0][1]

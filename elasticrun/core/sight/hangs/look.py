@@ -8,8 +8,9 @@ from typing import Final
 
 from elasticrun.core.sight.hangs.waiting import Scene, Sighting, is_busy
 from elasticrun.core.sight.picture import RankRow, StackRow
-from elasticrun.core.words import names, read_ranges, write_ranges
+from elasticrun.core.words import names
 from elasticrun.wire import messages as m
+from elasticrun.wire.types import read_ranges, write_ranges
 
 BRIEF: Final = 4.0
 """Seconds for which a look waits for answers: a node needs 2 s for a rank that is silent."""
@@ -155,6 +156,6 @@ def _state(seen: m.RankSeen, odd: Mapping[int, bool], *, waits: bool) -> str:
 
 def _ranks(text: str) -> tuple[int, ...]:
     try:
-        return read_ranges(text)
+        return read_ranges(text, m.MAX_RANKS)
     except ValueError:
         return ()

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from elasticrun.core.words import read_ranges, some, write_ranges
+from elasticrun.core.words import some
 from elasticrun.wire.messages import MAX_PLACES, Being, GroupSeen, Position, RankSeen
+from elasticrun.wire.types import read_ranges, write_ranges
 
 CPU_STILL: Final = 0.02
 """Cores below which a rank does nothing: the threads of an idle torch use a third of that."""

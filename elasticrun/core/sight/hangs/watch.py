@@ -36,8 +36,8 @@ from elasticrun.core.sight.hangs.waiting import (
     judge,
 )
 from elasticrun.core.sight.picture import RankRow, StackRow, VerdictRow
-from elasticrun.core.words import write_ranges
 from elasticrun.wire import messages as m
+from elasticrun.wire.types import write_ranges
 
 FIRST_LOOK: Final = 7.0
 """Seconds of stillness before the first look: more than a beat of the agents' own looks at ranks,
@@ -166,7 +166,7 @@ class Watch:
             self._move()
 
     def pursue(self) -> None:
-        """Request for looks that are due, and judge."""
+        """Ask for looks that are due, and judge."""
         if not self._since_of and self._since is None and self._look is None:
             return  # all train
         now = self._ctx.now
@@ -186,7 +186,7 @@ class Watch:
         return self._due() if self._look is None else self._look.until
 
     def look(self, *, stacks: bool) -> int:
-        """Request every node for a look that a person wants; its number. 0: no round runs."""
+        """Ask every node for a look that a person wants; its number. 0: no round runs."""
         under_way = self._look
         if under_way is not None and (under_way.order.stacks or not stacks):
             return under_way.order.number
