@@ -25,14 +25,15 @@ from typing import Any, Final
 
 from elasticrun.monitor import recorder
 from elasticrun.wire.progress import (
+    CREDENTIALS_BYTES,
     MAX_FRAMES_SAID,
     MAX_THREADS_SAID,
     QUESTION_BYTES,
     RankAsked,
     RankSays,
     ThreadSays,
-    address,
     encode_answer,
+    hear_at,
     read_question,
     sent_by_us,
 )
@@ -46,8 +47,6 @@ SEND_LIMIT: Final = struct.pack("@ll", 1, 0)
 
 END_LIMIT: Final = 1.0
 """Seconds for which the end of a rank waits for an answer under way."""
-
-_ROOM: Final = socket.CMSG_SPACE(struct.calcsize("3i"))
 
 
 def start(name: str) -> None:
@@ -70,9 +69,8 @@ def _listen(name: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM, fileno=high)
     try:
         listener.setblocking(True)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_LIMIT)
-        listener.bind(address(name))
+        hear_at(listener, name)
     except OSError:
         listener.close()
         raise
@@ -108,7 +106,7 @@ def _serve(listener: socket.socket, main: int) -> None:
     try:
         mine = _inode(listener)
         while _inode(listener) == mine:  # a daemon that closes all has given the number away
-            data, credentials, _, asker = listener.recvmsg(QUESTION_BYTES + 1, _ROOM)
+            data, credentials, _, asker = listener.recvmsg(QUESTION_BYTES + 1, CREDENTIALS_BYTES)
             if not data:  # our own end
                 return
             asked = read_question(data)

@@ -63,6 +63,14 @@ def stat_fields(pid: int | str) -> list[bytes]:
         return file.read().rpartition(b")")[2].split()
 
 
+def text_of(pid: int, name: str) -> str:
+    """What a file below /proc/PID says, without blanks at its ends; "" where it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def read_process(pid: int) -> Process | None:
     """None if there is no such process (any more)."""
     try:

@@ -107,19 +107,45 @@ def decode(datagram: bytes) -> RankSteps | None:
     return RankSteps(local_rank, step, steps, seconds, own, waited, Own(knows))
 
 
+def hear_at(made: socket.socket, name: str) -> None:
+    """Have this datagram socket hear at `name`, and who says what it hears. OSError."""
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    made.bind(address(name))
+
+
+def hearing_at(name: str) -> socket.socket:
+    """A socket that hears at `name` and does not block. OSError."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    try:
+        hear_at(made, name)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def sender_of(credentials: Iterable[tuple[int, int, bytes]]) -> tuple[int, int] | None:
+    """The process and the user that have sent a datagram, as the kernel says; None: it does not."""
+    for level, kind, data in credentials:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+            pid, uid, _ = _CREDENTIALS.unpack_from(data)
+            return pid, uid
+    return None
+
+
 def sent_by_us(credentials: Iterable[tuple[int, int, bytes]]) -> bool:
     """Whether the kernel says that a datagram's sender runs as this user."""
-    return any(
-        (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
-        and _CREDENTIALS.unpack_from(data)[1] == os.getuid()
-        for level, kind, data in credentials
-    )
+    sender = sender_of(credentials)
+    return sender is not None and sender[1] == os.getuid()
 
 
 # ---------------------------------------------------------------- questions to a rank
 
 
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+CREDENTIALS_BYTES: Final = socket.CMSG_SPACE(_CREDENTIALS.size)
+"""Room that they take beside a datagram."""
 
 _QUESTION: Final = struct.Struct("<BBBBI")
 

@@ -65,7 +65,9 @@ class Activities:
             cpu += (ticks - self._polled(pid, seen)) / TICKS
             io += _io(pid)
             rss += int(fields[21]) * PAGE
-        return Activity(_being(root, process.state), max(0.0, cpu), io, rss, _text(root, "wchan"))
+        return Activity(
+            _being(root, process.state), max(0.0, cpu), io, rss, processes.text_of(root, "wchan")
+        )
 
     def _polled(self, pid: int, seen: set[tuple[int, int]]) -> int:
         """Ticks of the threads that only poll."""
@@ -86,16 +88,16 @@ class Activities:
     def _is_poller(self, pid: int, thread: int) -> bool:
         known = self._named.get((pid, thread))
         if known is None:
-            name = _text(pid, f"task/{thread}/comm").encode()
+            name = processes.text_of(pid, f"task/{thread}/comm").encode()
             known = name in POLLERS
             # a thread has its maker's name until it is given its own
-            if known or name != _text(pid, "comm").encode():
+            if known or name != processes.text_of(pid, "comm").encode():
                 self._named[pid, thread] = known
         return known
 
 
 def _being(pid: int, letter: str) -> Being:
-    if letter == "T" and "TracerPid:\t0\n" not in _text(pid, "status", whole=True):
+    if letter == "T" and "TracerPid:\t0\n" not in processes.text_of(pid, "status"):
         return Being.TRACED
     being = _BEINGS.get(letter, Being.SLEEPS)
     if being in (Being.SLEEPS, Being.DISK) and _is_frozen(pid):
@@ -105,7 +107,7 @@ def _being(pid: int, letter: str) -> Being:
 
 def _is_frozen(pid: int) -> bool:
     """By the cgroup's own word; the processes of a frozen cgroup look as if they slept."""
-    where = _text(pid, "cgroup", whole=True).splitlines()
+    where = processes.text_of(pid, "cgroup").splitlines()
     path = next((line[3:] for line in where if line.startswith("0::")), "")
     if path in ("", "/"):
         return False
@@ -116,14 +118,5 @@ def _is_frozen(pid: int) -> bool:
 
 
 def _io(pid: int) -> int:
-    lines = (line.partition(": ") for line in _text(pid, "io", whole=True).splitlines())
+    lines = (line.partition(": ") for line in processes.text_of(pid, "io").splitlines())
     return sum(int(number) for name, _, number in lines if name in ("rchar", "wchar"))
-
-
-def _text(pid: int, name: str, *, whole: bool = False) -> str:
-    """Nothing where it cannot be read."""
-    try:
-        text = Path(f"/proc/{pid}/{name}").read_text(errors="replace")
-    except OSError:
-        return ""
-    return text if whole else text.strip()

@@ -14,10 +14,12 @@ from typing import Final
 
 from elasticrun.wire.progress import (
     ANSWER_BYTES,
+    CREDENTIALS_BYTES,
     RankAsked,
     RankSays,
     address,
     encode_question,
+    hearing_at,
     mint_name,
     read_answer,
     sent_by_us,
@@ -25,8 +27,6 @@ from elasticrun.wire.progress import (
 
 MOST_AT_ONCE: Final = 64
 """Answers that are read in one turn of the loop: one of each rank of a large node."""
-
-_ROOM: Final = socket.CMSG_SPACE(3 * 4)
 
 
 @dataclass(slots=True)
@@ -52,16 +52,10 @@ class Asking:
         """A new life of the ranks: where each is to answer; nowhere, if there is no socket for it.
         In the running loop."""
         self.end()
-        found = None
         try:
-            found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            found.bind(address(mint_name()))
+            found = self._socket = hearing_at(mint_name())
         except OSError:
-            if found is not None:
-                found.close()
             return {}
-        self._socket = found
         self._places = {rank: mint_name() for rank in range(nproc)}
         self._ranks = {address(name).encode(): rank for rank, name in self._places.items()}
         asyncio.get_running_loop().add_reader(found, self._readable)
@@ -117,7 +111,9 @@ class Asking:
             if self._socket is None:
                 return
             try:
-                data, credentials, _, sender = self._socket.recvmsg(ANSWER_BYTES + 1, _ROOM)
+                data, credentials, _, sender = self._socket.recvmsg(
+                    ANSWER_BYTES + 1, CREDENTIALS_BYTES
+                )
             except OSError:
                 return
             rank = self._ranks.get(sender) if isinstance(sender, bytes) else None

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -75,10 +74,11 @@ def facts(pid: int) -> Iterator[str]:
         return
     for thread in threads[:MAX_THREADS]:
         state = _state(pid, thread)
-        name, place = (_text(f"/proc/{pid}/task/{thread}/{what}") for what in ("comm", "wchan"))
+        of = f"task/{thread}"
+        name, place = (processes.text_of(pid, f"{of}/{what}") for what in ("comm", "wchan"))
         switches = [
             line.replace("_ctxt_switches:\t", " switches ")
-            for line in _text(f"/proc/{pid}/task/{thread}/status").splitlines()
+            for line in processes.text_of(pid, f"{of}/status").splitlines()
             if "ctxt" in line
         ]
         yield f"{thread} {name}: {state} {place}, {', '.join(switches)}"
@@ -113,14 +113,6 @@ def _threads(rows: list[dict[str, Any]]) -> Threads:
                 for frame in row["frames"]
             )
     return found
-
-
-def _text(path: str) -> str:
-    """Nothing where it cannot be read."""
-    try:
-        return Path(path).read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _state(pid: int, thread: str) -> str:

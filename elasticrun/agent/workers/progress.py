@@ -11,20 +11,21 @@ import asyncio
 import math
 import os
 import socket
-import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.agent.runtime import Once, Timer
 from elasticrun.wire.messages import Start, Steps
 from elasticrun.wire.progress import (
+    CREDENTIALS_BYTES,
     DATAGRAM_BYTES,
     Own,
     RankSteps,
-    address,
     decode,
+    hearing_at,
     mint_name,
     place,
+    sender_of,
 )
 from elasticrun.wire.types import INT32
 
@@ -51,8 +52,6 @@ MOST_AT_ONCE: Final = 64
 MOST_PER_RANK: Final = 50
 """Datagrams a second that are read for each local rank; one that keeps to its ten never feels it.
 Of more the kernel keeps a few, and the sender drops the rest."""
-
-_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 @dataclass(slots=True)
@@ -122,14 +121,10 @@ class Progress:
         self._new_since = math.inf
         share = start.group_world_size / REPORTS_PER_SECOND
         self._every = max(SAY_EVERY, min(SAY_SELDOM, share))
-        name, found = mint_name(), None
+        name = mint_name()
         try:
-            found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            found.bind(address(name))
+            found = hearing_at(name)
         except OSError as error:
-            if found is not None:
-                found.close()
             self._told.tell(f"steps are not told to this agent: {error}")
             return
         self._socket, self._name = found, name
@@ -166,7 +161,7 @@ class Progress:
                 return
             try:
                 data, credentials, flags, _ = self._socket.recvmsg(
-                    DATAGRAM_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
+                    DATAGRAM_BYTES, CREDENTIALS_BYTES
                 )
             except BlockingIOError:
                 return
@@ -191,13 +186,12 @@ class Progress:
 
     def _is_ours(self, credentials: list[tuple[int, int, bytes]]) -> bool:
         """Whether the kernel says that the sender runs as this user."""
-        for level, kind, data in credentials:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-                pid, uid, _ = _CREDENTIALS.unpack_from(data)
-                if uid == os.getuid():
-                    return True
-                sentence = f"a process of another user (pid {pid}, uid {uid}) tells steps: unheard"
-                self._told.tell(sentence, kind="another user")
+        sender = sender_of(credentials)
+        if sender is None or sender[1] == os.getuid():
+            return sender is not None
+        pid, uid = sender
+        sentence = f"a process of another user (pid {pid}, uid {uid}) tells steps: unheard"
+        self._told.tell(sentence, kind="another user")
         return False
 
     def _heard(self, said: RankSteps | None, now: float) -> None:
