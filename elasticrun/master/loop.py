@@ -195,9 +195,8 @@ class Loop:
 
     def fall_silent(self) -> None:
         """Nobody is told anything more: another master decides."""
-        for waits in self._asked.values():
-            if not waits.done():
-                waits.set_result(m.Reply(False, "another master leads this job now: ask again"))
+        for number in self._asked:
+            self._reply(number, m.Reply(False, "another master leads this job now: ask again"))
         self._line.clear()
         self._boxes.clear()
 
@@ -282,6 +281,8 @@ class Loop:
         """An event that the brain cannot take is a defect of ours, yet no reason to end a job."""
         self._faults += 1
         logger.error("a defect: %s while handling %s", fault, event, exc_info=fault)
+        if isinstance(event, events.Requested):
+            self._reply(event.number, m.Reply(False, f"a defect of elasticrun: {fault!r}"))
         if self._faults >= MAX_FAULTS:
             raise BrainFault(f"{self._faults} events could not be handled, the last: {fault}")
         if isinstance(event, events.Heard | events.Attached):
@@ -328,9 +329,13 @@ class Loop:
                 self.figures.filed(effect.incident)
                 self.on_filed(effect.incident)
             case events.Replied():
-                waits = self._asked.get(effect.number)  # gone with its reader, as a rule
-                if waits is not None and not waits.done():
-                    waits.set_result(effect.reply)
+                self._reply(effect.number, effect.reply)
+
+    def _reply(self, number: int, reply: m.Reply) -> None:
+        """To who waits for it, if anybody does still."""
+        waits = self._asked.get(number)
+        if waits is not None and not waits.done():
+            waits.set_result(reply)
 
     def _tell(self, sessions: tuple[int, ...], order: m.Order) -> None:
         if self._store is not None and not self._store.leads():

@@ -146,7 +146,12 @@ def _threads(main: int) -> tuple[ThreadSays, ...]:
 
 
 def _name(known: Any, ident: int) -> str:
-    return str(getattr(known.get(ident), "name", ""))[:100] or f"thread {ident}"
+    return _utf8(str(getattr(known.get(ident), "name", ""))[:100]) or f"thread {ident}"
+
+
+def _utf8(text: str) -> str:
+    """What can be told; a path may hold bytes that are no text."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _frames(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:
@@ -154,6 +159,8 @@ def _frames(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:
     found: list[tuple[str, int, str]] = []
     while frame is not None and len(found) < MAX_FRAMES_SAID:
         code = frame.f_code
-        found.append((code.co_filename[-300:], frame.f_lineno or 0, code.co_name[:100]))
+        found.append(
+            (_utf8(code.co_filename[-300:]), frame.f_lineno or 0, _utf8(code.co_name[:100]))
+        )
         frame = frame.f_back
     return tuple(found)

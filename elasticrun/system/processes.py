@@ -130,7 +130,7 @@ def _children(pid: int) -> list[int]:
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
             found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_bytes().split())
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # it has gone, or may not be looked at
         pass
     return found
 

@@ -109,3 +109,18 @@ async def test_a_picture_has_the_status_with_what_the_loop_counts() -> None:
         served.loop.figures.began -= 100.0
         reply = await served.loop.ask(m.Request("picture"))
         assert msgspec.json.decode(reply.body, type=Picture).status.age >= 100.0
+
+
+async def test_a_request_that_the_brain_cannot_take_is_answered() -> None:
+    brain = Recorder()
+
+    def on(event: JobEvent) -> list[JobEffect]:
+        if isinstance(event, Requested):
+            raise KeyError("nobody")
+        return []
+
+    brain.on = on
+    async with serving(brain) as served:
+        reply = await asyncio.wait_for(served.loop.ask(m.Request("exclude", "b")), LIMIT)
+    assert not reply.ok
+    assert "a defect of elasticrun" in reply.reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import re
+import socket
 import threading
 from pathlib import Path
 
@@ -141,3 +142,27 @@ def test_a_url_is_posted_to() -> None:
         told.close(10.0)
         server.shutdown()
     assert json.loads(came[0])["reason"] == "every rank ended with 0"
+
+
+def test_what_is_no_answer_of_http_is_told_and_the_next_event_goes_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "PAUSE", 0.0)
+    came = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            for _ in range(2 * notify.TRIES):
+                peer, _ = server.accept()
+                with peer:
+                    came.append(peer.recv(1))
+                    peer.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        told = Notifier(f"http://127.0.0.1:{server.getsockname()[1]}/hook", "run17")
+        for _ in range(2):
+            told.put("end", exit_code=0, reason="")
+        thread.join(20.0)
+    assert len(came) == 2 * notify.TRIES
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

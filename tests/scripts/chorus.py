@@ -1,5 +1,6 @@
 """Ranks that say the same but for numbers; rank 2 says something of its own, and rank 3 prints a
-traceback, while the others say more. Each ends when there is a file `go` in the working folder."""
+traceback, while the others say more. Each says more when there is a file `more` in the working
+folder, and ends when there is a file `go`."""
 
 from __future__ import annotations
 
@@ -19,6 +20,9 @@ def main() -> None:
         while not all(os.path.exists(f"here-{one}") for one in range(4)):
             watch.read()
         sys.stdout.write(f"step 100 of 500: loss 2.3{rank}\n")
+        sys.stdout.flush()
+        while not os.path.exists("more"):
+            watch.read()
         if rank == 2:
             sys.stdout.write("nfs: server not responding\n")
         if rank == 3:

@@ -13,7 +13,7 @@ from typing import Final
 from elasticrun.system import processes
 from elasticrun.wire.messages import Being
 
-POLLERS: Final = frozenset({b"gloo_tcp_loop"})
+POLLERS: Final = frozenset({"gloo_tcp_loop"})
 """Threads of libraries that wake up all the time and do nothing."""
 
 TICKS: Final = os.sysconf("SC_CLK_TCK")
@@ -45,10 +45,12 @@ class Activities:
         self._named: dict[tuple[int, int], bool] = {}  # process, thread -> is a poller
 
     def look(self, pids: Collection[int]) -> dict[int, Activity]:
-        """Of each of these ranks; it may take some milliseconds a rank."""
+        """Of each of these ranks; it may take some milliseconds a rank. In any thread, and in
+        several at a time."""
         seen: set[tuple[int, int]] = set()
         found = {pid: self._tree(pid, seen) for pid in pids}
-        self._named = {thread: name for thread, name in self._named.items() if thread in seen}
+        known = self._named.copy()  # at once: others add to it meanwhile
+        self._named = {thread: name for thread, name in known.items() if thread in seen}
         return found
 
     def _tree(self, root: int, seen: set[tuple[int, int]]) -> Activity:
@@ -76,22 +78,23 @@ class Activities:
             threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
         except OSError:
             return 0
+        maker = processes.text_of(pid, "comm")
         for thread in threads:
             seen.add((pid, thread))
-            if self._is_poller(pid, thread):
+            if self._is_poller(pid, thread, maker):
                 try:
                     ticks += sum(map(int, processes.stat_fields(f"{pid}/task/{thread}")[11:13]))
                 except OSError:
                     continue
         return ticks
 
-    def _is_poller(self, pid: int, thread: int) -> bool:
+    def _is_poller(self, pid: int, thread: int, maker: str) -> bool:
         known = self._named.get((pid, thread))
         if known is None:
-            name = processes.text_of(pid, f"task/{thread}/comm").encode()
+            name = processes.text_of(pid, f"task/{thread}/comm")
             known = name in POLLERS
             # a thread has its maker's name until it is given its own
-            if known or name != processes.text_of(pid, "comm").encode():
+            if known or name != maker:
                 self._named[pid, thread] = known
         return known
 

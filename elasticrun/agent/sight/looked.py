@@ -12,9 +12,13 @@ from elasticrun.agent.sight.outside import Threads
 from elasticrun.agent.sight.stacks import Frame, group_stacks, place_of
 from elasticrun.wire import messages as m
 from elasticrun.wire.progress import GroupSays, RankSays
-from elasticrun.wire.types import MAX_TEXT, RoundName, write_ranges
+from elasticrun.wire.types import MAX_SECONDS, MAX_TEXT, RoundName, write_ranges
 
 MIB = 1024 * 1024
+
+ROOM = m.MAX_MESSAGE_BYTES * 3 // 4
+"""Bytes of all stacks in one message, which has names besides; the most common groups are left out
+before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +84,10 @@ def stacks(
         f"{'ranks' if len(ranks) > 1 else 'rank'} {write_ranges(ranks, pairs=True)} {why}"
         for why, ranks in missing.items()
     ]
-    return m.Stacks(round_name, number, group_stacks(by_rank), "; ".join(words)[:MAX_TEXT], folder)
+    groups = list(group_stacks(by_rank))
+    while sum(len(one.text.encode()) + len(one.ranks) for one in groups) > ROOM:
+        groups.pop()
+    return m.Stacks(round_name, number, tuple(groups), "; ".join(words)[:MAX_TEXT], folder)
 
 
 def from_outside(found: Sequence[RankLook], limit: float) -> list[RankLook]:
@@ -179,8 +186,8 @@ def _places(rows: Iterable[GroupSays], groups: list[str]) -> tuple[m.Position, .
             done=row.done,
             started=max(-1, row.started),
             call=_line(row.call),
-            age=row.age,
-            limit=row.limit,
+            age=min(max(0.0, row.age), MAX_SECONDS),
+            limit=row.limit if 0.0 <= row.limit <= MAX_SECONDS else 0.0,
         )
         for row in known[: m.MAX_PLACES]
     )

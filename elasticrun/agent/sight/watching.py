@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from elasticrun.agent.runtime import NodeContext, Tasks, in_thread
+from elasticrun.agent.runtime import NodeContext, NoThread, Once, Tasks, in_thread
 from elasticrun.agent.sight import looked
 from elasticrun.agent.sight.activity import Activities, Activity
 from elasticrun.agent.sight.asking import Asking
@@ -34,7 +34,7 @@ WRITE_LIMIT: Final = 2.0
 """Seconds for writing them down: together they end before the master waits no more."""
 
 MAX_LOOKS: Final = 4
-"""Full looks under way at a time; a master asks for one after the other."""
+"""Full looks under way at a time; a master asks for one after the other. Of looks at /proc too."""
 
 
 @dataclass(slots=True)
@@ -60,6 +60,8 @@ class LocalSight:
         self._activities = Activities()
         self._life: _Watched | None = None
         self._tasks = Tasks(node.fatal)
+        self._told = Once()
+        self._under_way: set[object] = set()  # looks that threads have not come back from
 
     # ------------------------------------------------------------ a life of the ranks
 
@@ -108,8 +110,11 @@ class LocalSight:
         while self._life is life:
             due = max(due + PULSE_EVERY, loop.time())
             await asyncio.sleep(due - loop.time())
-            await self._beat(life)
-            self._tell(life)
+            try:
+                await self._beat(life)
+                self._tell(life)
+            except Exception as error:  # one beat; a node that is never quiet would hide every hang
+                self._told.tell(f"a look at the ranks failed: {error!r}", kind="beat")
 
     async def _beat(self, life: _Watched) -> None:
         answers = await self._asking.ask(self._ranks.forked, PULSE_LIMIT)
@@ -124,11 +129,22 @@ class LocalSight:
 
     async def _look(self, life: _Watched, *, measure: bool = True) -> Mapping[int, Activity]:
         """What the kernel says now, by local rank; rates since the last look are kept."""
-        pids = dict(self._ranks.pids)
+        pids, this = dict(self._ranks.pids), object()
+        if len(self._under_way) > MAX_LOOKS:  # /proc does not answer, and threads wait for it
+            return {}
+
+        def work() -> dict[int, Activity]:
+            try:
+                return self._activities.look(pids.values())
+            finally:
+                self._under_way.discard(this)
+
+        self._under_way.add(this)
         try:
-            seen = await in_thread(
-                lambda: self._activities.look(pids.values()), limit=LOOK_LIMIT, name="activity"
-            )
+            seen = await in_thread(work, limit=LOOK_LIMIT, name="activity")
+        except NoThread:
+            self._under_way.discard(this)
+            return {}
         except TimeoutError:
             return {}
         now = asyncio.get_running_loop().time()

@@ -71,7 +71,7 @@ class OperatorRequests:
 
     def _exclude(self, request: m.Request) -> str:
         ctx = self._ctx
-        here = {node: ctx.nodes[node].hello.host for node in ctx.membership.present}
+        here = {node: ctx.nodes[node].host for node in ctx.membership.present}
         node = _find(request.node, here)
         if node is None:
             raise Unwilling(f"the job has no node {request.node}{_known(list(here))}")
@@ -85,7 +85,7 @@ class OperatorRequests:
     def _include(self, request: m.Request) -> str:
         ctx, now = self._ctx, self._ctx.now
         out = {one.node: one.host for one in ctx.exclusions.page(now)}
-        held = {node: ctx.nodes[node].hello.host for node in ctx.rdzv.backing_off}
+        held = {node: ctx.nodes[node].host for node in ctx.rdzv.backing_off if node in ctx.nodes}
         node = _find(request.node, {**held, **out})
         if node is None:
             known = _known([*out, *held], "excluded: ")

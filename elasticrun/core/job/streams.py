@@ -246,7 +246,7 @@ class Streams:
         """These nodes are told to go, and are refused for a while: recorded first, then told."""
         ctx, now, seconds = self._ctx, self._ctx.now, self._ctx.spec.checks.exclude_for
         for node, kind, reason in sentences:
-            host = self._nodes[node].hello.host
+            host = self._nodes[node].host
             ctx.exclusions.add(node, host, kind=kind, reason=reason, seconds=seconds, now=now)
             ctx.note(f"node {node} is excluded for {seconds:g} s: {reason}", "warning")
         self._saving.going(node for node, _, _ in sentences)

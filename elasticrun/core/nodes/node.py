@@ -56,6 +56,11 @@ class Node:
         return self.said
 
     @property
+    def host(self) -> str:
+        """Its host's name; "" of one that the record names and nobody has heard."""
+        return self.said.host if self.said is not None else ""
+
+    @property
     def store(self) -> Endpoint:
         """Of a node that has joined."""
         assert self.offered is not None

@@ -7,6 +7,7 @@ of those, the record stays open after all ranks run, until the next one, or the 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -95,8 +96,6 @@ class Incidents:
         self._ended = ctx.outcome is not None
         self._newest = -1  # step that was told in this round
         self._tells_steps = False
-        self._stacks: dict[tuple[str, str], StackRow] = {}  # of the newest look, by key
-        self._look = -1
         self._known_out = self._kept_out()
         last = ctx.round
         if last is not None and last.inherited and last.why_stopped and not self._ended:
@@ -105,19 +104,18 @@ class Incidents:
 
     # ------------------------------------------------------------ what happens
 
-    def heard(self, node: str, report: m.Quiet | m.LastLines | m.Stacks) -> None:
+    def heard(self, report: m.Quiet | m.LastLines) -> None:
         """What belongs to the open one."""
         if isinstance(report, m.Quiet):
             self._quiet(report)
-        elif isinstance(report, m.Stacks):
-            self._seen(report)
         elif (one := self._open) is not None:
-            if report.rank == one.origin.rank or not one.last_lines:
+            own = report.round.number == one.round
+            if own and (report.rank == one.origin.rank or not one.last_lines):
                 one.last_lines = report.text
                 self._file(one.row(self._ctx.now, over=False))
         elif self._ended and self._rows:  # the job ended for it before they came
             began, row = self._rows[-1]
-            if report.rank == row.rank:
+            if report.rank == row.rank and report.round.number == row.round:
                 self._rows[-1] = (began, replace(row, last_lines=report.text))
                 self._file(self._rows[-1][1])
 
@@ -138,8 +136,9 @@ class Incidents:
                 one.to("warm", now)
                 self._file(one.row(now, over=False))
 
-    def round_over(self, reason: str, quiet: float = 0.0) -> None:
-        """The round is closed for this reason. `quiet`: seconds since anything moved in it."""
+    def round_over(self, reason: str, quiet: float = 0.0, stacks: Sequence[StackRow] = ()) -> None:
+        """The round is closed for this reason. `quiet`: seconds since anything moved in it;
+        `stacks`: of the last look at its ranks."""
         ctx, one = self._ctx, self._open
         if ctx.rdzv.succeeded or ctx.round is None:
             return
@@ -147,7 +146,7 @@ class Incidents:
             self._close(moves=False)
             one = None
         if one is None:
-            self._begin(reason, quiet)
+            self._begin(reason, quiet, stacks)
             return
         if len(one.followed) < MOST_FOLLOWED:
             one.followed.append(reason)
@@ -198,7 +197,7 @@ class Incidents:
 
     # ------------------------------------------------------------ beginning and end
 
-    def _begin(self, reason: str, quiet: float) -> None:
+    def _begin(self, reason: str, quiet: float, stacks: Sequence[StackRow] = ()) -> None:
         ctx, round_ = self._ctx, self._ctx.round
         now = ctx.now
         assert round_ is not None
@@ -219,7 +218,7 @@ class Incidents:
         if culprit.rank >= 0:
             one.last_lines = ctx.restarts.window.failures[0].traceback[-MOST_CHARS:]
         if culprit.cause == "hang":
-            one.stacks = tuple(self._stacks.values())
+            one.stacks = tuple(stacks[:MOST_STACKS])
         self._file(one.row(now, over=False))
 
     def _detected(self, culprit: Origin) -> float:
@@ -295,20 +294,3 @@ class Incidents:
             if one.newest >= 0:
                 one.steps_lost = max(0, one.newest - (report.step - report.steps))
             self._close(moves=True)
-
-    def _seen(self, report: m.Stacks) -> None:
-        """Stacks of one look, which comes from every node in parts."""
-        if report.number != self._look:
-            self._look = report.number
-            self._stacks.clear()
-        for group in report.groups:
-            key = (group.key, group.thread)
-            known = self._stacks.get(key)
-            if known is not None:
-                ranks, count = f"{known.ranks},{group.ranks}", known.count + group.count
-                self._stacks[key] = replace(known, ranks=ranks, count=count)
-            elif len(self._stacks) < MOST_STACKS:
-                row = StackRow(group.ranks, group.count, group.thread, group.text)
-                self._stacks[key] = row
-        if self._open is not None and self._open.phase == "stop":
-            self._open.stacks = tuple(self._stacks.values())

@@ -70,8 +70,8 @@ class Sight:
 
     def heard(self, node: str, report: m.SightReport) -> bool:
         """Whether anything may have changed by which something is decided."""
-        if not isinstance(report, m.Inspected):
-            self.incidents.heard(node, report)
+        if isinstance(report, m.Quiet | m.LastLines):
+            self.incidents.heard(report)
         if isinstance(report, m.LastLines):
             return True
         if isinstance(report, m.Quiet):
@@ -109,6 +109,10 @@ class Sight:
             self.ledger.settle(node, verdict.since, verdict.klass)
         self.incidents.settle()
         self.history.settle()
+        if self._ctx.outcome is not None and self._asked:  # nobody is looked at any more
+            for number in self._asked:
+                self._answer(number)
+            self._asked.clear()
 
     def round_begins(self) -> None:
         """A round was formed, or is taken over."""
@@ -120,7 +124,8 @@ class Sight:
         """The round is closed."""
         quiet = self.watch.quiet()
         self.ledger.round_over(reason, quiet)
-        self.incidents.round_over(reason, quiet)
+        stacks = self.watch.stacks()[0] if quiet else ()
+        self.incidents.round_over(reason, quiet, stacks)
         self.watch.round_over()
 
     def next_deadline(self) -> float | None:

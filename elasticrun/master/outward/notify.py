@@ -10,6 +10,7 @@ master, some seconds; a program that fails is tried again TRIES - 1 times, and t
 from __future__ import annotations
 
 import contextlib
+import http.client
 import logging
 import os
 import queue
@@ -91,7 +92,7 @@ def _post(url: str, data: bytes) -> str:
     try:
         with urllib.request.urlopen(request, timeout=LIMIT):
             return ""
-    except (OSError, ValueError) as wrong:
+    except (OSError, ValueError, http.client.HTTPException) as wrong:
         return f"{type(wrong).__name__}: {wrong}"
 
 

@@ -69,6 +69,8 @@ def test_a_terminal_is_folded(world: World, ends: tuple[int, int]) -> None:
     reader, writer = ends
     chorus(world, writer)
     seen = Seen(reader)
+    seen.until(lambda text: "step 100" in text)
+    (world.scratch / "more").touch()
     early = seen.until(lambda text: "\n[2] nfs: server not responding\n" in text)
     seen.until(TRACEBACK.search)
     (world.scratch / "go").touch()
@@ -88,7 +90,8 @@ def test_a_terminal_is_folded(world: World, ends: tuple[int, int]) -> None:
 def test_unfolded_to_the_byte(world: World, ends: tuple[int, int], flag: str) -> None:
     reader, writer = ends
     chorus(world, writer, *filter(None, [flag]))
-    (world.scratch / "go").touch()
+    for word in ("more", "go"):
+        (world.scratch / word).touch()
     text = Seen(reader).until(lambda _: False)
     assert world.jobs[0].wait() == 0
     lines = text.splitlines()

@@ -312,3 +312,14 @@ def test_a_successor_has_replicas_made_of_a_round_that_it_learns_bit_by_bit() ->
         third.hear(at + 1, m.Holdings(Endpoint("10.0.0.9", 5000 + at), (held,), replicas=True))
     copied = [order for at in (1, 2) for order in third.told[at] if isinstance(order, m.Replicate)]
     assert {order.ranks for order in copied} == {(0, 1), (2, 3)}
+
+
+def test_a_node_that_no_agent_has_told_of_yet_can_be_excluded_and_included() -> None:
+    master = Master()
+    master.running()
+    after = successor(master)
+    after.feed(fx.Attached(1, hello("a")))
+    for number, verb in enumerate(("exclude", "include")):
+        effects = after.feed(fx.Requested(number, m.Request(verb, "b")))
+        (reply,) = [one.reply for one in effects if isinstance(one, fx.Replied)]
+        assert reply.ok, reply.reason

@@ -50,9 +50,11 @@ def fails(master: Master, name: RoundName, one: m.Failure) -> None:
 
 def test_a_failing_rank_from_its_death_to_the_next_step() -> None:
     master = Master()
-    fails(master, trains(master, 40), failure(0))
+    broken = trains(master, 40)
+    fails(master, broken, failure(0))
     name = starts(master)
-    master.hear(1, m.LastLines(name, 0, "boom"))
+    master.hear(1, m.LastLines(broken, 0, "boom"))
+    master.hear(1, m.LastLines(name, 0, "of another round"))
     master.now += 1.5
     master.hear(1, m.Quiet(name, 0.0, first=1.5, counted=True))
     assert notes(master) == [], "its steps are told, so the first of them is waited for"
@@ -79,7 +81,12 @@ def test_a_hang_counts_from_the_last_move_and_keeps_the_stacks() -> None:
     master = Master()
     name = master.running()
     group = m.StackGroup("k", "1", 1, "", "train.py:88 load_shard")
-    master.hear(1, m.Stacks(name, 1, (group,)))
+    for session in (1, 2):
+        master.hear(session, m.Quiet(name, 6.0, waiting=1))
+    master.feed(fx.Requested(1, m.Request("stacks")))
+    for session, groups in ((1, (group,)), (2, ())):
+        master.hear(session, m.Inspected(name, 1, 0, (), ()))
+        master.hear(session, m.Stacks(name, 1, groups))
     hung = replace(failure(0), kind=m.FailureKind.HUNG, message="all wait for it")
     fails(master, name, hung)
     new = starts(master)

@@ -499,11 +499,11 @@ class Watch:
         seen = {one.seen.rank: one for one in look.sightings}[rank]
         round_ = self._ctx.round
         seat = round_.members.get(seen.node) if round_ is not None else None
-        hello, stack = self._ctx.nodes[seen.node].said, look.stack_of(rank)
+        known, stack = self._ctx.nodes.get(seen.node), look.stack_of(rank)
         self.demand = (
             seen.node,
             m.Failure(
-                host=hello.host if hello is not None and verdict.of_node else "",
+                host=known.host if known is not None and verdict.of_node else "",
                 rank=rank,
                 local_rank=rank - seat.first_rank if seat is not None else -1,
                 pid=seen.seen.pid,

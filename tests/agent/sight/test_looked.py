@@ -1,0 +1,59 @@
+"""What a look tells the master, at the ends of what the wire takes; no process."""
+
+from __future__ import annotations
+
+from elasticrun.agent.sight import looked
+from elasticrun.agent.sight.activity import Activity
+from elasticrun.wire import messages as m
+from elasticrun.wire.progress import (
+    GroupSays,
+    RankSays,
+    ThreadSays,
+    encode_answer,
+    read_answer,
+)
+from elasticrun.wire.rpc import protobuf
+from elasticrun.wire.types import RoundName
+
+ROUND = RoundName(1, 1, "nonce")
+
+
+def rank(number: int, said: RankSays) -> looked.RankLook:
+    return looked.RankLook(
+        rank=number,
+        pid=100 + number,
+        forked=True,
+        asked=True,
+        said=said,
+        activity=Activity(m.Being.SLEEPS),
+        rates=(0.0, 0.0),
+        quiet=10.0,
+        progress=(-1, 0.0),
+    )
+
+
+def test_a_limit_of_a_century_is_no_limit() -> None:
+    group = GroupSays("0", 3, -1, 2, "0", "dp", "", "all_reduce [4]", age=-1.0, limit=3.2e9)
+    (report,) = looked.reports(ROUND, 1, [rank(0, RankSays(1, (group,)))])
+    protobuf.report_to_wire(report)
+    assert (report.ranks[0].at[0].age, report.ranks[0].at[0].limit) == (0.0, 0.0)
+
+
+def test_stacks_fit_into_a_message_the_rarest_first() -> None:
+    rows = []
+    for number in range(m.MAX_STACKS):
+        frames = tuple((f"/u/{number}.py", line, "ü" * 199) for line in range(19))
+        says = RankSays(1, (), (ThreadSays("main", frames),))
+        rows += [rank(10 * number + one, says) for one in range(number + 1)]
+    report = looked.stacks(ROUND, 1, rows)
+    protobuf.report_to_wire(report)
+    assert 1 < len(report.groups) < m.MAX_STACKS
+    assert report.groups[0].count == 1
+
+
+def test_a_path_that_is_no_text_is_read() -> None:
+    from elasticrun.monitor.monitor import _utf8
+
+    frame = (_utf8("/u/\udce9.py"), 3, "main")
+    said = RankSays(1, (), (ThreadSays("main", (frame,)),))
+    assert read_answer(encode_answer(said)) == said
