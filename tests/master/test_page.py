@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from msgspec import structs
@@ -313,6 +314,8 @@ def test_a_stranger_is_not_shown_paths_arguments_and_what_was_said() -> None:
     assert (told.stacks, told.settings) == ((), ())
     assert not any(row.place for row in told.ranks)
     assert not any(row.last_lines or row.stacks for row in told.incidents)
+    said = msgspec.json.encode(told).decode()
+    assert not any(word in said for word in (".py", "ValueError", "/home", "logs/"))
     page = StatusPage(Loop(Recorder()))
     for peer, key, trusted in (
         ("127.0.0.1", "", True),

@@ -188,6 +188,11 @@ def add_job(made: Parser, environ: Mapping[str, str]) -> None:
         "the job's id, the beginning of it, or its master's host:port; not needed for the only one"
     )
     made.add_argument("job", nargs="?", default="", metavar="JOB", help=text)
+    add_way(made, environ)
+
+
+def add_way(made: Parser, environ: Mapping[str, str]) -> None:
+    """How it is printed, and what proves that we may ask."""
     text = "json: for programs, as docs/sight.md has it"
     made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
     add_group(made, "of a job that has a token or TLS", TRUST, environ)

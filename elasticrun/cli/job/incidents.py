@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.cli import trust
-from elasticrun.cli.flags import PROG, Parser, add_group
-from elasticrun.cli.job.asking import JobLine, NotAnswered, as_json, find
+from elasticrun.cli.flags import PROG, Parser
+from elasticrun.cli.job.asking import JobLine, NotAnswered, add_way, as_json, find
 from elasticrun.cli.settings import Asked
-from elasticrun.cli.table import TRUST
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.master.outward.incident_files import read
 from elasticrun.master.outward.report import page, table
@@ -35,10 +34,8 @@ def main(argv: Sequence[str]) -> int:
     )
     text = "the job, as `elasticrun status` names it, and the number of one incident to show whole"
     made.add_argument("words", nargs="*", metavar="JOB N", help=text)
-    text = "json: for programs, as docs/sight.md has it"
-    made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
     variables = trust.withdraw()
-    add_group(made, "of a job that has a token or TLS", TRUST, variables)
+    add_way(made, variables)
     ns = made.parse_args(argv)
     if len(ns.words) > 2 or (len(ns.words) == 2 and not ns.words[1].isdecimal()):
         made.error("a job, and the number of one of its incidents")

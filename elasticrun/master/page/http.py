@@ -29,7 +29,7 @@ import msgspec
 from elasticrun import __version__
 from elasticrun.master.loop import Loop
 from elasticrun.master.page.metrics import metrics_writer
-from elasticrun.master.page.stream import Receive, Send, Watchers
+from elasticrun.master.page.stream import Receive, Send, Watchers, status_for_strangers
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.types import Endpoint
 
@@ -134,6 +134,8 @@ class StatusPage:
             await send(_start(200, {"content-type": "text/event-stream; charset=utf-8"}))
             await self._streams.serve(receive, send, whole=self._trusts(scope))
             return
+        if code == 200 and scope["path"] == "/metrics" and self._render is None:
+            self._render = await asyncio.to_thread(metrics_writer, self._loop)  # it imports
         if code == 200:
             headers, body = self._content(scope)
         headers["content-length"] = str(len(body))
@@ -166,12 +168,12 @@ class StatusPage:
                 }
                 return headers, body
             case "/status":
-                return {"content-type": "application/json"}, self._json()
+                return {"content-type": "application/json"}, self._json(whole=self._trusts(scope))
             case "/picture":
                 body = self._streams.picture(whole=self._trusts(scope))
                 return {"content-type": "application/json"}, body
             case "/metrics":
-                self._render = self._render or metrics_writer(self._loop)
+                assert self._render is not None
                 kind = "text/plain; version=0.0.4; charset=utf-8"
                 return {"content-type": kind}, self._render()
             case "/events":  # HEAD
@@ -187,8 +189,10 @@ class StatusPage:
         given = parse_qs(scope["query_string"].decode("latin-1")).get("key", [""])[0]
         return hmac.compare_digest(given.encode(), self._key.encode())
 
-    def _json(self) -> bytes:
+    def _json(self, *, whole: bool) -> bytes:
         status = self._loop.status()
+        if status.verdict and not whole:
+            return status_json(status_for_strangers(status))
         if self._body is None or self._body[0] is not status:
             self._body = (status, status_json(status))
         return self._body[1]

@@ -20,6 +20,7 @@ PHASES: Final = ("gathering", "running", "stopping", "ended")
 def metrics_writer(loop: Loop) -> Callable[[], bytes]:
     """A function that writes the picture and the figures of this moment as prometheus-client does,
     in a registry of our own."""
+    import prometheus_client.core  # noqa: F401  # here, where it may take a while
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.registry import Collector
 

@@ -2,7 +2,7 @@
 events. However many look, a picture is made and written once a second at most.
 
 A visitor from another host who has no key is not shown what tells of paths and arguments: stacks,
-places in the script, last lines, settings.
+places in the script, last lines, settings, events, and the sentences of verdicts and incidents.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from msgspec.structs import asdict, replace
 from elasticrun import __version__
 from elasticrun.core.sight.picture import IncidentRow, Picture, RankRow
 from elasticrun.master.loop import Loop
+from elasticrun.master.outward.report import WORDS
+from elasticrun.wire.messages import JobStatus
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -180,9 +182,11 @@ def for_strangers(picture: Picture) -> Picture:
     verdict = picture.verdict
     return replace(
         picture,
+        status=status_for_strangers(picture.status),
+        events=(),
         ranks=tuple(_rank_for_strangers(row) for row in picture.ranks),
         incidents=tuple(_incident_for_strangers(row) for row in picture.incidents),
-        verdict=replace(verdict, folder="") if verdict else None,
+        verdict=replace(verdict, sentence=verdict.kind, folder="") if verdict else None,
         stacks=(),
         stacks_missing="stacks and settings are shown on the job's own host, or to who has the key",
         settings=(),
@@ -194,4 +198,10 @@ def _rank_for_strangers(row: RankRow) -> RankRow:
 
 
 def _incident_for_strangers(row: IncidentRow) -> IncidentRow:
-    return replace(row, last_lines="", stacks=())
+    what = WORDS.get(row.cause, row.cause)
+    return replace(row, sentence=what, followed="", decision="", last_lines="", stacks=())
+
+
+def status_for_strangers(status: JobStatus) -> JobStatus:
+    """The status without the lines of the script that a verdict names."""
+    return replace(status, verdict="a rank hangs" if status.verdict else "")

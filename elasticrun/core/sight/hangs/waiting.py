@@ -220,9 +220,14 @@ def is_busy(seen: RankSeen) -> bool:
     return seen.cpu >= CPU_STILL or seen.io >= IO_STILL or seen.gpu >= GPU_STILL
 
 
+def is_held(seen: RankSeen) -> bool:
+    """Whether a person is at work on it, by a debugger."""
+    return seen.being is Being.TRACED or seen.library.partition(".")[0] in DEBUGGERS
+
+
 def is_paired(call: str) -> bool:
     """Whether it is between two ranks."""
-    name = call.partition(" ")[0].rpartition(":")[2]
+    name = _name(call)
     return name in PAIRED or name.startswith(("send", "recv"))
 
 
@@ -270,6 +275,7 @@ def _say_mismatch(
         node=first.node,
         place=first.seen.place,
         library=first.seen.library,
+        held=any(is_held(scene.ranks[rank].seen) for rank in group.at),
     )
 
 
@@ -312,8 +318,7 @@ def _class_of(scene: Scene, rank: int) -> tuple[Klass, str, str]:
     seen = scene.ranks[rank].seen
     place = f" at {seen.place}" if seen.place else ""
     span = f" for {scene.seconds:.0f} s"
-    by_library = seen.library.partition(".")[0] in DEBUGGERS
-    if seen.being is Being.TRACED or by_library:
+    if is_held(seen):
         return Klass.CERTAIN, "traced", f"is held by a debugger{place}{span}"
     if seen.being is Being.ENDED:
         return Klass.CERTAIN, "ended", "has ended with 0"
@@ -368,6 +373,7 @@ def _circle(scene: Scene) -> Impasse | None:
         node=first.node,
         place=first.seen.place,
         library=first.seen.library,
+        held=any(map(is_held, seen)),
     )
 
 
@@ -406,10 +412,6 @@ def _still(scene: Scene) -> Impasse | None:
         return None
     first = min(living, key=lambda one: one.seen.rank)
     where = f"; {scene.name(first.seen.rank)} is at {first.seen.place}" if first.seen.place else ""
-    held = any(
-        one.seen.being is Being.TRACED or one.seen.library.partition(".")[0] in DEBUGGERS
-        for one in living
-    )
     return Impasse(
         Klass.STILL,
         "still",
@@ -420,7 +422,7 @@ def _still(scene: Scene) -> Impasse | None:
         node=first.node,
         place=first.seen.place,
         library=first.seen.library,
-        held=held,
+        held=any(is_held(one.seen) for one in living),
     )
 
 
@@ -469,9 +471,14 @@ def _positions(one: Sighting) -> list[Position]:
     return [at for at in one.seen.at if at.group < len(one.groups)]
 
 
+def _name(call: str) -> str:
+    """Of the collective: "nccl:all_reduce [4]" is all_reduce."""
+    return call.partition(" ")[0].rpartition(":")[2]
+
+
 def _signature(call: str) -> str:
     """What must be the same on all ranks; "" where nothing must."""
-    name = call.partition(" ")[0].rpartition(":")[2]
+    name = _name(call)
     if not name or is_paired(call):
         return ""
     return call if name in SIZED else name
