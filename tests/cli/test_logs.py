@@ -65,6 +65,7 @@ def test_followed_until_the_end(world: World) -> None:
     here = [world.scratch / f"here-{rank}" for rank in range(4)]
     await_true(lambda: all(path.exists() for path in here), "ranks")
     reader = world.launch(ELASTICRUN, "logs", "tune", "-f")
+    (world.scratch / "more").touch()
     reader.until_text("[2] nfs: server not responding\n", stream="stdout")
     (world.scratch / "go").touch()
     assert (job.wait(), reader.wait()) == (0, 0)

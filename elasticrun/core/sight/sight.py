@@ -146,6 +146,7 @@ class Sight:
             goodput=self.ledger.page(),
             incidents=self.incidents.page(),
             events=self.history.page(),
+            slow=tuple(one.slow for one in self._ctx.nodes.values() if one.slow),
             settings=settings(self._ctx.spec),
         )
 
