@@ -64,7 +64,7 @@ def _check_script(path: str) -> str:
 
 
 LOOKS: Final = ("stacks", "top", "events", "incidents")
-ORDERS: Final = ("stop", "restart", "exclude", "include")
+ORDERS: Final = ("stop", "restart", "exclude", "include", "scale")
 VERBS: Final = ("master", "status", "doctor", "replay", "render", "warm", "logs", *LOOKS, *ORDERS)
 """First words that are not a script."""
 

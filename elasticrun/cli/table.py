@@ -62,6 +62,7 @@ subcommands, each with its own --help:
   elasticrun restart [JOB]          start its ranks again
   elasticrun exclude NODE           keep a node out of it
   elasticrun include NODE           let a node in again
+  elasticrun scale N                set how many nodes it has at most
   elasticrun logs [JOB]             what its ranks have written
   elasticrun doctor                 what is wrong with this machine
   elasticrun render TARGET          what Kubernetes or Slurm is to be given
@@ -82,6 +83,7 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun restart [JOB]      start its ranks again
   elasticrun exclude NODE [JOB] keep a node out of it
   elasticrun include NODE [JOB] let it in again
+  elasticrun scale N [JOB]      set how many nodes it has at most
   elasticrun logs [JOB]         print what the ranks of a job have written on this host
   elasticrun doctor             say what is wrong with this machine, and what to do about it
   elasticrun master             run a job master by hand, on a host without ranks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from msgspec.structs import replace
+
 from elasticrun.core import events as fx
 from elasticrun.core.nodes.admission import Exclusions, FlapHistory
 from elasticrun.core.nodes.membership import Membership
@@ -36,9 +38,16 @@ class JobContext:
         self.incidents = 0  # the number of the last one
         self.round: Round | None = None  # the last one that was formed or adopted
         self.waits: tuple[LongWait, ...] = ()  # as in the facts
+        self.scaled = False  # an operator has changed the number of nodes
         self.outcome: m.End | None = None
         self.changed = False  # a fact has changed that no order waits for
         self.out: list[fx.JobEffect] = []
+
+    def scale(self, low: int, high: int) -> None:
+        """So many nodes are needed, and taken at most, from now on."""
+        self.spec = replace(self.spec, min_nodes=low, max_nodes=high)
+        self.scaled = self.changed = True
+        self.rdzv.scale(self.spec)
 
     def note(self, text: str, level: str = "info") -> None:
         """A line for the operator."""

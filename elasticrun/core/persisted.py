@@ -149,6 +149,7 @@ class Facts(Struct, frozen=True):
     incidents: int = 0  # the number of the last one
     waits: tuple[LongWait, ...] = ()  # at each place the longest that ended well
     ledger: LedgerFacts | None = None
+    scaled: bool = False  # the numbers of nodes in the spec are an operator's
     blind: bool = False  # no round, but another master served before, without leaving a record
 
 

@@ -66,6 +66,11 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
     assert ("reduces.py:" in out) is (code == 0), (out, err)
     assert verb("exclude", "node-9", endpoint)[2].startswith("elasticrun exclude: the job has no")
 
+    for number, world_size in ((1, 2), (2, 4)):  # the node that is over stays as a spare
+        code, out, err = verb("scale", str(number), "--reason", "a guest")
+        assert (code, err) == (0, ""), err
+        assert out.startswith(f"the job takes {number} node")
+        job.wait_for(world_size=world_size)
     names = [node.name for node in job.nodes]
     code, out, err = verb("exclude", names[1], "--reason", "its fan is broken")
     assert (code, err) == (0, ""), err
@@ -79,6 +84,7 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
 
     code, out, err = verb("events", "-o", "json")
     said = [row["text"] for row in json.loads(out)]
+    assert any("scaled to 1 node by" in text and "a guest" in text for text in said), said
     assert any("excluded by" in text and "its fan is broken" in text for text in said), said
     assert any("is included again by" in text for text in said), said
     assert any("restarted by" in text and "a new driver" in text for text in said), said
@@ -134,7 +140,9 @@ def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:
             asking.find(job)
 
 
-@pytest.mark.parametrize("words", [["stop", "--what"], ["exclude"], ["events", "-o", "xml"]])
+@pytest.mark.parametrize(
+    "words", [["stop", "--what"], ["exclude"], ["scale", "0"], ["events", "-o", "xml"]]
+)
 def test_what_is_mistyped_ends_with_2(words: list[str], here: Path) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)

@@ -25,7 +25,7 @@ many snapshots, and `replicas=1` wants each part on two nodes; `node a memory=1`
 that takes over what a killed one of this node had; `disk a full` (or stuck, ok) and
 `spoil a 120` plant what `memory` knows.
 
-Operators: `ask stop why`, `ask restart`, `ask exclude b why`, `ask include b`.
+Operators: `ask stop why`, `ask restart`, `ask exclude b why`, `ask include b`, `ask scale 2`.
 
 Hangs: `watch on_hang=tell hang_limit=200` (a line like `job`); `hang b 1 idle` and `go`, `silence`
 as `hangs` has them, `torch 600` sets the limit of torch's own for a collective.
@@ -321,8 +321,10 @@ def _ask(world: World, spec: JobSpec, words: list[str]) -> None:
     """`ask exclude b why`: an operator's request, and what it is replied."""
     verb, *rest = words
     node = rest.pop(0) if verb in ("exclude", "include") else ""
+    number = int(rest.pop(0)) if verb == "scale" else 0
     if world.master is not None:
-        world.master.step(Requested(1, Request(verb, node, who="me@here", reason=" ".join(rest))))
+        request = Request(verb, node, number, who="me@here", reason=" ".join(rest))
+        world.master.step(Requested(1, request))
 
 
 def _status(world: World, spec: JobSpec, words: list[str]) -> None:

@@ -1,5 +1,5 @@
-"""`elasticrun stop`, `restart`, `exclude NODE` and `include NODE`: what is to be done to a job that
-runs. The master carries it out, and notes among the job's events who asked, and why.
+"""`elasticrun stop`, `restart`, `exclude NODE`, `include NODE` and `scale N`: what is to be done to
+a job that runs. The master carries it out, and notes among the job's events who asked, and why.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.cli.job.asking import JobLine, NotAnswered, as_json, parser, run, who
-from elasticrun.wire.messages import Request
+from elasticrun.wire.messages import MAX_NODES, Request
 
 if TYPE_CHECKING:
     import argparse
@@ -42,6 +42,11 @@ ORDERS: Final[Mapping[str, OrderOf]] = {
         "Let a node come back that was excluded or left out.",
         "its id, or its host, as elasticrun status shows them",
     ),
+    "scale": OrderOf(
+        "Set how many nodes a running job has at most. Where it has more, a round without the last "
+        "to come begins at once, and these stay as spares; where it has fewer, those that come are "
+        "let in. No restart of --max-restarts is spent.",
+    ),
 }
 
 POLL: Final = 1.0
@@ -57,6 +62,9 @@ def main(verb: str, argv: Sequence[str]) -> int:
     made = parser(verb, order.does)
     if order.node:
         made.add_argument("node", metavar="NODE", help=order.node)
+    if verb == "scale":
+        text = "the new MAX of --nnodes; a MIN above it is lowered to it"
+        made.add_argument("number", type=_number, metavar="N", help=text)
     text = "why, for those who read the job's events"
     made.add_argument("--reason", default="", metavar="TEXT", help=text)
     if verb == "stop":
@@ -66,13 +74,25 @@ def main(verb: str, argv: Sequence[str]) -> int:
     def ask(line: JobLine, ns: argparse.Namespace) -> int:
         node = ns.node if order.node else ""
         reason = " ".join(ns.reason.split())[:MAX_REASON]
-        reply = line.reply(Request(verb, node, who=who(), reason=reason))
+        number = ns.number if verb == "scale" else 0
+        reply = line.reply(Request(verb, node, number, who=who(), reason=reason))
         print(as_json(reply) if ns.output == "json" else reply.reason)
         if verb == "stop" and ns.wait:
             _until_over(line)
         return 0
 
     return run(made, argv, ask)
+
+
+def _number(text: str) -> int:
+    """Of nodes: ValueError, which argparse tells of, for none."""
+    number = int(text)
+    if not 1 <= number <= MAX_NODES:
+        raise ValueError
+    return number
+
+
+_number.__name__ = "number of nodes"  # in argparse's sentence
 
 
 def _until_over(line: JobLine) -> None:

@@ -335,6 +335,8 @@ class Job:
         why, self._requests.restart = self._requests.restart, ""
         if why:
             self._reopen_free_of_charge(why)
+        if self._ctx.changed:
+            self._recorder.record()
         return reply
 
     # ------------------------------------------------------------ decisions
@@ -498,6 +500,7 @@ class Job:
         trouble, points, last = self._trouble(), self._snapshots.points, self._ctx.round
         has_failed = restarts.window.opened_at is not None
         to_save = has_failed or bool(trouble) or points.looks_back  # nobody was there to hear of it
+        to_save = to_save or (last is not None and limit < len(last.seats))  # who is over may go
         choice = self._saving.choose(trouble)
         why, bill = trouble, ""
         if has_failed:

@@ -81,6 +81,7 @@ class Recorder:
             restore_step=saves.points.restore_step,
             incidents=ctx.incidents,
             waits=ctx.waits,
+            scaled=ctx.scaled,
             ledger=self.ledger.record() if self.ledger is not None else None,
         )
 
@@ -91,6 +92,8 @@ class Recorder:
         ctx.incidents = facts.incidents
         ctx.waits = facts.waits
         ctx.outcome = facts.outcome
+        if facts.scaled:
+            ctx.scale(facts.spec.min_nodes, facts.spec.max_nodes)
         ctx.nodes.remember(facts.order)
         ctx.restarts.budget.restore(facts.restart_count, facts.charges, facts.short_lives, now)
         ctx.restarts.attribution.restore(facts.blamed, now)

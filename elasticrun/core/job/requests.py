@@ -12,7 +12,7 @@ from elasticrun.core.nodes.admission import ASKED
 from elasticrun.core.nodes.node import Health
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import Phase
-from elasticrun.core.words import names
+from elasticrun.core.words import names, some
 from elasticrun.wire import messages as m
 
 
@@ -52,6 +52,8 @@ class OperatorRequests:
                 return self._exclude(request)
             case "include":
                 return self._include(request)
+            case "scale":
+                return self._scale(request)
         raise Unwilling(f"{request.verb}: a job that runs cannot do that")
 
     def _stop(self, request: m.Request) -> str:
@@ -68,6 +70,26 @@ class OperatorRequests:
         return f"the ranks are stopped and start again, free of charge: {self.restart}"
 
     # ------------------------------------------------------------ nodes
+
+    def _scale(self, request: m.Request) -> str:
+        ctx, spec, high = self._ctx, self._ctx.spec, request.number
+        low = min(spec.min_nodes, high)
+        if not 1 <= high <= m.MAX_NODES:
+            raise Unwilling(f"a job has 1 to {m.MAX_NODES} nodes: elasticrun stop ends it")
+        if high % spec.node_unit:
+            unit = spec.node_unit
+            raise Unwilling(f"nodes are taken {unit} at a time, and {high} is no multiple of that")
+        said = [node.hello.spec.max_nodes for node in ctx.membership.sessions.values()]
+        if high > 1 and max(said, default=high) == 1:
+            raise Unwilling("the job was started for one node alone, where no other can reach it")
+        if ctx.rdzv.last.completed and high < spec.max_nodes:
+            raise Unwilling("ranks have ended with 0 already: the job is about to be done")
+        if high == spec.max_nodes:
+            return f"the job takes {some(high, 'node')} at most already"
+        by = _by(request, f"scaled to {some(high, 'node')}")
+        ctx.scale(low, high)
+        ctx.note(f"the job is {by}", "warning")
+        return f"the job takes {some(high, 'node')} at most from now on, and needs {low}"
 
     def _exclude(self, request: m.Request) -> str:
         ctx = self._ctx

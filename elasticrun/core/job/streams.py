@@ -7,6 +7,8 @@ a round of which this master has no record tells it of that round, and the round
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from elasticrun import __version__
 from elasticrun.core import events as fx
 from elasticrun.core.context import JobContext
@@ -105,6 +107,9 @@ class Streams:
 
     def _note_oddities(self, hello: m.Hello) -> None:
         node, spec = hello.node, self._ctx.spec
+        if self._ctx.scaled:  # nobody can have been started with these
+            size = hello.spec.min_nodes, hello.spec.max_nodes
+            spec = replace(spec, min_nodes=size[0], max_nodes=size[1])
         if hello.spec != spec:
             otherwise = ", ".join(differences(hello.spec, spec))
             self._ctx.note(f"node {node} was started otherwise: {otherwise}", "warning")

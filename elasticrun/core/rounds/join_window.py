@@ -40,6 +40,7 @@ some.
   once, the others together.
 * An older round lets them in when `grow_cooldown` is over since it began; with `grow == "now"` the
   age of the round does not count, nor whether the job is being started.
+* Once an operator has changed the size of the job, the age of the round does not count either.
 * When `max` is reached there is nobody to wait for.
 """
 
@@ -194,6 +195,7 @@ class Door:
         self._formed_at = 0.0
         self._fickle: dict[str, None] = {}  # came and went again since the round was formed
         self._opened: float | None = None  # when the first of those who wait now had joined
+        self._scaled = False  # since the round was formed an operator has asked for more, or less
 
     def appeared(self, node: str, now: float) -> None:
         """An agent that has no place in the round is there; it may have to make its store ready."""
@@ -210,6 +212,10 @@ class Door:
         if node in self._fickle:
             self._call.arrival(now)
 
+    def scaled(self) -> None:
+        """An operator has said how many nodes there are to be: whoever comes is wanted now."""
+        self._scaled = True
+
     def went(self, node: str) -> None:
         """It went again before it was let in: the next time its joining counts, not its coming."""
         self._fickle[node] = None
@@ -217,7 +223,7 @@ class Door:
     def formed(self, now: float, *, announced: bool = False) -> None:
         """A round was formed, or taken over from another master. `announced`: as in `entry`."""
         self._running = True
-        self._starting = False
+        self._starting = self._scaled = False
         self._starts.answered(now, wholly=not announced)
         self._returns.answered(now, wholly=not announced)
         self._call.cancel()
@@ -242,7 +248,8 @@ class Door:
             held = self._held(size, possible, largest)
             if held is not None and held[0] > due:
                 due, reason = held
-        if self._spec.grow != "now" and opened - self._formed_at >= GROW_YOUNG:
+        old = opened - self._formed_at >= GROW_YOUNG and not self._scaled
+        if self._spec.grow != "now" and old:
             due = max(due, self._formed_at + self._spec.grow_cooldown)
             reason = (
                 f"at the door: let in {self._spec.grow_cooldown:g} s after the round began "

@@ -21,6 +21,9 @@ the others go on without it.
 newcomer waits at the door while training goes on; when it is let in is the affair of `Door`. Nodes
 that `max` or `node_unit` leave over are spares; they replace the lost.
 
+When an operator asks for fewer nodes than the round has, it is over at once; those whom the next
+one leaves over are spares (decision 034).
+
 Storms. The round that follows a loss forms at once, with all who are left. In a job of STORM_NODES
 and more, when that round is broken by another loss within STORM_WINDOW, the two may be one event,
 and the next round waits for the event's end, as `Burst` judges it. Nodes that return meanwhile are
@@ -107,9 +110,8 @@ class Rendezvous:
     """The rounds of one job; see the module's head."""
 
     def __init__(self, spec: JobSpec, now: float) -> None:
-        self._spec = spec
-        self._largest = spec.max_nodes // spec.node_unit * spec.node_unit
-        self._impatient = spec.min_nodes == spec.max_nodes and spec.max_restarts == 0
+        self._sized(spec)
+        self._scaled = False  # an operator has said how many nodes there are to be
         self._stop_time = spec.restart_grace + SURVIVOR_SLACK
         self.phase = Phase.GATHERING
         self.ready: dict[str, None] = {}
@@ -132,6 +134,18 @@ class Rendezvous:
         """When the last round was formed; 0.0 if there was none."""
         self._starved_since: float | None = now
         self._count = Count()
+
+    def _sized(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self._largest = spec.max_nodes // spec.node_unit * spec.node_unit
+        self._impatient = spec.min_nodes == spec.max_nodes and spec.max_restarts == 0
+
+    def scale(self, spec: JobSpec) -> None:
+        """An operator has changed how many nodes there are to be: a round that runs with more is
+        over, and those who wait need not wait for its age."""
+        self._sized(spec)
+        self._scaled = True
+        self._door.scaled()
 
     # ------------------------------------------------------------ questions
 
@@ -538,6 +552,10 @@ class Rendezvous:
         if self.is_incomplete(now):
             reason = "the master is new and waits for the nodes of the round that runs"
             return Decision(Verb.WAIT, reason, self._unseen_until(now))
+        last = self.last
+        shrinks = self._scaled and len(last.stages) > self._largest
+        if shrinks and not last.completed and not last.unheard:
+            return Decision(Verb.REOPEN, f"the job is scaled to {some(self._largest, 'node')}")
         return self._at_the_door(now) if self.ready else Decision(Verb.WAIT, "")
 
     def _at_the_door(self, now: float) -> Decision:

@@ -36,7 +36,7 @@ def origin_of(ctx: JobContext, reason: str) -> Origin:
     failures = window.failures
     if failures and not window.excused:
         return _of_a_failure(ctx, failures[0])
-    if reason.endswith(" joined"):
+    if reason.endswith(" joined") or reason.startswith("the job is scaled "):
         return Origin("scaled", reason)
     if reason.startswith(("stopped by ", "restarted by ")):
         return Origin("operator", reason)
