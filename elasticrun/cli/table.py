@@ -296,7 +296,7 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             DLROVER),
     ),
     "watch": (
-        _flag("--on-hang", _TEXT, "", "tell", "What follows when ranks wait for one that does not "
+        _flag("--on-hang", _TEXT, "", "auto", "What follows when ranks wait for one that does not "
             "come: auto restarts all ranks, 30 s after the last movement, where it is certain that "
             "they cannot go on; restart: also where all evidence says so, after as long as that "
             "place may take; tell: nothing is done; off: nobody looks.",

@@ -37,6 +37,7 @@ class JobContext:
         self.number = 0  # of the last round
         self.incidents = 0  # the number of the last one
         self.round: Round | None = None  # the last one that was formed or adopted
+        self.dumps = 0  # as in the facts
         self.waits: tuple[LongWait, ...] = ()  # as in the facts
         self.scaled = False  # an operator has changed the number of nodes
         self.outcome: m.End | None = None

@@ -147,6 +147,7 @@ class Facts(Struct, frozen=True):
     rewound_from: int = -1  # training was taken back from this step since the newest checkpoint
     restore_step: int = -1  # as in Start; -1 too once there is a checkpoint of what came of it
     incidents: int = 0  # the number of the last one
+    dumps: int = 0  # the number of the last folder of stacks
     waits: tuple[LongWait, ...] = ()  # at each place the longest that ended well
     ledger: LedgerFacts | None = None
     scaled: bool = False  # the numbers of nodes in the spec are an operator's

@@ -71,7 +71,8 @@ class Counters:
 
 
 def positions() -> tuple[GroupSays, ...]:
-    """The groups that there are, with their names, members and the oldest call that is open."""
+    """The groups that there are, with their names, members and the oldest call that is open; those
+    that may be any of several have no name."""
     groups, dumps = _groups(), _dumps()
     found: list[GroupSays] = []
     for kind, dump in dumps:
@@ -79,7 +80,10 @@ def positions() -> tuple[GroupSays, ...]:
         entries: Sequence[Row] = said.get("entries") or ()
         status: Mapping[str, Row] = said.get("pg_status") or {}
         beside = BESIDE_NCCL if kind == "" and len(dumps) > 1 else ""
-        for number, name in _names(status, entries, list(groups)).items():
+        named = _names(status, entries, list(groups))
+        if not groups.keys() <= set(named.values()):
+            found += [_counted(kind + one, row) for one, row in status.items() if one not in named]
+        for number, name in named.items():
             title, members = groups[name]
             if len(members) > MAX_MEMBERS:
                 continue
@@ -146,17 +150,19 @@ def _completed(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
         if not one.get("is_p2p")
     }
     open_ones = [number for number, retired in numbers.items() if not retired]
-    done = min(open_ones) - 1 if open_ones else max(numbers, default=0)
+    # with no entry left, others have been called since by the thousand: none of these is open
+    done = min(open_ones) - 1 if open_ones else max(numbers, default=row.entered)
     return replace(row, done=min(max(row.done, done), row.entered))
 
 
 def _open(row: GroupSays, entries: Sequence[Row]) -> Row | None:
-    """The entry of the oldest call that is not complete."""
+    """The entry of the oldest call that is not complete, one between two ranks if that is all."""
     if row.entered <= row.done:
         return None
     left = [one for one in entries if not one.get("retired")]
+    pairs = [one for one in left if one.get("is_p2p")]
     next_one = (one for one in left if one.get("collective_seq_id") == row.done + 1)
-    return next(next_one, left[0] if left else None)
+    return next(next_one, pairs[0] if pairs else None)
 
 
 def _placed(row: GroupSays, name: str, title: str, members: str, call: Row | None) -> GroupSays:

@@ -142,7 +142,7 @@ class SaveSpec(Struct, frozen=True):
 class WatchSpec(Struct, frozen=True):
     """How the job is watched for hangs; part of the JobSpec."""
 
-    on_hang: Annotated[str, OneOf("auto", "tell", "restart", "off")] = "tell"
+    on_hang: Annotated[str, OneOf("auto", "tell", "restart", "off")] = "auto"
     hang_limit: Amount = 0.0  # seconds for which any rank may be waited for; 0: no limit
     slot_price: Amount = 0.0  # of one slot for one hour; 0: costs are told in hours alone
 
@@ -486,6 +486,7 @@ class RankSeen(Struct, frozen=True):
     step: StepOrNone = -1
     step_seconds: float = 0.0
     at: Annotated[tuple[Position, ...], AtMost(MAX_PLACES)] = ()
+    partial: bool = False  # it is in groups that `at` does not tell of
 
 
 class Inspected(Struct, frozen=True):

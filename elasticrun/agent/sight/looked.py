@@ -11,10 +11,13 @@ from elasticrun.agent.sight.activity import Activity
 from elasticrun.agent.sight.outside import Threads
 from elasticrun.agent.sight.stacks import Frame, group_stacks, place_of
 from elasticrun.wire import messages as m
-from elasticrun.wire.progress import GroupSays, RankSays
+from elasticrun.wire.progress import MAX_GROUPS_SAID, GroupSays, RankSays
 from elasticrun.wire.types import MAX_SECONDS, MAX_TEXT, RoundName, write_ranges
 
 MIB = 1024 * 1024
+
+_Group = tuple[str, str]
+"""Name and members of a process group: older torches give several groups one name."""
 
 ROOM = m.MAX_MESSAGE_BYTES * 3 // 4
 """Bytes of all stacks in one message, which has names besides; the most common groups are left out
@@ -141,21 +144,26 @@ def _threads(said: RankSays) -> dict[str, Sequence[Frame]]:
     return found
 
 
-def _groups(part: Iterable[RankLook]) -> dict[str, m.GroupSeen]:
-    """The groups of these ranks by name, those with an open collective first."""
+def _groups(part: Iterable[RankLook]) -> dict[_Group, m.GroupSeen]:
+    """The groups of these ranks, those with an open collective first."""
     rows = [row for one in part if one.said is not None for row in one.said.groups if row.name]
     rows.sort(key=lambda row: row.entered <= row.done)
-    found: dict[str, m.GroupSeen] = {}
+    found: dict[_Group, m.GroupSeen] = {}
     for row in rows:
-        if len(found) < m.MAX_GROUPS and row.name not in found:
-            found[row.name] = m.GroupSeen(_line(row.name), _line(row.title), _line(row.members))
+        if len(found) < m.MAX_GROUPS and _group(row) not in found:
+            found[_group(row)] = m.GroupSeen(_line(row.name), _line(row.title), _line(row.members))
     return found
 
 
-def _seen(one: RankLook, groups: list[str]) -> m.RankSeen:
+def _group(row: GroupSays) -> _Group:
+    return row.name, row.members
+
+
+def _seen(one: RankLook, groups: list[_Group]) -> m.RankSeen:
     said = one.said
     place, library = place_of(one.threads.get("", ()))
     step, seconds = one.progress
+    at = _places(said.groups, groups) if said is not None else ()
     return m.RankSeen(
         rank=one.rank,
         pid=one.pid,
@@ -172,16 +180,17 @@ def _seen(one: RankLook, groups: list[str]) -> m.RankSeen:
         holds=one.holds,
         step=step,
         step_seconds=seconds,
-        at=_places(said.groups, groups) if said is not None else (),
+        at=at,
+        partial=said is not None and not len(at) == len(said.groups) < MAX_GROUPS_SAID,
     )
 
 
-def _places(rows: Iterable[GroupSays], groups: list[str]) -> tuple[m.Position, ...]:
-    known = [row for row in rows if row.name in groups]
+def _places(rows: Iterable[GroupSays], groups: list[_Group]) -> tuple[m.Position, ...]:
+    known = [row for row in rows if _group(row) in groups]
     known.sort(key=lambda row: row.entered <= row.done)
     return tuple(
         m.Position(
-            group=groups.index(row.name),
+            group=groups.index(_group(row)),
             entered=row.entered,
             done=row.done,
             started=max(-1, row.started),

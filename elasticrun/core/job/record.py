@@ -80,6 +80,7 @@ class Recorder:
             rewound_from=saves.points.rewound_from,
             restore_step=saves.points.restore_step,
             incidents=ctx.incidents,
+            dumps=ctx.dumps,
             waits=ctx.waits,
             scaled=ctx.scaled,
             ledger=self.ledger.record() if self.ledger is not None else None,
@@ -90,6 +91,7 @@ class Recorder:
         ctx, now = self._ctx, self._ctx.now
         ctx.number = facts.number
         ctx.incidents = facts.incidents
+        ctx.dumps = facts.dumps
         ctx.waits = facts.waits
         ctx.outcome = facts.outcome
         if facts.scaled:

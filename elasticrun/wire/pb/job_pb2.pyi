@@ -1178,6 +1178,7 @@ class RankSeen(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     AT_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     being: _builtins.str
@@ -1195,6 +1196,7 @@ class RankSeen(_message.Message):
     holds: _builtins.bool
     step: _builtins.int
     step_seconds: _builtins.float
+    partial: _builtins.bool
     @_builtins.property
     def at(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]: ...
     def __init__(
@@ -1218,10 +1220,11 @@ class RankSeen(_message.Message):
         step: _builtins.int = ...,
         step_seconds: _builtins.float = ...,
         at: _abc.Iterable[Global___Position] | None = ...,
+        partial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "at", b"at", "being", b"being", "cpu", b"cpu", "forked", b"forked", "gpu", b"gpu", "gpu_mib", b"gpu_mib", "holds", b"holds", "io", b"io", "kernel", b"kernel", "library", b"library", "pid", b"pid", "place", b"place", "quiet", b"quiet", "rank", b"rank", "rss", b"rss", "step", b"step", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "at", b"at", "being", b"being", "cpu", b"cpu", "forked", b"forked", "gpu", b"gpu", "gpu_mib", b"gpu_mib", "holds", b"holds", "io", b"io", "kernel", b"kernel", "library", b"library", "partial", b"partial", "pid", b"pid", "place", b"place", "quiet", b"quiet", "rank", b"rank", "rss", b"rss", "step", b"step", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -93,6 +93,8 @@ MISMATCHES = {
     "other collective": (inside(call="broadcast [1000] float32"), True),
     "skipped one": (inside(call="barrier"), True),
     "other size": (inside(call="all_reduce [999] float32"), True),
+    "other name": (inside(call="allreduce [1000] float32"), False),
+    "other shape": (inside(call="all_reduce [10, 100] float32"), False),
     "no size told": (inside(call="all_reduce"), False),
     "the same": (inside(call=AR), False),
 }
@@ -110,7 +112,7 @@ def test_two_signatures_at_one_number(case: str) -> None:
 
 
 def test_sizes_of_an_all_gather_may_differ() -> None:
-    calls = ("all_gather [4]", "all_gather [8]")
+    calls = ("all_gather [4]", "_allgather_base [8]")
     verdict = found(*(rank(one, inside(call=call)) for one, call in enumerate(calls)))
     assert verdict is not None
     assert verdict.kind == "fabric"
@@ -157,12 +159,15 @@ def test_through_groups_of_groups_the_odd_one_is_named() -> None:
     assert (verdict.kind, verdict.odd, verdict.waiting) == ("idle", (3,), (0, 1, 2))
 
 
-def circle(**more: object) -> Impasse | None:
+IN_TORCH = "torch.distributed.distributed_c10d"
+
+
+def circle(*also: Position, **more: object) -> Impasse | None:
     """Ranks 0 and 1 take two groups in different orders."""
-    groups = (GroupSeen("x", "x", "0,1"), GroupSeen("y", "y", "0,1"))
+    groups = (GroupSeen("x", "x", "0,1"), GroupSeen("y", "y", "0,1"), GroupSeen("z", "z", "0,1"))
     return found(
-        rank(0, inside(5, group=0), outside(5, 1)),
-        rank(1, outside(5, 0), inside(5, group=1), **more),
+        rank(0, inside(5, group=0), outside(5, 1), library=IN_TORCH),
+        rank(1, outside(5, 0), inside(5, group=1), *also, **{"library": IN_TORCH, **more}),
         groups=groups,
     )
 
@@ -181,6 +186,43 @@ def test_a_circle_of_which_one_computes_is_none_yet() -> None:
     verdict = circle(cpu=0.9)
     assert verdict is not None
     assert verdict.klass is Klass.WEAK
+
+
+@pytest.mark.parametrize(
+    ("also", "more"),
+    [
+        ((), {"library": "torch.utils.data"}),  # the call is one of another thread
+        ((inside(5, group=2),), {}),  # it may be in either of two
+        ((), {"partial": True}),
+    ],
+)
+def test_a_circle_through_another_thread_proves_nothing(
+    also: tuple[Position, ...], more: dict[str, object]
+) -> None:
+    verdict = circle(*also, **more)
+    assert verdict is not None
+    assert (verdict.klass, verdict.kind) == (Klass.STRONG, "deadlock")
+
+
+def test_who_does_not_tell_of_all_groups_is_not_waited_for_in_others() -> None:
+    verdict = found(rank(0, inside()), rank(1, inside()), rank(2, partial=True))
+    assert verdict is not None
+    assert verdict.kind == "still", "nor are all members known to be in"
+
+
+def test_groups_of_one_name_are_told_apart_by_their_members() -> None:
+    groups = (GroupSeen("1", "", "0,1"), GroupSeen("1", "", "2,3"))
+    ranks = (rank(0, inside(30)), rank(1, inside(30)), rank(2, inside(5, "barrier", 1)))
+    verdict = found(*ranks, rank(3, outside(5, 1)), groups=groups)
+    assert verdict is not None
+    assert (verdict.kind, verdict.odd) == ("idle", (3,))
+
+
+def test_one_that_has_ended_may_have_done_its_part_of_a_broadcast() -> None:
+    root = rank(1, being=Being.ENDED, answers=False)
+    verdict = found(rank(0, inside(call="broadcast [4] float32")), root)
+    assert verdict is not None
+    assert (verdict.klass, verdict.kind) == (Klass.STRONG, "ended")
 
 
 def test_all_are_in_and_it_does_not_end() -> None:
@@ -221,7 +263,7 @@ def test_nobody_waits(idle: bool) -> None:
 def test_a_rank_without_a_thread_is_left_out() -> None:
     verdict = found(rank(0, inside()), rank(1, inside()), rank(2, forked=False, answers=False))
     assert verdict is not None
-    assert verdict.kind == "fabric"
+    assert verdict.kind == "still", "nobody knows whether it has entered"
 
 
 def test_what_has_moved_is_seen() -> None:

@@ -30,15 +30,22 @@ GROUPS = (
     *(m.GroupSeen(f"tp{one}", "tp", f"{2 * one},{2 * one + 1}") for one in range(4)),
     m.GroupSeen("dp0", "dp", "0-6:2"),
     m.GroupSeen("dp1", "dp", "1-7:2"),
+    m.GroupSeen("uploads", "uploads", ""),
 )
-WORLD = 0
+WORLD, UPLOADS = 0, 7
 CALL = "all_reduce [1000] float32"
 FOR_EVER = float("inf")
 
 COMPUTES = m.RankSeen(0, 1, m.Being.RUNS, True, True, 0.9, 0.0, place="train.py:20 step")
 LOADS = replace(COMPUTES, being=m.Being.SLEEPS, cpu=0.0, place="train.py:41 load")
 SAVES = replace(COMPUTES, being=m.Being.DISK, cpu=0.1, io=2e8, place="train.py:88 save")
-WAITS = replace(COMPUTES, being=m.Being.SLEEPS, cpu=0.0, place="train.py:30 reduce")
+WAITS = replace(
+    COMPUTES,
+    being=m.Being.SLEEPS,
+    cpu=0.0,
+    place="train.py:30 reduce",
+    library="torch.distributed.distributed_c10d",
+)
 
 
 def groups_of(rank: int) -> tuple[int, int]:
@@ -47,7 +54,7 @@ def groups_of(rank: int) -> tuple[int, int]:
 
 
 def members_of(group: int) -> list[int]:
-    return [rank for rank in RANKS if group == WORLD or group in groups_of(rank)]
+    return [rank for rank in RANKS if group in (WORLD, UPLOADS, *groups_of(rank))]
 
 
 @dataclass(slots=True)
@@ -144,6 +151,10 @@ class Training:
             one.step += 1
             one.program = list(self.plan(one.number, one.step))
         what, seconds = one.program.pop(0)
+        if what == "upload":  # by a thread of its own
+            self.at(self.now + seconds, lambda: self._enter(one, UPLOADS, CALL, None))
+            self._go_on(one)
+            return
         kinds = {"compute": COMPUTES, "load": LOADS, "save": SAVES}
         if what in kinds:
             one.does = kinds[what] if seconds < FOR_EVER else self.stuck
@@ -153,7 +164,13 @@ class Training:
         kind, _, call = what.partition(" ")
         group = WORLD if kind == "world" else groups_of(one.number)[kind == "dp"]
         one.does = WAITS
-        one.calls[group] = call or CALL
+        self._enter(one, group, call or CALL, self._go_on)
+
+    def _enter(
+        self, one: _Rank, group: int, call: str, then: Callable[[_Rank], None] | None
+    ) -> None:
+        """Call a collective; once all are in it goes on with `then`."""
+        one.calls[group] = call
         one.entered[group] = number = one.entered.get(group, 0) + 1
         self._move(one)
         members = [self.ranks[rank] for rank in members_of(group)]
@@ -162,7 +179,8 @@ class Training:
             for other in members:
                 other.done[group] = number
                 self._move(other)
-                self.at(self.now + 0.001, lambda o=other: self._go_on(o))
+                if then is not None:
+                    self.at(self.now + 0.001, lambda o=other: then(o))
 
     def _move(self, one: _Rank) -> None:
         """A counter of it has moved."""
@@ -199,12 +217,14 @@ class Training:
 
 def healthy(seed: int) -> Callable[[int, int], list[tuple[str, float]]]:
     """Steps of some length with tp, dp; now and then a checkpoint or an evaluation by rank 0, a
-    slow loader, a compile, each as long as they are in life."""
+    slow loader, a compile, an upload by threads of their own that ends with a collective of theirs,
+    each as long as they are in life."""
     draw = random.Random(seed)
     base = draw.choice([0.3, 2.0, 9.0, 25.0])
     every_save, every_eval, every_load = (draw.randrange(10, 60) for _ in range(3))
     compile_, save, evaluate = (draw.uniform(10.0, 900.0) for _ in range(3))
     load = draw.uniform(1.0, 45.0)
+    every_upload = draw.randrange(5, 40)
 
     def plan(rank: int, step: int) -> list[tuple[str, float]]:
         noise = random.Random(f"{seed} {rank} {step}")
@@ -214,6 +234,8 @@ def healthy(seed: int) -> Callable[[int, int], list[tuple[str, float]]]:
             todo.insert(0, ("compute", compile_ * noise.uniform(0.9, 1.1)))
         if step % every_load == 0 and rank == step % len(RANKS):
             todo.insert(0, ("load", load))
+        if step % every_upload == 0:
+            todo.insert(0, ("upload", noise.uniform(0.1, 60.0)))
         if step % every_save == 0:
             todo += [("save", save if rank == 0 else 0.01), ("world", 0.0)]
         if step % every_eval == 0:

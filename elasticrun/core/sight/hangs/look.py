@@ -26,7 +26,6 @@ SLOW_STEP: Final = 5.0
 class _Answer:
     """Of one node."""
 
-    whole: bool = False
     seen: list[Sighting] = field(default_factory=list)
     stacks: m.Stacks | None = None
 
@@ -47,6 +46,8 @@ class RollCall:
         self.until = now + (LONG if order.stacks else BRIEF)
         self.answers: dict[str, _Answer] = {node: _Answer() for node in nodes}
         self._ended = tuple(ended)
+        self._not_whole = set(self.answers)  # nodes of whose ranks some have not been told of
+        self._no_stacks = set(self.answers) if order.stacks else set[str]()
 
     def take(self, node: str, report: m.Inspected | m.Stacks) -> None:
         """What a node has found."""
@@ -55,20 +56,21 @@ class RollCall:
             return
         if isinstance(report, m.Stacks):
             answer.stacks = report
+            self._no_stacks.discard(node)
             return
         answer.seen += [Sighting(node, seen, report.groups) for seen in report.ranks]
-        answer.whole = answer.whole or not report.left
+        if not report.left:
+            self._not_whole.discard(node)
 
     @property
     def whole(self) -> bool:
         """Whether all ranks of all nodes have been told of."""
-        return all(one.whole for one in self.answers.values())
+        return not self._not_whole
 
     @property
     def done(self) -> bool:
         """Whether nothing is to come."""
-        stacks = not self.order.stacks or all(one.stacks for one in self.answers.values())
-        return stacks and self.whole
+        return self.whole and not self._no_stacks
 
     @property
     def sightings(self) -> list[Sighting]:

@@ -8,6 +8,8 @@ in a circle. O(ranks), with no table of pairs: in a group it is enough to know w
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from enum import StrEnum
 from typing import Final
 
 from elasticrun.core.words import some
-from elasticrun.wire.messages import MAX_PLACES, Being, GroupSeen, Position, RankSeen
+from elasticrun.wire.messages import Being, GroupSeen, Position, RankSeen
 from elasticrun.wire.types import read_ranges, write_ranges
 
 CPU_STILL: Final = 0.02
@@ -33,8 +35,20 @@ EDGES_NAMED: Final = 8
 SIZED: Final = frozenset({"all_reduce", "allreduce", "broadcast", "barrier"})
 """Collectives in which all ranks have buffers of one size; in the others they may differ."""
 
+FAMILIES: Final = ("allgather", "allreduce", "alltoall", "reducescatter")
+"""Collectives that torch has several calls for: ranks that take different ones understand each
+other."""
+
+WHOLE: Final = (*FAMILIES, "barrier")
+"""Collectives that no rank can complete before all others have entered them."""
+
 PAIRED: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "coalesced")
 """Calls between two ranks: their numbers say nothing about other ranks."""
+
+COLLECTIVES: Final = "torch.distributed"
+"""The library that the main thread is in while it waits in a collective."""
+
+_ELEMENTS: Final = re.compile(r"\[([\d, ]*)\]")
 
 DEBUGGERS: Final = ("pdb", "bdb", "debugpy", "pydevd", "IPython", "ipdb")
 """Libraries in which a rank waits for a person."""
@@ -107,6 +121,7 @@ class _Group:
     name: str
     title: str
     at: dict[int, _At] = field(default_factory=dict)  # by rank
+    whole: bool = True  # it is known where every member is
     least: int = 0  # collectives that the last of them has entered
     laggard: int = -1  # who that is
     unbegun: int = -1  # the rank whose device is behind, where all have entered; -1: none
@@ -151,12 +166,14 @@ class Scene:
         self.groups = _gather(self.ranks)
         self._waits: dict[int, tuple[_Group, int]] = {}  # rank -> where, and for whom
         self._engaged: set[int] = set()  # in a call, and for whom they wait there is not known
+        self._open: dict[int, int] = defaultdict(int)  # groups in which a rank is in a call
         awaited: dict[int, _Group] = {}
         for group in self.groups:
             top = group.top
             for rank, one in group.at.items():
-                if one.entered < top:
+                if top and one.entered < top:
                     awaited.setdefault(rank, group)
+                self._open[rank] += one.is_in
                 blocker = group.blocker(rank)
                 if one.is_in and blocker < 0 and rank != group.unbegun:
                     self._engaged.add(rank)
@@ -169,6 +186,18 @@ class Scene:
     def waits_for(self, rank: int) -> tuple[_Group, int] | None:
         """In which group it waits, and for which rank (there may be more); None: for nobody."""
         return self._waits.get(rank)
+
+    def is_blocked(self, rank: int) -> bool:
+        """Whether its main thread is in the one call that it is in, so that nothing else of it can
+        go on before that ends; a thread of its own may be in a collective while the rank works."""
+        seen = self.ranks[rank].seen
+        alone = self._open[rank] == 1 and not seen.partial
+        return alone and seen.library.startswith(COLLECTIVES) and seen.io < IO_STILL
+
+    def calls_with(self, rank: int) -> list[str]:
+        """The open calls of others in its groups."""
+        mine = (group for group in self.groups if rank in group.at)
+        return [at.call for group in mine for at in group.at.values() if at.is_in]
 
     def call(self, rank: int) -> str:
         """The collective that it is in: "all_reduce #31 [1000] of group dp"; "" for none."""
@@ -320,8 +349,9 @@ def _class_of(scene: Scene, rank: int) -> tuple[Klass, str, str]:
     span = f" for {scene.seconds:.0f} s"
     if is_held(seen):
         return Klass.CERTAIN, "traced", f"is held by a debugger{place}{span}"
-    if seen.being is Being.ENDED:
-        return Klass.CERTAIN, "ended", "has ended with 0"
+    if seen.being is Being.ENDED:  # it may have done its part of a broadcast, say, and gone
+        sure = any(_family(call).startswith(WHOLE) for call in scene.calls_with(rank))
+        return Klass.CERTAIN if sure else Klass.STRONG, "ended", "has ended with 0"
     if seen.being is Being.STOPPED:
         return Klass.STRONG, "stopped", f"is stopped by a signal{place}{span}"
     if seen.being is Being.FROZEN:
@@ -363,9 +393,10 @@ def _circle(scene: Scene) -> Impasse | None:
     seen = [scene.ranks[one].seen for one in ring]
     works = any(is_busy(one) for one in seen)
     counted = any(at.started >= 0 for one in seen for at in one.at)  # waiting for a device spins
+    sure = Klass.CERTAIN if all(map(scene.is_blocked, ring)) else Klass.STRONG
     first = scene.ranks[ring[0]]
     return Impasse(
-        Klass.CERTAIN if counted or not works else Klass.WEAK,
+        sure if counted or not works else Klass.WEAK,
         "deadlock",
         tuple(ring),
         tuple(sorted(set(scene.waiting) - set(ring))),
@@ -381,7 +412,7 @@ def _fabric(scene: Scene) -> Impasse | None:
     """All members are in, and it does not end."""
     for group in scene.groups:
         number = group.top
-        if not number or group.least < number or len(group.at) < 2:
+        if not number or group.least < number or len(group.at) < 2 or not group.whole:
             continue
         inside = sorted(rank for rank, at in group.at.items() if at.is_in)
         nodes = sorted({scene.ranks[rank].node for rank in group.at})
@@ -433,23 +464,25 @@ def _gather(ranks: Mapping[int, Sighting]) -> list[_Group]:
     """The groups with the positions of their members. A member that answers and does not tell of a
     group has entered nothing there; one that does not answer is behind all others, if the kernel
     says what holds it; else it is left out."""
-    groups: dict[str, tuple[_Group, str]] = {}
+    groups: dict[tuple[str, str], _Group] = {}
     for one in ranks.values():
         for at in _positions(one):
             seen = one.groups[at.group]
-            group = groups.setdefault(seen.name, (_Group(seen.name, seen.title), seen.members))[0]
+            key = (seen.name, seen.members)  # older torches give several groups one name
+            group = groups.setdefault(key, _Group(seen.name, seen.title))
             group.at[one.seen.rank] = _At(at.entered, at.done, at.started, at.call)
     every = tuple(ranks)
     limit = max(every, default=0) + 1
-    for group, text in groups.values():
-        members = _members(text, limit) or every
-        for rank in members:
-            if rank in ranks and rank not in group.at:
-                absent = _absent(ranks[rank].seen)
-                if absent is not None:
-                    group.at[rank] = absent
+    for (_, text), group in groups.items():
+        for rank in _members(text, limit) or every:
+            if rank in group.at:
+                continue
+            absent = _absent(ranks[rank].seen) if rank in ranks else None
+            group.whole = group.whole and absent is not None
+            if absent is not None:
+                group.at[rank] = absent
         group.close()
-    return [group for _, (group, _) in sorted(groups.items())]
+    return [group for _, group in sorted(groups.items())]
 
 
 def _members(text: str, limit: int) -> tuple[int, ...]:
@@ -462,7 +495,7 @@ def _members(text: str, limit: int) -> tuple[int, ...]:
 def _absent(seen: RankSeen) -> _At | None:
     """Where a member is that has told of no place in a group; None: nobody knows."""
     if seen.answers:
-        return None if len(seen.at) >= MAX_PLACES else _At(0, 0, -1, "")
+        return None if seen.partial else _At(0, 0, -1, "")
     runs_on = seen.being in (Being.RUNS, Being.SLEEPS) and not seen.forked
     return None if runs_on else _At(-1, -1, -1, "")
 
@@ -476,12 +509,24 @@ def _name(call: str) -> str:
     return call.partition(" ")[0].rpartition(":")[2]
 
 
+def _family(call: str) -> str:
+    """The name of the collective, as all calls for it have it in common."""
+    name = _name(call).replace("_", "")
+    return next((family for family in FAMILIES if name.startswith(family)), name)
+
+
 def _signature(call: str) -> str:
-    """What must be the same on all ranks; "" where nothing must."""
+    """What must be the same on all ranks; "" where nothing must. Of sizes it is the number of
+    elements: ranks may give them different shapes."""
     name = _name(call)
     if not name or is_paired(call):
         return ""
-    return call if name in SIZED else name
+    sizes = call.partition(" ")[2] if name in SIZED else ""
+    return f"{_family(call)} {_ELEMENTS.sub(_count_elements, sizes)}".strip()
+
+
+def _count_elements(sizes: re.Match[str]) -> str:
+    return str(math.prod(int(one) for one in sizes[1].split(",") if one.strip()))
 
 
 def _differ(parties: Iterable[str]) -> bool:

@@ -106,7 +106,6 @@ class Watch:
         self._since_of: dict[str, float] = {}  # quiet nodes, and since when
         self._has_moved = False  # a collective or a step of this life is known to have been done
         self._number = 0  # of the last look
-        self._dumps = 0
         self._look: RollCall | None = None  # that is under way
         self._last: RollCall | None = None
         self._with_stacks: RollCall | None = None
@@ -146,8 +145,9 @@ class Watch:
         if report.seconds <= 0.0:
             return self._since_of.pop(node, None) is not None
         since = self._ctx.now - report.seconds
-        if abs(since - self._since_of.get(node, float("-inf"))) > JITTER:
-            self._since_of[node] = since
+        if abs(since - self._since_of.get(node, float("-inf"))) <= JITTER:
+            return False
+        self._since_of[node] = since
         return True
 
     def round_begins(self) -> None:
@@ -335,8 +335,8 @@ class Watch:
         late = self._dump_by is not None and ctx.now >= self._dump_by
         dump = self._final or ((told_soon or late) and not self._dumped)
         if dump:
-            self._dumps, self._dumped = self._dumps + 1, True
-        self._ask(self._members, stacks=dump, dump=self._dumps if dump else 0)
+            ctx.dumps, ctx.changed, self._dumped = ctx.dumps + 1, True, True
+        self._ask(self._members, stacks=dump, dump=ctx.dumps if dump else 0)
 
     def _ask(self, nodes: list[str] | tuple[str, ...], *, stacks: bool, dump: int) -> None:
         round_ = self._ctx.round
