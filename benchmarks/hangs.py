@@ -1,101 +1,208 @@
-"""After how long a planted hang is told, and whether the right rank is named.
+"""Each way to hang, planted: what is said of it, after how long, and of which rank and line.
 
-    python benchmarks/hangs.py [--ranks 2 4 16] [--faults sleep stop ...] [--json FILE]
+    python benchmarks/hangs.py [--ranks 2 4 16] [--nodes 1 2] [--faults sleep stop ...]
+                               [--torchrun] [--at-once N] [--json FILE]
 
-Each is a real training on gloo (tests/scripts/faulty.py) in which rank 1 stops. The clock runs from
-the moment at which rank 1 comes to its fault to the launcher's line. torchrun, beside it, is given
-the same time: it says nothing before torch's own limit (30 minutes on gloo, 10 on NCCL).
+Each is a real training on gloo (tests/scripts/faulty.py) in which rank 1 comes to its fault; two
+nodes are two agents on this host. The clock runs from the moment at which rank 1 is there to the
+launcher's line, so that it counts what the agents need to notice anything at all. What may well go
+on is given 95 s if it ends by itself, else so long that it is told of. `--torchrun` gives
+torchrun the same faults at the fewest ranks, and tells what it says within 90 s of each.
+
+A job that hangs needs next to no CPU, so several run side by side; those that compute do not.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
-import selectors
-import signal
-import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import report
+from stage import ELASTICRUN, TORCHRUN, Job, free_port, job
 
 FAULTY: Final = Path(__file__).parents[1] / "tests/scripts/faulty.py"
-FAULTS: Final = ("other", "skipped", "order", "stop", "sleep", "lock", "waits", "loader", "held")
-AT: Final = b"at the fault"
-TOLD: Final = re.compile(rb"hang \((\w+)\): (.*)")
-ELASTICRUN: Final = ("-m", "elasticrun", "--on-hang=tell")
-TORCHRUN: Final = ("-m", "torch.distributed.run")
+AT: Final = "at the fault"
+TOLD: Final = re.compile(r"(?:hang \((\w+)\)|(still)): (.*)\n")
+DIED: Final = re.compile(r"rank \d+.* (?:failed|died|exited|ended)[^\n]*", re.IGNORECASE)
+START_LIMIT: Final = 180.0
+TORCHRUN_LIMIT: Final = 90.0
+POLL: Final = 0.1
+"""Seconds between two looks at the consoles."""
+
+NEVER_TOLD: Final = 110.0
+ENDS: Final = 95.0
+"""Seconds after which what only looks like a hang ends by itself."""
 
 
-def measure(launcher: tuple[str, ...], fault: str, ranks: int, limit: float) -> dict[str, Any]:
-    """One job, ended when the hang is told, or after so many seconds at the fault."""
-    words = [*launcher, "--standalone", f"--nproc-per-node={ranks}", str(FAULTY), fault]
-    process = subprocess.Popen(
-        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    try:
-        return {"fault": fault, "ranks": ranks, **_watch(process, limit)}
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(40)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+@dataclass(frozen=True)
+class Fault:
+    """`klass`: what must be said, "" for nothing, "failure" where gloo ends the ranks at once.
+    `within`: seconds in which it must have been told; `rank`: a pattern of the sentence if it names
+    the right rank. `busy`: it keeps a core or more at work."""
+
+    klass: str
+    within: float
+    rank: str = r"^rank 1 \(node [^)]+\)"
+    busy: bool = False
 
 
-def _watch(process: subprocess.Popen[bytes], limit: float) -> dict[str, Any]:
-    assert process.stdout is not None
-    said, at, end = b"", 0.0, time.monotonic() + 4 * limit
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while (left := end - time.monotonic()) > 0:
-            if not selector.select(left):
-                break
-            if not (data := os.read(process.stdout.fileno(), 65536)):
-                break
-            said += data
-            if not at and AT in said:
-                at = time.monotonic()
-                end = at + limit
-            found = TOLD.search(said)
-            if found is not None and b"\n" in said[found.start() :]:
-                sentence = found[2].decode(errors="replace")
-                right = re.search(r"\brank 1\b", sentence) is not None
-                seconds = round(time.monotonic() - at, 1)
-                return {"seconds": seconds, "class": found[1].decode(), "right": right}
-    return {"seconds": None, "class": "", "right": False}
+FAULTS: Final = {
+    "other": Fault("certain", 15.0, r"rank 1 \(node [^)]+\) is in broadcast"),
+    "skipped": Fault("certain", 15.0, r"rank 1 \(node [^)]+\) is in barrier"),
+    "order": Fault("certain", 15.0, r"rank 1 (\(node [^)]+\) )?waits for rank"),
+    "sleep": Fault("strong", 70.0),
+    "stop": Fault("strong", 70.0),
+    "lock": Fault("strong", 70.0),
+    "waits": Fault("strong", 70.0),
+    "loader": Fault("strong", 70.0),
+    "held": Fault("strong", 70.0),
+    "held_busy": Fault("strong", 70.0, busy=True),
+    "size": Fault("failure", 15.0, ""),
+    "ended": Fault("failure", 15.0, ""),
+    "spin": Fault("weak", 140.0, busy=True),
+    "save": Fault("weak", 140.0, busy=True),
+    "evaluate": Fault("weak", 140.0, busy=True),
+    "slow": Fault("", ENDS),
+    "compile": Fault("", ENDS, busy=True),
+}
 
 
-def main() -> None:
-    """See the module's head."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 16])
-    parser.add_argument("--faults", nargs="+", default=list(FAULTS))
-    parser.add_argument("--limit", type=float, default=100.0)
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+@dataclass(frozen=True)
+class Row:
+    """`seconds`: from the fault to the line, or to the failure; None where nothing was said.
+    `line`: "right", "wrong", or "" where the sentence names none."""
+
+    launcher: str
+    fault: str
+    ranks: int
+    nodes: int
+    klass: str
+    seconds: float | None
+    rank: bool
+    line: str
+    said: str
+
+    @property
+    def missed(self) -> str:
+        """The bar that this row has missed; "" for none."""
+        wanted = FAULTS[self.fault]
+        what = f"{self.fault}, {self.ranks} ranks, {self.nodes} nodes"
+        if self.klass != wanted.klass:
+            return f"{what}: {self.klass or 'nothing'}, not {wanted.klass or 'nothing'}"
+        late = self.seconds is not None and self.seconds > wanted.within
+        wrong = self.klass and not (self.rank and self.line != "wrong")
+        return f"{what}: {self.seconds} s" if late else f"{what}: {self.said}" if wrong else ""
+
+    def __str__(self) -> str:
+        seconds = "never" if self.seconds is None else f"{self.seconds:.1f}"
+        rank = "right" if self.rank else "wrong" if self.klass else "-"
+        cells = (self.fault, self.ranks, self.nodes, self.klass or "none", seconds, rank)
+        return f"| {' | '.join(map(str, cells))} | {self.line or '-'} |"
+
+
+def measure(launcher: str, fault: str, ranks: int, nodes: int) -> Row:
+    """One job, killed when it has been told, or after the time in which it must have been."""
+    wanted = FAULTS[fault]
+    limit = TORCHRUN_LIMIT if launcher == TORCHRUN else wanted.within * 1.3 + 20.0
+    seconds = ENDS if not wanted.klass else 3600.0
+    port = free_port()
+    with job(launcher) as run:
+        for node in range(nodes):
+            where = (
+                ("--standalone",)
+                if nodes == 1
+                else (f"--nnodes={nodes}", f"--node-rank={node}", "--rdzv-backend=c10d",
+                      f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=hangs",
+                      "--local-addr=127.0.0.1")
+            )  # fmt: skip
+            run.start(
+                *where, f"--nproc-per-node={ranks // nodes}", "--max-restarts=0",
+                script=str(FAULTY), arguments=(fault, str(seconds)),
+                more={"PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+        klass, after, said = watch(run, limit)
+    right = bool(klass) and re.search(wanted.rank, said) is not None
+    line = ""
+    if f"{FAULTY.name}:" in said:
+        line = "right" if re.search(rf"\b{re.escape(here(fault))}\b", said) else "wrong"
+    return Row(launcher, fault, ranks, nodes, klass, after, right, line, said)
+
+
+def watch(run: Job, limit: float) -> tuple[str, float | None, str]:
+    """Class, seconds from the fault, and sentence of what this job says first; ("", None, "") if it
+    says nothing within `limit` seconds of its fault, or ends well."""
+    at, end = 0.0, time.monotonic() + START_LIMIT
+    while (now := time.monotonic()) < end:
+        said = "".join(one.read_text(errors="replace") for one in run.folder.glob("console-*"))
+        if not at and AT in said:
+            at, end = now, now + limit
+        after = round(now - at, 1)
+        if (found := TOLD.search(said)) is not None:
+            return found[1] or found[2], after, found[3]
+        codes = [agent.poll() for agent in run.agents]
+        if any(codes):
+            died = DIED.search(said)
+            return "failure", after, died[0] if died else said[-200:]
+        if None not in codes:
+            return "", None, ""
+        time.sleep(POLL)
+    return ("", None, "") if at else ("not started", None, "")
+
+
+def here(fault: str) -> str:
+    """Where rank 1 does what this fault says: "faulty.py:41 sleep"."""
+    lines = FAULTY.read_text().splitlines()
+    first = next((n for n, line in enumerate(lines) if line.startswith(f"def {fault}(")), 0)
+    number = next(n for n in range(first, len(lines)) if lines[n].endswith("# here"))
+    return f"{FAULTY.name}:{number + 1} {fault}"
+
+
+def together(plan: Iterable[tuple[str, str, int, int]], at_once: int) -> list[Row]:
+    """So many side by side; a line is printed as soon as it is known."""
     rows = []
-    print("| fault | ranks | class | told after (s) | rank named | torchrun |")
-    print("| --- | ---: | --- | ---: | --- | --- |")
-    for fault in asked.faults:
-        theirs = None
-        for ranks in sorted(asked.ranks):
-            row = measure(ELASTICRUN, fault, ranks, asked.limit)
-            if ranks == min(asked.ranks):  # it takes 30 s to end each of them
-                theirs = measure(TORCHRUN, fault, ranks, row["seconds"] or asked.limit)["seconds"]
-            row["torchrun"] = theirs
-            rows.append(row)
-            print(
-                f"| {fault} | {ranks} | {row['class'] or 'none'} | {row['seconds'] or 'never'} "
-                f"| {'right' if row['right'] else 'wrong'} | {theirs or 'silent'} |",
-                flush=True,
-            )
-    if asked.json:
-        asked.json.write_text(json.dumps({"limit": asked.limit, "rows": rows}, indent=1) + "\n")
+    with ThreadPoolExecutor(at_once) as pool:
+        for future in [pool.submit(measure, *one) for one in plan]:
+            rows.append(future.result())
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> int:
+    """Measure, print, write; 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 16])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS)
+    parser.add_argument("--torchrun", action="store_true")
+    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    asked = parser.parse_args()
+    about = report.begin()
+    print("| fault | ranks | nodes | class | told after (s) | rank | line |")
+    print("| --- | ---: | ---: | --- | ---: | --- | --- |")
+    sizes = [(ranks, nodes) for ranks in asked.ranks for nodes in asked.nodes]
+    faults = sorted(asked.faults, key=lambda fault: FAULTS[fault].busy)
+    quiet = [fault for fault in faults if not FAULTS[fault].busy]
+    rows = together([(ELASTICRUN, one, *size) for one in quiet for size in sizes], asked.at_once)
+    busy = [fault for fault in faults if FAULTS[fault].busy]
+    rows += together([(ELASTICRUN, one, *size) for one in busy for size in sizes], 1)
+    theirs: list[Row] = []
+    if asked.torchrun:
+        print("\ntorchrun:")
+        few = min(asked.ranks)
+        theirs = together([(TORCHRUN, one, few, 1) for one in quiet], asked.at_once)
+    report.write("hangs", about, {"rows": [asdict(row) for row in rows + theirs]}, asked.json)
+    print(Counter(row.klass or "none" for row in rows))
+    return report.verdict([row.missed for row in rows if row.missed])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

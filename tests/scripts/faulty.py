@@ -55,6 +55,10 @@ def skipped() -> None:
     dist.barrier()  # here
 
 
+def size() -> None:
+    dist.all_reduce(torch.ones(10))  # here
+
+
 def order() -> None:
     """Every other rank waits in one group, this one in the other."""
     dist.all_reduce(torch.ones(10), group=GROUPS[1])  # here
@@ -136,6 +140,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "stop": stop,
     "other": other,
     "skipped": skipped,
+    "size": size,
     "order": order,
     "loader": loader,
     "held": held,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.simulator.node import Node
     from tests.simulator.world import World
 
-QUIET = 6.0
+QUIET = 5.0
 """Seconds without movement after which a node says so."""
 
 ANSWER = 0.05

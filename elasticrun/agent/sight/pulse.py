@@ -17,8 +17,9 @@ from elasticrun.wire.types import RoundName
 PULSE_EVERY: Final = 2.5
 """Seconds between two looks at the local ranks."""
 
-QUIET_AFTER: Final = 5.0
-"""Seconds without a move after which the master is told."""
+QUIET_AFTER: Final = 1.6 * PULSE_EVERY
+"""Seconds without a move after which the master is told: at the second look that sees none, and no
+later where that one comes some milliseconds early."""
 
 BUSY_CPU: Final = 0.02
 """Cores that a rank uses, itself and all below it, from which it is at work ..."""
@@ -78,8 +79,8 @@ class LocalQuiet:
         if lost > PULSE_EVERY:
             for known in self._ranks.values():
                 known.moved += lost
-        self._looked = now
-        moved = [rank for rank, beat in beats.items() if self._moved(rank, beat, now)]
+        before, self._looked = self._looked, now
+        moved = [rank for rank, beat in beats.items() if self._moved(rank, beat, before)]
         self._counted = self._counted or any(beat.groups for beat in beats.values())
         if moved and not self._moves:
             self._moves = self._tells_first = True
@@ -90,19 +91,23 @@ class LocalQuiet:
             waiting = sum(beat.waits for beat in beats.values())
             self._now = (True, waiting, any(beat.works for beat in beats.values()))
 
-    def _moved(self, rank: int, beat: RankBeat, now: float) -> bool:
+    def _moved(self, rank: int, beat: RankBeat, before: float) -> bool:
+        """Since the look before, which was then. One that is done and no other that is begun, right
+        after a move, is no news: torch counts the last one late, and the next look knows better."""
         known = self._ranks[rank]
         counted = {row.key: (row.entered, row.started, row.done) for row in beat.groups or ()}
         if (beat.groups is None or counted == known.counted) and beat.step <= known.step:
             return False
         # a group that has just been made is no move: nobody has got further by it
-        news = any(known.counted.get(key, (0, -1, 0)) != row for key, row in counted.items())
+        was = {key: known.counted.get(key, (0, -1, 0)) for key in counted}
+        what = 2 if known.moved == before else 3
+        news = any(was[key][:what] != row[:what] for key, row in counted.items())
         news = news or beat.step > known.step
         if beat.groups is not None:
             known.counted = counted
         known.step = max(known.step, beat.step)
         if news:
-            known.moved = now
+            known.moved = self._looked
         return news
 
     def seconds(self, now: float) -> float:

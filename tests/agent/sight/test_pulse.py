@@ -56,6 +56,12 @@ MOVES = Quiet(ROUND, 0.0, counted=True)
         ([{0: RankBeat(), 1: RankBeat()}] * 3, [None, Quiet(ROUND, 5.0), None]),  # nobody answers
         # a rank that does not answer has not moved, and has not when it answers as before
         ([STILL, {0: beat(5, 4), 1: RankBeat()}, STILL][:2], [FIRST, None]),
+        # the last one is counted late, as gloo does; much later it is a move
+        ([{0: beat(5, 3), 1: beat(4)}, STILL, STILL], [FIRST, None, WAITS]),
+        (
+            [{0: beat(5, 3), 1: beat(4)}] * 2 + [STILL] * 3,
+            [FIRST, None, None, None, WAITS],
+        ),
         # without torch's counters, steps tell
         (
             [{0: beat(step=n), 1: beat()} for n in (0, 0, 0, 1)],

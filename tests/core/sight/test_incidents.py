@@ -82,7 +82,7 @@ def test_a_hang_counts_from_the_last_move_and_keeps_the_stacks() -> None:
     name = master.running()
     group = m.StackGroup("k", "1", 1, "", "train.py:88 load_shard")
     for session in (1, 2):
-        master.hear(session, m.Quiet(name, 6.0, waiting=1))
+        master.hear(session, m.Quiet(name, 5.0, waiting=1))
     master.feed(fx.Requested(1, m.Request("stacks")))
     for session, groups in ((1, (group,)), (2, ())):
         master.hear(session, m.Inspected(name, 1, 0, (), ()))

@@ -16,7 +16,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core import by_hand
 
-QUIET = 6.0
+QUIET = 5.0
 """Seconds without movement after which a node says so."""
 
 BEAT = 2.0

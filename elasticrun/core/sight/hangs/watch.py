@@ -39,11 +39,11 @@ from elasticrun.core.sight.picture import RankRow, StackRow, VerdictRow
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import write_ranges
 
-FIRST_LOOK: Final = 7.0
-"""Seconds of stillness before the first look: more than a beat of the agents' own looks at ranks,
-and so soon that what is certain is told within 15 s."""
+FIRST_LOOK: Final = 5.5
+"""Seconds of stillness before the first look: agents say so after 5 s. With the 2.5 s at most that
+they take to see the last move, what is certain is told 10 to 13 s after it."""
 
-SECOND: Final = 5.0
+SECOND: Final = 4.5
 """Seconds between the first look and the one that must say the same."""
 
 EARLY_EVERY: Final = 60.0
