@@ -315,8 +315,8 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
     "own": (
         _flag("--status-port", _WHOLE, "PORT", 0, "Port of the job's status page; 0: one that is "
             "free.", OURS),
-        _flag("--on-event", _TEXT, "CMD|URL", "", "Told of each incident and of the job's end: a "
-            "command that reads one JSON from its stdin, or a URL for a POST.", OURS),
+        _flag("--on-event", _TEXT, "CMD|URL", "", "Told of each incident, each hang and the job's "
+            "end: a command that reads one JSON from its stdin, or a URL for a POST.", OURS),
         _switch("--dry-run", "Print what would run, and where each setting comes from.", OURS,
             env=""),
         _switch("--version", "Print the version.", OURS, env=""),

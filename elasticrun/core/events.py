@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from elasticrun.core.persisted import Facts
-from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.core.sight.picture import IncidentRow, VerdictRow
 from elasticrun.wire.messages import (
     Failure,
     Hello,
@@ -123,7 +123,14 @@ class Filed(Struct, frozen=True):
     incident: IncidentRow
 
 
-JobEffect = Tell | Hangup | Note | JobOver | Record | Replied | Filed
+class Judged(Struct, frozen=True):
+    """What keeps the job from going on was found, or is no longer so."""
+
+    verdict: VerdictRow
+    over: bool
+
+
+JobEffect = Tell | Hangup | Note | JobOver | Record | Replied | Filed | Judged
 
 
 # ---------------------------------------------------------------- the agent's: WorkerGroup

@@ -31,7 +31,7 @@ from elasticrun.config import BEAT_INTERVAL
 from elasticrun.core import events
 from elasticrun.core.job.job import Job
 from elasticrun.core.nodes.membership import beat_interval
-from elasticrun.core.sight.picture import CAUSES, Goodput, IncidentRow, Picture
+from elasticrun.core.sight.picture import CAUSES, Goodput, IncidentRow, Picture, VerdictRow
 from elasticrun.master.records import FactStore
 from elasticrun.operator_log import LEVELS, logger
 from elasticrun.trace.writer import TraceWriter
@@ -123,6 +123,8 @@ class Loop:
         """Called when the brain says how the job has ended."""
         self.on_filed: Callable[[IncidentRow], object] = lambda _: None
         """Called with each record of an incident, as often as it changes."""
+        self.on_judged: Callable[[VerdictRow, bool], object] = lambda *_: None
+        """Called with each verdict on a job that stands still, and again (true) when it is over."""
         self.figures = Figures(clock)
         self._clock = clock
         self._inbox: deque[events.JobEvent] = deque()
@@ -328,6 +330,8 @@ class Loop:
             case events.Filed():
                 self.figures.filed(effect.incident)
                 self.on_filed(effect.incident)
+            case events.Judged():
+                self.on_judged(effect.verdict, effect.over)
             case events.Replied():
                 self._reply(effect.number, effect.reply)
 

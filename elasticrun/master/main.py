@@ -299,6 +299,7 @@ class Master:
         brain = await self._remember(records, port, life)
         loop = Loop(brain, job_id=config.job_id, store=records.store, tracer=records.trace)
         loop.on_filed = life.outward.filed
+        loop.on_judged = life.outward.judged
         loop.on_over = life.over
         # where the job has no token, its user on this host may still operate it, and nobody else
         operator = operator_token(config.token or secrets.token_hex(32))

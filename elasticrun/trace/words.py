@@ -17,6 +17,7 @@ from elasticrun.core.events import (
     JobEffect,
     JobEvent,
     JobOver,
+    Judged,
     Note,
     Record,
     Replied,
@@ -90,6 +91,9 @@ def effect_in_words(effect: JobEffect) -> str:
             return f"answer {effect.number}: {effect.reply.reason or 'done'}"
         case Filed():
             return f"filed: {incident_in_words(effect.incident)}"
+        case Judged():
+            state = "over" if effect.over else "told"
+            return f"verdict ({state}), {effect.verdict.klass}: {effect.verdict.sentence}"
 
 
 def incident_in_words(incident: IncidentRow) -> str:

@@ -12,10 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow
+from elasticrun.config import MasterConfig
+from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow, VerdictRow
 from elasticrun.master.outward import notify
 from elasticrun.master.outward.incident_files import IncidentFiles, read
 from elasticrun.master.outward.notify import Notifier
+from elasticrun.master.outward.outward import Outward
 from elasticrun.master.outward.report import NOTHING, page, table
 
 ROW = IncidentRow(
@@ -121,6 +123,20 @@ def test_a_command_that_fails_is_told_once(
     told._queue.put(None)
     told._thread.join(20.0)
     assert [why in record.message for record in caplog.records] == [True]
+
+
+def test_a_verdict_is_told_to_a_command(tmp_path: Path) -> None:
+    out = Outward(MasterConfig("run17", "", 0, None, on_event=f"cat >> {tmp_path}/told"))
+    verdict = VerdictRow("strong", "idle", "rank 3 is idle", 61.0, "3", "", "it is left as it is")
+    for over in (False, True):
+        out.judged(verdict, over)
+    assert out._notifier is not None
+    out._notifier._queue.put(None)
+    out._notifier._thread.join(20.0)
+    lines = (tmp_path / "told").read_text().replace("}{", "}\n{").splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [(one["event"], one["over"]) for one in events] == [("hang", False), ("hang", True)]
+    assert events[0]["verdict"] == msgspec.to_builtins(verdict)
 
 
 def test_a_url_is_posted_to() -> None:

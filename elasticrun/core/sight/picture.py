@@ -51,6 +51,7 @@ class VerdictRow(Struct, frozen=True):
     node: str  # whom it is charged to; "" for the script
     then: str  # what will be done about it, and in how many seconds, in a clause; "": nothing
     folder: str = ""  # where stacks and counters were written, on each node
+    place: str = ""  # where the odd rank is, `train.py:41 load_shard`; "" where it is not known
 
 
 class LedgerRow(Struct, frozen=True):

@@ -11,14 +11,15 @@ from collections import deque
 from collections.abc import Callable
 
 import msgspec
+from msgspec.structs import replace
 
 from elasticrun.core.context import JobContext
 from elasticrun.core.deadlines import earliest
-from elasticrun.core.events import Note, Replied
+from elasticrun.core.events import Judged, Note, Replied
 from elasticrun.core.sight.hangs.watch import Watch
 from elasticrun.core.sight.incidents import Incidents
 from elasticrun.core.sight.ledger import SlotLedger
-from elasticrun.core.sight.picture import EventRow, Picture, SettingRow
+from elasticrun.core.sight.picture import EventRow, Picture, SettingRow, VerdictRow
 from elasticrun.wire import messages as m
 
 MAX_ASKED = 64
@@ -66,6 +67,8 @@ class Sight:
         self.ledger = SlotLedger(ctx)
         self.incidents = Incidents(ctx)
         self.history = History(ctx)
+        self._verdict: VerdictRow | None = None  # that was told last
+        self._seen_at = 0.0  # when it was so
         self._asked: dict[int, tuple[int, float]] = {}  # asked -> its look, and until when it waits
 
     def heard(self, node: str, report: m.SightReport) -> bool:
@@ -103,6 +106,8 @@ class Sight:
     def settle(self, node: str | None) -> None:
         """After every event that was decided on; `node`: whose report it was."""
         verdict = self.watch.verdict()
+        if verdict is not None or self._verdict is not None:
+            self._judge(verdict if self._ctx.outcome is None else None)
         if verdict is None:
             self.ledger.settle(node, 0.0, "")
         else:
@@ -113,6 +118,19 @@ class Sight:
             for number in self._asked:
                 self._answer(number)
             self._asked.clear()
+
+    def _judge(self, verdict: VerdictRow | None) -> None:
+        """Tell of a verdict once, and once when it is over."""
+        now = self._ctx.now
+        before, self._verdict = self._verdict, verdict
+        passed, self._seen_at = now - self._seen_at, now
+        if before and verdict and (before.klass, before.ranks) == (verdict.klass, verdict.ranks):
+            return
+        if before is not None:
+            stood = before.since + passed
+            self._ctx.out.append(Judged(replace(before, since=stood, then=""), over=True))
+        if verdict is not None:
+            self._ctx.out.append(Judged(verdict, over=False))
 
     def round_begins(self) -> None:
         """A round was formed, or is taken over."""

@@ -1,10 +1,12 @@
 """Tells another program what happens to the job: one JSON on its stdin, or by POST.
 
     {"event": "incident", "job": "run17", "time": 1767225600.0, "incident": {...}}
+    {"event": "hang", "job": "run17", "time": 1767225600.0, "over": false, "verdict": {...}}
     {"event": "end", "job": "run17", "time": 1767225661.5, "exit_code": 0, "reason": "..."}
 
-An incident is told when it begins and when it is over. Nothing waits for it but the end of the
-master, some seconds; a program that fails is tried again TRIES - 1 times, and told of once.
+Incidents and verdicts are told when they begin and when they are over. Nothing waits for it but the
+end of the master, some seconds; a program that fails is tried again TRIES - 1 times, and told of
+once.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import msgspec
 
 from elasticrun.config import MasterConfig
 from elasticrun.core.events import JobOver
-from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.core.sight.picture import IncidentRow, VerdictRow
 from elasticrun.master.outward.incident_files import IncidentFiles
 from elasticrun.wire import run_folder
 
@@ -49,6 +49,11 @@ class Outward:
         if self._notifier is not None and state > self._told:
             self._told = state
             self._notifier.put("incident", incident=msgspec.to_builtins(row))
+
+    def judged(self, verdict: VerdictRow, over: bool) -> None:
+        """The job stands still, and why; or it does so no more."""
+        if self._notifier is not None:
+            self._notifier.put("hang", verdict=msgspec.to_builtins(verdict), over=over)
 
     def over(self, end: JobOver) -> None:
         """The job has ended."""

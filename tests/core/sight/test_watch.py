@@ -9,6 +9,7 @@ from elasticrun.core.sight.hangs.look import RollCall
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 from tests.core import by_hand
+from tests.core.sight import worlds
 
 NAME = RoundName(1, 1, "aa")
 
@@ -83,3 +84,19 @@ def test_who_does_not_answer_is_not_waited_for_for_ever() -> None:
     master.now = 10.0
     master.feed(fx.Tick())
     assert rows(master, 1) == []
+
+
+def test_a_verdict_is_told_of_once_and_once_more_when_it_is_over() -> None:
+    def plan(rank: int, step: int) -> list[tuple[str, float]]:
+        load = 200.0 if (step, rank) == (8, 3) else 0.1
+        return [("compute", 0.5), ("load", load), ("world", 0.0)]
+
+    told = worlds.Training(plan).run(400.0).judged
+    assert [(one.over, one.verdict.klass, one.verdict.ranks) for one in told] == [
+        (False, "strong", "3"),
+        (True, "strong", "3"),
+    ]
+    first, last = (one.verdict for one in told)
+    assert (first.place, first.folder) == ("train.py:41 load", "logs/a")
+    assert "left as it is" in first.then
+    assert 60.0 <= first.since < 72.0 < 198.0 < last.since < 202.0

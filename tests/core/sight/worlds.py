@@ -82,6 +82,7 @@ class Training:
         self.moved = dict.fromkeys(NODES, 0.0)
         self.quiet: set[str] = set()
         self.notes: list[tuple[float, str]] = []
+        self.judged: list[fx.Judged] = []
         self.over_at: float | None = None
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -129,6 +130,8 @@ class Training:
         for effect in self.master.feed(fed):
             if isinstance(effect, fx.Note):
                 self.notes.append((self.now, effect.text))
+            elif isinstance(effect, fx.Judged):
+                self.judged.append(effect)
         for session in (1, 2):
             orders = self.master.told[session]
             fresh, self._seen[session] = orders[self._seen[session] :], len(orders)

@@ -225,6 +225,7 @@ class Watch:
             node=told.of_node,
             then=self._then(told),
             folder=folder if self._dumped else "",
+            place=told.place,
         )
 
     def ranks(self) -> tuple[float, tuple[RankRow, ...]]:
