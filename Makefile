@@ -18,7 +18,7 @@ BESIDE = $(MAKE) --no-print-directory -j3 -Oline
 
 .PHONY: help demo test check lint unit unit-torch tests bench soak matrix proto wheel-test clean
 help:
-	@echo "make demo    two agents, a real model, one rank killed on purpose (sets itself up)"
+	@echo "make demo    two agents, a real model, a rank is killed and the job hangs once (sets itself up)"
 	@echo "make test    lint, types, import contracts, one scenario of each kind (sets itself up)"
 	@echo "make check   what each commit passes: lint, types, contracts, the quick tests"
 	@echo "make soak    every test of all, torchrun's side too   |  make bench  beside torchrun, a table"

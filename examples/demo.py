@@ -1,4 +1,5 @@
-"""The demo: two agents train a real model, one rank is killed on purpose, the job goes on.
+"""The demo: two agents train a real model, a rank is killed and a mistake makes the others wait for
+ever; the job goes on both times.
 
 Both agents run on this machine, as they would on two. Every figure that is printed was measured in
 this run; the exit code is not 0 if anything did not go as promised.
@@ -34,6 +35,9 @@ NODES = 2
 RANKS_PER_NODE = 2
 LAST_RANK = NODES * RANKS_PER_NODE - 1
 WANTED_ACCURACY = 0.95
+HANG_ENDS = 15
+"""Seconds after which ranks that wait for one that cannot come are ended; by default it is 30."""
+
 LIMIT = 180.0
 """Seconds the whole demo may take before it is called a failure."""
 
@@ -56,6 +60,12 @@ class Story:
     killed_at: float = 0.0
     killed_in_epoch: int = 0
     recovery: float = 0.0
+    hung_at: float = 0.0
+    found_after: float = 0.0
+    hang: str = ""
+    went_on: float = 0.0
+    page: str = ""
+    goodput: str = ""
     epochs: list[int] = field(default_factory=list)
     accuracy: float = 0.0
 
@@ -114,10 +124,16 @@ def start(folder: Path, epochs: int, lines: Lines) -> list[Agent]:
         *(f"--nnodes={NODES}", f"--nproc-per-node={RANKS_PER_NODE}", "--max-restarts=3"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=demo"),
         "--preload=torch._dynamo",  # DDP imports it when it is built: a second a life
+        f"--hang-limit={HANG_ENDS}",
         *(f"--log-dir={folder / 'logs'}", str(HERE / "digits.py")),
-        *(f"--folder={folder}", f"--epochs={epochs}"),
+        *(f"--folder={folder}", f"--epochs={epochs}", f"--mistake={mistake(epochs)}"),
     ]
     return [Agent(number, command, lines) for number in range(NODES)]
+
+
+def mistake(epochs: int) -> int:
+    """The epoch after which rank 0 calls a collective that no other rank calls."""
+    return 2 * epochs // 3
 
 
 class Show:
@@ -155,9 +171,12 @@ class Show:
                 story.resumed_at = epoch
             colour = COLOURS[node % len(COLOURS)]
             self.say(f"[{colour}]node {node}[/{colour}]  rank {rank} starts {origin}")
-        elif word == "step" and values.get("life") != "0" and not story.recovery:
+        elif word == "step" and values.get("life") == "1":
             story.recovery = now - story.killed_at
             self.say(f"[bold green]training goes on, {story.recovery:.2f} s after the kill[/]")
+        elif word == "step" and values.get("life") == "2":
+            story.went_on = now - story.hung_at
+            self.say(f"[bold green]training goes on, {story.went_on:.1f} s after it stood still[/]")
         elif word == "epoch" and "number" in values:
             number = int(values["number"])
             story.epochs.append(number)
@@ -165,8 +184,27 @@ class Show:
             due = number >= self.epochs // 3 and (0, LAST_RANK) in story.ranks
             if due and not story.killed_at:
                 self.kill(number)
+            if number == mistake(self.epochs) and not story.hung_at:
+                story.hung_at = now
+                self.say("[bold red]rank 0 calls a barrier[/] that no other rank will come to")
         elif word == "done" and "accuracy" in values:
             story.accuracy = float(values["accuracy"])
+        elif line.startswith("elasticrun"):
+            self.hear(line)
+
+    def hear(self, line: str) -> None:
+        """Take in what elasticrun itself says; both agents say it."""
+        story = self.story
+        _, _, text = line.partition(": ")
+        if text.startswith("the job's page: ") and not story.page:
+            story.page = text.partition(": ")[2]
+            self.say(f"the job's page is at {story.page}")
+        elif text.startswith("hang (certain): ") and not story.hang:
+            story.found_after = time.monotonic() - story.hung_at
+            story.hang = text.partition(": ")[2].partition(";")[0]
+            self.say(f"[bold yellow]found after {story.found_after:.1f} s[/]: {story.hang}")
+        elif text.startswith(("goodput ", "uptime ")):
+            story.goodput = text
 
     def kill(self, epoch: int) -> None:
         """Kill the last rank, which lives on the other node than rank 0's checkpoint."""
@@ -184,9 +222,13 @@ def judge(story: Story, agents: list[Agent], epochs: int) -> None:
     checks = [
         (story.killed_at > 0, "no rank was killed: training never got that far"),
         (codes == [0] * NODES, f"the agents ended with {codes}, not with 0"),
-        (lives == {0, 1}, f"there were {len(lives)} lives, not two"),
-        (story.recovery > 0, "training did not go on"),
-        (story.resumed_at > 0, "the second life did not start from a checkpoint"),
+        (story.hung_at > 0, "no rank hung: training never got that far"),
+        (lives == {0, 1, 2}, f"there were {len(lives)} lives, not three"),
+        (story.recovery > 0, "training did not go on after the kill"),
+        ("barrier" in story.hang, "nobody said why the job stood still"),
+        (story.went_on > 0, "training did not go on after the hang"),
+        (story.goodput != "", "nobody said where the time went"),
+        (story.resumed_at > 0, "the last life did not start from a checkpoint"),
         (story.epochs[-1:] == [epochs], "the last epoch was not reached"),
         (
             story.accuracy >= WANTED_ACCURACY,
@@ -205,8 +247,11 @@ def result(story: Story, epochs: int, seconds: float) -> Panel:
         ("test accuracy", f"[bold]{story.accuracy:.1%}[/] of 360 images never trained on"),
         ("recovery", f"[bold]{story.recovery:.2f} s[/] from the kill to the next training step"),
         ("work lost", f"a part of epoch {story.killed_in_epoch}; went on at its beginning"),
-        ("restarts", "1 of 3, on both nodes together"),
-        ("in all", f"{seconds:.1f} s for {epochs} epochs, with two starts"),
+        ("hang", f"found after [bold]{story.found_after:.1f} s[/]; 4 ranks started again"),
+        ("restarts", "2 of 3, on both nodes together"),
+        ("time", story.goodput),
+        ("page", f"{story.page} while it ran"),
+        ("in all", f"{seconds:.1f} s for {epochs} epochs, with three starts"),
     )
     for name, value in rows:
         table.add_row(f"[dim]{name}[/]", value)
@@ -245,7 +290,7 @@ def run(console: Console, folder: Path, epochs: int) -> None:
 
 def main() -> int:
     """Run the demo in a folder of its own; 0 if all was as promised."""
-    parser = argparse.ArgumentParser(description="Two agents, a real model, one rank killed.")
+    parser = argparse.ArgumentParser(description="Two agents, a real model, two faults.")
     parser.add_argument("--epochs", type=int, default=18)
     parser.add_argument("--keep", type=Path, help="a folder for checkpoints and logs, kept")
     arguments = parser.parse_args()
@@ -254,7 +299,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     console.print(
         f"\n[bold]elasticrun[/]: {NODES} agents with {RANKS_PER_NODE} ranks each train on "
-        "scikit-learn's digits; one rank is killed on the way\n"
+        "scikit-learn's digits; one rank is killed on the way, and one makes the others wait\n"
     )
     try:
         run(console, folder, arguments.epochs)

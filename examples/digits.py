@@ -1,8 +1,8 @@
 """A small convolutional network learns handwritten digits, on any number of ranks.
 
-An ordinary script for torchrun or elasticrun, with nothing of elasticrun in it: DDP over gloo, a
-checkpoint file after each epoch, and a start from that file if there is one. Everything it says
-about itself goes to standard output, one line a fact.
+An ordinary script for torchrun or elasticrun: DDP over gloo, a checkpoint file after each epoch,
+and a start from that file if there is one. Everything it says about itself goes to standard output,
+one line a fact. It tells elasticrun its steps where that is installed, which nothing depends on.
 
     elasticrun --nproc-per-node=2 examples/digits.py --folder runs/digits
 """
@@ -20,6 +20,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
+
+try:
+    from elasticrun.training import progress
+except ImportError:
+
+    def progress(step: int) -> None:
+        """Nobody wants to know."""
+
 
 TEST_PART = 360
 """Images kept out of training, of the 1797 in the data set: every fifth one."""
@@ -75,7 +83,15 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
     return float(right)
 
 
-def train(folder: Path, epochs: int) -> None:
+def forget_the_others(folder: Path) -> None:
+    """A mistake that is made in many scripts, here once: a collective that one rank calls alone."""
+    once = folder / "forgot"
+    if not once.exists():
+        once.touch()
+        dist.barrier()
+
+
+def train(folder: Path, epochs: int, mistake: int) -> None:
     """Train from the checkpoint (or from nothing) to the last epoch and test."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -102,6 +118,7 @@ def train(folder: Path, epochs: int) -> None:
             loss.backward()
             optimizer.step()
             total += loss.detach()
+            progress(epoch * len(loader) + step)
             if rank == 0 and step == 0 and epoch == first_epoch:
                 tell(f"step life={life} epoch={epoch}")
         dist.all_reduce(total)
@@ -110,6 +127,8 @@ def train(folder: Path, epochs: int) -> None:
             save({**state, "epochs": epoch + 1}, checkpoint)
             mean = float(total) / len(loader) / world_size
             tell(f"epoch number={epoch + 1} of={epochs} loss={mean:.4f}")
+            if epoch + 1 == mistake:
+                forget_the_others(folder)
     dist.barrier()
     if rank == 0:
         print(
@@ -122,10 +141,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Digits on any number of ranks.")
     parser.add_argument("--folder", type=Path, default=Path("runs/digits"))
     parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument(
+        "--mistake", type=int, default=0, help="epoch after which the job hangs once"
+    )
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
-    train(arguments.folder, arguments.epochs)
+    train(arguments.folder, arguments.epochs, arguments.mistake)
     dist.destroy_process_group()
 
 
