@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from elasticrun.accelerators.ascend import Ascend
-from elasticrun.accelerators.base import Accelerator, Cpu, torch_build
+from elasticrun.accelerators.base import Accelerator, Cpu, Load, torch_build
 from elasticrun.accelerators.nvidia import Nvidia
 
-__all__ = ["ALIASES", "NAMES", "UNSUPPORTED", "Accelerator", "of"]
+__all__ = ["ALIASES", "NAMES", "UNSUPPORTED", "Accelerator", "Load", "loads", "of"]
 
 _KINDS: Final[Mapping[str, type[Accelerator]]] = {"nvidia": Nvidia, "ascend": Ascend, "cpu": Cpu}
 
@@ -50,3 +50,8 @@ def of(word: str, environ: Mapping[str, str]) -> Accelerator:
     if ascend.present() and ascend.count(environ) != 0:
         return ascend
     return Cpu()
+
+
+def loads(word: str, environ: Mapping[str, str], limit: float) -> tuple[Load, ...]:
+    """How busy the devices are that `word` names, with "" NVIDIA's; see `Accelerator.loads`."""
+    return _KINDS.get(ALIASES.get(word, word) or "nvidia", Cpu)().loads(environ, limit)

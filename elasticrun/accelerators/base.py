@@ -62,6 +62,13 @@ def installed(distribution: str) -> str:
         return ""
 
 
+class Load(NamedTuple):
+    """How busy a device is."""
+
+    percent: int = -1  # of the last moments in which it computed; -1: not known
+    mib: int = 0  # of its memory in use
+
+
 class Accelerator(ABC):
     """A kind of device that ranks compute on; one class a vendor, without state of its own."""
 
@@ -84,6 +91,11 @@ class Accelerator(ABC):
 
         Only what this environment sees is judged. Blocks, but for the limit of its child at most.
         """
+
+    def loads(self, environ: Mapping[str, str], limit: float) -> tuple[Load, ...]:
+        """How busy each is that a process with this environment sees, in its order; () where that
+        is not told within `limit` seconds, for which it blocks at most."""
+        return ()
 
 
 def enough(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from elasticrun.accelerators.asking import NoAnswer, json_of
-from elasticrun.accelerators.base import Accelerator, enough, in_use
+from elasticrun.accelerators.base import Accelerator, Load, enough, in_use
 from elasticrun.wire.types import Finding, Level
 
 NVML_LIMIT: Final = 20.0
@@ -19,6 +19,8 @@ NVML_LIMIT: Final = 20.0
 ORPHAN_LIMIT: Final = 30.0
 """Seconds by which the child's own limit comes later than ours: who ends before we have given it up
 seems to have said nothing."""
+
+MIB: Final = 1024 * 1024
 
 _CHILD: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "nvidia_child.py")
 
@@ -47,6 +49,18 @@ class Nvidia(Accelerator):
             return None
         seen = visible(listed, [str(uuid) for uuid in uuids])
         return None if seen is None else len(seen)
+
+    def loads(self, environ: Mapping[str, str], limit: float) -> tuple[Load, ...]:
+        """By NVML's utilisation; none of MIG instances."""
+        if not has_driver():
+            return ()
+        try:
+            answer: Any = _ask("loads", environ, limit)
+            ours = visible(environ.get(self.visible_variable), answer["uuids"])
+            found = [Load(int(percent), used // MIB) for percent, used in answer["loads"]]
+        except (NoAnswer, KeyError, TypeError, ValueError):
+            return ()
+        return tuple(found[index] for index in ours) if ours and not answer.get("mig") else ()
 
     def examine(self, wanted: int, environ: Mapping[str, str]) -> tuple[Finding, ...]:
         """Number, memory, ECC, pages, clocks and NVLinks of the visible GPUs; bad ones by name."""
@@ -128,9 +142,11 @@ class _Gpu:
         return f"GPU {self.index}"
 
 
-def _ask(what: str, environ: Mapping[str, str]) -> dict[str, object]:
-    command = [sys.executable, "-P", _CHILD, what, str(NVML_LIMIT + ORPHAN_LIMIT)]
-    return json_of(command, environ, NVML_LIMIT)
+def _ask(what: str, environ: Mapping[str, str], limit: float = 0.0) -> dict[str, object]:
+    """`limit`: seconds; 0.0 for NVML_LIMIT."""
+    limit = limit or NVML_LIMIT
+    command = [sys.executable, "-P", _CHILD, what, str(limit + ORPHAN_LIMIT)]
+    return json_of(command, environ, limit)
 
 
 def _gpus(answer: Mapping[str, Any]) -> list[_Gpu]:

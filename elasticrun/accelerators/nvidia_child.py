@@ -1,10 +1,11 @@
 """Asks NVML about this node's GPUs and prints one JSON object; run by path in a throw-away child.
 
-    python -P nvidia_child.py count|examine LIMIT
+    python -P nvidia_child.py count|examine|loads LIMIT
 
-`count` finds out which GPUs there are, `examine` how they are as well. A GPU that does not answer
-has an `error`; what a GPU, a driver or a release of NVML does not know is null. After LIMIT seconds
-the kernel ends this process, so that it does not outlive a caller that was killed.
+`count` finds out which GPUs there are, `examine` how they are as well, `loads` how busy they are. A
+GPU that does not answer has an `error`; what a GPU, a driver or a release of NVML does not know is
+null. After LIMIT seconds the kernel ends this process, so that it does not outlive a caller that
+was killed.
 """
 
 from __future__ import annotations
@@ -84,6 +85,17 @@ def gpu(index: int) -> dict[str, Any]:
     return seen
 
 
+def loads() -> dict[str, Any]:
+    """What `count` says, and of each GPU [percent of the time in use, bytes in use]."""
+    seen = []
+    for index in range(min(pynvml.nvmlDeviceGetCount(), MAX_GPUS)):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        used = known(lambda handle=handle: pynvml.nvmlDeviceGetUtilizationRates(handle))  # type: ignore[misc]
+        amount = known(lambda handle=handle: pynvml.nvmlDeviceGetMemoryInfo(handle))  # type: ignore[misc]
+        seen.append([-1 if used is None else used.gpu, 0 if amount is None else amount.used])
+    return {**count(), "loads": seen}
+
+
 def memory(handle: Any) -> dict[str, Any]:
     """Bytes in use and in all, and the compute processes: [pid, bytes or null]."""
     amount = known(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
@@ -145,7 +157,7 @@ def main(argv: list[str]) -> int:
         signal.alarm(int(float(argv[1])) + 1)
     try:
         pynvml.nvmlInit()
-        answer = examine() if argv[0] == "examine" else count()
+        answer = {"count": count, "examine": examine, "loads": loads}[argv[0]]()
     except pynvml.NVMLError as error:
         print(error, file=sys.stderr)
         return 1

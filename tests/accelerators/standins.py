@@ -97,6 +97,10 @@ def nvmlDeviceGetMemoryInfo(handle):
     return SimpleNamespace(used=used, total=total)
 
 
+def nvmlDeviceGetUtilizationRates(handle):
+    return SimpleNamespace(gpu=answer(handle, "busy"), memory=0)
+
+
 def nvmlDeviceGetComputeRunningProcesses(handle):
     return [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in answer(handle, "held")]
 
@@ -141,6 +145,7 @@ def gpu(number: int, **what: Any) -> dict[str, Any]:
         "name": "NVIDIA H100 80GB HBM3",
         "mig": 0,
         "memory": [2**29, 80 * 2**30],
+        "busy": 0,
         "held": [],
         "ecc": 0,
         "retiring": 0,

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from elasticrun import accelerators
 from elasticrun.accelerators import nvidia, nvidia_child
 from elasticrun.accelerators.base import descends_from_us
 from elasticrun.accelerators.nvidia import Nvidia, visible
 from elasticrun.wire.types import Finding, Level
 from tests.accelerators.standins import PYNVML, bare, gpu, library, nvml
+from tests.harness import LIMIT
 
 UUIDS = ["GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44"]
 STRANGER = 90000077
@@ -298,6 +300,27 @@ def test_nvml_that_fails_is_one_sentence(
     (finding,) = Nvidia().examine(1, nvml(tmp_path, broken=18))
     assert finding.state is Level.FAILED
     assert part in finding.seen
+
+
+@pytest.mark.parametrize(
+    ("listed", "mig", "seen"),
+    [(None, 0, [(97, 512), (-1, 512)]), ("1,0", 0, [(-1, 512), (97, 512)]), ("0", 1, [])],
+)
+def test_how_busy_the_visible_ones_are(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    listed: str | None,
+    mig: int,
+    seen: list[tuple[int, int]],
+) -> None:
+    monkeypatch.setattr(nvidia, "has_driver", lambda: True)
+    silent = gpu(1)
+    del silent["busy"]
+    environ = nvml(tmp_path, gpu(0, busy=97, mig=mig), silent)
+    if listed is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = listed
+    assert list(accelerators.loads("", environ, LIMIT)) == seen
+    assert accelerators.loads("cpu", environ, LIMIT) == ()
 
 
 def test_nvml_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from elasticrun.accelerators import Load
 from elasticrun.agent.sight import dump, outside
 from elasticrun.agent.sight.activity import Activity
 from elasticrun.agent.sight.outside import Threads
@@ -15,6 +16,8 @@ from elasticrun.wire.progress import MAX_GROUPS_SAID, GroupSays, RankSays
 from elasticrun.wire.types import MAX_SECONDS, MAX_TEXT, RoundName, write_ranges
 
 MIB = 1024 * 1024
+
+UNKNOWN_LOAD = Load()
 
 _Group = tuple[str, str]
 """Name and members of a process group: older torches give several groups one name."""
@@ -37,6 +40,7 @@ class RankLook:
     rates: tuple[float, float]  # cores, bytes a second
     quiet: float
     progress: tuple[int, float]  # newest step, seconds of it
+    device: Load = UNKNOWN_LOAD  # of the one that it computes on
     outside: Threads = field(default_factory=dict)  # stacks that it has not told itself
     unread: str = ""  # why they could not be read from outside
 
@@ -180,6 +184,8 @@ def _seen(one: RankLook, groups: list[_Group]) -> m.RankSeen:
         holds=one.holds,
         step=step,
         step_seconds=seconds,
+        gpu=min(one.device.percent, 100),
+        gpu_mib=one.device.mib,
         at=at,
         partial=said is not None and not len(at) == len(said.groups) < MAX_GROUPS_SAID,
     )

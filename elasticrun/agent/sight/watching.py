@@ -7,10 +7,13 @@ the master as Quiet, Inspected and Stacks; nothing is decided here and no rank i
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from elasticrun import accelerators
+from elasticrun.accelerators import Load
 from elasticrun.agent.runtime import NodeContext, NoThread, Once, Tasks, in_thread
 from elasticrun.agent.sight import looked
 from elasticrun.agent.sight.activity import Activities, Activity
@@ -26,6 +29,9 @@ PULSE_LIMIT: Final = 1.0
 
 LOOK_LIMIT: Final = 2.0
 """Seconds for a full answer; who is silent for so long does not get at its interpreter."""
+
+DEVICES_LIMIT: Final = 1.5
+"""Seconds for asking how busy the devices are; a driver that takes longer is not waited for."""
 
 OUTSIDE_LIMIT: Final = 4.0
 """Seconds for reading the stacks of ranks that are silent, in all."""
@@ -163,7 +169,9 @@ class LocalSight:
 
     async def _inspect(self, life: _Watched, order: m.Inspect) -> None:
         forked = self._ranks.forked
-        answers = await self._asking.ask(forked, LOOK_LIMIT, full=True, stacks=True)
+        answers, devices = await asyncio.gather(
+            self._asking.ask(forked, LOOK_LIMIT, full=True, stacks=True), self._devices()
+        )
         seen = await self._look(life, measure=False)
         now = asyncio.get_running_loop().time()
         found = []
@@ -178,6 +186,7 @@ class LocalSight:
                 rates=life.rates.get(rank, (0.0, 0.0)),
                 quiet=life.quiet.rank_seconds(rank, now),
                 progress=self._progress.seen(rank),
+                device=devices[rank] if rank < len(devices) else looked.UNKNOWN_LOAD,
             )
             found.append(row)
         if order.stacks:
@@ -187,6 +196,19 @@ class LocalSight:
         if order.stacks:
             folder = await self._write_down(order.dump, found) if order.dump else ""
             self._node.link.say(looked.stacks(order.round, order.number, found, folder))
+
+    async def _devices(self) -> tuple[Load, ...]:
+        """How busy the devices of this node are; local rank r is taken to compute on the r-th that
+        it sees, as nearly all scripts have it."""
+        word = self._node.config.accelerator
+        try:
+            return await in_thread(
+                lambda: accelerators.loads(word, os.environ, DEVICES_LIMIT),
+                limit=2 * DEVICES_LIMIT,
+                name="devices",
+            )
+        except TimeoutError:
+            return ()
 
     async def _from_outside(self, found: list[looked.RankLook]) -> list[looked.RankLook]:
         """With what other programs can read of ranks that did not answer."""

@@ -68,7 +68,9 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
         ranks = SimpleNamespace(pids={}, forked=frozenset({0, 1}))
         spec = SimpleNamespace(watch=m.WatchSpec())
         node = SimpleNamespace(
-            config=SimpleNamespace(nproc_per_node=2, spec=spec), fatal=pytest.fail, link=said
+            config=SimpleNamespace(nproc_per_node=2, spec=spec, accelerator=""),
+            fatal=pytest.fail,
+            link=said,
         )
         progress = SimpleNamespace(seen=lambda rank: (7, 0.5) if rank else (-1, 0.0))
         sight = LocalSight(cast(Any, node), cast(Any, ranks), cast(Any, progress))
