@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Debian packages without which tests are skipped: a real etcd, a real Slurm, real containers, an
-# sshd, and what makes network namespaces.
+# sshd, a browser, and what makes network namespaces.
 set -euo pipefail
 declare -A package=(
   [etcd]=etcd-server [etcdctl]=etcd-client
   [munged]=munge [slurmctld]=slurmctld [slurmd]=slurmd [srun]=slurm-client
   [runc]=runc
+  [chromium-headless-shell]=chromium-headless-shell
   [sshd]=openssh-server [ssh]=openssh-client
   [ip]=iproute2 [tc]=iproute2 [nft]=nftables [iptables]=iptables
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Final, NoReturn
@@ -34,6 +35,14 @@ def packages(*names: str) -> None:
     every test process seconds while it collects."""
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}", allow_module_level=True)
+
+
+def browser() -> str:
+    """Where a browser is that shows pages to nobody, for playwright; it brings none of its own."""
+    for name in ("chromium-headless-shell", "chromium", "google-chrome"):
+        if path := shutil.which(name):
+            return path
+    lacking("there is no chromium-headless-shell here")
 
 
 def several_hosts(*, lines: bool = False) -> None:

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -26,9 +27,12 @@ from elasticrun.core.sight.picture import (
 from elasticrun.master.loop import Loop
 from elasticrun.master.page.http import StatusPage
 from elasticrun.wire import messages as m
+from elasticrun.wire.types import RoundName
+from tests import needs
 from tests.master.people import ROUND, Recorder, status
 
-BROWSER = "chromium-headless-shell"
+OPTIONS = ["--no-sandbox"]
+"""Of the browser: in a container, and as root, it has no sandbox."""
 
 STUCK = """data.py:40 __next__
 data.py:71 read_shard
@@ -52,7 +56,8 @@ def nodes(number: int, ranks: int) -> tuple[m.NodeStatus, ...]:
 def stepping(number: int, ranks: int) -> tuple[RankRow, ...]:
     return tuple(
         RankRow(
-            k, f"node{k // ranks:03}", "stepping", step=4110, step_seconds=0.42 + 0.001 * (k % 9),
+            k, f"node{k // ranks:03}", "stepping", step=4110,
+            step_seconds=0.61 if k // ranks == 5 else 0.42 + 0.001 * (k % 9),
             quiet=0.3, cpu=0.97, io=2e6, rss=18_432, gpu=96, gpu_mib=71_000,
         )
         for k in range(number * ranks)
@@ -95,7 +100,7 @@ def healthy(number: int = 8, ranks: int = 8) -> Picture:
         job_id="run17", reason="", world_size=number * ranks, nodes=nodes(number, ranks),
         min_nodes=number, max_nodes=number, last_failure="", step=4110, step_age=0.4, age=26_000.0,
         snapshot="step 4100 is whole, step 4000 is written",
-        round=ROUND, goodput="goodput 93.8 %",
+        round=RoundName(1, 3, "0badcafe"), goodput="goodput 93.8 %",
     )  # fmt: skip
     events = (
         EventRow(1, 26_000.0, "", f"round 1 begins with {number} nodes", "info"),
@@ -136,39 +141,40 @@ def hung(number: int = 8, ranks: int = 8) -> Picture:
     return replace(well, verdict=verdict, ranks=tuple(rows), stacks=groups)
 
 
-async def shown(picture: Picture, *options: str) -> str:
-    """What the browser says of a page that shows this picture."""
+@asynccontextmanager
+async def served(picture: Picture) -> AsyncIterator[tuple[Recorder, str]]:
+    """The page that shows this picture: who makes it, and the page's address."""
     brain = Recorder()
     brain.page, brain.whole = picture.status, picture
     loop = Loop(brain)
-    loop.figures._came_to(ROUND, 4110)
+    loop.figures._came_to(ROUND, picture.status.step)
+    loop.figures.began -= picture.status.age
     page = StatusPage(loop)
     port = page.listen("127.0.0.1", 0)
-    ask = [BROWSER, "--no-sandbox", "--disable-gpu", "--timeout=4000", *options]
     try:
-        running = await asyncio.create_subprocess_exec(
-            *ask, f"http://127.0.0.1:{port}/", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        try:
-            said, _ = await asyncio.wait_for(running.communicate(), 30.0)
-        except TimeoutError:
-            running.kill()
-            raise
-        return said.decode()
+        yield brain, page.url(port)
     finally:
         await page.close()
 
 
-def main(folder: Path) -> None:
+async def main(folder: Path) -> None:
+    from playwright.async_api import async_playwright
+
     made = {"healthy": healthy(), "hang": hung(), "large": hung(128, 8)}
-    for name, picture in made.items():
-        for mode in ("light", "dark"):
-            size = "1180,1500" if name == "large" else "1180,1180"
-            dark = ["--blink-settings=preferredColorScheme=0"] if mode == "dark" else []
-            target = folder / f"{name}-{mode}.png"
-            options = (f"--screenshot={target}", f"--window-size={size}", *dark)
-            asyncio.run(shown(picture, *options))
+    async with async_playwright() as driver:
+        browser = await driver.chromium.launch(executable_path=needs.browser(), args=OPTIONS)
+        for name, picture in made.items():
+            async with served(picture) as (_, url):
+                for mode, width in (("light", 1280), ("dark", 1280), ("light", 400)):
+                    size = {"width": width, "height": 800}
+                    page = await browser.new_page(viewport=size, color_scheme=mode)
+                    await page.goto(url)
+                    await page.locator(".node").first.wait_for()
+                    file = folder / f"{name}-{mode}-{width}.png"
+                    await page.screenshot(path=file, full_page=True)
+                    await page.close()
+        await browser.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    asyncio.run(main(Path(sys.argv[1])))

@@ -1,0 +1,199 @@
+"""The page in a real browser: what it shows, what it lets in and out, and that anybody can read
+it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import pytest
+from msgspec.structs import replace
+
+from elasticrun.core.sight.picture import EventRow, Picture, SettingRow
+from elasticrun.master.page import stream
+from tests import aio, needs
+from tests.master.people import Recorder
+from tests.master.pictures import OPTIONS, healthy, hung, served
+
+pytestmark = pytest.mark.slow
+
+needs.packages("playwright", "axe_playwright_python")
+
+EVIL = "<script>document.title='in'</script><img src=x onerror=\"document.title='in'\">"
+NARROW = {"width": 400, "height": 800}
+
+
+class Seen(NamedTuple):
+    """A page in the browser: `tab` is playwright's, `brain` makes what it shows."""
+
+    tab: Any
+    brain: Recorder
+    url: str
+
+    async def text(self, selector: str) -> str:
+        found: str = await self.tab.locator(selector).inner_text()
+        return found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.async_api import async_playwright
+
+    path = needs.browser()
+    driver = aio.run(async_playwright().start())
+    yield aio.run(driver.chromium.launch(executable_path=path, args=OPTIONS))
+    aio.run(driver.stop())
+
+
+@asynccontextmanager
+async def visited(browser: Any, url: str, **context: Any) -> AsyncIterator[Any]:
+    """A tab at this address. In the end nothing was wrong, and nobody else was asked anything."""
+    tab = await browser.new_page(**context)
+    wrong: list[str] = []
+    asked: list[str] = []
+    tab.on("console", lambda said: wrong.append(said.text))
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.on("request", lambda request: asked.append(request.url))
+    await tab.goto(url)
+    await tab.locator(".node").first.wait_for()
+    yield tab
+    await tab.close()
+    assert not wrong
+    assert {urlsplit(one).netloc for one in asked} - {""} == {urlsplit(url).netloc}
+
+
+@asynccontextmanager
+async def shown(browser: Any, picture: Picture, **context: Any) -> AsyncIterator[Seen]:
+    async with (
+        served(picture) as (brain, url),
+        visited(browser, url, **context) as tab,
+    ):
+        yield Seen(tab, brain, url)
+
+
+async def test_a_hang_is_read_from_top_to_bottom(browser: Any) -> None:
+    async with shown(browser, hung()) as seen:
+        tab = seen.tab
+        assert "63 ranks have waited" in await seen.text("#sentence")
+        assert await tab.title() == "held up: run17"
+        groups = tab.locator("#verdict summary")
+        assert await groups.all_inner_texts() == [
+            "1 rank (42), main thread",
+            "63 ranks (0-41,43-63), main thread",
+        ]
+        assert "train.py:88 load_shard" in await tab.locator("#verdict pre").first.inner_text()
+        assert await tab.locator(".node").count() == 8
+        assert await tab.locator("#grid i.waiting").count() == 63
+        assert await tab.locator("#grid i.odd").count() == 1
+        assert "odd one" in await seen.text("#legend")
+        assert "goodput 94 %" in await seen.text("#good")
+        assert await tab.locator("#bar div").count() == 7
+        assert await tab.locator("#line .bad").count() == 2
+        await tab.get_by_text("#2,").click()
+        assert "<b>out of memory</b> & more" in await seen.text("#incidents")
+        assert "round 3 begins with 8 nodes" in await seen.text("#events")
+        await tab.get_by_text("2 settings").click()
+        assert "heartbeat_timeout" in await seen.text("#settings")
+
+
+async def test_what_scripts_and_hosts_say_stays_text(browser: Any) -> None:
+    made = hung()
+    assert made.verdict is not None
+    evil = replace(
+        made,
+        status=replace(made.status, job_id=EVIL, reason=EVIL, last_failure=EVIL),
+        verdict=replace(made.verdict, sentence=EVIL, then=EVIL, folder=EVIL),
+        ranks=tuple(replace(row, state=EVIL, place=EVIL, call=EVIL) for row in made.ranks),
+        stacks=tuple(replace(row, thread=EVIL, text=EVIL) for row in made.stacks),
+        incidents=tuple(replace(one, sentence=EVIL, last_lines=EVIL) for one in made.incidents),
+        events=(EventRow(1, 1.0, EVIL, EVIL, EVIL),),
+        slow=(EVIL,),
+        settings=(SettingRow(EVIL, EVIL),),
+    )
+    async with shown(browser, evil) as seen:
+        assert await seen.text("#sentence") == EVIL
+        assert await seen.tab.locator("script").count() == 1
+        assert await seen.tab.locator("img").count() == 0
+        assert await seen.tab.title() == f"held up: {EVIL}"
+
+
+async def test_nothing_else_may_run_or_be_asked(browser: Any) -> None:
+    """What the policy in the head forbids, tried from within."""
+    async with served(healthy()) as (_, url), served(healthy()) as (_, other):
+        tab = await browser.new_page()
+        await tab.goto(url)
+        tried = await tab.evaluate(
+            """async other => {
+                const script = document.createElement("script");
+                script.textContent = "window.ran = true";
+                document.body.append(script);
+                const fetched = await fetch(other + "healthz", {mode: "no-cors"}).catch(() => "no");
+                return [window.ran, fetched];
+            }""",
+            other,
+        )
+        assert tried == [None, "no"]
+        await tab.close()
+
+
+async def test_the_stream_comes_back(browser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "STREAM_LIFE", 0.2)
+    monkeypatch.setattr(stream, "RETRY", 100)
+    monkeypatch.setattr(stream, "PACE", 0.1)
+    async with shown(browser, healthy()) as seen:
+        async with seen.tab.expect_request("**/events"):
+            pass
+        whole = seen.brain.whole
+        seen.brain.whole = replace(whole, slow=("node003 is slow",))
+        await seen.tab.get_by_text("node003 is slow").wait_for()
+        assert await seen.text("#contact") == "live"
+        seen.brain.page = replace(seen.brain.page, phase="ended", outcome="It is over.")
+        await seen.tab.get_by_text("the job has ended").wait_for()
+        assert await seen.text("#sentence") == "It is over."
+
+
+async def test_the_ranks_of_a_node_are_found_by_keys(browser: Any) -> None:
+    async with shown(browser, hung()) as seen:
+        tab = seen.tab
+        await tab.locator(".node").first.focus()
+        for key in ("End", "ArrowLeft", "ArrowLeft", "Enter"):
+            await tab.keyboard.press(key)
+        assert "Node node005" in await seen.text("#detail")
+        assert await tab.locator("#detail tbody tr").count() == 8
+        assert await tab.locator('.node[aria-pressed="true"]').count() == 1
+        await tab.keyboard.press("Escape")
+        assert "Ranks that do not step" in await seen.text("#detail")
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+async def test_anybody_can_read_it(browser: Any, mode: str) -> None:
+    """By the rules of axe: names, roles, contrast of 4.5 and more. Narrow: nothing is cut off."""
+    from axe_playwright_python.async_playwright import Axe
+
+    async with shown(browser, hung(), color_scheme=mode, viewport=NARROW) as seen:
+        await seen.tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+        found = await Axe().run(seen.tab)
+        assert not found.response["violations"], found.generate_report()
+        assert await seen.tab.evaluate("document.documentElement.scrollWidth") == NARROW["width"]
+
+
+async def test_of_a_thousand_ranks_only_what_has_changed_is_drawn(browser: Any) -> None:
+    async with shown(browser, healthy(128, 8)) as seen:
+        tab, whole = seen.tab, seen.brain.whole
+        await tab.evaluate(
+            """() => {
+                window.drawn = [];
+                const note = list => list.forEach(one => window.drawn.push(one.target.className));
+                const of = {subtree: true, childList: true, attributes: true};
+                new MutationObserver(note).observe(document.getElementById("grid"), of);
+            }"""
+        )
+        rows = [replace(row, step=5000, rss=1) for row in whole.ranks]
+        rows[100] = replace(rows[100], state="busy")
+        seen.brain.whole = replace(whole, ranks=tuple(rows))
+        await tab.locator("#detail").get_by_text("busy").wait_for()
+        assert await tab.locator("#grid i.busy").count() == 1
+        assert set(await tab.evaluate("window.drawn")) == {"busy", "node"}
+        assert await tab.evaluate("window.drawn.length") <= 4
