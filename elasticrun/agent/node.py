@@ -415,6 +415,8 @@ class NodeAgent:
         return {name: place for name, place in own.items() if place}
 
     def _say(self, report: m.Report) -> None:
+        if isinstance(report, m.RanksFailed):
+            self._progress.last_words()
         if isinstance(report, m.RanksFailed | m.Stopping | m.Stopped):
             newest = max(self._progress.newest, self._snapshots.drain.generation.newest())
             self._story.broke(newest, time.monotonic())

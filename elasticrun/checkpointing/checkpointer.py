@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from elasticrun.checkpointing.backends import AgentWay, TorchWay, Way
 from elasticrun.checkpointing.choosing import Board, BoardError, RankOptions
-from elasticrun.checkpointing.line import ASKED_LIMIT, LineError, own_place
+from elasticrun.checkpointing.line import ASKED_LIMIT, LineError, costs, own_place
 from elasticrun.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, chosen
 from elasticrun.checkpointing.parts import StateError, why_no_state
 from elasticrun.checkpointing.state import OnResize, TrainingState
@@ -195,6 +195,7 @@ class Checkpointer:
         is whole stays as it is then."""
         if self._schedule is not None:
             raise RuntimeError("restore() comes once, before the first step()")
+        began = time.monotonic()
         self._state.vouch()
         way, board = self._open()
         with no_collection():
@@ -204,6 +205,7 @@ class Checkpointer:
         self._state.put_back_rng()
         for text in dict.fromkeys(self._state.remarks):
             way.remark(text)
+        costs.restored(time.monotonic() - began)
         return step
 
     def restore_rng(self) -> None:
@@ -286,6 +288,7 @@ class Checkpointer:
         if due is not None:
             stall = min(self._stalls, default=0.0)
             self._guarded(lambda: schedule.advance(time.monotonic(), due, stall))
+        costs.stepped(number)
         if asked:
             self._guarded(lambda: way.answer(number, saved=saved))
 
@@ -300,6 +303,7 @@ class Checkpointer:
     def _attempt(self, way: Way, due: Due, wait: float) -> bool:
         began = time.monotonic()
         took = self._guarded(lambda: way.save(due.step, due.persist, wait))
+        costs.saved(time.monotonic() - began, taken=bool(took))
         if took is None:
             return False
         if not took:

@@ -21,12 +21,13 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from elasticrun.shm.segment import NONE
 from elasticrun.wire import env
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
-from elasticrun.wire.progress import address, read_place
+from elasticrun.wire.progress import RankCosts, address, encode as encode_spent, read_place
 from elasticrun.wire.snapshots import AwaitRoom, FromRank, PutsOff, RoomThere, StepMissed, ToRank
 from elasticrun.wire.types import SAID_AGAIN
 
@@ -44,6 +45,9 @@ WHOLE_LIMIT: Final = 5.0
 
 WORD_LIMIT: Final = 5.0
 """Seconds in which the agent says what is to be saved before a rank ends by a signal."""
+
+TELL_EVERY: Final = 0.1
+"""Seconds between two datagrams about steps and what saves cost."""
 
 READ_BYTES: Final = 64 * 1024
 MOST_FDS: Final = 4
@@ -168,6 +172,47 @@ class AgentLine:
     def close(self) -> None:
         self._drop()
         self._socket.close()
+
+
+class Costs:
+    """What saves and restores have cost in this process: added up, and told to the agent."""
+
+    def __init__(self) -> None:
+        self._spent = RankCosts(-1)
+        self._socket: socket.socket | None = None
+        self._address = ""
+        self._tell_at = 0.0
+
+    def restored(self, seconds: float) -> None:
+        """A restore has taken so long."""
+        self._spent = replace(self._spent, restored=self._spent.restored + seconds)
+        self._tell()
+
+    def saved(self, seconds: float, *, taken: bool) -> None:
+        """A save, or the try, has kept the script waiting so long."""
+        one = self._spent
+        self._spent = replace(one, saves=one.saves + taken, saved=one.saved + seconds)
+
+    def stepped(self, step: int) -> None:
+        """Training is at this step."""
+        self._spent = replace(self._spent, step=max(step, self._spent.step))
+        if time.monotonic() >= self._tell_at:
+            self._tell_at = time.monotonic() + TELL_EVERY
+            self._tell()
+
+    def _tell(self) -> None:
+        with suppress(OSError, ValueError):  # no agent, a full queue: the next datagram has it all
+            if self._socket is None:
+                name, local_rank = read_place(os.environ.get(env.PROGRESS, ""))
+                self._spent = replace(self._spent, local_rank=local_rank)
+                self._address = address(name)
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                self._socket.setblocking(False)
+            self._socket.sendto(encode_spent(self._spent), self._address)
+
+
+costs: Final = Costs()
+"""Of this process, whichever Checkpointer it has."""
 
 
 class PutOff:

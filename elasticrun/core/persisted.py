@@ -112,6 +112,15 @@ class LedgerEnd(Struct, frozen=True):
     steps: int
 
 
+class LedgerNode(Struct, frozen=True):
+    """What is booked of a node's sums in this round: slot-microseconds, and the saves of a rank."""
+
+    node: str
+    saves: int
+    saved: int
+    restored: int
+
+
 class LedgerFacts(Struct, frozen=True):
     """Where the time of every slot went."""
 
@@ -121,6 +130,9 @@ class LedgerFacts(Struct, frozen=True):
     cause: str = ""  # of the end of the last round that was over
     newest: int = -1  # step that was told
     done: int = 0  # steps that were kept
+    trained: int = 0  # microseconds in which they were done
+    saves: int = 0  # that a rank made, in all
+    nodes: tuple[LedgerNode, ...] = ()
     age: float = 0.0  # seconds for which this has lain in the record
 
 

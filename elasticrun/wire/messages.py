@@ -399,10 +399,12 @@ class Probed(Struct, frozen=True):
 
 
 class Steps(Struct, frozen=True):
-    """How training goes on this node, from `elasticrun.training.progress`: the slowest local rank.
+    """How training goes on this node, by the slowest local rank, from the calls of `progress` of
+    elasticrun.training or, where there are none, of a Checkpointer's `step`.
 
     Means over the steps since the last report, in seconds. `waited` is what the rank spent in
-    collectives, waiting for others: a slow rank waits least."""
+    collectives, waiting for others: a slow rank waits least. The last three are sums over the life
+    of the ranks so far, so that a report that is lost, or heard twice, changes nothing."""
 
     round: RoundName
     step: int  # the newest
@@ -410,6 +412,9 @@ class Steps(Struct, frozen=True):
     seconds: float  # of one step
     own: float  # of one step, without waiting; 0.0 where it is not known
     waited: float
+    saves: Count = 0  # of the rank that has most
+    saved: float = 0.0  # seconds that saves kept local ranks from training, of all of them together
+    restored: float = 0.0  # the same of restores
 
 
 class Quiet(Struct, frozen=True):

@@ -1,7 +1,7 @@
 """What a rank and its agent say in datagrams, and the names where they are sent.
 
-A rank tells of its steps by itself, in one small datagram. What else it does, a thread in it
-answers when the agent asks (`RankAsked`, `RankSays`).
+A rank tells of its steps, and of what saves and restores have cost, by itself, in small datagrams.
+What else it does, a thread in it answers when the agent asks (`RankAsked`, `RankSays`).
 
 A socket is an abstract one (a name without a file: nothing can be left behind) whose name has 128
 random bits, a fresh one for each life of the ranks: what a rank of an older life says reaches
@@ -25,8 +25,10 @@ VERSION: Final = 1
 
 _LAYOUT: Final = struct.Struct("<BBHIqddd")
 
+_COSTS: Final = struct.Struct("<BxHIqdd")
+
 DATAGRAM_BYTES: Final = _LAYOUT.size
-"""Every datagram is exactly this long; anything else is none of ours."""
+"""No datagram is longer, and each kind has a length of its own; anything else is none of ours."""
 
 MAX_SECONDS: Final = 1e7
 """A step longer than this (four months) is nonsense."""
@@ -54,6 +56,17 @@ class RankSteps:
     knows: Own = Own.LATER
 
 
+@dataclass(frozen=True, slots=True)
+class RankCosts:
+    """What saves and restores have kept this process from training, since it began; seconds."""
+
+    local_rank: int
+    step: int = -1  # the newest that the Checkpointer was told of; -1: none
+    saves: int = 0
+    saved: float = 0.0
+    restored: float = 0.0
+
+
 def mint_name() -> str:
     """A fresh name for a socket."""
     return f"elasticrun-{os.urandom(16).hex()}"
@@ -76,8 +89,11 @@ def read_place(text: str) -> tuple[str, int]:
     return name, int(local_rank)
 
 
-def encode(said: RankSteps) -> bytes:
+def encode(said: RankSteps | RankCosts) -> bytes:
     """The datagram. struct.error for numbers that do not fit."""
+    if isinstance(said, RankCosts):
+        sums = (said.saves, said.step, said.saved, said.restored)
+        return _COSTS.pack(VERSION, said.local_rank, *sums)
     return _LAYOUT.pack(
         VERSION,
         said.knows,
@@ -90,8 +106,12 @@ def encode(said: RankSteps) -> bytes:
     )
 
 
-def decode(datagram: bytes) -> RankSteps | None:
+def decode(datagram: bytes) -> RankSteps | RankCosts | None:
     """Back from `encode`; None for what is no such datagram or cannot be true."""
+    if len(datagram) == _COSTS.size:
+        version, local_rank, saves, step, *spent = _COSTS.unpack(datagram)
+        true = version == VERSION and step >= -1 and all(0.0 <= one <= MAX_SECONDS for one in spent)
+        return RankCosts(local_rank, step, saves, *spent) if true else None
     if len(datagram) != DATAGRAM_BYTES:
         return None
     version, knows, local_rank, steps, step, seconds, own, waited = _LAYOUT.unpack(datagram)

@@ -33,6 +33,9 @@ PERF_SIZES = (1 << 20, 1 << 22, 1 << 24)
 STEP = 0.1
 """Seconds of a training step on a machine that is well."""
 
+SAVED = 0.002
+"""Seconds of every step that saves take."""
+
 REPORT_EVERY = 1.0
 """Seconds between two reports of steps."""
 
@@ -214,6 +217,7 @@ def report_steps(world: World, node: Node) -> None:
         seconds = STEP * world.bench.factor(others)
         steps = max(1, round(REPORT_EVERY / seconds))
         newest = round(world.clock.now / seconds)
-        node.stream.report(Steps(name, newest, steps, seconds, own, seconds - own))
+        sums = (newest // 50, SAVED * newest * len(live), 0.1 * len(live))
+        node.stream.report(Steps(name, newest, steps, seconds, own, seconds - own, *sums))
     if node.alive:
         world.clock.after(REPORT_EVERY, lambda: report_steps(world, node))

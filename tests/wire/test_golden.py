@@ -145,6 +145,9 @@ def everything() -> Iterator[tuple[str, str]]:
     yield "etcd.Leader", leader.to_bytes().decode()
     steps = progress.RankSteps(1, 7, 2, 0.5, 0.25, 0.125, progress.Own.KNOWN)
     yield "datagram.RankSteps", progress.encode(steps).hex()
+    costs = progress.RankCosts(1, 7, 2, 0.5, 0.25)
+    assert progress.decode(progress.encode(costs)) == costs
+    yield "datagram.RankCosts", progress.encode(costs).hex()
 
 
 SAMPLES: Final = dict(everything())

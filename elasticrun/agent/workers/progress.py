@@ -20,6 +20,7 @@ from elasticrun.wire.progress import (
     CREDENTIALS_BYTES,
     DATAGRAM_BYTES,
     Own,
+    RankCosts,
     RankSteps,
     decode,
     hearing_at,
@@ -91,6 +92,15 @@ class _Window:
         self.seconds = self.own = self.waited = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """By a rank's Checkpointer, last."""
+
+    costs: RankCosts
+    at: float
+    steps: int  # datagrams so far that told a step
+
+
 class Progress:
     """The socket of the present life, and the folding."""
 
@@ -102,6 +112,8 @@ class Progress:
         self._start: Start | None = None
         self._windows: dict[int, _Window] = {}
         self._latest: dict[int, tuple[int, float]] = {}
+        self._tell: set[int] = set()  # local ranks that call `progress`
+        self._costs: dict[int, _Told] = {}
         self._said_at = -math.inf
         self._every = SAY_EVERY
         self._new_since = math.inf
@@ -118,6 +130,7 @@ class Progress:
         self._start = start
         self.newest = -1
         self._windows, self._latest = {}, {}
+        self._tell, self._costs = set(), {}
         self._new_since = math.inf
         share = start.group_world_size / REPORTS_PER_SECOND
         self._every = max(SAY_EVERY, min(SAY_SELDOM, share))
@@ -194,9 +207,16 @@ class Progress:
         self._told.tell(sentence, kind="another user")
         return False
 
-    def _heard(self, said: RankSteps | None, now: float) -> None:
+    def _heard(self, said: RankSteps | RankCosts | None, now: float) -> None:
         if said is None or said.local_rank >= self._nproc:
             return
+        if isinstance(said, RankCosts):
+            found = self._of_checkpointer(said, now)
+            if found is None or said.local_rank in self._tell:
+                return
+            said = found
+        else:
+            self._tell.add(said.local_rank)
         several = self._start is not None and self._start.group_world_size > 1
         if said.knows is Own.UNTOLD and several:
             self._told.tell(
@@ -209,7 +229,25 @@ class Progress:
         self._new_since = min(self._new_since, now)
         self._report(now)
 
+    def _of_checkpointer(self, said: RankCosts, now: float) -> RankSteps | None:
+        """The steps since its last word, where the script does not call `progress`. The first two
+        words only begin: by then a script that does has told so."""
+        before = self._costs.get(said.local_rank)
+        count = (before.steps if before is not None else 0) + (said.step >= 0)
+        self._costs[said.local_rank] = _Told(said, now, count)
+        if before is None or count < 3 or said.step <= before.costs.step:
+            return None
+        steps = min(said.step - before.costs.step, INT32)
+        return RankSteps(said.local_rank, said.step, steps, (now - before.at) / steps)
+
     # ------------------------------------------------------------ reports out
+
+    def last_words(self) -> None:
+        """A rank has failed: say what was not due yet, or steps that are done again would be
+        fewer than they are."""
+        left = [window for window in self._windows.values() if window.steps]
+        if left and self._start is not None:
+            self._say(self._start, left, asyncio.get_running_loop().time())
 
     def _report(self, now: float) -> None:
         """Say how the slowest rank does, if a report is due."""
@@ -219,15 +257,21 @@ class Progress:
         fresh = [window for window in self._windows.values() if window.fresh]
         if not fresh or (len(fresh) < len(self._windows) and not late):
             return
+        self._say(self._start, fresh, now)
+
+    def _say(self, start: Start, fresh: list[_Window], now: float) -> None:
         slowest = max(fresh, key=lambda window: window.slowness)
         own, seconds = slowest.slowness
         report = Steps(
-            round=self._start.round,
+            round=start.round,
             step=slowest.step,
             steps=min(slowest.steps, INT32),
             seconds=seconds,
             own=own,
             waited=slowest.waited / slowest.owns if slowest.owns else 0.0,
+            saves=max((one.costs.saves for one in self._costs.values()), default=0),
+            saved=sum(one.costs.saved for one in self._costs.values()),
+            restored=sum(one.costs.restored for one in self._costs.values()),
         )
         if self._link.offer(report):
             self._said_at, self._new_since = now, math.inf

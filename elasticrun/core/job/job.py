@@ -299,7 +299,10 @@ class Job:
                 self._sight.ledger.heard(node, report)
                 self._sight.incidents.of_round(node, report)
                 self._saving.newest_step = max(self._saving.newest_step, report.step)
-                return self._streams.health.stepped(node, report)
+                if not self._streams.health.stepped(node, report):
+                    return False
+                self._sight.ledger.found_slow()
+                return True
             case m.Finished():
                 rdzv.last.finished(node)
         self._sight.incidents.of_round(node, report)

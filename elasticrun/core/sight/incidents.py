@@ -123,7 +123,7 @@ class Incidents:
         """A report about the present round."""
         one, now = self._open, self._ctx.now
         if isinstance(report, m.Steps):
-            self._stepped(report)
+            self._stepped(node, report)
         elif one is None:
             return
         elif isinstance(report, m.Stopped) and one.phase == "stop":
@@ -286,11 +286,17 @@ class Incidents:
             if not self._tells_steps:
                 self._close(moves=True)
 
-    def _stepped(self, report: m.Steps) -> None:
+    def _stepped(self, node: str, report: m.Steps) -> None:
         self._tells_steps = True
         self._newest = max(self._newest, report.step)
         one = self._open
         if one is not None and one.phase in ("spawn", "warm"):
             if one.newest >= 0:
-                one.steps_lost = max(0, one.newest - (report.step - report.steps))
+                first = report.step - report.steps
+                first = min(first, one.restored) if one.restored >= 0 else first
+                one.steps_lost = max(0, one.newest - first)
+            if report.restored > 0.0 and one.phase == "warm" and self._ctx.round is not None:
+                each = report.restored / self._ctx.round.members[node].ranks
+                one.spent["restore"] = min(each, self._ctx.now - one.since)
+                one.since += one.spent["restore"]
             self._close(moves=True)

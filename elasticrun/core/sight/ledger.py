@@ -10,16 +10,17 @@ was booked too early is then moved to the start, or to the way back from what en
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from statistics import fmean, median
 
 from elasticrun.core.context import JobContext
 from elasticrun.core.nodes.node import Health, Node
-from elasticrun.core.persisted import LedgerEnd, LedgerFacts, LedgerLine
+from elasticrun.core.persisted import LedgerEnd, LedgerFacts, LedgerLine, LedgerNode
 from elasticrun.core.rounds.rendezvous import Phase
-from elasticrun.core.rounds.round import Participants, Stage
+from elasticrun.core.rounds.round import Participants, Round, Stage
 from elasticrun.core.sight.causes import origin_of
-from elasticrun.core.sight.picture import Goodput, LedgerRow
-from elasticrun.core.words import some
+from elasticrun.core.sight.goodput import MICROS, Account, goodput
+from elasticrun.core.sight.picture import Goodput
 from elasticrun.wire import messages as m
 
 Key = tuple[str, str]
@@ -33,21 +34,21 @@ ROUND: Key = ("", "")
 
 MOVING: Key = ("moving", "")
 STEP: Key = ("step", "")
+SAVE: Key = ("save", "")
+WAIT: Key = ("wait", "")
 UNKNOWN: Key = ("unknown", "")
 IDLE = "idle"
 
 USEFUL = (MOVING, STEP)
 
-MICROS = 1_000_000
+SAMPLES = 240
+"""Step times that say what is usual, one a second at most."""
 
-WORDS = {
-    "node_lost": "node lost",
-    "node_slow": "node slow",
-    "rank_failed": "rank failure",
-    "preempted": "preemption",
-    "scaled": "change of size",
-}
-"""Causes as people read them, where the cause's own name is not the word."""
+FEWEST_SAMPLES = 10
+"""Of fewer nobody is told from the usual."""
+
+MOST_SLOW = 32
+"""Nodes that have a row of their own as slow ones; others share one."""
 
 
 def _micros(seconds: float) -> int:
@@ -78,6 +79,15 @@ class SlotLedger:
         self._newest = -1  # step
         self._first_told = True  # whether the first step of this round is known
         self._done = 0  # steps whose time is in STEP
+        self._waited = 0  # slot-microseconds of this round in WAIT, which a save may explain
+        self._trained = 0  # microseconds in which steps were done that are kept
+        self._saves = 0  # of all slots
+        self._sums: dict[str, LedgerNode] = {}  # by node, what is booked of its sums in this round
+        self._usual: deque[float] = deque(maxlen=SAMPLES)  # seconds of a step, at this world size
+        self._sampled = 0.0  # when the last was taken
+        self._size = 0  # ranks
+        self._slow = ""  # the member that is thought slow; "": none
+        self._pace = (0.0, 0.0)  # seconds of a step that are usual, and the most that are
         self._unseen = False  # a master has come, and the round's nodes have not all dialled yet
         self._gap = 0  # slot-microseconds in UNKNOWN that are the round's, if it goes on
         self._ends: dict[Cause, LedgerEnd] = {}
@@ -91,15 +101,30 @@ class SlotLedger:
         if round_ is None or report.round != round_.name or not running or self._over:
             return
         if isinstance(report, m.Steps):
-            self._stepped(report)
+            self._stepped(node, report, round_)
         elif report.first > 0.0:
             self._moves(0.0)
         elif report.counted and not self._moved and not self._counted:
             self._counted = True
             self._turn(self._warm())
 
-    def _stepped(self, report: m.Steps) -> None:
+    def found_slow(self) -> None:
+        """A node is thought slow: what steps take longer than usual is booked to it."""
+        ctx = self._ctx
+        slow = (
+            one.id for one in ctx.nodes.values() if one.slow and ctx.rdzv.last.is_member(one.id)
+        )
+        self._slow = next(slow, "") if len(self._usual) >= FEWEST_SAMPLES else ""
+        if self._slow:
+            middle = median(self._usual)
+            most = middle + 3.0 * median(abs(one - middle) for one in self._usual)
+            self._pace = fmean(one for one in self._usual if one <= most), most
+
+    def _stepped(self, node: str, report: m.Steps, round_: Round) -> None:
+        slots, restore = round_.members[node].ranks, round_.facts.restore
         first = report.step - report.steps
+        if not self._first_told and restore is not None:  # the very first are not told
+            first = min(first, restore.step)
         if not self._first_told:
             self._first_told = True
             if 0 <= first < self._newest:
@@ -113,6 +138,41 @@ class SlotLedger:
         if report.step > self._newest:
             self._done += report.step - self._newest
             self._newest = report.step
+        saved = self._spend(node, report, slots)
+        self._compare(report.steps, max(0.0, report.seconds - saved / slots / report.steps), slots)
+
+    def _spend(self, node: str, report: m.Steps, slots: int) -> float:
+        """Book what saves and restores have taken since the node's last word; slot-seconds of
+        saves."""
+        before = self._sums.get(node) or LedgerNode(node, 0, 0, 0)
+        saves = max(before.saves, report.saves)
+        saved = max(before.saved, _micros(report.saved))
+        restored = max(before.restored, _micros(report.restored))
+        after = LedgerNode(node, saves, saved, restored)
+        if after == before:
+            return 0.0
+        self._sums[node] = after
+        self._advance()
+        self._shift(self._warm(), ("restore", self._cause), restored - before.restored)
+        self._saves += (saves - before.saves) * slots
+        spent = saved - before.saved
+        waited = min(spent, self._waited)  # all waited for the save, as a look has seen
+        self._waited -= waited
+        self._shift(WAIT, SAVE, waited)
+        self._take(SAVE, spent - waited)
+        return spent / MICROS
+
+    def _compare(self, steps: int, seconds: float, slots: int) -> None:
+        """So many steps took so long each, without saves."""
+        usual, most = self._pace
+        if self._slow and seconds > most and self._key in USEFUL:
+            known = sum(kind == "slow" for kind, _ in self._book)
+            key = ("slow", self._slow)
+            key = key if key in self._book or known < MOST_SLOW else ("slow", "others")
+            self._take(key, _micros((seconds - usual) * steps) * slots)
+        elif not self._slow and self._ctx.now - self._sampled >= 1.0:
+            self._sampled = self._ctx.now
+            self._usual.append(seconds)
 
     def _moves(self, trained: float) -> None:
         """The round's first movement is told, `trained` seconds after it."""
@@ -138,8 +198,13 @@ class SlotLedger:
         self._advance()
         self._key, self._live, self._gap = MOVING, 0, 0
         self._moved = self._counted = False
-        self._waits = ""
+        self._waits, self._waited = "", 0
         self._first_told = self._newest < 0
+        self._sums, self._slow = {}, ""
+        round_ = self._ctx.round
+        if round_ is not None and round_.facts.world_size != self._size:
+            self._size = round_.facts.world_size
+            self._usual.clear()
 
     def round_over(self, reason: str, quiet: float) -> None:
         """The round is closed for this reason. `quiet`: seconds since anything moved in it."""
@@ -192,10 +257,11 @@ class SlotLedger:
     def _judge(self, verdict: str, quiet: float) -> None:
         """Another verdict stands, or none any more. What was quiet goes with it."""
         self._waits, had = verdict, self._key[0] in ("hang", "wait")
-        key = ("wait", "") if verdict == "weak" else ("hang", verdict)
+        key = WAIT if verdict == "weak" else ("hang", verdict)
         if not verdict and not had:
             return
         if not verdict:
+            self._waited += self._live if self._key == WAIT else 0
             key, self._live = STEP if self._newest >= 0 else MOVING, 0
         elif had:
             self._shift(self._key, key, self._live)
@@ -272,6 +338,7 @@ class SlotLedger:
             self._gap += self._held[UNKNOWN] * passed
         self._total += self._slots * passed
         self._wall += passed
+        self._trained += passed if self._key == STEP and self._held[ROUND] else 0
 
     def _turn(self, key: Key) -> None:
         """The running members, and what was booked of this round to their category, are this."""
@@ -279,8 +346,18 @@ class SlotLedger:
         self._shift(self._key, key, self._live)
         self._key = key
 
+    def _take(self, key: Key, amount: int) -> None:
+        """So much of what is booked of this round to its category belongs to this one."""
+        amount = min(amount, self._live)
+        self._shift(self._key, key, amount)
+        self._live -= amount
+
     def _shift(self, source: Key, target: Key, amount: int) -> None:
         amount = max(0, min(amount, self._book[source]))
+        if source == STEP and amount:
+            self._trained -= self._trained * amount // self._book[STEP]
+        if target == STEP:
+            self._trained += amount // (self._held[ROUND] or self._slots or 1)
         self._book[source] -= amount
         self._book[target] += amount
 
@@ -313,6 +390,9 @@ class SlotLedger:
             cause=self._cause,
             newest=self._newest,
             done=self._done,
+            trained=self._trained,
+            saves=self._saves,
+            nodes=tuple(self._sums.values()),
         )
 
     def restore(self, facts: LedgerFacts) -> None:
@@ -328,6 +408,8 @@ class SlotLedger:
         self._ends = {one.cause: one for one in facts.ends}
         self._wall = facts.wall + (0 if self._over else passed)
         self._cause, self._newest, self._done = facts.cause, facts.newest, facts.done
+        self._trained, self._saves = facts.trained, facts.saves
+        self._sums = {one.node: one for one in facts.nodes}
         self._key = STEP if facts.newest >= 0 else MOVING
         self._moved = True  # nobody tells the next master when that was
         unseen, round_ = self._ctx.rdzv.last.unseen, self._ctx.round
@@ -352,48 +434,6 @@ class SlotLedger:
         if self._ctx.round is None:
             return None
         sums, total = self.sums()
-        tells = self._newest >= 0
-        useful = sum(sums.get(key, 0) for key in USEFUL)
-        share = useful / total if total else 0.0
-        rows = tuple(
-            LedgerRow(*key, micros / MICROS)
-            for key, micros in sorted(sums.items(), key=lambda one: (-one[1], one[0]))
-        )
-        name = "goodput" if tells else "uptime"
-        said = self._in_words(sums, total, useful)
-        line = f"{name} {100 * share:.1f} %" + (f": {said}" if said else "") if total else ""
-        ends = tuple((one.cause, one.count) for one in self._ends.values())
-        return Goodput(name, share, -1.0, total / MICROS, rows, line, ends)
-
-    def _in_words(self, sums: dict[Key, int], total: int, useful: int) -> str:
-        """What the rest went to; seconds are of the whole job."""
-
-        def seconds(micros: int) -> str:
-            spent = micros * self._wall / total / MICROS if total else 0.0
-            return f"{spent:.0f} s" if spent >= 9.95 or not spent else f"{spent:.1f} s"
-
-        parts = []
-        down = {cause: micros for (kind, cause), micros in sums.items() if kind == "down"}
-        if ends := sum(one.count for one in self._ends.values()):
-            each = ", ".join(
-                f"{self._named(cause)} {seconds(micros)}"
-                for cause, micros in sorted(down.items(), key=lambda one: (-one[1], one[0]))
-            )
-            cost = f"{some(ends, 'restart')} cost {seconds(sum(down.values()))}"
-            parts.append(f"{cost} ({each})" if each else cost)
-        if steps := sum(one.steps for one in self._ends.values()):
-            parts.append(f"{some(steps, 'step')} repeated")
-        kinds = (("hang", "hangs"), ("save", "checkpoints"), ("wait", "waits for one rank"))
-        for kind, word in (*kinds, ("start", "start"), (IDLE, "idle"), ("unknown", "not known")):
-            spent = sum(micros for (category, _), micros in sums.items() if category == kind)
-            if spent:
-                parts.append(f"{word} {seconds(spent)}")
-        if price := self._ctx.spec.watch.slot_price:
-            parts.append(f"{(total - useful) / MICROS / 3600 * price:.2f} of money not trained for")
-        return ", ".join(parts)
-
-    def _named(self, cause: str) -> str:
-        one = self._ends.get(cause)
-        if one is not None and one.node and cause == "node_lost":
-            return f"node {one.node} lost"
-        return WORDS.get(cause, cause.replace("_", " "))
+        ends, tells = tuple(self._ends.values()), self._newest >= 0
+        found = Account(sums, total, self._wall, self._trained, ends, self._saves, tells)
+        return goodput(found, self._ctx.spec)

@@ -73,6 +73,7 @@ class Goodput(Struct, frozen=True):
     line: str  # in one line, as status and the end of a job have it
     ends: tuple[tuple[str, int], ...] = ()  # rounds that were over, by cause
     advice: str = ""  # what would have saved most; "": nothing that is known
+    cost: float = 0.0  # of all slots' time, at --slot-price; 0.0: no price is set
 
 
 class PhaseRow(Struct, frozen=True):

@@ -703,11 +703,17 @@ class Steps(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     OWN_FIELD_NUMBER: _builtins.int
     WAITED_FIELD_NUMBER: _builtins.int
+    SAVES_FIELD_NUMBER: _builtins.int
+    SAVED_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     steps: _builtins.int
     seconds: _builtins.float
     own: _builtins.float
     waited: _builtins.float
+    saves: _builtins.int
+    saved: _builtins.float
+    restored: _builtins.float
     @_builtins.property
     def round(self) -> Global___Round: ...
     def __init__(
@@ -719,10 +725,13 @@ class Steps(_message.Message):
         seconds: _builtins.float = ...,
         own: _builtins.float = ...,
         waited: _builtins.float = ...,
+        saves: _builtins.int = ...,
+        saved: _builtins.float = ...,
+        restored: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["own", b"own", "round", b"round", "seconds", b"seconds", "step", b"step", "steps", b"steps", "waited", b"waited"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own", b"own", "restored", b"restored", "round", b"round", "saved", b"saved", "saves", b"saves", "seconds", b"seconds", "step", b"step", "steps", b"steps", "waited", b"waited"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

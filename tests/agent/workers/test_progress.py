@@ -23,7 +23,7 @@ from elasticrun.agent.workers import progress as module
 from elasticrun.agent.workers.progress import MOST_PER_RANK, Progress
 from elasticrun.agent.workers.ranks import rank_environment
 from elasticrun.wire.messages import Steps
-from elasticrun.wire.progress import Own, RankSteps, address, encode, read_place
+from elasticrun.wire.progress import Own, RankCosts, RankSteps, address, encode, read_place
 from elasticrun.wire.rpc.protobuf import report_to_wire
 from elasticrun.wire.types import RoundName
 from tests.agent.configs import agent_config, start
@@ -121,6 +121,24 @@ async def test_where_no_own_part_is_known_the_longest_step_is_reported(two: Ear)
     await two.tell(replace(unknown, local_rank=1, seconds=0.5))
     await two.tell(unknown)
     assert two.said[1:] == [Steps(start().round, 5, 4, 0.5, 0.0, 0.0)]
+
+
+async def test_what_checkpointers_tell_goes_with_the_steps(two: Ear, monkeypatch) -> None:
+    """Their steps count where the script tells none; the sums are those of all ranks."""
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
+    for step in (-1, 4, 5):  # restored; the first step; by the next `progress` would have spoken
+        await two.tell(RankCosts(1, step, restored=1.5))
+    assert two.said == []
+    now += 2.0
+    await two.tell(RankCosts(1, 9, 1, 0.25, 1.5))
+    assert two.said == [Steps(start().round, 9, 4, 0.5, 0.0, 0.0, 1, 0.25, 1.5)]
+    await two.tell(
+        SAID, RankCosts(0, 9, 2, 0.5), RankCosts(0, 20, 2, 0.5), RankCosts(0, 30, 2, 1.0)
+    )
+    await two.tell(replace(SAID, local_rank=1), SAID)
+    assert two.said[1:] == [Steps(start().round, 1, 1, 0.5, 0.2, 0.3, 2, 1.25, 1.5)]
 
 
 async def test_a_rank_that_tells_its_own_part_is_reported_only_with_it(ear: Ear) -> None:

@@ -58,7 +58,7 @@ def test_a_failing_rank_from_its_death_to_the_next_step() -> None:
     master.now += 1.5
     master.hear(1, m.Quiet(name, 0.0, first=1.5, counted=True))
     assert notes(master) == [], "its steps are told, so the first of them is waited for"
-    master.hear(1, m.Steps(name, 31, 1, 0.1, 0.1, 0.0))
+    master.hear(1, m.Steps(name, 31, 1, 0.1, 0.1, 0.0, restored=1.0))
     assert notes(master) == [
         "incident 1: rank 0 on node a failed (boom), 4 ranks were back after 5.0 s, "
         "10 steps repeated"
@@ -68,7 +68,8 @@ def test_a_failing_rank_from_its_death_to_the_next_step() -> None:
         ("stop", 3.0),
         ("gather", 0.0),
         ("spawn", 0.5),
-        ("warm", 1.5),
+        ("restore", 0.5),
+        ("warm", 1.0),
     ]
     assert (row.cause, row.node, row.rank, row.round) == ("rank_failed", "a", 0, 1)
     assert (row.over, row.slot_seconds, row.steps_lost, row.last_lines) == (True, 20.0, 10, "boom")

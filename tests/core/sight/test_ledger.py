@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
 
 from elasticrun.core import events as fx
-from elasticrun.core.persisted import LedgerFacts, aged
+from elasticrun.core.persisted import LedgerEnd, LedgerFacts, aged
+from elasticrun.core.sight.goodput import Account, goodput
 from elasticrun.core.sight.hangs.watch import Watch
 from elasticrun.core.sight.picture import VerdictRow
 from elasticrun.wire import messages as m
@@ -106,6 +108,29 @@ def master_changes(master: Master) -> None:
     succeeds(master, name)
 
 
+def saves(master: Master) -> None:
+    """The state was read for half a second, and each rank saves twice a report, 0.4 s in all; what
+    is told twice counts once, also under the next master."""
+    name = trains(master)
+    for report in (1, 2, 2):
+        sums = (2 * report, 0.8 * report, 1.0)
+        master.now += 10.0
+        master.both(m.Steps(name, 10 + 10 * report, 10, 1.0, 1.0, 0.0, *sums))
+
+
+def one_is_slow(master: Master) -> None:
+    """Steps of a second for a minute; then of two for ten, when b is known to be slow."""
+    name = trains(master)
+    for second in range(60):
+        master.now += 1.0
+        master.both(m.Steps(name, 11 + second, 1, 1.0, 1.0, 0.0))
+    master.job._ctx.nodes["b"].slow = "b is slow in training"
+    master.job._sight.ledger.found_slow()
+    for second in range(10):
+        master.now += 2.0
+        master.both(m.Steps(name, 71 + second, 1, 2.0, 2.0, 0.0))
+
+
 def succeeds(master: Master, name: RoundName) -> None:
     assert master.facts is not None
     recorded = sum(line.micros for line in (master.facts.ledger or LedgerFacts()).lines)
@@ -144,6 +169,21 @@ STORIES: dict[Callable[[Master], None], dict[str, float]] = {
         "redone rank_failed": 16.0,
         "down rank_failed": 4 * (3.0 + 2.0),
     },
+    saves: {
+        "start wait": 16.0,
+        "start spawn": 4.0,
+        "start init": 6.0,
+        "restore": 2.0,
+        "step": 160.0 - 3.2,
+        "save": 3.2,
+    },
+    one_is_slow: {
+        "start wait": 16.0,
+        "start spawn": 4.0,
+        "start init": 8.0,
+        "step": 280.0 + 40.0,
+        "slow b": 40.0,
+    },
     spare: {
         "start wait": 16.0,
         "start spawn": 4.0,
@@ -176,6 +216,61 @@ def test_the_ledger_goes_on_under_the_next_master() -> None:
     assert "unknown" not in found
     assert sum(found.values()) == pytest.approx(4 * (17.0 + 30.0 + 10.0))
     assert found["step"] >= 4 * (30.0 + 10.0)
+
+
+def test_what_the_master_before_has_counted_is_not_counted_again() -> None:
+    master = Master()
+    saves(master)
+    passes(master, 30.0)  # it is in the record
+    name = master.job._ctx.round.name  # type: ignore[union-attr]
+    succeeds(master, name)
+    assert rows(master)["save"] == pytest.approx(3.2)
+    master.now += 1.0
+    master.both(m.Steps(name, 60, 2, 1.0, 1.0, 0.0, 6, 2.0, 1.0))
+    assert rows(master)["save"] == pytest.approx(4.0)
+
+
+def test_the_share_of_the_clock_is_no_share_of_slots() -> None:
+    """A spare waits for the whole time: half as much again is held, and the job is no slower."""
+    master = Master()
+    spare(master)
+    page = master.job.goodput()
+    assert page is not None
+    assert (page.share, page.ettr) == (pytest.approx(32.0 / 80.0), pytest.approx(8.0 / 15.0))
+    assert page.line.startswith("goodput 40.0 % (ETTR 53.3 %): start 5.2 s, idle ")
+
+
+FAILED = LedgerEnd("rank_failed", 4, "", 0)
+ADVICE: dict[str, tuple[dict[tuple[str, str], int], tuple[LedgerEnd, ...], int, str]] = {
+    "saves come too often": (
+        {("save", ""): 1000, ("redone", "rank_failed"): 20}, (FAILED,), 1000,
+        "a save every 70.7 s (now about 8.98 s) would have saved about 7.7 %",
+    ),
+    "and too seldom": (
+        {("save", ""): 3, ("redone", "rank_failed"): 1000}, (FAILED,), 3,
+        "a save every 70.7 s (now about 3e+03 s) would have saved about 7.5 %",
+    ),
+    "somebody was missing": (
+        {("idle", "below_min"): 900, ("slow", "b"): 300}, (), 0,
+        "a spare node would have saved about 9.0 %",
+    ),
+    "one was slow": (
+        {("slow", "b"): 300, ("hang", "strong"): 90}, (), 0,
+        "leaving out node b, which is slow (--exclude-stragglers), would have saved about 3.0 %",
+    ),
+    "nothing worth the words": ({("hang", "strong"): 45}, (FAILED,), 0, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice(name: str) -> None:
+    """Of 10,000 s of one slot."""
+    lost, ends, saves, said = ADVICE[name]
+    book = {("step", ""): 10_000 - sum(lost.values()), **lost}
+    micros = {key: seconds * 1_000_000 for key, seconds in book.items()}
+    found = Account(micros, 10**10, 10**10, micros["step", ""], ends, saves, True)
+    assert goodput(found, SPEC).advice == said
+    assert goodput(dataclasses.replace(found, wall=599 * 10**6), SPEC).advice == "", "it is early"
 
 
 def test_the_line() -> None:

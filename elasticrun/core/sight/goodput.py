@@ -1,0 +1,174 @@
+"""The ledger in words: the share that trained, what the rest went to, and what would have saved
+most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from elasticrun.core.persisted import LedgerEnd
+from elasticrun.core.sight.picture import Goodput, LedgerRow
+from elasticrun.core.words import some
+from elasticrun.wire.messages import JobSpec
+
+MICROS = 1_000_000
+
+WORTH = 0.005
+"""Advice is given where it would have saved this share of all slots' time, ..."""
+
+LONG_ENOUGH = 600 * MICROS
+"""... and the job has run so long, in microseconds."""
+
+WORDS = {
+    "node_lost": "node lost",
+    "node_slow": "node slow",
+    "rank_failed": "rank failure",
+    "preempted": "preemption",
+    "scaled": "change of size",
+}
+"""Causes as people read them, where the cause's own name is not the word."""
+
+PLANNED = ("scaled", "operator")
+"""Causes that are no failures."""
+
+KINDS = (
+    ("hang", "hangs"),
+    ("save", "checkpoints"),
+    ("wait", "waits for one rank"),
+    ("slow", "slow nodes"),
+    ("start", "start"),
+    ("idle", "idle"),
+    ("unknown", "not known"),
+)
+"""Categories and their words, as they stand in the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What the ledger holds at a moment."""
+
+    book: Mapping[tuple[str, str], int]  # slot-microseconds by category and cause
+    total: int  # of all
+    wall: int  # microseconds in which any slot was held
+    trained: int  # of these, in which steps were done that were kept
+    ends: tuple[LedgerEnd, ...]
+    saves: int  # of all slots
+    tells: bool  # steps are told
+
+    def of(self, *categories: str) -> int:
+        """Slot-microseconds in these."""
+        return sum(micros for (one, _), micros in self.book.items() if one in categories)
+
+    @property
+    def useful(self) -> int:
+        return self.of("step", "moving")
+
+
+def goodput(found: Account, spec: JobSpec) -> Goodput:
+    """For people and programs."""
+    total, price = found.total, spec.watch.slot_price
+    ettr = min(1.0, found.trained / found.wall) if found.tells and found.wall else -1.0
+    rows = tuple(
+        LedgerRow(*key, micros / MICROS)
+        for key, micros in sorted(found.book.items(), key=lambda one: (-one[1], one[0]))
+        if micros
+    )
+    return Goodput(
+        name="goodput" if found.tells else "uptime",
+        share=found.useful / total if total else 0.0,
+        ettr=ettr,
+        slot_seconds=total / MICROS,
+        rows=rows,
+        line=_line(found, ettr, price) if total else "",
+        ends=tuple((one.cause, one.count) for one in found.ends),
+        advice=_advice(found, spec),
+        cost=total / MICROS / 3600 * price,
+    )
+
+
+def _line(found: Account, ettr: float, price: float) -> str:
+    share = found.useful / found.total
+    head = f"{'goodput' if found.tells else 'uptime'} {100 * share:.1f} %"
+    if abs(ettr - share) >= WORTH and ettr >= 0.0:
+        head += f" (ETTR {100 * ettr:.1f} %)"
+    said = ", ".join(_lost(found, price))
+    return f"{head}: {said}" if said else head
+
+
+def _lost(found: Account, price: float) -> Iterator[str]:
+    """What the rest went to; seconds are of the whole job."""
+
+    def seconds(micros: int) -> str:
+        spent = micros * found.wall / found.total / MICROS
+        return f"{spent:.0f} s" if spent >= 9.95 or not spent else f"{spent:.1f} s"
+
+    down: dict[str, int] = {}
+    for (kind, cause), micros in found.book.items():
+        if kind in ("down", "restore") and cause:
+            down[cause] = down.get(cause, 0) + micros
+    if ends := sum(one.count for one in found.ends):
+        by_cost = sorted(down.items(), key=lambda one: (-one[1], one[0]))
+        each = ", ".join(f"{_named(found, cause)} {seconds(micros)}" for cause, micros in by_cost)
+        cost = f"{some(ends, 'restart')} cost {seconds(sum(down.values()))}"
+        yield f"{cost} ({each})" if each else cost
+    if steps := sum(one.steps for one in found.ends):
+        yield f"{some(steps, 'step')} repeated"
+    for kind, word in KINDS:
+        if spent := found.of(kind):
+            yield f"{word} {seconds(spent)}"
+    if first := found.book.get(("restore", ""), 0):
+        yield f"first restore {seconds(first)}"
+    if price:
+        yield f"{(found.total - found.useful) / MICROS / 3600 * price:.2f} of money not trained for"
+
+
+def _named(found: Account, cause: str) -> str:
+    node = next((one.node for one in found.ends if one.cause == cause), "")
+    return f"node {node} lost" if node and cause == "node_lost" else _words(cause)
+
+
+def _words(cause: str) -> str:
+    return WORDS.get(cause, cause.replace("_", " "))
+
+
+# ---------------------------------------------------------------- advice
+
+
+def _advice(found: Account, spec: JobSpec) -> str:
+    """The setting that would have saved most; "" where none is worth the words, or it is early."""
+    if found.wall < LONG_ENOUGH or not found.total:
+        return ""
+    saved, what = max(_savings(found, spec), default=(0, ""))
+    share = saved / found.total
+    return f"{what} would have saved about {100 * share:.1f} %" if share >= WORTH else ""
+
+
+def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:
+    """Slot-microseconds, and what would have saved them."""
+    book = found.book
+    if found.saves:
+        yield _by_interval(found)
+    yield book.get(("idle", "below_min"), 0), "a spare node"
+    for (kind, cause), micros in book.items():
+        if kind == "slow":
+            flag = "" if spec.checks.exclude_stragglers else " (--exclude-stragglers)"
+            yield micros, f"leaving out node {cause}, which is slow{flag},"
+    if spec.watch.on_hang in ("tell", "off"):
+        yield book.get(("hang", "certain"), 0), "--on-hang=auto"
+    if spec.watch.on_hang != "restart":
+        yield found.of("hang"), "--on-hang=restart"
+
+
+def _by_interval(found: Account) -> tuple[int, str]:
+    """With a save every sqrt(2 T_f T_s) seconds of training, T_f being the time from one failure to
+    the next and T_s that of a save, saves and repeated steps together cost least."""
+    failures = sum(one.count for one in found.ends if one.cause not in PLANNED)
+    between = found.wall / max(1, failures)
+    each = found.of("save") / found.saves
+    now = found.useful / found.saves
+    best = math.sqrt(2.0 * between * each)
+    least = 0.0 if not best else (each / best + best / (2.0 * between)) * found.useful
+    saved = found.of("save", "redone") - round(least)
+    told = f"a save every {best / MICROS:.3g} s (now about {now / MICROS:.3g} s)"
+    return saved, told
