@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness import free_port
 
-SCRIPT = """
+SCRIPTS = {
+    "progress": """
 import os, time
 from elasticrun import training
 rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -18,25 +21,60 @@ for step in range(12 if restarts else 0, 40):
     training.progress(step)
     if rank == 1 and step == 24 and not restarts:
         raise ValueError("bad luck")
-"""
+""",
+    "Checkpointer": """
+import os, sys, time
+from elasticrun.training import Checkpointer
+rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
-LINE = re.compile(r"(goodput|uptime) \d+\.\d %: 1 restart cost [\d.]+ s \(rank failure [\d.]+ s\)")
+class Slow(dict):
+    def state_dict(self):
+        time.sleep(0.2)  # a save
+        return dict(self)
+
+    def load_state_dict(self, state):
+        time.sleep(0.2)  # a restore
+        self.update(state)
+
+ckpt = Checkpointer(sys.argv[1], of=Slow(at=0), every_steps=10, persist_every_seconds=None)
+for step in range(ckpt.restore(), 40):
+    time.sleep(0.1)
+    ckpt.step(step + 1)
+    if rank == 1 and step == 26 and not restarts:
+        raise ValueError("bad luck")
+""",
+}
+
+LINE = re.compile(
+    r"goodput \d+\.\d %( \(ETTR [\d.]+ %\))?: 1 restart cost [\d.]+ s \(rank failure [\d.]+ s\), "
+    r"\d+ steps repeated(, checkpoints (?P<saves>[\d.]+) s)?"
+)
 
 
-def test_the_last_lines_say_where_the_time_went(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told_by", SCRIPTS)
+def test_the_last_lines_say_where_the_time_went(tmp_path: Path, told_by: str) -> None:
     script = tmp_path / "fails.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPTS[told_by])
     flags = (
         f"--nnodes=2 --nproc-per-node=1 --max-restarts=1 --rdzv-endpoint=127.0.0.1:{free_port()}"
     )
     command = [sys.executable, "-m", "elasticrun", *flags.split()]
     jobs = [
         subprocess.Popen(
-            [*command, f"--node-rank={rank}", f"--node-id=n{rank}", str(script)],
+            [
+                *command,
+                f"--node-rank={rank}",
+                f"--node-id=n{rank}",
+                str(script),
+                str(tmp_path / "out"),
+            ],
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
     told = [job.communicate(timeout=120)[1] for job in jobs]
-    assert all(LINE.search(text) for text in told), told
+    found = [LINE.search(text) for text in told]
+    assert all(found), told
+    saves = {one["saves"] for one in found if one is not None}
+    assert (saves == {None}) == (told_by == "progress"), told

@@ -570,7 +570,7 @@ class Job:
         ctx.note(f"the job is over: {reason}")
         self._recorder.record()
         spent = self._sight.ledger.page()
-        told = spent.line if spent is not None and spent.ends else ""  # who lost nothing is quiet
-        end = replace(ctx.outcome, goodput=told)
+        lost = spent is not None and (spent.ends or spent.advice)  # who lost nothing is quiet
+        end = replace(ctx.outcome, goodput=spent.told if spent is not None and lost else "")
         ctx.out.append(fx.Tell(tuple(ctx.membership.sessions), end))
         self._streams.say_over(ctx.outcome)

@@ -81,7 +81,7 @@ def picture(
         snapshot=snapshot,
         verdict=told.sentence if (told := watch.verdict()) else "",
         quiet=watch.quiet(),
-        goodput=goodput.line if goodput is not None else "",
+        goodput=goodput.told if goodput is not None else "",
     )
 
 

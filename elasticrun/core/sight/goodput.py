@@ -20,6 +20,9 @@ WORTH = 0.005
 LONG_ENOUGH = 600 * MICROS
 """... and the job has run so long, in microseconds."""
 
+SHORT = 50_000
+"""Microseconds of the whole job that a line does not speak of."""
+
 WORDS = {
     "node_lost": "node lost",
     "node_slow": "node slow",
@@ -114,11 +117,11 @@ def _lost(found: Account, price: float) -> Iterator[str]:
         yield f"{cost} ({each})" if each else cost
     if steps := sum(one.steps for one in found.ends):
         yield f"{some(steps, 'step')} repeated"
-    for kind, word in KINDS:
-        if spent := found.of(kind):
-            yield f"{word} {seconds(spent)}"
-    if first := found.book.get(("restore", ""), 0):
-        yield f"first restore {seconds(first)}"
+    spent = {word: found.of(kind) for kind, word in KINDS}
+    spent["first restore"] = found.book.get(("restore", ""), 0)
+    for word, micros in spent.items():
+        if micros * found.wall >= SHORT * found.total:
+            yield f"{word} {seconds(micros)}"
     if price:
         yield f"{(found.total - found.useful) / MICROS / 3600 * price:.2f} of money not trained for"
 

@@ -75,6 +75,11 @@ class Goodput(Struct, frozen=True):
     advice: str = ""  # what would have saved most; "": nothing that is known
     cost: float = 0.0  # of all slots' time, at --slot-price; 0.0: no price is set
 
+    @property
+    def told(self) -> str:
+        """The line, and the advice behind it."""
+        return f"{self.line}; {self.advice}" if self.advice else self.line
+
 
 class PhaseRow(Struct, frozen=True):
     """A part of the way back from an incident."""
