@@ -31,7 +31,7 @@ from stage import ELASTICRUN, TORCHRUN, Job, free_port, job
 FAULTY: Final = Path(__file__).parents[1] / "tests/scripts/faulty.py"
 AT: Final = "at the fault"
 TOLD: Final = re.compile(r"(?:hang \((\w+)\)|(still)): (.*)\n")
-DIED: Final = re.compile(r"rank \d+.* (?:failed|died|exited|ended)[^\n]*", re.IGNORECASE)
+DIED: Final = re.compile(r"^elasticrun(?:\[[^\]]+\])?: (rank \d+: [^\n]*)", re.MULTILINE)
 START_LIMIT: Final = 180.0
 TORCHRUN_LIMIT: Final = 90.0
 POLL: Final = 0.1
@@ -103,7 +103,8 @@ class Row:
 
     def __str__(self) -> str:
         seconds = "never" if self.seconds is None else f"{self.seconds:.1f}"
-        rank = "right" if self.rank else "wrong" if self.klass else "-"
+        judged = self.klass not in ("", "failure")
+        rank = "-" if not judged else "right" if self.rank else "wrong"
         cells = (self.fault, self.ranks, self.nodes, self.klass or "none", seconds, rank)
         return f"| {' | '.join(map(str, cells))} | {self.line or '-'} |"
 
@@ -150,7 +151,7 @@ def watch(run: Job, limit: float) -> tuple[str, float | None, str]:
         codes = [agent.poll() for agent in run.agents]
         if any(codes):
             died = DIED.search(said)
-            return "failure", after, died[0] if died else said[-200:]
+            return "failure", after, died[1] if died else said[-200:]
         if None not in codes:
             return "", None, ""
         time.sleep(POLL)

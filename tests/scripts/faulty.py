@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import pdb
 import queue
 import signal
 import subprocess
@@ -134,6 +135,20 @@ def traced() -> None:
     debugger.wait()  # here
 
 
+def debugged() -> None:
+    """A person at pdb's prompt, who does not type."""
+    reads, _ = os.pipe()
+    pdb.Pdb(stdin=os.fdopen(reads), stdout=sys.stderr).set_trace()
+    step()  # here
+
+
+def crowded() -> None:
+    """So many seconds of one core: longer where others want it too."""
+    end = time.thread_time() + SECONDS
+    while time.thread_time() < end:  # here
+        pass
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "sleep": sleep,
     "spin": spin,
@@ -151,6 +166,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "save": save,
     "evaluate": evaluate,
     "traced": traced,
+    "debugged": debugged,
+    "crowded": crowded,
 }
 
 

@@ -61,8 +61,8 @@ SINKS = {
     ),
     "NFS writes": (rank(2, outside(), being=Being.DISK, io=1e6), "weak", "busy", "1.0 MB/s"),
     "frozen": (rank(2, being=Being.FROZEN, answers=False), "strong", "frozen", "its cgroup"),
-    "debugger": (rank(2, being=Being.TRACED, answers=False), "certain", "traced", "a debugger"),
-    "pdb": (rank(2, outside(), library="pdb"), "certain", "traced", "a debugger"),
+    "debugger": (rank(2, being=Being.TRACED, answers=False), "weak", "traced", "a debugger"),
+    "pdb": (rank(2, outside(), library="pdb"), "weak", "traced", "a debugger"),
     "no counters": (rank(2), "strong", "idle", "is idle"),
 }  # fmt: skip
 

@@ -59,7 +59,7 @@ class Klass(StrEnum):
 
     CERTAIN = "certain"  # it cannot go on
     STRONG = "strong"  # all evidence says so
-    WEAK = "weak"  # one is waited for, and works
+    WEAK = "weak"  # one is waited for, and works, or a person is at work on it
     STILL = "still"  # nobody does anything, and nobody waits for a rank
 
 
@@ -348,7 +348,7 @@ def _class_of(scene: Scene, rank: int) -> tuple[Klass, str, str]:
     place = f" at {seen.place}" if seen.place else ""
     span = f" for {scene.seconds:.0f} s"
     if is_held(seen):
-        return Klass.CERTAIN, "traced", f"is held by a debugger{place}{span}"
+        return Klass.WEAK, "traced", f"is held by a debugger{place}{span}"
     if seen.being is Being.ENDED:  # it may have done its part of a broadcast, say, and gone
         sure = any(_family(call).startswith(WHOLE) for call in scene.calls_with(rank))
         return Klass.CERTAIN if sure else Klass.STRONG, "ended", "has ended with 0"

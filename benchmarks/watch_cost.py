@@ -1,0 +1,163 @@
+"""What it costs a training to be watched for hangs.
+
+    python benchmarks/watch_cost.py [--rounds N] [--seconds S] [--json FILE]
+
+Two ranks on gloo, in turn with `--on-hang=off` (no thread in the ranks, and nobody asks) and as by
+default. Two runs alike differ by more than a watch could cost, where a machine is shared, so that
+three things are measured:
+
+- CPU of the thread that answers, as a part of the time: what a rank can lose of a step;
+- CPU of agent, master and fork server, the same way, watched and not;
+- steps: the median as it is, watched against not watched; and of ranks that are asked 100 times as
+  often as an agent does, in every other second: a hundredth of what that costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import report
+from stage import ELASTICRUN, Job, job
+
+from elasticrun.agent.sight.pulse import PULSE_EVERY
+from elasticrun.wire.progress import (
+    ANSWER_BYTES,
+    RankAsked,
+    address,
+    encode_question,
+    hearing_at,
+    mint_name,
+)
+
+RANKS: Final = 2
+BAR: Final = 0.001
+OFTEN: Final = 100
+"""How many times as often as by an agent a rank is asked."""
+
+WINDOW: Final = 1.0
+"""Seconds in which it is asked so, and then is not."""
+
+Step = tuple[float, float]
+"""When it began, and its seconds."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job. `answers`: CPU of the answering thread over time, of the rank that used most;
+    `ours`: of our processes on the node; `steps`: of all ranks."""
+
+    answers: float
+    ours: float
+    steps: list[Step]
+
+
+def train(run: Job, seconds: float, *flags: str, name: str = "") -> Run:
+    """One job, and what its ranks have written."""
+    out = run.folder / "said"
+    begin(run, out, seconds, *flags, name=name)
+    run.until(lambda: run.agents[0].poll() is not None, seconds + 120)
+    return result(out)
+
+
+def begin(run: Job, out: Path, seconds: float, *flags: str, name: str = "") -> None:
+    """Start it."""
+    words = (str(seconds), str(out), *([name] if name else []))
+    flags = ("--standalone", f"--nproc-per-node={RANKS}", "--preload=off", *flags)
+    run.start(*flags, script="watched.py", arguments=words)
+
+
+def result(out: Path) -> Run:
+    """What its ranks have written."""
+    said = [json.loads(Path(f"{out}-{rank}").read_text()) for rank in range(RANKS)]
+    steps = [(at, took) for one in said for at, took in one["steps"]]
+    return Run(
+        max(one["cpu"] / one["wall"] for one in said), said[0]["ours"] / said[0]["wall"], steps
+    )
+
+
+def asked_often(run: Job, seconds: float) -> list[Step]:
+    """The steps of ranks that are asked in every other window, and by nobody else; in between, the
+    same questions go to a socket that nobody reads, so that asking takes no less."""
+    name, out = mint_name(), run.folder / "said"
+    begin(run, out, seconds, "--on-hang=off", name=name)
+    number = 0
+    with hearing_at(mint_name()) as asker, hearing_at(mint_name()) as nobody:
+        while run.agents[0].poll() is None:
+            asked = is_asked(time.monotonic())
+            for rank in range(RANKS):
+                number += 1
+                place = address(f"{name}-{rank}") if asked else nobody.getsockname()
+                with suppress(OSError):  # it is not there yet, or has not answered
+                    asker.sendto(encode_question(RankAsked(number)), place)
+                    (asker if asked else nobody).recv(ANSWER_BYTES)
+            time.sleep(PULSE_EVERY / OFTEN)
+    return result(out).steps
+
+
+def is_asked(at: float) -> bool:
+    """Whether this moment lies in a window of questions."""
+    return int(at / WINDOW) % 2 == 1
+
+
+def median(steps: Iterable[Step]) -> float:
+    """Of their seconds."""
+    return statistics.median(seconds for _, seconds in steps)
+
+
+def main() -> int:
+    """Measure, print, write; 1 if the bar is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    about = report.begin()
+    off: list[Run] = []
+    on: list[Run] = []
+    often: list[float] = []
+    for number in range(options.rounds):
+        for runs in (off, on) if number % 2 == 0 else (on, off):
+            with job(ELASTICRUN) as run:
+                flags = ("--on-hang=off",) if runs is off else ()
+                runs.append(train(run, options.seconds, *flags))
+        with job(ELASTICRUN) as run:
+            steps = asked_often(run, options.seconds)
+        asked, left = (
+            median(step for step in steps if is_asked(step[0]) is is_it) for is_it in (True, False)
+        )
+        often.append((asked / left - 1.0) / OFTEN)
+    answers = statistics.median(run.answers for run in on)
+    ours = [statistics.median(run.ours for run in runs) for runs in (off, on)]
+    step = [median(step for run in runs for step in run.steps) for runs in (off, on)]
+    a_hundredth = statistics.median(often)
+    print("| what | not watched | watched | cost | wanted |\n|---|---|---|---|---|")
+    print(f"| thread that answers, CPU | - | {answers:.4%} | {answers:.4%} | <= {BAR:.1%} |")
+    print(f"| our processes, CPU | {ours[0]:.2%} | {ours[1]:.2%} | {ours[1] - ours[0]:.2%} | |")
+    slower = step[1] / step[0] - 1.0
+    print(f"| a step | {step[0] * 1e3:.3f} ms | {step[1] * 1e3:.3f} ms | {slower:.2%} | |")
+    print(f"| a step, by {OFTEN} times as many questions | | | {a_hundredth:.4%} | <= {BAR:.1%} |")
+    found = {
+        "answers": [run.answers for run in on],
+        "ours": {"off": [run.ours for run in off], "on": [run.ours for run in on]},
+        "steps": {
+            "off": [median(run.steps) for run in off],
+            "on": [median(run.steps) for run in on],
+        },
+        "asked often": often,
+    }
+    report.write("watch-cost", about, found, options.json)
+    missed = [name for name, cost in (("CPU", answers), ("step", a_hundredth)) if cost > BAR]
+    return report.verdict(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
