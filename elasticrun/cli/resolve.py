@@ -217,9 +217,10 @@ def _saves(asked: Asked) -> SaveSpec:
 
 
 def _watch(asked: Asked) -> WatchSpec:
-    """How the job is watched for hangs; raises `UsageError`."""
+    """How the job is watched for hangs, and what its time costs; raises `UsageError`."""
     limit = settings.seconds(str(asked.value("hang_limit")), "--hang-limit", zero=True)
-    return WatchSpec(on_hang=asked.text("on_hang"), hang_limit=limit)
+    price = _number(asked, "slot_price", "a price, 0 or more", lambda x: x >= 0)
+    return WatchSpec(on_hang=asked.text("on_hang"), hang_limit=limit, slot_price=price)
 
 
 def ranks_per_node(asked: Asked, machine: Machine, notes: list[str]) -> int:

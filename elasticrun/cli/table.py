@@ -303,6 +303,8 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             OURS, choices=("auto", "tell", "restart", "off")),
         _flag("--hang-limit", _SECONDS, "SECONDS", 0, "Restart all ranks when they have waited so "
             "long for any rank, even one that works; 0: no limit.", OURS),
+        _flag("--slot-price", _NUMBER, "PRICE", 0.0, "What one slot (a GPU, say) costs for an "
+            "hour, in any currency: incidents, ledger and result then say what they cost.", OURS),
     ),
     "saves": (
         _switch("--save-at-breakpoint", "After a failure, write the newest whole snapshot out as a "

@@ -163,6 +163,10 @@ class Loop:
         """All that is known of the job; as seldom as `status`."""
         return replace(self._whole.get(self._brain.picture), status=self.status())
 
+    def last_picture(self) -> Picture:
+        """The same, of this very moment."""
+        return replace(self._brain.picture(), status=self._status_now())
+
     def goodput(self) -> Goodput | None:
         """Where the time of all slots went; None before the first round."""
         return self._brain.goodput()

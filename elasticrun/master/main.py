@@ -36,7 +36,6 @@ from elasticrun.config import (
     EXIT_NOT_LEADING,
     EXIT_OK,
     EXIT_PORT_TAKEN,
-    EXIT_SAVED,
     EXIT_USAGE,
     HEARTBEAT_TIMEOUT,
     MASTER_LOST_TIMEOUT,
@@ -47,8 +46,10 @@ from elasticrun.core.events import JobOver, Tick
 from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.failures import Ending, code_of
+from elasticrun.core.sight.picture import Picture
 from elasticrun.master.loop import BrainFault, Loop, RecordStuck
 from elasticrun.master.outward.outward import Outward
+from elasticrun.master.outward.result import STATES
 from elasticrun.master.page.http import StatusPage, reachable
 from elasticrun.master.records import Records, StoreRefused
 from elasticrun.master.server import MAX_CALLS, Servicer
@@ -188,10 +189,11 @@ class Lifetime:
         else:
             self._alone()
 
-    def over(self, outcome: JobOver) -> None:
-        """The job's outcome is known and has been told to those who are attached."""
+    def over(self, outcome: JobOver, found: Picture) -> None:
+        """The job's outcome is known and has been told to those who are attached; `found`: all
+        that is known of it."""
         if self._outcome is None and not self._missed:
-            self.outward.over(outcome)
+            self.outward.over(outcome, found)
             self._finish(outcome)
 
     def _finish(self, outcome: JobOver) -> None:
@@ -212,7 +214,7 @@ class Lifetime:
         """How the job stands at the end of its master, in a word (`wire.run_folder.Ended`)."""
         if self._outcome is None:
             return "lost"
-        return {EXIT_OK: "done", EXIT_SAVED: "saved"}.get(self._outcome.exit_code, "failed")
+        return STATES.get(self._outcome.exit_code, "failed")
 
     def is_orphan(self, lifeline_fd: int) -> bool:
         """Whether the agent that started this master has gone: a last look at its lifeline."""
@@ -300,7 +302,7 @@ class Master:
         loop = Loop(brain, job_id=config.job_id, store=records.store, tracer=records.trace)
         loop.on_filed = life.outward.filed
         loop.on_judged = life.outward.judged
-        loop.on_over = life.over
+        loop.on_over = lambda outcome: life.over(outcome, loop.last_picture())
         # where the job has no token, its user on this host may still operate it, and nobody else
         operator = operator_token(config.token or secrets.token_hex(32))
         servicer = life.streams = Servicer(
@@ -325,6 +327,7 @@ class Master:
             if code == EXIT_NOT_LEADING:
                 grace = 0.0
             else:
+                await asyncio.to_thread(life.outward.close)  # so that their folder is known
                 listing.over(loop.status(), life.state, reason, life.outward.folder)
             return code
         finally:

@@ -140,7 +140,7 @@ class SaveSpec(Struct, frozen=True):
 
 
 class WatchSpec(Struct, frozen=True):
-    """How the job is watched for hangs; part of the JobSpec."""
+    """How the job is watched for hangs, and what its time costs; part of the JobSpec."""
 
     on_hang: Annotated[str, OneOf("auto", "tell", "restart", "off")] = "auto"
     hang_limit: Amount = 0.0  # seconds for which any rank may be waited for; 0: no limit

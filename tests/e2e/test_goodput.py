@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -53,10 +54,12 @@ LINE = re.compile(
 
 @pytest.mark.parametrize("told_by", SCRIPTS)
 def test_the_last_lines_say_where_the_time_went(tmp_path: Path, told_by: str) -> None:
+    """And `result.json`, to the microsecond."""
     script = tmp_path / "fails.py"
     script.write_text(SCRIPTS[told_by])
     flags = (
-        f"--nnodes=2 --nproc-per-node=1 --max-restarts=1 --rdzv-endpoint=127.0.0.1:{free_port()}"
+        f"--nnodes=2 --nproc-per-node=1 --max-restarts=1 --rdzv-endpoint=127.0.0.1:{free_port()} "
+        f"--slot-price=36 --log-dir={tmp_path}/logs"
     )
     command = [sys.executable, "-m", "elasticrun", *flags.split()]
     jobs = [
@@ -77,4 +80,13 @@ def test_the_last_lines_say_where_the_time_went(tmp_path: Path, told_by: str) ->
     found = [LINE.search(text) for text in told]
     assert all(found), told
     saves = {one["saves"] for one in found if one is not None}
+    (place,) = (tmp_path / "logs" / "incidents").glob("*/result.json")
+    result = json.loads(place.read_text())
+    assert (result["state"], result["nodes"], result["restarts"]) == ("done", 2, 1)
+    assert [one["cause"] for one in result["incidents"]] == ["rank_failed"]
+    spent = result["goodput"]
+    micros = [round(1e6 * row["seconds"]) for row in spent["rows"]]
+    assert sum(micros) == round(1e6 * spent["slot_seconds"]) > 0
+    assert spent["cost"] == pytest.approx(spent["slot_seconds"] * 36.0 / 3600.0)
+    assert any(spent["line"] in text for text in told)
     assert (saves == {None}) == (told_by == "progress"), told

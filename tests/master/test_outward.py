@@ -13,12 +13,23 @@ import msgspec
 import pytest
 
 from elasticrun.config import MasterConfig
-from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow, VerdictRow
+from elasticrun.core.events import JobOver
+from elasticrun.core.job.views import nothing_yet
+from elasticrun.core.sight.picture import (
+    Goodput,
+    IncidentRow,
+    LedgerRow,
+    PhaseRow,
+    Picture,
+    StackRow,
+    VerdictRow,
+)
 from elasticrun.master.outward import notify
 from elasticrun.master.outward.incident_files import IncidentFiles, read
 from elasticrun.master.outward.notify import Notifier
 from elasticrun.master.outward.outward import Outward
 from elasticrun.master.outward.report import NOTHING, page, table
+from elasticrun.master.outward.result import result_of
 
 ROW = IncidentRow(
     number=7,
@@ -35,6 +46,7 @@ ROW = IncidentRow(
     phases=(PhaseRow("stop", 0.5), PhaseRow("warm", 1.25)),
     steps_lost=12,
     slot_seconds=7.0,
+    cost=12.5,
     last_lines="step 9\n\x1b[31mValueError: bad\n```",
     stacks=(StackRow("3", 1, "", "train.py:88 load_shard"),),
 )
@@ -45,10 +57,30 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
     assert files.folder is None, "nothing is made where nothing happens"
     files.put(msgspec.structs.replace(ROW, over=False))
     files.put(ROW)
+    end = JobOver(1, "no restart is left")
+    goodput = Goodput("goodput", 0.5, 0.6, 14.0, (LedgerRow("step", "", 7.0),), "goodput 50.0 %")
+    known = {"job_id": "run", "restart_count": 3, "last_failure": "rank 3: bad", "age": 60.0}
+    status = msgspec.structs.replace(nothing_yet(None), **known)
+    files.put(result_of(end, Picture(status, incidents=(ROW,), goodput=goodput)))
     files.close(10.0)
     folder = tmp_path / "incidents" / "run-1"
     assert files.folder == folder
-    assert sorted(path.name for path in folder.iterdir()) == ["0007.json", "0007.md"]
+    names = ["0007.json", "0007.md", "result.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    found = json.loads((folder / "result.json").read_text())
+    assert found["ended"] - found["started"] == pytest.approx(60.0)
+    for name, value in {
+        "job": "run",
+        "state": "failed",
+        "exit_code": 1,
+        "reason": "no restart is left",
+        "failure": "rank 3: bad",
+        "restarts": 3,
+        "goodput": json.loads(msgspec.json.encode(goodput)),
+    }.items():
+        assert found[name] == value
+    (short,) = found["incidents"]
+    assert (short["number"], short["seconds"], short["cost"]) == (7, 1.75, 12.5)
     assert read(folder, 0.0) == [ROW]
     (later,) = read(folder, (folder / "0007.json").stat().st_mtime + 60.0)
     assert later.age == pytest.approx(ROW.age + 60.0)
@@ -62,7 +94,7 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
         "- **Left out**: b",
         "| warm | 1.25 | until the first collective or step |",
         "| **all** | **1.75** | |",
-        "**Cost**: 0.00194 slot-hours (7.0 slot-seconds), and 12 steps",
+        "**Cost**: 0.00194 slot-hours (7.0 slot-seconds), 12.50 of money, and 12 steps",
         "rank 3:\n\n    train.py:88 load_shard",
         "## Last lines of rank 3\n\n    step 9\n    \ufffd[31mValueError: bad\n    ```",
     ):

@@ -38,6 +38,7 @@ JOB_FLAGS: Final = (
     "restore_step",
     "on_hang",
     "hang_limit",
+    "slot_price",
 )
 """Flags that make the job's agreement; where none is given, the first agent's counts."""
 

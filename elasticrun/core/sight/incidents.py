@@ -41,6 +41,7 @@ class _Open:
     began: float  # when it was noticed
     round: int
     slots: int
+    price: float  # of a slot for one second
     origin: Origin
     newest: int  # step told in the round that is over; -1: none
     phase: str = "stop"
@@ -81,6 +82,7 @@ class _Open:
             phases=tuple(PhaseRow(name, seconds) for name, seconds in spent.items()),
             steps_lost=self.steps_lost,
             slot_seconds=self.slots * sum(spent.values()),
+            cost=self.slots * sum(spent.values()) * self.price,
             last_lines=self.last_lines,
             stacks=self.stacks,
         )
@@ -208,6 +210,7 @@ class Incidents:
             began=now,
             round=round_.name.number,
             slots=round_.facts.world_size,
+            price=ctx.spec.watch.slot_price / 3600.0,
             origin=culprit,
             newest=self._newest,
             since=now,

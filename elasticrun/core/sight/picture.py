@@ -119,6 +119,7 @@ class IncidentRow(Struct, frozen=True):
     phases: tuple[PhaseRow, ...] = ()
     steps_lost: int = 0
     slot_seconds: float = 0.0
+    cost: float = 0.0  # of these, at --slot-price; 0.0: no price is set
     last_lines: str = ""
     stacks: tuple[StackRow, ...] = ()
 

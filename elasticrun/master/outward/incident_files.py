@@ -1,4 +1,5 @@
-"""Records of incidents as files: `0007.json`, and `0007.md` for people.
+"""Records of incidents as files: `0007.json`, and `0007.md` for people; and at the job's end
+`result.json`.
 
 The folder is made with the first record. Each file is replaced in one piece, so that a reader sees
 a whole one; a disk that hangs or is full costs files and nothing else.
@@ -19,9 +20,12 @@ import msgspec
 
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.master.outward.report import page
+from elasticrun.master.outward.result import Result
 from elasticrun.wire import run_folder
 
 FOLDER: Final = "incidents"
+
+RESULT: Final = "result.json"
 
 MAX_QUEUED: Final = 64
 """Records that wait for the disk; one more is dropped."""
@@ -42,10 +46,10 @@ class IncidentFiles:
         self._log_dir = log_dir
         self.folder: Path | None = None
         """None before the first record is there."""
-        self._queue: queue.Queue[IncidentRow | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[IncidentRow | Result | None] = queue.Queue(MAX_QUEUED)
         self._thread: threading.Thread | None = None
 
-    def put(self, row: IncidentRow) -> None:
+    def put(self, row: IncidentRow | Result) -> None:
         """Write it, in place of an older state of the same incident; returns at once."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="elasticrun-incidents", daemon=True)
@@ -74,15 +78,18 @@ class IncidentFiles:
                     logger.warning("the incidents of this job cannot be written: %s", wrong)
                 told = True
 
-    def _write(self, row: IncidentRow) -> None:
+    def _write(self, row: IncidentRow | Result) -> None:
         base = Path(self._log_dir) if self._log_dir else run_folder.run_folder(os.environ)
         folder = base / FOLDER / self._name
         if not folder.is_dir():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._log_dir:
                 _keep_newest(folder.parent)
-        _replace(folder / f"{row.number:04}.json", msgspec.json.encode(row))
-        _replace(folder / f"{row.number:04}.md", page(row).encode(errors="replace"))
+        if isinstance(row, Result):
+            _replace(folder / RESULT, msgspec.json.encode(row))
+        else:
+            _replace(folder / f"{row.number:04}.json", msgspec.json.encode(row))
+            _replace(folder / f"{row.number:04}.md", page(row).encode(errors="replace"))
         self.folder = folder
 
 
@@ -91,7 +98,7 @@ def read(folder: Path, now: float) -> list[IncidentRow]:
     which their ages are brought."""
     rows = []
     with contextlib.suppress(OSError):
-        for path in sorted(folder.glob("*.json")):
+        for path in sorted(folder.glob("[0-9]*.json")):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 row = msgspec.json.decode(path.read_bytes(), type=IncidentRow)
                 since = max(0.0, now - path.stat().st_mtime)

@@ -11,8 +11,9 @@ import msgspec
 
 from elasticrun.config import MasterConfig
 from elasticrun.core.events import JobOver
-from elasticrun.core.sight.picture import IncidentRow, VerdictRow
+from elasticrun.core.sight.picture import IncidentRow, Picture, VerdictRow
 from elasticrun.master.outward.incident_files import IncidentFiles
+from elasticrun.master.outward.result import result_of
 from elasticrun.wire import run_folder
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ class Outward:
         if self._notifier is not None:
             self._notifier.put("hang", verdict=msgspec.to_builtins(verdict), over=over)
 
-    def over(self, end: JobOver) -> None:
-        """The job has ended."""
+    def over(self, end: JobOver, found: Picture) -> None:
+        """The job has ended, and this is the last of it."""
+        self._files.put(result_of(end, found))
         if self._notifier is not None:
             self._notifier.put("end", exit_code=end.exit_code, reason=end.reason)
 

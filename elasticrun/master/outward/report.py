@@ -106,7 +106,8 @@ def _timeline(row: IncidentRow) -> Iterator[str]:
 def _cost(row: IncidentRow) -> Iterator[str]:
     hours = row.slot_seconds / 3600.0
     steps = some(row.steps_lost, "step")
-    yield f"**Cost**: {hours:.3g} slot-hours ({row.slot_seconds:.1f} slot-seconds)" + (
+    money = f", {row.cost:.2f} of money" if row.cost else ""
+    yield f"**Cost**: {hours:.3g} slot-hours ({row.slot_seconds:.1f} slot-seconds){money}" + (
         f", and {steps} that had to be done again." if row.steps_lost else "."
     )
 
