@@ -6,13 +6,14 @@ master alone.
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 from elasticrun.testing.job import ElasticJob
 from elasticrun.testing.steps import World, story
-from tests.harness import SCRIPTS, shm_entries, shm_since
+from tests.harness import SCRIPTS, await_true, shm_entries, shm_since
 
 
 def times(**seconds: float) -> str:
@@ -85,12 +86,24 @@ class Counting:
         began = 0.0 if self._first is None else self._first.began
         return [world for world in self.job.worlds() if world.began >= began]
 
+    def adds_up(self) -> None:
+        """Every second of every slot is in the job's ledger once, as it was at the end."""
+        await_true(self._results, "result.json")
+        spent = json.loads(self._results()[-1].read_text())["goodput"]
+        micros = [round(1e6 * row["seconds"]) for row in spent["rows"]]
+        assert sum(micros) == round(1e6 * spent["slot_seconds"]) > 0, spent
+        assert min(micros) > 0, spent
+
     def said(self, *numbers: int) -> str:
         """What these nodes have said so far; all of them and the master by hand where none is
         named."""
         nodes = [self.job.nodes[number] for number in numbers] or [*self.job.nodes]
         by_hand = [] if numbers or self.job.master_node is None else [self.job.master_node]
         return "\n".join(node.output() for node in (*nodes, *by_hand))
+
+    def _results(self) -> list[Path]:
+        found = (place.glob("incidents/*/result.json") for place in self.job.run_folders)
+        return [path for paths in found for path in paths]
 
     def close(self) -> None:
         """End the job before the fixture does, so that what it left can be seen."""

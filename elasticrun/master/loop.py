@@ -31,6 +31,7 @@ from elasticrun.config import BEAT_INTERVAL
 from elasticrun.core import events
 from elasticrun.core.job.job import Job
 from elasticrun.core.nodes.membership import beat_interval
+from elasticrun.core.sight.hangs.waiting import Klass
 from elasticrun.core.sight.picture import CAUSES, Goodput, IncidentRow, Picture, VerdictRow
 from elasticrun.master.records import FactStore
 from elasticrun.operator_log import LEVELS, logger
@@ -335,6 +336,7 @@ class Loop:
                 self.figures.filed(effect.incident)
                 self.on_filed(effect.incident)
             case events.Judged():
+                self.figures.judged(effect.verdict.klass, over=effect.over)
                 self.on_judged(effect.verdict, effect.over)
             case events.Replied():
                 self._reply(effect.number, effect.reply)
@@ -461,12 +463,18 @@ class Figures:
         """In the last of them."""
         self.incidents = dict.fromkeys(CAUSES, 0)
         """Incidents that are over, by cause."""
+        self.verdicts = dict.fromkeys(map(str, Klass), 0)
+        """Hangs that were told of, by class."""
         self.probes = 0
         """Answers to probes, one a node and pass of the network check."""
 
     def filed(self, row: IncidentRow) -> None:
         """An incident began, or is told of anew; its cause is certain once it is over."""
         self.incidents[row.cause] += row.over
+
+    def judged(self, klass: str, *, over: bool) -> None:
+        """A verdict stands, or does no more."""
+        self.verdicts[klass] += not over
 
     def started(self, name: RoundName, nodes: int = 0) -> None:
         """A Start of this round, which has so many nodes, goes out."""

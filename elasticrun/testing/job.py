@@ -240,6 +240,11 @@ class ElasticJob:
         except page.NoPage as error:
             raise JobError(str(error)) from None
 
+    @property
+    def run_folders(self) -> list[Path]:
+        """Where its masters publish themselves, and leave what is not told to go elsewhere."""
+        return list(self._runs)
+
     def steps(self) -> list[Step]:
         """What the ranks have written with `elasticrun.testing.step` so far."""
         self._log.read()

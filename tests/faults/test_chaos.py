@@ -3,7 +3,7 @@
 The harm is at random, from a seed: what is done to whom and when is decided before it happens, so
 that a seed that fails can be read and tried again. Whatever was done is undone in time: nodes that
 were killed are started again, those that were stopped are woken. At the end the job must be whole,
-end with success, and leave nothing.
+end with success, and leave nothing. What its ledger says adds up.
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ def storm(counting: Counting, seed: int, seconds: float) -> None:
         chaos.run(acts)
         steady(counting, chaos.whole())
         counting.finish()
+        counting.adds_up()
     except BaseException:
         print(f"seed {seed}: {'; '.join(map(str, acts))}\ndone: {chaos.words()}")
         raise

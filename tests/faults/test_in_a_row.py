@@ -81,5 +81,6 @@ def test_one_job_of_three_bears_one_harm_after_another(counting: Counting) -> No
     job.kill_rank(2)
     assert job.result().exit_codes == (1, 1, 1)
     worlds = counting.check()
+    counting.adds_up()
     assert worlds[0].restarts == 0
     assert worlds[-1].restarts == 2

@@ -125,7 +125,7 @@ class Recorder:
         return 7.5
 
     def goodput(self) -> Goodput | None:
-        return Goodput("uptime", 0.5, -1.0, 8.0, (LedgerRow("moving", "", 4.0),), "uptime 50.0 %")
+        return Goodput("goodput", 0.5, 0.5, 8.0, (LedgerRow("step", "", 4.0),), "goodput 50.0 %")
 
     def picture(self) -> Picture:
         return structs.replace(self.whole, status=self.page)

@@ -21,10 +21,12 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticrun import __version__
-from elasticrun.core.events import Heard, Tell
+from elasticrun.core.events import Heard, Judged, Tell
+from elasticrun.core.sight.picture import LedgerRow, VerdictRow
 from elasticrun.master.loop import Loop
 from elasticrun.master.page import http as page_module
 from elasticrun.master.page.http import MAX_CONNECTIONS, StatusPage, page_url
+from elasticrun.master.page.metrics import SlotCounters
 from elasticrun.master.page.stream import for_strangers
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint
@@ -91,6 +93,9 @@ async def test_metrics_can_be_scraped() -> None:
         for _ in range(2):  # a node repeats itself
             loop.put(Heard(1, m.RanksFailed(ROUND, (FAILURE,))))
         loop.put(Heard(1, PROBED))
+        verdict = VerdictRow("strong", "idle", "rank 3 is idle", 61.0, "3", "", "")
+        loop._perform(Judged(verdict, over=False))
+        loop._perform(Judged(verdict, over=True))
         loop._turn()
         code, head, body = await get(port, "/metrics")
         assert code == 200
@@ -110,11 +115,33 @@ async def test_metrics_can_be_scraped() -> None:
         assert found["elasticrun_excluded_nodes",] == 1
         assert found["elasticrun_probes_total",] == 1
         assert found["elasticrun_phase", "running"] == 1
-        assert found["elasticrun_slot_seconds_total", "moving", ""] == 4.0
+        assert found["elasticrun_slot_seconds_total", "step", ""] == 4.0
         assert found["elasticrun_round_age_seconds",] >= 0
         assert found["elasticrun_job", "job", __version__] == 1
         assert found["elasticrun_quiet_seconds",] == 7.5
+        assert found["elasticrun_goodput_ratio",] == 0.5
         assert found["elasticrun_incidents_total", "hang"] == 0
+        assert found["elasticrun_hang_verdicts_total", "strong"] == 1
+
+
+def test_counters_of_time_never_go_down_and_add_up() -> None:
+    """Of 60 s of steps 20 are to be done again: nothing more is counted as steps until as many
+    are new."""
+    counters = SlotCounters()
+    looks = [
+        ({"step": 60.0}, {"step": 60.0}),
+        ({"step": 40.0, "redone": 20.0, "down": 10.0}, {"step": 60.0, "redone": 6.7, "down": 3.3}),
+        ({"step": 50.0, "redone": 20.0, "down": 10.0}, {"step": 60.0, "redone": 13.3, "down": 6.7}),
+        (
+            {"step": 70.0, "redone": 20.0, "down": 10.0},
+            {"step": 70.0, "redone": 20.0, "down": 10.0},
+        ),
+    ]
+    for ledger, expected in looks:
+        rows = [LedgerRow(category, "", seconds) for category, seconds in ledger.items()]
+        found = {category: seconds for (category, _), seconds in counters.take(rows).items()}
+        assert found == pytest.approx(expected, abs=0.05)
+        assert round(1e6 * sum(found.values())) == round(1e6 * sum(ledger.values()))
 
 
 @pytest.mark.parametrize("name", ["alerts.yml", "grafana.json"])
@@ -136,7 +163,7 @@ async def test_what_is_watched_by_others_is_there(name: str) -> None:
         asked = set(re.findall(r"(\w+)=", labels)) - {"instance"}
         assert asked <= shown[metric]
     if path.suffix == ".json":
-        assert [panel["id"] for panel in json.loads(text)["panels"]] == [1, 2, 3, 4, 5, 6]
+        assert [panel["id"] for panel in json.loads(text)["panels"]] == [*range(1, 9)]
 
 
 @pytest.mark.parametrize(

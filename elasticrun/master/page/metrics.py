@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
-from elasticrun.core.sight.picture import Goodput
+from elasticrun.core.sight.picture import Goodput, LedgerRow
 from elasticrun.master.loop import Loop
 
 if TYPE_CHECKING:
@@ -17,6 +17,28 @@ STATES: Final = ("alive", "suspect", "dead", "left", "parked")
 PHASES: Final = ("gathering", "running", "stopping", "ended")
 
 
+class SlotCounters:
+    """Where the time of all slots went, as counters. A row of the ledger may shrink, as what is
+    told late moves to another; a counter never does: what has passed since the last scrape goes to
+    the counters that are behind their rows. So they add up to the time held, as the rows do."""
+
+    def __init__(self) -> None:
+        self._micros: dict[tuple[str, str], int] = {}
+
+    def take(self, rows: Iterable[LedgerRow]) -> Mapping[tuple[str, str], float]:
+        """Seconds by category and cause, as the ledger stands now."""
+        told = self._micros
+        book = {(row.category, row.cause): round(row.seconds * 1e6) for row in rows}
+        behind = {key: micros - told.get(key, 0) for key, micros in book.items()}
+        behind = {key: micros for key, micros in behind.items() if micros > 0}
+        left, owed = sum(book.values()) - sum(told.values()), sum(behind.values())
+        for key, micros in behind.items():
+            share = min(micros, micros * left // owed)
+            told[key] = told.get(key, 0) + share
+            left, owed = left - share, owed - micros
+        return {key: micros / 1e6 for key, micros in told.items()}
+
+
 def metrics_writer(loop: Loop) -> Callable[[], bytes]:
     """A function that writes the picture and the figures of this moment as prometheus-client does,
     in a registry of our own."""
@@ -24,9 +46,12 @@ def metrics_writer(loop: Loop) -> Callable[[], bytes]:
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.registry import Collector
 
+    slots = SlotCounters()
+
     class JobCollector(Collector):
         def collect(self) -> Iterator[Metric]:
-            return _families(loop)
+            yield from _families(loop)
+            yield from _time(loop.goodput(), slots)
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(JobCollector())
@@ -34,7 +59,7 @@ def metrics_writer(loop: Loop) -> Callable[[], bytes]:
 
 
 def _families(loop: Loop) -> Iterator[Metric]:
-    """The metrics of one job as they hold at this moment: nothing is kept between scrapes."""
+    """The metrics of one job as they hold at this moment."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     status, figures = loop.status(), loop.figures
@@ -74,23 +99,27 @@ def _families(loop: Loop) -> Iterator[Metric]:
         "rank_failures": ("Ranks that failed, each once per round.", figures.failures),
         "probes": ("Answers to probes of the network check, by nodes.", figures.probes),
     }
-    text = "Incidents that are over, by cause."
-    incidents = CounterMetricFamily("elasticrun_incidents", text, labels=("cause",))
-    for cause, number in figures.incidents.items():
-        incidents.add_metric((cause,), number)
-    yield incidents
+    by_kind = {
+        "incidents": ("cause", "Incidents that are over, by cause.", figures.incidents),
+        "hang_verdicts": ("class", "Verdicts that were told, by class.", figures.verdicts),
+    }
+    for name, (label, text, numbers) in by_kind.items():
+        counter = CounterMetricFamily(f"elasticrun_{name}", text, labels=(label,))
+        for word, number in numbers.items():
+            counter.add_metric((word,), number)
+        yield counter
     for name, (text, count) in counters.items():
         yield CounterMetricFamily(f"elasticrun_{name}", text, count)
-    yield _time(loop.goodput())
 
 
-def _time(found: Goodput | None) -> Metric:
-    """Where the time of all slots went. A gauge: what is told late moves from one category to
-    another, so that a row may shrink."""
-    from prometheus_client.core import GaugeMetricFamily
+def _time(found: Goodput | None, slots: SlotCounters) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     text = "Seconds of all slots by what they were spent on, a slot being one rank's place."
-    spent = GaugeMetricFamily("elasticrun_slot_seconds_total", text, labels=("category", "cause"))
-    for row in found.rows if found is not None else ():
-        spent.add_metric((row.category, row.cause), row.seconds)
-    return spent
+    spent = CounterMetricFamily("elasticrun_slot_seconds", text, labels=("category", "cause"))
+    for key, seconds in slots.take(found.rows if found is not None else ()).items():
+        spent.add_metric(key, seconds)
+    yield spent
+    if found is not None and found.name == "goodput":
+        text = "Share of all slots' time that was spent on steps which were kept."
+        yield GaugeMetricFamily("elasticrun_goodput_ratio", text, found.share)
