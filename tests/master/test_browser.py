@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from elasticrun.core.sight.picture import EventRow, Picture, SettingRow
 from elasticrun.master.page import stream
 from tests import aio, needs
+from tests.harness import SCRIPTS
 from tests.master.people import Recorder
 from tests.master.pictures import OPTIONS, healthy, hung, served
 
@@ -197,3 +199,21 @@ async def test_of_a_thousand_ranks_only_what_has_changed_is_drawn(browser: Any) 
         assert await tab.locator("#grid i.busy").count() == 1
         assert set(await tab.evaluate("window.drawn")) == {"busy", "node"}
         assert await tab.evaluate("window.drawn.length") <= 4
+
+
+async def test_a_real_job_is_watched(browser: Any, elastic_job: Any) -> None:
+    """Its ranks are looked at because somebody watches: nobody else has asked."""
+    told = re.compile(r"the job's page: (\S+)")
+    job = elastic_job(SCRIPTS / "tells_steps.py", "100000", "0.05", nproc_per_node=2)
+    url = told.search(job.wait_for_output(0, told))
+    assert url is not None
+    async with visited(browser, url[1]) as tab:
+        await tab.locator("#grid i.stepping").nth(1).wait_for()
+        assert re.match(
+            r"Training at step [\d,]+: 2 ranks on 1 node\.",
+            await tab.locator("#sentence").inner_text(),
+        )
+        assert "a step takes" in await tab.locator("#steps").inner_text()
+        await tab.locator(".node").click()
+        assert await tab.locator("#detail tbody tr").count() == 2
+        await tab.get_by_text("round 1", exact=True).wait_for()

@@ -21,10 +21,10 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticrun import __version__
-from elasticrun.core.events import Heard, Judged, Tell
+from elasticrun.core.events import Heard, Judged, Replied, Requested, Tell
 from elasticrun.core.sight.picture import LedgerRow, VerdictRow
 from elasticrun.master.loop import Loop
-from elasticrun.master.page import http as page_module
+from elasticrun.master.page import http as page_module, stream
 from elasticrun.master.page.http import MAX_CONNECTIONS, StatusPage, page_url
 from elasticrun.master.page.metrics import SlotCounters
 from elasticrun.master.page.stream import for_strangers
@@ -334,6 +334,28 @@ async def test_events_bring_the_picture_and_then_what_changes_and_the_end() -> N
         await closing
     finally:
         writer.close()
+
+
+async def test_ranks_are_looked_at_while_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look after the other, however many watch; for who asks once for the picture, none."""
+    monkeypatch.setattr(stream, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(stream, "PACE", 0.01)
+    async with paged() as (loop, port):
+        brain = loop._brain
+        done = m.Reply(True, "")
+        brain.on = lambda asked: [Replied(asked.number, done)]
+        turning = asyncio.ensure_future(loop.run())
+        assert (await get(port, "/picture"))[0] == 200
+        assert not brain.events
+        watching = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for _, writer in watching:
+            writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        for number in (1, 2):
+            asked = await brain.until(lambda one, number=number: one.number == number)
+            assert asked == Requested(number, m.Request("picture", live=True))
+        for _, writer in watching:
+            writer.close()
+        turning.cancel()
 
 
 def test_a_stranger_is_not_shown_paths_arguments_and_what_was_said() -> None:

@@ -1,5 +1,6 @@
 """What browsers live on: the job's picture as JSON, and what has changed in it as server-sent
-events. However many look, a picture is made and written once a second at most.
+events. However many watch, a picture is made and written once a second at most, and the ranks are
+looked at every LOOK_EVERY seconds; while nobody watches, nothing is done for it.
 
 A visitor from another host who has no key is not shown what tells of paths and arguments: stacks,
 places in the script, last lines, settings, events, and the sentences of verdicts and incidents.
@@ -18,7 +19,7 @@ from elasticrun import __version__
 from elasticrun.core.sight.picture import IncidentRow, Picture, RankRow
 from elasticrun.master.loop import Loop
 from elasticrun.master.outward.report import WORDS
-from elasticrun.wire.messages import JobStatus
+from elasticrun.wire.messages import JobStatus, Reply, Request
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -32,6 +33,12 @@ back after RETRY milliseconds and is given the whole picture again."""
 
 RETRY: Final = 1000
 
+LOOK_EVERY: Final = 3.0
+"""Seconds between looks at the ranks for those who watch, and are on this host or have the key."""
+
+RANKS_A_SECOND: Final = 128
+"""Larger jobs are looked at less often: what the ranks say goes into the master's trace, too."""
+
 AGES: Final = frozenset(("age", "looked", "since", "quiet", "step_age", "remaining"))
 """They run by themselves: the page counts on, and nothing is sent for them."""
 
@@ -44,7 +51,7 @@ class Feed:
 
     def __init__(self, loop: Loop, *, whole: bool) -> None:
         self._loop = loop
-        self._whole = whole
+        self.whole = whole
         self._parts: Parts = {}
         self._change = b""
         self._due = 0.0
@@ -72,7 +79,7 @@ class Feed:
         if not now and self.wait() > 0.0:
             return
         picture = self._loop.picture()
-        parts = parts_of(picture if self._whole else for_strangers(picture))
+        parts = parts_of(picture if self.whole else for_strangers(picture))
         fresh = {
             name: data
             for name, (still, data) in parts.items()
@@ -89,6 +96,9 @@ class Watchers:
     """Those who watch. `close` sends the last picture to each and ends it."""
 
     def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._looking: asyncio.Future[Reply] | None = None
+        self._look_at = 0.0
         self._feeds = {whole: Feed(loop, whole=whole) for whole in (True, False)}
         self._closing: asyncio.Event = asyncio.Event()
         self._watched = 0
@@ -113,6 +123,14 @@ class Watchers:
             if not self._watched:
                 self._empty.set()
 
+    def _look(self) -> None:
+        """Have the ranks looked at, if that is due; the pictures that follow show what is found."""
+        now = asyncio.get_running_loop().time()
+        if now < self._look_at or (self._looking is not None and not self._looking.done()):
+            return
+        self._look_at = now + max(LOOK_EVERY, self._loop.status().world_size / RANKS_A_SECOND)
+        self._looking = asyncio.ensure_future(self._loop.ask(Request("picture", live=True)))
+
     async def _send(
         self, feed: Feed, send: Send, gone: asyncio.Future[None], ends: asyncio.Future[Any]
     ) -> None:
@@ -126,6 +144,8 @@ class Watchers:
                 seen = feed.number
             if ends.done():
                 break
+            if feed.whole:
+                self._look()
             await asyncio.wait(
                 (gone, ends), timeout=feed.wait(), return_when=asyncio.FIRST_COMPLETED
             )
@@ -136,6 +156,8 @@ class Watchers:
     async def close(self, limit: float) -> None:
         """Let every stream say how it ended, for `limit` seconds at most."""
         self._closing.set()
+        if self._looking is not None:
+            self._looking.cancel()
         if self._watched:
             self._empty.clear()
             waiting = asyncio.ensure_future(self._empty.wait())
