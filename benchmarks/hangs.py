@@ -138,9 +138,9 @@ def measure(launcher: str, fault: str, ranks: int, nodes: int) -> Row:
 
 
 def watch(run: Job, limit: float) -> tuple[str, float | None, str]:
-    """Class, seconds from the fault, and sentence of what this job says first; ("", None, "") if it
-    says nothing within `limit` seconds of its fault, or ends well."""
-    at, end = 0.0, time.monotonic() + START_LIMIT
+    """Class, seconds from the fault, and sentence of what this job says first; "", None, and all
+    that is on its consoles since, if it tells of nothing within `limit` seconds or ends well."""
+    at, end, said = 0.0, time.monotonic() + START_LIMIT, ""
     while (now := time.monotonic()) < end:
         said = "".join(one.read_text(errors="replace") for one in run.folder.glob("console-*"))
         if not at and AT in said:
@@ -153,9 +153,9 @@ def watch(run: Job, limit: float) -> tuple[str, float | None, str]:
             died = DIED.search(said)
             return "failure", after, died[1] if died else said[-200:]
         if None not in codes:
-            return "", None, ""
+            break
         time.sleep(POLL)
-    return ("", None, "") if at else ("not started", None, "")
+    return "" if at else "not started", None, said.partition(AT)[2].strip()
 
 
 def here(fault: str) -> str:
@@ -199,7 +199,7 @@ def main() -> int:
     if asked.torchrun:
         print("\ntorchrun:")
         few = min(asked.ranks)
-        theirs = together([(TORCHRUN, one, few, 1) for one in quiet], asked.at_once)
+        theirs = together([(TORCHRUN, one, few, 1) for one in faults], asked.at_once)
     report.write("hangs", about, {"rows": [asdict(row) for row in rows + theirs]}, asked.json)
     print(Counter(row.klass or "none" for row in rows))
     return report.verdict([row.missed for row in rows if row.missed])

@@ -8,9 +8,11 @@ here but those that name a device or a size, and the data that they train on is 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -227,13 +229,53 @@ def copied(example: Example, folder: Path) -> None:
     script.write_text(text)
 
 
-def kill_rank_1(job: Launched) -> None:
+def signal_rank_1(job: Launched, signum: int) -> None:
     for process in job.below():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("RANK") == "1":
-                process.send_signal(signal.SIGKILL)
+                process.send_signal(signum)
                 return
     raise AssertionError("there is no rank 1")
+
+
+HANGS: Final = {
+    "stopped": ("", "", r"hang \(strong\): rank 1 .* is stopped by a signal"),
+    "loader": (
+        "    ix = torch.randint",
+        "    if split == 'train' and iter_num == 50 and ddp and ddp_rank == 1: os.mkfifo('pipe')\n"
+        "    if os.path.exists('pipe') and ddp_rank == 1: open('pipe')\n",
+        r"hang \(strong\): rank 1 .* is idle at train\.py:\d+ get_batch",
+    ),
+    "loop": (
+        "    t1 = time.time()",
+        "    while iter_num == 50 and ddp_rank == 1: pass\n",
+        r"hang \(weak\): rank 1 .* is busy at train\.py:\d+ <module>",
+    ),
+}
+"""A line of nanoGPT's train.py, what comes to stand before it, and what is said."""
+
+
+@pytest.mark.parametrize("fault", HANGS)
+def test_a_rank_of_nanogpt_hangs(fault: str, world: World) -> None:
+    before, planted, said = HANGS[fault]
+    example = EXAMPLES["nanoGPT"]
+    device = {**example.device, **({before: planted + before} if before else {})}
+    folder = world.scratch / "example"
+    copied(dataclasses.replace(example, device=device), folder)
+    data = folder / "data/shakespeare_char"
+    (data / "input.txt").write_text(words_of(data, 1000, 50))
+    prepared = world.command((sys.executable, str(data / "prepare.py")), cwd=folder)
+    assert prepared.wait(LIMIT) == 0
+    words = (*NANOGPT_SIZES, "--init_from=scratch", "--max_iters=100000")
+    head = ("--standalone", "--nproc-per-node=2", "--max-restarts=0", "--on-hang=tell")
+    job = world.launch(ELASTICRUN, *head, *words, env=ENVIRONMENT, cwd=folder)
+    job.until_text("iter 45:", LIMIT, stream="stdout")
+    if fault == "stopped":
+        signal_rank_1(job, signal.SIGSTOP)
+    told = job.until_text("hang (", LIMIT)
+    assert re.search(said, told), told
+    job.signal(signal.SIGTERM)
+    job.wait()
 
 
 @pytest.mark.parametrize("launcher", [ELASTICRUN, TORCHRUN])
@@ -260,7 +302,7 @@ def test_a_rank_is_killed_in_the_middle(
     job = start(*example.words)
     job.until_text(example.mark, LIMIT, stream="stdout")
     before = (job.stdout + job.stderr).count(example.back)
-    kill_rank_1(job)
+    signal_rank_1(job, signal.SIGKILL)
     assert job.wait(LIMIT) == 0, job.stdout[-4000:] + job.stderr[-4000:]
     assert (job.stdout + job.stderr).count(example.back) > before
     assert job.stdout.count(example.last) == example.times, job.stdout[-4000:]
