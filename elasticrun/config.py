@@ -367,6 +367,8 @@ class AgentConfig:
     status_port: int = 0  # 0: one that is free
     on_event: str = ""  # a command or URL that the master tells what happens; "": nobody
     notes: tuple[str, ...] = ()  # sentences to print once at the start
+    # who set what of `spec`, for people
+    sources: dict[str, str] = field(default_factory=dict, compare=False)
     to_join: str = ""  # "file", "open": the command for other nodes; \0: where its flags go
     env: dict[str, str] = field(default_factory=dict)  # further variables for every rank
     delegate: str = ""  # a rendezvous plug-in, which torch's own launcher must serve
@@ -399,4 +401,5 @@ class MasterConfig:
     holder: str = ""  # names the life of the agent that starts this master, in etcd's leader key
     log_dir: str = ""  # where incidents are written; "": the user's run folder
     on_event: str = ""  # as in AgentConfig
+    sources: dict[str, str] = field(default_factory=dict)  # as in AgentConfig
     outlive: bool = False  # at EOF of the lifeline go on for as long as other agents are attached

@@ -125,6 +125,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         **_stopping(asked, shutdown),
         **_told(asked),
         notes=tuple(notes),
+        sources=settings.sources(asked, conf),
         delegate=meeting.delegate,
         token=token,
         tls=tls,

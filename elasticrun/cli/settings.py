@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from elasticrun import config
 from elasticrun.cli.flags import Flag
 from elasticrun.cli.table import FLAGS
-from elasticrun.wire.messages import MAX_NODES
+from elasticrun.wire.messages import MAX_NODES, CheckSpec, JobSpec, SaveSpec, WatchSpec
 from elasticrun.wire.types import MAX_NAME, MAX_SECONDS
 
 if TYPE_CHECKING:
@@ -337,3 +337,34 @@ def setting(asked: Asked, dest: str) -> Setting:
     value = asked.value(dest)
     shown = "" if value is None or value == [] else str(value)
     return Setting(_BY_DEST[dest].name[2:], shown, asked.source(dest))
+
+
+CALLED: Final = {
+    "job_id": "rdzv_id",
+    "min_nodes": "nnodes",
+    "max_nodes": "nnodes",
+    "scheduler_codes": "exit_codes",
+    "network": "network_check",
+    "perf": "comm_perf_test",
+    "perf_floor": "comm_perf_threshold",
+    "exclude_stragglers": "exclude_straggler",
+    "slow_ratio": "straggler_ratio",
+    "slow_for": "straggler_time",
+    "probe_limit": "probe_timeout",
+    "at_breakpoint": "save_at_breakpoint",
+    "limit": "save_limit",
+}
+"""Fields of the job's agreement whose flag, or key of --rdzv-conf, has another name."""
+
+
+def sources(asked: Asked, conf: Mapping[str, str]) -> dict[str, str]:
+    """Who has set each field of the job's agreement that somebody has set."""
+    found = {}
+    for kind in (JobSpec, CheckSpec, SaveSpec, WatchSpec):
+        for name in kind.__struct_fields__:
+            dest = CALLED.get(name, name)
+            if dest in _BY_DEST and asked.explicitly(dest):
+                found[name] = asked.source(dest)
+            elif dest in conf:
+                found[name] = "--rdzv-conf"
+    return found

@@ -19,7 +19,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, TypeVar
@@ -142,6 +142,8 @@ class Loop:
         self._numbers = itertools.count(1)
         self.status_url = ""
         """Told to agents in Welcome; "" without a status page."""
+        self.sources: Mapping[str, str] = {}
+        """Who has set the settings of the job that somebody has set, for people."""
 
     # ------------------------------------------------------------ what handlers call
 
@@ -162,7 +164,10 @@ class Loop:
 
     def picture(self) -> Picture:
         """All that is known of the job; as seldom as `status`."""
-        return replace(self._whole.get(self._brain.picture), status=self.status())
+        made = self._whole.get(self._brain.picture)
+        by = self.sources.get
+        rows = tuple(replace(row, source=by(row.name, row.source)) for row in made.settings)
+        return replace(made, status=self.status(), settings=rows)
 
     def last_picture(self) -> Picture:
         """The same, of this very moment."""
@@ -191,9 +196,11 @@ class Loop:
         return replace(reply, body=self._with_figures(reply.body)) if reply.body else reply
 
     def _with_figures(self, body: str) -> str:
-        """A picture of the brain's, with a status that also says what is counted here."""
+        """A picture of the brain's, with what only this process knows."""
         parts = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        parts["status"] = msgspec.Raw(msgspec.json.encode(self.status()))
+        shown = self.picture()
+        parts["status"] = msgspec.Raw(msgspec.json.encode(shown.status))
+        parts["settings"] = msgspec.Raw(msgspec.json.encode(shown.settings))
         return msgspec.json.encode(parts).decode()
 
     def quiet(self) -> float:

@@ -300,9 +300,7 @@ class Master:
         records = Records(config, hosted=self._hosted)
         brain = await self._remember(records, port, life)
         loop = Loop(brain, job_id=config.job_id, store=records.store, tracer=records.trace)
-        loop.on_filed = life.outward.filed
-        loop.on_judged = life.outward.judged
-        loop.on_over = lambda outcome: life.over(outcome, loop.last_picture())
+        self._acquaint(loop, life)
         # where the job has no token, its user on this host may still operate it, and nobody else
         operator = operator_token(config.token or secrets.token_hex(32))
         servicer = life.streams = Servicer(
@@ -338,6 +336,13 @@ class Master:
             await _anyway("closing the record", records.close)
             if self._hosted and life.is_orphan(config.lifeline_fd):
                 await _anyway("removing the record", records.remove)
+
+    def _acquaint(self, loop: Loop, life: Lifetime) -> None:
+        """Tell the loop who listens to it, and what only the configuration knows."""
+        loop.on_filed = life.outward.filed
+        loop.on_judged = life.outward.judged
+        loop.on_over = lambda outcome: life.over(outcome, loop.last_picture())
+        loop.sources = self._config.sources
 
     async def _serve(self, loop: Loop, records: Records, life: Lifetime) -> tuple[int, str]:
         """Turn until the lifetime, the brain or the leadership is over; exit code and why."""

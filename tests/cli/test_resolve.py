@@ -14,7 +14,7 @@ from elasticrun import config
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import UsageError, resolve
-from elasticrun.cli.settings import Asked
+from elasticrun.cli.settings import Asked, sources
 from elasticrun.cli.table import NOTHING_YET
 from elasticrun.config import AgentConfig, Learning, LogPlan, MasterPlace
 from elasticrun.detection.found import Given
@@ -599,6 +599,17 @@ def asked(*words: str, environ: dict[str, str] | None = None, filled: str = "") 
 def test_a_value_and_whose_it_is(given: Asked, value: str, source: str) -> None:
     assert (given.text("nnodes"), given.source("nnodes")) == (value, source)
     assert given.explicitly("nnodes") is (source != "default")
+
+
+def test_the_page_is_told_who_has_set_what() -> None:
+    given = asked("--max-restarts=3", "--on-hang", "auto", environ=VARIABLE)
+    assert sources(given, {"straggler_time": "60", "other": "1"}) == {
+        "max_restarts": "--max-restarts",
+        "on_hang": "--on-hang",
+        "min_nodes": "$PET_NNODES",
+        "max_nodes": "$PET_NNODES",
+        "slow_for": "--rdzv-conf",
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Made pictures of jobs, for the page's tests and its pictures in the docs.
 
-`python -m tests.master.pictures FOLDER` writes a screenshot of each, light and dark."""
+`python -m tests.master.pictures FOLDER URL` writes the docs' pictures of the page: of the job that
+has its page at URL, and of a made one with 1,024 ranks."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ from tests.master.people import ROUND, Recorder, status
 
 OPTIONS = ["--no-sandbox"]
 """Of the browser: in a container, and as root, it has no sandbox."""
+
+SIZE = {"width": 1180, "height": 1000}
 
 STUCK = """data.py:40 __next__
 data.py:71 read_shard
@@ -111,19 +114,21 @@ def healthy(number: int = 8, ranks: int = 8) -> Picture:
     return Picture(
         page, looked=2.0, ranks=stepping(number, ranks), goodput=GOODPUT, incidents=INCIDENTS,
         events=events, slow=("node005 takes 0.61 s a step where the others take 0.42 s",),
-        settings=(SettingRow("heartbeat_timeout", "30.0"), SettingRow("on_hang", '"auto"')),
+        settings=(SettingRow("heartbeat_timeout", "30.0", "--rdzv-conf"),
+                  SettingRow("on_hang", '"tell"')),
     )  # fmt: skip
 
 
 def hung(number: int = 8, ranks: int = 8) -> Picture:
     """The same, but that all wait for rank 42."""
     well, every = healthy(number, ranks), number * ranks
+    call = "all_reduce #8231 [16777216] float32 of group dp"
     sentence = (
-        f"For 71 s {every - 1} ranks have waited in all_reduce #8231 of group dp for rank 42, "
-        "which reads in train.py:88 load_shard and is idle"
+        "rank 42 (node005) is idle at train.py:88 load_shard for 71 s; "
+        f"{every - 1} ranks wait for it in {call}"
     )
     rows = [
-        replace(row, state="waiting", waits_for="42", call="all_reduce #8231 [16777216] of dp",
+        replace(row, state="waiting", waits_for="42", call=call,
                 place="train.py:131 step", quiet=71.0, cpu=0.0, gpu=100)
         for row in well.ranks
     ]  # fmt: skip
@@ -131,7 +136,7 @@ def hung(number: int = 8, ranks: int = 8) -> Picture:
                        place="train.py:88 load_shard")  # fmt: skip
     verdict = VerdictRow(
         "strong", "idle", sentence, 71.0, "42", rows[42].node,
-        "all ranks are restarted in 18 s, charged to the script (--on-hang=tell keeps them)",
+        "it is left as it is (--on-hang=tell); torch would end this in 529 s",
         "logs/run17/round3/hang-1",
     )  # fmt: skip
     groups = (
@@ -157,24 +162,23 @@ async def served(picture: Picture) -> AsyncIterator[tuple[Recorder, str]]:
         await page.close()
 
 
-async def main(folder: Path) -> None:
+async def main(folder: Path, url: str) -> None:
+    from PIL import Image
     from playwright.async_api import async_playwright
 
-    made = {"healthy": healthy(), "hang": hung(), "large": hung(128, 8)}
-    async with async_playwright() as driver:
+    async with async_playwright() as driver, served(hung(128, 8)) as (_, large):
         browser = await driver.chromium.launch(executable_path=needs.browser(), args=OPTIONS)
-        for name, picture in made.items():
-            async with served(picture) as (_, url):
-                for mode, width in (("light", 1280), ("dark", 1280), ("light", 400)):
-                    size = {"width": width, "height": 800}
-                    page = await browser.new_page(viewport=size, color_scheme=mode)
-                    await page.goto(url)
-                    await page.locator(".node").first.wait_for()
-                    file = folder / f"{name}-{mode}-{width}.png"
-                    await page.screenshot(path=file, full_page=True)
-                    await page.close()
+        for name, mode, shown in (("page-hang", "light", url), ("page-large", "dark", large)):
+            page = await browser.new_page(viewport=SIZE, color_scheme=mode)
+            await page.goto(shown or large)
+            await page.locator(".node").first.wait_for()
+            await page.wait_for_timeout(5000)  # until ranks have been looked at
+            file = folder / f"{name}.png"
+            await page.screenshot(path=file)
+            Image.open(file).quantize(128).save(file, optimize=True)
+            await page.close()
         await browser.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""))

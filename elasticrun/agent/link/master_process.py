@@ -155,6 +155,7 @@ class MasterProcess:
             status_port=config.status_port,
             log_dir=_log_dir(config),
             on_event=config.on_event,
+            sources=config.sources,
             lifeline_fd=lifeline_read,
             ready_fd=ready_write,
             token=config.token,

@@ -80,10 +80,9 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
     """What the words after `elasticrun master` ask for; raises `UsageError`."""
     ns = parser(environ).parse_args(argv)
     asked = Asked(ns, environ)
-    spec = None
+    spec, conf = None, conf_keys(asked)
     if any(asked.explicitly(dest) for dest in JOB_FLAGS):
         low, high = settings.nodes(asked.text("nnodes"))
-        conf = conf_keys(asked)
         meeting = Meeting(MasterPlace("elastic"), asked.text("rdzv_id"), low, high, -1)
         spec = job_spec(asked, conf, meeting, shutdown_timeout(asked))
     return MasterConfig(
@@ -94,6 +93,7 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
         status_host=settings.host_name(ns.status_host, "--status-host"),
         status_port=settings.port(asked.number("status_port"), "--status-port"),
         on_event=asked.text("on_event"),
+        sources=settings.sources(asked, conf),
         token=trust.token(asked),
         tls=trust.tls(asked),
         record_dir=state_dir(ns.state_dir),

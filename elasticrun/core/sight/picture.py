@@ -140,6 +140,7 @@ class SettingRow(Struct, frozen=True):
 
     name: str
     value: str
+    source: str = ""  # a flag, a variable, what was found; "" where nobody has set it
 
 
 class Picture(Struct, frozen=True):
