@@ -35,13 +35,14 @@ def here(fault: str) -> str:
     return rf"faulty\.py:{number + 1} {fault}"
 
 
+MATES = "ranks 0,2,3 are in all_reduce .* rank 1 .* in"
 CERTAIN = [
-    Row("other", "certain", "ranks 0,2,3 are in all_reduce .* rank 1 .* in broadcast"),
-    Row("skipped", "certain", "ranks 0,2,3 are in all_reduce .* rank 1 .* in barrier"),
-    Row("stop", "certain", "rank 1 .*stopped"),
-    Row("order", "certain", "deadlock: rank 0 .* waits for rank 1"),
+    Row("other", "certain", f"{MATES} broadcast .*{here('other')}"),
+    Row("skipped", "certain", f"{MATES} barrier .*{here('skipped')}"),
+    Row("order", "certain", f"deadlock: rank 0 .* waits for rank 1 .*{here('order')}"),
 ]
 STRONG = [
+    Row("stop", "strong", "rank 1 .*stopped"),
     Row("sleep", "strong", f"rank 1 .*{here('sleep')}"),
     Row("lock", "strong", f"rank 1 .*{here('lock')}"),
     Row("waits", "strong", f"rank 1 .*{here('waits')}"),

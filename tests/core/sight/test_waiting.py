@@ -103,12 +103,13 @@ MISMATCHES = {
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_two_signatures_at_one_number(case: str) -> None:
     at, wrong = MISMATCHES[case]
-    verdict = three_wait(rank(2, at))
+    verdict = three_wait(rank(2, at, place=LINE))
     assert verdict is not None
     assert (verdict.kind == "mismatch") == wrong
     if wrong:
         assert (verdict.klass, verdict.odd, verdict.number) == (Klass.CERTAIN, (2,), 31)
-        assert f"ranks 0,1,3 are in {AR} and rank 2 (node b) is in {at.call}" in verdict.sentence
+        said = f"ranks 0,1,3 are in {AR} and rank 2 (node b) is in {at.call} at {LINE}"
+        assert said in verdict.sentence
 
 
 def test_sizes_of_an_all_gather_may_differ() -> None:

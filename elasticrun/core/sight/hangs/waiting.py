@@ -229,6 +229,11 @@ class Scene:
     def name(self, rank: int) -> str:
         return f"rank {rank} (node {self.ranks[rank].node})"
 
+    def at(self, rank: int) -> str:
+        """Where in the user's source it is: " at train.py:88 step"; "" where nobody knows."""
+        place = self.ranks[rank].seen.place
+        return f" at {place}" if place else ""
+
 
 def fingerprint(sightings: Iterable[Sighting]) -> tuple[object, ...]:
     """All counters and steps of a look: the same at two looks where nothing has moved."""
@@ -286,7 +291,8 @@ def _say_mismatch(
 ) -> Impasse:
     by_size = sorted(parties.items(), key=lambda party: (-len(party[1]), party[1]))
     told = [
-        f"{_who(scene, ranks)} in {group.at[min(ranks)].call}" for _, ranks in by_size[:EDGES_NAMED]
+        f"{_who(scene, ranks)} in {group.at[min(ranks)].call}{scene.at(min(ranks))}"
+        for _, ranks in by_size[:EDGES_NAMED]
     ]
     clear = len(by_size[0][1]) > len(by_size[1][1])
     odd = tuple(sorted(rank for _, ranks in by_size[1:] for rank in ranks)) if clear else ()
@@ -345,8 +351,7 @@ def _odd_ones(scene: Scene) -> Impasse | None:
 def _class_of(scene: Scene, rank: int) -> tuple[Klass, str, str]:
     """Class, kind, and what it does, as a clause."""
     seen = scene.ranks[rank].seen
-    place = f" at {seen.place}" if seen.place else ""
-    span = f" for {scene.seconds:.0f} s"
+    place, span = scene.at(rank), f" for {scene.seconds:.0f} s"
     if is_held(seen):
         return Klass.WEAK, "traced", f"is held by a debugger{place}{span}"
     if seen.being is Being.ENDED:  # it may have done its part of a broadcast, say, and gone
@@ -388,7 +393,7 @@ def _circle(scene: Scene) -> Impasse | None:
     for number, one in enumerate(ring[:EDGES_NAMED]):
         after = ring[(number + 1) % len(ring)]
         told.append(f"{scene.name(one) if not number else f'rank {one}'} waits for rank {after} in "
-                    f"{scene.call(one)}")  # fmt: skip
+                    f"{scene.call(one)}{scene.at(one)}")  # fmt: skip
     rest = f", and so on over {some(len(ring), 'rank')}" if len(ring) > EDGES_NAMED else ""
     seen = [scene.ranks[one].seen for one in ring]
     works = any(is_busy(one) for one in seen)
