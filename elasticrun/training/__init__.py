@@ -1,7 +1,8 @@
 """WHAT A TRAINING SCRIPT MAY IMPORT; every part of it works without an agent.
 
 `progress(step)`, once a step after the optimizer's, lets the job find a node that is slow; without
-an agent it does nothing. `Checkpointer` keeps the state in memory and in storage; with its name
+an agent it does nothing. `quiet("judge", minutes=20)` is a block in which the rank is not to be
+taken for hung. `Checkpointer` keeps the state in memory and in storage; with its name
 comes torch, so it is imported when it is first asked for.
 Forbidden here: to raise into the script or to block it (but for what `Checkpointer` says of
 itself), a thread or a hook in it, to import torch for `progress` (what the script has imported is
@@ -12,12 +13,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from elasticrun.training.telling import progress
+from elasticrun.training.telling import progress, quiet
 
 if TYPE_CHECKING:
     from elasticrun.checkpointing.checkpointer import Checkpointer, Keep
 
-__all__ = ["Checkpointer", "Keep", "progress"]
+__all__ = ["Checkpointer", "Keep", "progress", "quiet"]
 
 
 def __getattr__(name: str) -> Any:

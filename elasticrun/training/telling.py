@@ -1,4 +1,5 @@
-"""`progress(step)`: a rank says how its training goes, in a few microseconds, whoever listens.
+"""`progress(step)`: a rank says how its training goes, in a few microseconds, whoever listens; and
+`quiet("judge", minutes=20)`: it says that what it does now takes long on purpose.
 
 At most ten times a second a datagram goes to this node's agent: how many steps, how long each took.
 Once a second torch's flight recorder is looked at for how much of that was the rank's own part. All
@@ -15,11 +16,20 @@ import socket
 import time
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from typing import Final
 
 from elasticrun.training import recorder
 from elasticrun.wire import env
-from elasticrun.wire.progress import Own, RankSteps, address, encode, read_place
+from elasticrun.wire.progress import (
+    LONGEST_WORD,
+    Own,
+    RankSteps,
+    RankWord,
+    address,
+    encode,
+    read_place,
+)
 
 TELL_EVERY: Final = 0.1
 """Seconds between two datagrams; steps in between go together into the next one."""
@@ -40,6 +50,9 @@ there are no collectives in the steps, or NCCL's are not timed."""
 SLOWED: Final = 5
 """A planted slowness goes by the shortest own part of so many steps: it does not grow with a moment
 in which the whole machine stood still."""
+
+TAKE_LIMIT: Final = 0.1
+"""Seconds in which the agent takes a word; there is none where its queue stays full."""
 
 MAX_MARKS: Final = 2048
 """Steps that are remembered until the next look; of faster ones the oldest are forgotten."""
@@ -171,6 +184,58 @@ def _begin() -> Teller | None:
         return None
     planted = os.environ.get(env.NODE_FAULT)
     return Teller(place, env.slowness(env.own_faults(planted)) if planted else 1.0)
+
+
+_inside: list[tuple[str, float]] = []
+"""What this process is in on purpose, and until when (monotonic); the innermost last."""
+
+
+@contextlib.contextmanager
+def quiet(what: str, *, minutes: float) -> Iterator[None]:
+    """Say that this rank does something now that takes long on purpose, and what; for so many
+    minutes at most, a day at the longest::
+
+        with training.quiet("judge", minutes=20):
+            judge(model)
+
+    Until the block ends, or the minutes are over, that others wait for this rank is no hang. From
+    any thread; in one another the innermost is named and the longest limit holds. Without an agent
+    it does nothing. It raises nothing of its own, and waits a fifth of a second at most."""
+    word = " ".join(str(what).split()) or "something"
+    seconds = _seconds(minutes)
+    if not seconds:
+        yield
+        return
+    entry = (word, time.monotonic() + seconds)
+    _inside.append(entry)
+    _say_word()
+    try:
+        yield
+    finally:
+        _inside.remove(entry)
+        _say_word()
+
+
+def _seconds(minutes: float) -> float:
+    """0.0, and a warning, for what is no number of minutes."""
+    with contextlib.suppress(TypeError, ValueError):
+        if minutes > 0.0:
+            return min(LONGEST_WORD, 60.0 * minutes)
+    with contextlib.suppress(Warning):  # where warnings are errors
+        warnings.warn(f"elasticrun: quiet() is given minutes={minutes!r:.100}", stacklevel=4)
+    return 0.0
+
+
+def _say_word() -> None:
+    now = time.monotonic()
+    held = [one for one in _inside if one[1] > now]
+    word, until = (held[-1][0], max(one[1] for one in held)) if held else ("", now)
+    # a socket of its own: of this thread, and of this process where it was forked from another
+    with contextlib.suppress(OSError, ValueError):
+        name, local_rank = read_place(os.environ.get(env.PROGRESS, ""))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+            line.settimeout(TAKE_LIMIT)
+            line.sendto(encode(RankWord(local_rank, word, until - now)), address(name))
 
 
 if env.PROGRESS in os.environ:

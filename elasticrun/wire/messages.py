@@ -490,6 +490,8 @@ class RankSeen(Struct, frozen=True):
     holds: bool = False  # it has not answered, and C code holds its interpreter
     step: StepOrNone = -1
     step_seconds: float = 0.0
+    says: NameOrEmpty = ""  # what it is in that takes long on purpose; "": nothing
+    says_left: float = 0.0  # seconds for which that holds yet, at most
     at: Annotated[tuple[Position, ...], AtMost(MAX_PLACES)] = ()
     partial: bool = False  # it is in groups that `at` does not tell of
 

@@ -1,7 +1,8 @@
 """What a rank and its agent say in datagrams, and the names where they are sent.
 
-A rank tells of its steps, and of what saves and restores have cost, by itself, in small datagrams.
-What else it does, a thread in it answers when the agent asks (`RankAsked`, `RankSays`).
+A rank tells of its steps, of what saves and restores have cost, and of what takes long on purpose,
+by itself, in small datagrams. What else it does, a thread in it answers when the agent asks
+(`RankAsked`, `RankSays`).
 
 A socket is an abstract one (a name without a file: nothing can be left behind) whose name has 128
 random bits, a fresh one for each life of the ranks: what a rank of an older life says reaches
@@ -27,8 +28,16 @@ _LAYOUT: Final = struct.Struct("<BBHIqddd")
 
 _COSTS: Final = struct.Struct("<BxHIqdd")
 
-DATAGRAM_BYTES: Final = _LAYOUT.size
+MAX_WORD: Final = 64
+"""Bytes of what a rank says that it is in."""
+
+_WORD: Final = struct.Struct(f"<BxHd{MAX_WORD}s")
+
+DATAGRAM_BYTES: Final = _WORD.size
 """No datagram is longer, and each kind has a length of its own; anything else is none of ours."""
+
+LONGEST_WORD: Final = 86400.0
+"""Seconds for which a rank's word holds at most."""
 
 MAX_SECONDS: Final = 1e7
 """A step longer than this (four months) is nonsense."""
@@ -67,6 +76,16 @@ class RankCosts:
     restored: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class RankWord:
+    """What a rank is in that takes long on purpose, and for how many seconds at most; "" and 0.0:
+    in nothing."""
+
+    local_rank: int
+    what: str = ""
+    seconds: float = 0.0
+
+
 def mint_name() -> str:
     """A fresh name for a socket."""
     return f"elasticrun-{os.urandom(16).hex()}"
@@ -89,8 +108,13 @@ def read_place(text: str) -> tuple[str, int]:
     return name, int(local_rank)
 
 
-def encode(said: RankSteps | RankCosts) -> bytes:
+RankTold = RankSteps | RankCosts | RankWord
+
+
+def encode(said: RankTold) -> bytes:
     """The datagram. struct.error for numbers that do not fit."""
+    if isinstance(said, RankWord):
+        return _WORD.pack(VERSION, said.local_rank, said.seconds, said.what.encode()[:MAX_WORD])
     if isinstance(said, RankCosts):
         sums = (said.saves, said.step, said.saved, said.restored)
         return _COSTS.pack(VERSION, said.local_rank, *sums)
@@ -106,13 +130,18 @@ def encode(said: RankSteps | RankCosts) -> bytes:
     )
 
 
-def decode(datagram: bytes) -> RankSteps | RankCosts | None:
+def decode(datagram: bytes) -> RankTold | None:
     """Back from `encode`; None for what is no such datagram or cannot be true."""
+    if len(datagram) == _WORD.size:
+        version, local_rank, seconds, word = _WORD.unpack(datagram)
+        what = word.rstrip(b"\0").decode(errors="ignore")
+        true = version == VERSION and 0.0 <= seconds <= LONGEST_WORD and what.isprintable()
+        return RankWord(local_rank, what, seconds) if true else None
     if len(datagram) == _COSTS.size:
         version, local_rank, saves, step, *spent = _COSTS.unpack(datagram)
         true = version == VERSION and step >= -1 and all(0.0 <= one <= MAX_SECONDS for one in spent)
         return RankCosts(local_rank, step, saves, *spent) if true else None
-    if len(datagram) != DATAGRAM_BYTES:
+    if len(datagram) != _LAYOUT.size:
         return None
     version, knows, local_rank, steps, step, seconds, own, waited = _LAYOUT.unpack(datagram)
     if version != VERSION or knows not in Own.__members__.values() or steps < 1 or step < 0:

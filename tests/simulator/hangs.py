@@ -1,9 +1,9 @@
 """What ranks do inside: counters of one process group over all ranks, and faults planted in them.
 
-A script says `hang b 1 KIND` (idle, busy, stopped, traced, held, disk, ended, mismatch): local rank
-1 of b enters no further collective, and all others wait for it in the next; `go` lets all go on.
-`silence` has every rank do nothing, outside of any collective. Nodes say Quiet after QUIET seconds,
-as real agents do, and answer Inspect with what stands here.
+A script says `hang b 1 KIND` (idle, busy, stopped, traced, held, disk, ended, mismatch, said):
+local rank 1 of b enters no further collective, and all others wait for it in the next; `go` lets
+all go on. `silence` has every rank do nothing, outside of any collective. Nodes say Quiet after
+QUIET seconds, as real agents do, and answer Inspect with what stands here.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ KINDS = {
     "disk": replace(SLEEPS, being=m.Being.DISK, kernel="nfs_wait"),
     "ended": replace(SLEEPS, being=m.Being.ENDED, answers=False),
     "mismatch": SLEEPS,
+    "said": replace(SLEEPS, says="judge", says_left=1200.0),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from elasticrun.training import telling
 from elasticrun.training.telling import Teller
-from elasticrun.wire.progress import Own, place
+from elasticrun.wire.progress import Own, RankWord, place
 from tests.further import further
 from tests.harness import LIMIT, World, clean_environment, program
 from tests.training.ranks import Listener, listening, start_ranks
@@ -87,6 +87,47 @@ def test_without_an_agent_nothing_is_done_and_nothing_imported(step: str, told: 
     code = "import sys; early = set(sys.modules)\n" + code
     done = program("-c", code, env=clean_environment())
     assert (done.returncode, done.stderr.splitlines()) == (0, told)
+
+
+QUIET = """
+import threading
+from elasticrun.training import progress, quiet
+progress(1)
+with quiet("judge", minutes=20):
+    with quiet(" a\\nlong  word " + "x" * 99, minutes=1):
+        progress(2)
+    thread = threading.Thread(target=quiet("other", minutes=1e9)(lambda: None))
+    thread.start()
+    thread.join()
+try:
+    with quiet("fails", minutes=3):
+        raise KeyError("of the script")
+except KeyError:
+    with quiet("wrong", minutes=-1), quiet("wrong", minutes="x"):
+        print("ok")
+"""
+
+
+def test_what_takes_long_on_purpose_is_told_by_name(listener: Listener) -> None:
+    """Of several the innermost, and the longest limit; then that it is over."""
+    env = {**clean_environment(), "ELASTICRUN_PROGRESS": place(listener.name, 3)}
+    done = program("-c", QUIET, env=env)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+    assert done.stderr.count("UserWarning: elasticrun: quiet() is given minutes=") == 2
+    told = [one for one in listener.waiting() if isinstance(one, RankWord)]
+    assert [(one.what, round(one.seconds / 60)) for one in told] == [
+        ("judge", 20),
+        ("a long word " + "x" * 52, 20),
+        ("judge", 20),
+        ("other", 24 * 60),
+        ("judge", 20),
+        ("", 0),
+        ("fails", 3),
+        ("", 0),
+    ]
+    assert {one.local_rank for one in told} == {3}
+    alone = program("-c", QUIET, env=clean_environment())
+    assert (alone.returncode, alone.stdout) == (0, "ok\n"), alone.stderr
 
 
 def test_what_is_no_agents_place_is_no_trouble() -> None:

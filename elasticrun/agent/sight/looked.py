@@ -40,6 +40,7 @@ class RankLook:
     rates: tuple[float, float]  # cores, bytes a second
     quiet: float
     progress: tuple[int, float]  # newest step, seconds of it
+    word: tuple[str, float] = ("", 0.0)  # what it says it is in, and for how much longer at most
     device: Load = UNKNOWN_LOAD  # of the one that it computes on
     outside: Threads = field(default_factory=dict)  # stacks that it has not told itself
     unread: str = ""  # why they could not be read from outside
@@ -184,6 +185,8 @@ def _seen(one: RankLook, groups: list[_Group]) -> m.RankSeen:
         holds=one.holds,
         step=step,
         step_seconds=seconds,
+        says=one.word[0],
+        says_left=one.word[1],
         gpu=min(one.device.percent, 100),
         gpu_mib=one.device.mib,
         at=at,

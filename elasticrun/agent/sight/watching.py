@@ -186,6 +186,7 @@ class LocalSight:
                 rates=life.rates.get(rank, (0.0, 0.0)),
                 quiet=life.quiet.rank_seconds(rank, now),
                 progress=self._progress.seen(rank),
+                word=self._progress.word(rank),
                 device=devices[rank] if rank < len(devices) else looked.UNKNOWN_LOAD,
             )
             found.append(row)

@@ -22,6 +22,8 @@ from elasticrun.wire.progress import (
     Own,
     RankCosts,
     RankSteps,
+    RankTold,
+    RankWord,
     decode,
     hearing_at,
     mint_name,
@@ -114,6 +116,7 @@ class Progress:
         self._latest: dict[int, tuple[int, float]] = {}
         self._tell: set[int] = set()  # local ranks that call `progress`
         self._costs: dict[int, _Told] = {}
+        self._words: dict[int, tuple[str, float]] = {}  # what it is in on purpose, and until when
         self._said_at = -math.inf
         self._every = SAY_EVERY
         self._new_since = math.inf
@@ -130,7 +133,7 @@ class Progress:
         self._start = start
         self.newest = -1
         self._windows, self._latest = {}, {}
-        self._tell, self._costs = set(), {}
+        self._tell, self._costs, self._words = set(), {}, {}
         self._new_since = math.inf
         share = start.group_world_size / REPORTS_PER_SECOND
         self._every = max(SAY_EVERY, min(SAY_SELDOM, share))
@@ -150,6 +153,13 @@ class Progress:
     def seen(self, local_rank: int) -> tuple[int, float]:
         """The newest step of this rank in this life, and its seconds; -1: none."""
         return self._latest.get(local_rank, (-1, 0.0))
+
+    def word(self, local_rank: int) -> tuple[str, float]:
+        """What this rank says it is in that takes long, and for how many seconds more at most; ""
+        and 0.0: in nothing."""
+        what, until = self._words.get(local_rank, ("", 0.0))
+        left = until - asyncio.get_running_loop().time()
+        return (what, left) if what and left > 0.0 else ("", 0.0)
 
     def end(self) -> None:
         """Hear nobody any more; harmless if that is so already."""
@@ -207,8 +217,11 @@ class Progress:
         self._told.tell(sentence, kind="another user")
         return False
 
-    def _heard(self, said: RankSteps | RankCosts | None, now: float) -> None:
+    def _heard(self, said: RankTold | None, now: float) -> None:
         if said is None or said.local_rank >= self._nproc:
+            return
+        if isinstance(said, RankWord):
+            self._words[said.local_rank] = (said.what, now + said.seconds)
             return
         if isinstance(said, RankCosts):
             found = self._of_checkpointer(said, now)

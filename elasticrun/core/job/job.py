@@ -135,8 +135,11 @@ class Job:
         return self._sight.ledger.page() if self._begun else None
 
     def quiet(self) -> float:
-        """Seconds since a collective or a step of any rank moved; 0.0 while they move."""
-        return self._sight.watch.quiet() if self._begun else 0.0
+        """Seconds since a collective or a step of any rank moved; 0.0 while they move, and while a
+        rank does something long on purpose."""
+        verdict = self._sight.watch.verdict() if self._begun else None
+        said = verdict is not None and verdict.says
+        return self._sight.watch.quiet() if self._begun and not said else 0.0
 
     def picture(self) -> Picture:
         """All that is known of the job; O(ranks)."""

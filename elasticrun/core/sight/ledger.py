@@ -47,8 +47,8 @@ SAMPLES = 240
 FEWEST_SAMPLES = 10
 """Of fewer nobody is told from the usual."""
 
-MOST_SLOW = 32
-"""Nodes that have a row of their own as slow ones; others share one."""
+MOST_ROWS = 32
+"""Slow nodes that have a row of their own, and words of ranks; others share one."""
 
 
 def _micros(seconds: float) -> int:
@@ -74,7 +74,7 @@ class SlotLedger:
         self._live = 0  # slot-microseconds of the round that are booked to it
         self._moved = False  # training was told to move in this round
         self._counted = False  # something would tell if it moved
-        self._waits = ""  # the class of the verdict that stands
+        self._waits = ("", "")  # class of the verdict that stands; what a rank says it is in
         self._cause = ""  # of the end of the last round; "": there was none
         self._newest = -1  # step
         self._first_told = True  # whether the first step of this round is known
@@ -166,9 +166,7 @@ class SlotLedger:
         """So many steps took so long each, without saves."""
         usual, most = self._pace
         if self._slow and seconds > most and self._key in USEFUL:
-            known = sum(kind == "slow" for kind, _ in self._book)
-            key = ("slow", self._slow)
-            key = key if key in self._book or known < MOST_SLOW else ("slow", "others")
+            key = self._row("slow", self._slow)
             self._take(key, _micros((seconds - usual) * steps) * slots)
         elif not self._slow and self._ctx.now - self._sampled >= 1.0:
             self._sampled = self._ctx.now
@@ -198,7 +196,7 @@ class SlotLedger:
         self._advance()
         self._key, self._live, self._gap = MOVING, 0, 0
         self._moved = self._counted = False
-        self._waits, self._waited = "", 0
+        self._waits, self._waited = ("", ""), 0
         self._first_told = self._newest < 0
         self._sums, self._slow = {}, ""
         round_ = self._ctx.round
@@ -221,16 +219,17 @@ class SlotLedger:
             self._shift(self._key, self._warm(), late)
         self._count(origin.cause, origin.node, ends=1, steps=0)
 
-    def settle(self, node: str | None, quiet: float, verdict: str) -> None:
+    def settle(self, node: str | None, quiet: float, verdict: str, says: str = "") -> None:
         """After every event that was decided on: book what has passed. `node`: whose event it was.
-        `verdict`: the class of the hang that is seen, "" for none, and `quiet` since when."""
+        `verdict`: the class of the hang that is seen, "" for none, and `quiet` since when; `says`:
+        what a rank that is waited for does on purpose."""
         ctx, rdzv = self._ctx, self._ctx.rdzv
         self._advance()
         moved, ctx.membership.moved = ctx.membership.moved, set()
         if self._over:
             return
-        if verdict != self._waits:
-            self._judge(verdict, quiet)
+        if (verdict, says) != self._waits:
+            self._judge(verdict, quiet, says)
         if self._unseen and not rdzv.last.unseen:
             self._heard_again()
         short = len(ctx.membership.present) < ctx.spec.min_nodes
@@ -254,10 +253,10 @@ class SlotLedger:
             self._live += self._gap
         self._gap = 0
 
-    def _judge(self, verdict: str, quiet: float) -> None:
+    def _judge(self, verdict: str, quiet: float, says: str) -> None:
         """Another verdict stands, or none any more. What was quiet goes with it."""
-        self._waits, had = verdict, self._key[0] in ("hang", "wait")
-        key = WAIT if verdict == "weak" else ("hang", verdict)
+        self._waits, had = (verdict, says), self._key[0] in ("hang", "wait")
+        key = self._row("wait", says) if verdict == "weak" else ("hang", verdict)
         if not verdict and not had:
             return
         if not verdict:
@@ -345,6 +344,12 @@ class SlotLedger:
         self._advance()
         self._shift(self._key, key, self._live)
         self._key = key
+
+    def _row(self, category: str, cause: str) -> Key:
+        """A row by a name that is not ours."""
+        known = sum(kind == category for kind, _ in self._book)
+        key = (category, cause)
+        return key if key in self._book or known < MOST_ROWS else (category, "others")
 
     def _take(self, key: Key, amount: int) -> None:
         """So much of what is booked of this round to its category belongs to this one."""

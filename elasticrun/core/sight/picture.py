@@ -44,13 +44,14 @@ class VerdictRow(Struct, frozen=True):
     """What keeps the job from going on, as of the last look."""
 
     klass: str  # certain, strong, weak, still
-    kind: str  # mismatch, deadlock, ended, stopped, idle, held, disk, fabric, busy, still
+    kind: str  # mismatch, deadlock, ended, stopped, idle, held, disk, fabric, busy, still, said
     sentence: str
     since: float  # seconds since anything moved
     ranks: str  # the odd ones; "" where none can be named
     node: str  # whom it is charged to; "" for the script
     then: str  # what will be done about it, and in how many seconds, in a clause; "": nothing
     folder: str = ""  # where stacks and counters were written, on each node
+    says: str = ""  # what a rank is in on purpose, as its script has said: then it is no hang
     place: str = ""  # where the odd rank is, `train.py:41 load_shard`; "" where it is not known
 
 

@@ -107,11 +107,12 @@ class Sight:
         """After every event that was decided on; `node`: whose report it was."""
         verdict = self.watch.verdict()
         if verdict is not None or self._verdict is not None:
-            self._judge(verdict if self._ctx.outcome is None else None)
+            hangs = verdict is not None and not verdict.says and self._ctx.outcome is None
+            self._judge(verdict if hangs else None)
         if verdict is None:
             self.ledger.settle(node, 0.0, "")
         else:
-            self.ledger.settle(node, verdict.since, verdict.klass)
+            self.ledger.settle(node, verdict.since, verdict.klass, verdict.says)
         self.incidents.settle()
         self.history.settle()
         if self._ctx.outcome is not None and self._asked:  # nobody is looked at any more

@@ -1188,6 +1188,8 @@ class RankSeen(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     AT_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
+    SAYS_FIELD_NUMBER: _builtins.int
+    SAYS_LEFT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     being: _builtins.str
@@ -1206,6 +1208,8 @@ class RankSeen(_message.Message):
     step: _builtins.int
     step_seconds: _builtins.float
     partial: _builtins.bool
+    says: _builtins.str
+    says_left: _builtins.float
     @_builtins.property
     def at(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]: ...
     def __init__(
@@ -1230,10 +1234,12 @@ class RankSeen(_message.Message):
         step_seconds: _builtins.float = ...,
         at: _abc.Iterable[Global___Position] | None = ...,
         partial: _builtins.bool = ...,
+        says: _builtins.str = ...,
+        says_left: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "at", b"at", "being", b"being", "cpu", b"cpu", "forked", b"forked", "gpu", b"gpu", "gpu_mib", b"gpu_mib", "holds", b"holds", "io", b"io", "kernel", b"kernel", "library", b"library", "partial", b"partial", "pid", b"pid", "place", b"place", "quiet", b"quiet", "rank", b"rank", "rss", b"rss", "step", b"step", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "at", b"at", "being", b"being", "cpu", b"cpu", "forked", b"forked", "gpu", b"gpu", "gpu_mib", b"gpu_mib", "holds", b"holds", "io", b"io", "kernel", b"kernel", "library", b"library", "partial", b"partial", "pid", b"pid", "place", b"place", "quiet", b"quiet", "rank", b"rank", "rss", b"rss", "says", b"says", "says_left", b"says_left", "step", b"step", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

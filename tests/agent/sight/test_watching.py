@@ -72,7 +72,10 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
             fatal=pytest.fail,
             link=said,
         )
-        progress = SimpleNamespace(seen=lambda rank: (7, 0.5) if rank else (-1, 0.0))
+        progress = SimpleNamespace(
+            seen=lambda rank: (7, 0.5) if rank else (-1, 0.0),
+            word=lambda rank: ("judge", 60.0) if rank else ("", 0.0),
+        )
         sight = LocalSight(cast(Any, node), cast(Any, ranks), cast(Any, progress))
         places = sight.begin(START)
         keys = [
@@ -118,6 +121,7 @@ def _look(report: m.Inspected) -> None:
     group = report.groups[open_one.group]
     assert (group.name, group.title, group.members) == ("0", "default_pg", "0-1")
     assert (reads.place, reads.step, reads.step_seconds) == ("train.py:19 load_shard", 7, 0.5)
+    assert [(one.says, one.says_left) for one in report.ranks] == [("", 0.0), ("judge", 60.0)]
     assert waits.place == "train.py:16 main"
     assert reads.being == "sleeps"
     assert waits.rss > 10

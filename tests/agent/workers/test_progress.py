@@ -23,7 +23,15 @@ from elasticrun.agent.workers import progress as module
 from elasticrun.agent.workers.progress import MOST_PER_RANK, Progress
 from elasticrun.agent.workers.ranks import rank_environment
 from elasticrun.wire.messages import Steps
-from elasticrun.wire.progress import Own, RankCosts, RankSteps, address, encode, read_place
+from elasticrun.wire.progress import (
+    Own,
+    RankCosts,
+    RankSteps,
+    RankWord,
+    address,
+    encode,
+    read_place,
+)
 from elasticrun.wire.rpc.protobuf import report_to_wire
 from elasticrun.wire.types import RoundName
 from tests.agent.configs import agent_config, start
@@ -139,6 +147,25 @@ async def test_what_checkpointers_tell_goes_with_the_steps(two: Ear, monkeypatch
     )
     await two.tell(replace(SAID, local_rank=1), SAID)
     assert two.said[1:] == [Steps(start().round, 1, 1, 0.5, 0.2, 0.3, 2, 1.25, 1.5)]
+
+
+async def test_a_rank_says_what_takes_long(ear: Ear, monkeypatch) -> None:
+    """Until it is out, or the time is over; what is no word is not heard."""
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
+    await ear.tell(
+        RankWord(0, "judge", 60.0), RankWord(0, "longer", 86401.0), RankWord(0, "\x1b", 9)
+    )
+    assert ear.progress.word(0) == ("judge", 60.0)
+    now += 59.0
+    assert ear.progress.word(0) == ("judge", pytest.approx(1.0))
+    now += 1.5
+    assert ear.progress.word(0) == ("", 0.0)
+    await ear.tell(RankWord(0, "é" * 40, 60.0))
+    assert ear.progress.word(0)[0] == "é" * 32
+    await ear.tell(RankWord(0))
+    assert ear.progress.word(0) == ("", 0.0)
 
 
 async def test_a_rank_that_tells_its_own_part_is_reported_only_with_it(ear: Ear) -> None:

@@ -281,6 +281,19 @@ def test_the_line() -> None:
     )
 
 
+def test_what_a_rank_does_on_purpose_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is no hang that others are told of, nor a stillness to wake somebody for."""
+    master = Master()
+    trains(master)
+    master.now += 20.0
+    found = VerdictRow("weak", "said", "", 20.0, "0", "", "", says="judge")
+    monkeypatch.setattr(Watch, "verdict", lambda _: found)
+    assert not [one for one in master.feed(fx.Tick()) if isinstance(one, fx.Judged)]
+    assert master.job.quiet() == 0.0
+    passes(master, 5.0)
+    assert rows(master) == pytest.approx({**STORIES[steps], "wait judge": 4 * 25.0})
+
+
 def test_what_was_quiet_goes_with_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent for 6 s: weak, then strong for 5 s more, then all move again."""
     master = Master()

@@ -63,6 +63,9 @@ SINKS = {
     "frozen": (rank(2, being=Being.FROZEN, answers=False), "strong", "frozen", "its cgroup"),
     "debugger": (rank(2, being=Being.TRACED, answers=False), "weak", "traced", "a debugger"),
     "pdb": (rank(2, outside(), library="pdb"), "weak", "traced", "a debugger"),
+    "judges": (rank(2, outside(), says="judge", says_left=1140.0), "weak", "said", "says it is in "
+               "judge, for 19 min more at most; 3 ranks wait for it in all_reduce"),
+    "judges, held": (rank(2, **ANSWERLESS, holds=True, says="judge"), "weak", "said", "for 0 s"),
     "no counters": (rank(2), "strong", "idle", "is idle"),
 }  # fmt: skip
 
@@ -76,7 +79,20 @@ def test_three_wait_for_one(odd: str) -> None:
     assert verdict.waiting == (0, 1, 3)
     assert words in verdict.sentence
     assert verdict.of_node == ("b" if kind in ("disk", "frozen") else "")
-    assert verdict.held == (kind == "traced")
+    assert verdict.held == (kind in ("traced", "said"))
+    assert verdict.says == seen.says
+
+
+@pytest.mark.parametrize("at", [(inside(),), ()])
+def test_what_ranks_do_on_purpose_together_is_no_hang(at: tuple[Position, ...]) -> None:
+    """All in one collective, or in none: one of them has said why."""
+    alone = found(rank(0, *at), rank(1, *at))
+    said = found(rank(0, *at), rank(1, *at, says="judge", says_left=60.0))
+    assert alone is not None
+    assert alone.kind in ("fabric", "still")
+    assert said is not None
+    assert (said.klass, said.kind, said.held, said.says) == (Klass.WEAK, "said", True, "judge")
+    assert said.sentence.startswith("rank 1 (node a) says it is in judge, for 60 s more at most; ")
 
 
 def test_the_sentence() -> None:

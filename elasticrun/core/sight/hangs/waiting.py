@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -54,6 +54,11 @@ DEBUGGERS: Final = ("pdb", "bdb", "debugpy", "pydevd", "IPython", "ipdb")
 """Libraries in which a rank waits for a person."""
 
 
+SAID: Final = "said"
+"""The kind of a verdict about a rank that does something long on purpose, as its script has said:
+no hang."""
+
+
 class Klass(StrEnum):
     """How sure a verdict is."""
 
@@ -92,7 +97,8 @@ class Impasse:
     of_node: str = ""
     place: str = ""
     library: str = ""
-    held: bool = False  # by a debugger or a person: it is told and never ended
+    held: bool = False  # by a debugger or a person, or said: it is told and never ended
+    says: str = ""  # what a rank is in on purpose
 
     def is_like(self, other: Impasse) -> bool:
         """Whether both say the same of the same ranks."""
@@ -267,7 +273,8 @@ def is_paired(call: str) -> bool:
 
 def judge(scene: Scene) -> Impasse | None:
     """What keeps the job from going on; None: nothing that could be told."""
-    return _mismatch(scene) or _odd_ones(scene) or _circle(scene) or _fabric(scene) or _still(scene)
+    sure = _mismatch(scene) or _odd_ones(scene) or _circle(scene)
+    return sure or _on_purpose(scene, _fabric(scene) or _still(scene))
 
 
 # ---------------------------------------------------------------- what the look says
@@ -342,9 +349,10 @@ def _odd_ones(scene: Scene) -> Impasse | None:
         top,
         node=one.node,
         of_node=one.node if kind in ("disk", "frozen") else "",
-        place=one.seen.place,
-        library=one.seen.library,
-        held=kind == "traced",
+        place=one.seen.place if kind != SAID else "",  # how long that takes is no rule for others
+        library=one.seen.library if kind != SAID else "",
+        held=kind in ("traced", SAID),
+        says=one.seen.says if kind == SAID else "",
     )
 
 
@@ -361,6 +369,8 @@ def _class_of(scene: Scene, rank: int) -> tuple[Klass, str, str]:
         return Klass.STRONG, "stopped", f"is stopped by a signal{place}{span}"
     if seen.being is Being.FROZEN:
         return Klass.STRONG, "frozen", f"is frozen with its cgroup{place}{span}"
+    if seen.says:
+        return Klass.WEAK, SAID, _word(seen)
     if seen.io >= IO_STILL or (is_busy(seen) and not seen.holds):
         return Klass.WEAK, "busy", f"is busy{place}{span} ({_load(seen)})"
     if seen.being is Being.DISK:
@@ -462,6 +472,25 @@ def _still(scene: Scene) -> Impasse | None:
     )
 
 
+def _on_purpose(scene: Scene, found: Impasse | None) -> Impasse | None:
+    """The same, as what it is where one of these ranks has said that it does something long."""
+    for rank in found.odd if found is not None else ():
+        seen = scene.ranks[rank].seen
+        if found is not None and seen.says:
+            return replace(
+                found,
+                klass=Klass.WEAK,
+                kind=SAID,
+                sentence=f"{scene.name(rank)} {_word(seen)}; {found.sentence}",
+                of_node="",
+                place="",
+                library="",
+                held=True,
+                says=seen.says,
+            )
+    return found
+
+
 # ---------------------------------------------------------------- small change
 
 
@@ -554,6 +583,12 @@ def _who(scene: Scene, ranks: Sequence[int]) -> str:
 
 def _count(waiting: int) -> str:
     return "1 rank waits" if waiting == 1 else f"{waiting} ranks wait"
+
+
+def _word(seen: RankSeen) -> str:
+    left = seen.says_left
+    span = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
+    return f"says it is in {seen.says}, for {span} more at most"
 
 
 def _load(seen: RankSeen) -> str:

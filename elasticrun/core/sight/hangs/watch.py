@@ -28,6 +28,7 @@ from elasticrun.core.rounds.round import Stage
 from elasticrun.core.sight.hangs.look import RollCall, rows
 from elasticrun.core.sight.hangs.stillness import Place, Places, place_of
 from elasticrun.core.sight.hangs.waiting import (
+    SAID,
     Impasse,
     Klass,
     Scene,
@@ -225,6 +226,7 @@ class Watch:
             node=told.of_node,
             then=self._then(told),
             folder=folder if self._dumped else "",
+            says=told.says,
             place=told.place,
         )
 
@@ -458,6 +460,7 @@ class Watch:
         folder = self._with_stacks.folder() if self._dumped and self._with_stacks else ""
         where = f"; stacks are in {folder}" if folder else ""
         told_by = "still" if verdict.klass is Klass.STILL else f"hang ({verdict.klass.value})"
+        told_by = "no hang" if verdict.kind == SAID else told_by
         self._warn(f"{told_by}: {verdict.sentence}; {then}{where}")
 
     def _warn(self, text: str, level: str = "warning") -> None:
@@ -471,7 +474,9 @@ class Watch:
         parts = []
         if ends is None:
             parts.append("it is left as it is")
-            if verdict.held:
+            if verdict.kind == SAID:
+                parts[0] += ", as its script has said so"
+            elif verdict.held:
                 parts[0] += ", as a person is at work"
             elif ctx.spec.watch.on_hang == "tell":
                 parts[0] += " (--on-hang=tell)"
