@@ -86,13 +86,16 @@ class Counting:
         began = 0.0 if self._first is None else self._first.began
         return [world for world in self.job.worlds() if world.began >= began]
 
-    def adds_up(self) -> None:
-        """Every second of every slot is in the job's ledger once, as it was at the end."""
+    def adds_up(self) -> list[dict[str, Any]]:
+        """Every second of every slot is in the job's ledger once, as it was at the end: its
+        rows."""
         await_true(self._results, "result.json")
         spent = json.loads(self._results()[-1].read_text())["goodput"]
         micros = [round(1e6 * row["seconds"]) for row in spent["rows"]]
         assert sum(micros) == round(1e6 * spent["slot_seconds"]) > 0, spent
         assert min(micros) > 0, spent
+        rows: list[dict[str, Any]] = spent["rows"]
+        return rows
 
     def said(self, *numbers: int) -> str:
         """What these nodes have said so far; all of them and the master by hand where none is

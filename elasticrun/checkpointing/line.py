@@ -192,10 +192,14 @@ class Costs:
         """A save, or the try, has kept the script waiting so long."""
         one = self._spent
         self._spent = replace(one, saves=one.saves + taken, saved=one.saved + seconds)
+        self._tell_soon()
 
     def stepped(self, step: int) -> None:
         """Training is at this step."""
         self._spent = replace(self._spent, step=max(step, self._spent.step))
+        self._tell_soon()
+
+    def _tell_soon(self) -> None:
         if time.monotonic() >= self._tell_at:
             self._tell_at = time.monotonic() + TELL_EVERY
             self._tell()

@@ -80,9 +80,10 @@ def test_a_straggler_is_told_about(health: Health, flags: tuple[str, ...]) -> No
     world = health.world_of(0, 1, 2)
     job.wait_for(lambda s: any(n.node == "node2" and "slow" in n.health for n in s.nodes))
     health.told(rf"node2\b.*{OWN_PART}")
-    health.goes_on(world)
+    health.goes_on(world, 40)
     assert job.status().excluded == ()
     health.finish(0, 0, 0)
+    assert [row["cause"] for row in health.adds_up() if row["category"] == "slow"] == ["node2"]
 
 
 @pytest.mark.parametrize("spare", cases(["waits", "comes later"], soaked=["comes later"]))

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from elasticrun.core.context import JobContext
 from elasticrun.core.health.groups import NodeVerdict, ProbeGroup, Standing
 from elasticrun.core.health.netcheck import NetCheck
-from elasticrun.core.health.speed import Stragglers
+from elasticrun.core.health.speed import Slowness, Stragglers
 from elasticrun.core.nodes.admission import FAILED, SLOW
 from elasticrun.core.nodes.node import Node
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
@@ -358,11 +358,11 @@ class HealthPolicy:
 
     # ------------------------------------------------------------ while training
 
-    def stepped(self, node: str, report: m.Steps) -> bool:
-        """How training goes on a member of the running round; whether a node is suspected."""
+    def stepped(self, node: str, report: m.Steps) -> Slowness | None:
+        """How training goes on a member of the running round; the node that is suspected."""
         round_ = self._ctx.round
         if round_ is None or self._rdzv.phase is not Phase.RUNNING:
-            return False
+            return None
         if self._stragglers is None:
             self._stragglers = Stragglers(self._checks)
         if self._watched != round_.name:
@@ -372,11 +372,11 @@ class HealthPolicy:
             self._stragglers.new_round(tuple(round_.members))
         slow = self._stragglers.heard(node, report, self._ctx.now)
         if slow is None:
-            return False
+            return None
         if not self._nodes[slow.node].slow:  # it is probed again before the next round
             self.doubt(slow.node)
         self._found_slow(slow.node, f"{slow.node} is slow in training: {slow.evidence}")
-        return True
+        return slow
 
 
 def _partners(nodes: tuple[str, ...], at: int) -> str:

@@ -240,10 +240,12 @@ a node whose small own part is twice the others' costs the job nothing."""
 
 @dataclass(frozen=True, slots=True)
 class Slowness:
-    """A node that is suspected, and the evidence as a clause for people."""
+    """A node that is suspected, and the evidence as a clause for people. `usual`: seconds that a
+    step would take if the node's own part were as the others'."""
 
     node: str
     evidence: str
+    usual: float
 
 
 @dataclass(slots=True)
@@ -371,7 +373,8 @@ class Stragglers:
             if long and now - pace.told_at >= self._slow_for:
                 pace.told_at = now
                 others = [one for other, one in warm if other != node]
-                self._suspects.append(Slowness(node, self._evidence(pace, others, now)))
+                usual = max(0.0, pace.seconds() - outlier.value + outlier.median)
+                self._suspects.append(Slowness(node, self._evidence(pace, others, now), usual))
 
     def _costs(self, pace: _Pace, excess: float) -> bool:
         """Whether a node that has so much more to do than the others costs the job something."""

@@ -302,10 +302,10 @@ class Job:
                 self._sight.ledger.heard(node, report)
                 self._sight.incidents.of_round(node, report)
                 self._saving.newest_step = max(self._saving.newest_step, report.step)
-                if not self._streams.health.stepped(node, report):
-                    return False
-                self._sight.ledger.found_slow()
-                return True
+                slow = self._streams.health.stepped(node, report)
+                if slow is not None:
+                    self._sight.ledger.found_slow(slow.node, slow.usual)
+                return slow is not None
             case m.Finished():
                 rdzv.last.finished(node)
         self._sight.incidents.of_round(node, report)

@@ -32,8 +32,14 @@ WORDS = {
 }
 """Causes as people read them, where the cause's own name is not the word."""
 
+WITH_MEMORY = ("node_lost", "node_slow", "preempted")
+"""Causes for which snapshots in the memory of a node are lost with it."""
+
 PLANNED = ("scaled", "operator")
 """Causes that are no failures."""
+
+PLACE_LIMIT = 300 * MICROS
+"""Microseconds for which a rank that is idle is left as it is even by --on-hang=restart."""
 
 KINDS = (
     ("hang", "hangs"),
@@ -157,21 +163,26 @@ def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:
         if kind == "slow":
             flag = "" if spec.checks.exclude_stragglers else " (--exclude-stragglers)"
             yield micros, f"leaving out node {cause}, which is slow{flag},"
+    lost = sum(book.get(("redone", cause), 0) for cause in WITH_MEMORY)
+    yield lost, "a Checkpointer with replicas=1 (or checkpoints that are closer together)"
     if spec.watch.on_hang in ("tell", "off"):
         yield book.get(("hang", "certain"), 0), "--on-hang=auto"
-    if spec.watch.on_hang != "restart":
-        yield found.of("hang"), "--on-hang=restart"
+    if spec.watch.on_hang != "restart":  # it waits too, for a while
+        yield found.of("hang") - PLACE_LIMIT * found.total // found.wall, "--on-hang=restart"
 
 
 def _by_interval(found: Account) -> tuple[int, str]:
     """With a save every sqrt(2 T_f T_s) seconds of training, T_f being the time from one failure to
     the next and T_s that of a save, saves and repeated steps together cost least."""
-    failures = sum(one.count for one in found.ends if one.cause not in PLANNED)
+    free = (*PLANNED, *WITH_MEMORY)
+    failures = sum(one.count for one in found.ends if one.cause not in free)
     between = found.wall / max(1, failures)
-    each = found.of("save") / found.saves
-    now = found.useful / found.saves
-    best = math.sqrt(2.0 * between * each)
-    least = 0.0 if not best else (each / best + best / (2.0 * between)) * found.useful
-    saved = found.of("save", "redone") - round(least)
-    told = f"a save every {best / MICROS:.3g} s (now about {now / MICROS:.3g} s)"
-    return saved, told
+    each, now = found.of("save") / found.saves, found.useful / found.saves
+    best = max(math.sqrt(2.0 * between * each), MICROS)
+    again = sum(
+        micros for (kind, cause), micros in found.book.items()
+        if kind == "redone" and cause not in free
+    )  # fmt: skip
+    least = (each / best + best / (2.0 * between)) * found.useful
+    told = f"every_seconds={best / MICROS:.0f} (now about {now / MICROS:.0f})"
+    return found.of("save") + again - round(least), told

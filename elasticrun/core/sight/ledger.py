@@ -45,7 +45,7 @@ SAMPLES = 240
 """Step times that say what is usual, one a second at most."""
 
 FEWEST_SAMPLES = 10
-"""Of fewer nobody is told from the usual."""
+"""Of fewer nobody can tell what is usual."""
 
 MOST_ROWS = 32
 """Slow nodes that have a row of their own, and words of ranks; others share one."""
@@ -108,17 +108,16 @@ class SlotLedger:
             self._counted = True
             self._turn(self._warm())
 
-    def found_slow(self) -> None:
-        """A node is thought slow: what steps take longer than usual is booked to it."""
-        ctx = self._ctx
-        slow = (
-            one.id for one in ctx.nodes.values() if one.slow and ctx.rdzv.last.is_member(one.id)
-        )
-        self._slow = next(slow, "") if len(self._usual) >= FEWEST_SAMPLES else ""
+    def found_slow(self, node: str, usual: float) -> None:
+        """This member is thought slow: what steps take longer than usual is booked to it. `usual`:
+        seconds of a step if it were as the others; where it was, that is known better."""
         if self._slow:
+            return
+        self._slow, self._pace = node, (usual, usual)
+        if len(self._usual) >= FEWEST_SAMPLES:
             middle = median(self._usual)
             most = middle + 3.0 * median(abs(one - middle) for one in self._usual)
-            self._pace = fmean(one for one in self._usual if one <= most), most
+            self._pace = min(self._pace, (fmean(one for one in self._usual if one <= most), most))
 
     def _stepped(self, node: str, report: m.Steps, round_: Round) -> None:
         slots, restore = round_.members[node].ranks, round_.facts.restore

@@ -124,11 +124,19 @@ def one_is_slow(master: Master) -> None:
     for second in range(60):
         master.now += 1.0
         master.both(m.Steps(name, 11 + second, 1, 1.0, 1.0, 0.0))
-    master.job._ctx.nodes["b"].slow = "b is slow in training"
-    master.job._sight.ledger.found_slow()
+    master.job._sight.ledger.found_slow("b", 1.5)
     for second in range(10):
         master.now += 2.0
         master.both(m.Steps(name, 71 + second, 1, 2.0, 2.0, 0.0))
+
+
+def one_was_always_slow(master: Master) -> None:
+    """Steps of two seconds from the first on; b's own part is by half a second longer."""
+    name = trains(master)
+    master.job._sight.ledger.found_slow("b", 1.5)
+    for second in range(10):
+        master.now += 2.0
+        master.both(m.Steps(name, 11 + second, 1, 2.0, 2.0, 0.0))
 
 
 def succeeds(master: Master, name: RoundName) -> None:
@@ -183,6 +191,13 @@ STORIES: dict[Callable[[Master], None], dict[str, float]] = {
         "start init": 8.0,
         "step": 280.0 + 40.0,
         "slow b": 40.0,
+    },
+    one_was_always_slow: {
+        "start wait": 16.0,
+        "start spawn": 4.0,
+        "start init": 8.0,
+        "step": 40.0 + 60.0,
+        "slow b": 20.0,
     },
     spare: {
         "start wait": 16.0,
@@ -244,11 +259,11 @@ FAILED = LedgerEnd("rank_failed", 4, "", 0)
 ADVICE: dict[str, tuple[dict[tuple[str, str], int], tuple[LedgerEnd, ...], int, str]] = {
     "saves come too often": (
         {("save", ""): 1000, ("redone", "rank_failed"): 20}, (FAILED,), 1000,
-        "a save every 70.7 s (now about 8.98 s) would have saved about 7.7 %",
+        "every_seconds=71 (now about 9) would have saved about 7.7 %",
     ),
     "and too seldom": (
         {("save", ""): 3, ("redone", "rank_failed"): 1000}, (FAILED,), 3,
-        "a save every 70.7 s (now about 3e+03 s) would have saved about 7.5 %",
+        "every_seconds=71 (now about 2999) would have saved about 7.5 %",
     ),
     "somebody was missing": (
         {("idle", "below_min"): 900, ("slow", "b"): 300}, (), 0,
@@ -258,7 +273,15 @@ ADVICE: dict[str, tuple[dict[tuple[str, str], int], tuple[LedgerEnd, ...], int, 
         {("slow", "b"): 300, ("hang", "strong"): 90}, (), 0,
         "leaving out node b, which is slow (--exclude-stragglers), would have saved about 3.0 %",
     ),
-    "nothing worth the words": ({("hang", "strong"): 45}, (FAILED,), 0, ""),
+    "nodes were lost with what they had": (
+        {("redone", "node_lost"): 500, ("hang", "strong"): 350}, (), 0,
+        "a Checkpointer with replicas=1 (or checkpoints that are closer together) would have saved "
+        "about 5.0 %",
+    ),
+    "it stood still": (
+        {("hang", "strong"): 1300}, (), 0, "--on-hang=restart would have saved about 10.0 %"
+    ),
+    "nothing worth the words": ({("hang", "strong"): 345}, (FAILED,), 0, ""),
 }  # fmt: skip
 
 
