@@ -90,6 +90,9 @@ MAX_PLACES: Final = 8
 MAX_STACKS: Final = 8
 """Groups of like stacks that one node tells of; what is rarer stands in its files."""
 
+MAX_SAID: Final = 10
+"""Lines of its ranks' output that one node tells of, the newest."""
+
 MAX_ANSWER: Final = 8 * 1024 * 1024
 """Bytes of an answer to a Request, as JSON; it does not travel on `Attend`."""
 
@@ -496,26 +499,28 @@ class RankSeen(Struct, frozen=True):
     partial: bool = False  # it is in groups that `at` does not tell of
 
 
-class Inspected(Struct, frozen=True):
-    """Report, the answer to Inspect: the ranks of this node, in as many of these as it takes;
-    `left`: how many ranks are still to come."""
-
-    round: RoundName
-    number: Count  # of the Inspect
-    left: Count
-    groups: Annotated[tuple[GroupSeen, ...], AtMost(MAX_GROUPS)]
-    ranks: Annotated[tuple[RankSeen, ...], AtMost(MAX_INSPECTED)]
-
-
 class StackGroup(Struct, frozen=True):
-    """Threads of ranks with the same frames, innermost first. `key`: the same on every node for the
-    same frames. `text`: a line a frame, "train.py:88 load_shard"."""
+    """Threads of ranks with the same frames, innermost first; or a line that ranks have written.
+    `key`: the same on every node for the same. `text`: a line a frame, "train.py:88 load_shard"."""
 
     key: Name
     ranks: str  # "0-41,43-63"
     count: Count
     thread: NameOrEmpty  # "" for the main thread; "loader 3" for a child process
     text: str
+
+
+class Inspected(Struct, frozen=True):
+    """Report, the answer to Inspect: the ranks of this node, in as many of these as it takes;
+    `left`: how many ranks are still to come. `said`, in the last of these, where lines are wanted:
+    what all have written last, each line once, the newest last."""
+
+    round: RoundName
+    number: Count  # of the Inspect
+    left: Count
+    groups: Annotated[tuple[GroupSeen, ...], AtMost(MAX_GROUPS)]
+    ranks: Annotated[tuple[RankSeen, ...], AtMost(MAX_INSPECTED)]
+    said: Annotated[tuple[StackGroup, ...], AtMost(MAX_SAID)] = ()
 
 
 class Stacks(Struct, frozen=True):
@@ -779,12 +784,14 @@ class Park(Struct, frozen=True):
 
 class Inspect(Struct, frozen=True):
     """Order: look at every rank of this node. Report back: Inspected, and Stacks where `stacks`.
-    `dump`: write all that can be known of them to the log folder, as `hang-<dump>`; 0: do not."""
+    `dump`: write all that can be known of them to the log folder, as `hang-<dump>`; 0: do not.
+    `lines`: tell what they have written last."""
 
     round: RoundName
     number: Count
     stacks: bool = False
     dump: Count = 0
+    lines: bool = False
 
 
 class Warn(Struct, frozen=True):

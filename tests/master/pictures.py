@@ -143,7 +143,11 @@ def hung(number: int = 8, ranks: int = 8) -> Picture:
         StackRow("42", 1, "main thread", STUCK),
         StackRow(f"0-41,43-{every - 1}", every - 1, "main thread", WAITS),
     )
-    return replace(well, verdict=verdict, ranks=tuple(rows), stacks=groups)
+    said = (
+        StackRow(f"0-{every - 1}", every, "", "step 4110 loss ~2.31"),
+        StackRow("42", 1, "", "loading shard 17 of 4096"),
+    )
+    return replace(well, verdict=verdict, ranks=tuple(rows), stacks=groups, said=said)
 
 
 @asynccontextmanager

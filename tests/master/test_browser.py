@@ -96,6 +96,7 @@ async def test_a_hang_is_read_from_top_to_bottom(browser: Any) -> None:
         await tab.get_by_text("#2,").click()
         assert "<b>out of memory</b> & more" in await seen.text("#incidents")
         assert "round 3 begins with 8 nodes" in await seen.text("#events")
+        assert (await seen.text("#words")).endswith("[42] loading shard 17 of 4096")
         await tab.get_by_text("2 settings").click()
         said = re.sub(r"\s+", " ", await seen.text("#settings"))
         assert 'heartbeat_timeout 30.0 --rdzv-conf on_hang "tell" default' in said
@@ -112,6 +113,7 @@ async def test_what_scripts_and_hosts_say_stays_text(browser: Any) -> None:
         stacks=tuple(replace(row, thread=EVIL, text=EVIL) for row in made.stacks),
         incidents=tuple(replace(one, sentence=EVIL, last_lines=EVIL) for one in made.incidents),
         events=(EventRow(1, 1.0, EVIL, EVIL, EVIL),),
+        said=tuple(replace(row, text=EVIL) for row in made.said),
         slow=(EVIL,),
         settings=(SettingRow(EVIL, EVIL, EVIL),),
     )

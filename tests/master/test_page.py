@@ -360,7 +360,7 @@ async def test_ranks_are_looked_at_while_somebody_watches(monkeypatch: pytest.Mo
 
 def test_a_stranger_is_not_shown_paths_arguments_and_what_was_said() -> None:
     told = for_strangers(hung())
-    assert (told.stacks, told.settings) == ((), ())
+    assert (told.stacks, told.said, told.settings) == ((), (), ())
     assert not any(row.place for row in told.ranks)
     assert not any(row.last_lines or row.stacks for row in told.incidents)
     said = msgspec.json.encode(told).decode()

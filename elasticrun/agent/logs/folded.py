@@ -7,9 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from elasticrun.agent.logs import masks
 from elasticrun.agent.logs.console import ConsoleWriter
 from elasticrun.agent.logs.fold import Fold, Told
 from elasticrun.wire.types import runs
+
+MOST_OF_A_RANK = 8
+"""Lines of each rank that `fold_texts` takes."""
 
 
 @dataclass(slots=True)
@@ -64,6 +68,23 @@ class FoldedConsole:
         places = [place for place in range(len(self._ranks)) if who >> place & 1]
         words = ranges(self._ranks[place] for place in places)
         return Speakers(self._paths[places[0]], f"[{words}] ".encode())
+
+
+def fold_texts(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
+    """What ranks have written last, in order: each line once, with all who say it. Of a progress
+    bar its newest state."""
+    ranks = sorted(texts)
+    fold, told = Fold(len(ranks)), list[Told]()
+    for place, rank in enumerate(ranks):
+        lines = texts[rank].encode().replace(b"\r\n", b"\n").split(b"\n")
+        shown = [masks.bare(line.rstrip(b"\r").rpartition(b"\r")[2]) for line in lines]
+        told += fold.said(place, [(line, False) for line in shown[-MOST_OF_A_RANK:] if line], 0.0)
+    told += fold.flush(0.0)
+    return [
+        ([rank for place, rank in enumerate(ranks) if who >> place & 1], line)
+        for who, lines in told
+        for line in b"\n".join(lines).decode(errors="replace").split("\n")
+    ]
 
 
 def ranges(ranks: Iterable[int]) -> str:

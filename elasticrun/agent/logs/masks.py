@@ -29,6 +29,11 @@ def body(line: bytes) -> bytes:
     return line
 
 
+def bare(line: bytes) -> bytes:
+    """The line without colours."""
+    return _ESCAPE.sub(b"", line)
+
+
 def key_of(line: bytes) -> bytes:
     """What the line shares with others that differ in their numbers only."""
     text = body(line)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 from elasticrun.accelerators import Load
+from elasticrun.agent.logs.folded import fold_texts
+from elasticrun.agent.logs.masks import key_of
 from elasticrun.agent.sight import dump, outside
 from elasticrun.agent.sight.activity import Activity
 from elasticrun.agent.sight.outside import Threads
@@ -21,6 +25,9 @@ UNKNOWN_LOAD = Load()
 
 _Group = tuple[str, str]
 """Name and members of a process group: older torches give several groups one name."""
+
+MOST_OF_A_LINE = 200
+"""Characters of a line of the ranks' output that are told."""
 
 ROOM = m.MAX_MESSAGE_BYTES * 3 // 4
 """Bytes of all stacks in one message, which has names besides; the most common groups are left out
@@ -69,14 +76,34 @@ def rates(before: Activity | None, now: Activity, seconds: float) -> tuple[float
     return max(0.0, cpu / seconds), max(0.0, io / seconds)
 
 
-def reports(round_name: RoundName, number: int, found: Sequence[RankLook]) -> Iterator[m.Inspected]:
-    """As many as it takes; one where there is no rank."""
+def reports(
+    round_name: RoundName,
+    number: int,
+    found: Sequence[RankLook],
+    lines: Sequence[m.StackGroup] = (),
+) -> Iterator[m.Inspected]:
+    """As many as it takes; one where there is no rank. `lines` go with the last."""
     for first in range(0, max(1, len(found)), m.MAX_INSPECTED):
         part = found[first : first + m.MAX_INSPECTED]
         groups = _groups(part)
         seen = tuple(_seen(one, list(groups)) for one in part)
         left = max(0, len(found) - first - len(part))
-        yield m.Inspected(round_name, number, left, tuple(groups.values()), seen)
+        said = () if left else tuple(lines)
+        yield m.Inspected(round_name, number, left, tuple(groups.values()), seen, said)
+
+
+def said(texts: Mapping[int, str]) -> tuple[m.StackGroup, ...]:
+    """What these ranks have written last. A line's key is its text without numbers, and how many of
+    that key have come after it: so the newest ones of all nodes come together."""
+    after: Counter[str] = Counter()
+    rows = []
+    for ranks, line in fold_texts(texts)[: -m.MAX_SAID - 1 : -1]:
+        key = blake2b(key_of(line.encode()), digest_size=8).hexdigest()
+        after[key] += 1
+        name = f"{key}-{after[key]}"
+        text = line[:MOST_OF_A_LINE]
+        rows.append(m.StackGroup(name, write_ranges(ranks), len(ranks), "", text))
+    return tuple(reversed(rows))
 
 
 def stacks(

@@ -14,6 +14,7 @@ from typing import Final
 
 from elasticrun import accelerators
 from elasticrun.accelerators import Load
+from elasticrun.agent.logs.last_lines import LIMIT
 from elasticrun.agent.runtime import NodeContext, NoThread, Once, Tasks, in_thread
 from elasticrun.agent.sight import looked
 from elasticrun.agent.sight.activity import Activities, Activity
@@ -192,7 +193,8 @@ class LocalSight:
             found.append(row)
         if order.stacks:
             found = await self._from_outside(found)
-        for report in looked.reports(order.round, order.number, found):
+        lines = await self._lines(life.start.first_rank) if order.lines else ()
+        for report in looked.reports(order.round, order.number, found, lines):
             self._node.link.say(report)
         if order.stacks:
             folder = await self._write_down(order.dump, found) if order.dump else ""
@@ -219,6 +221,18 @@ class LocalSight:
             )
         except TimeoutError:
             return found
+
+    async def _lines(self, first_rank: int) -> tuple[m.StackGroup, ...]:
+        """What the ranks have written last; nothing where the disk does not answer."""
+
+        def work() -> tuple[m.StackGroup, ...]:
+            texts = self._ranks.last_lines()
+            return looked.said({first_rank + rank: text for rank, text in texts.items()})
+
+        try:
+            return await in_thread(work, limit=LIMIT, name="last-lines")
+        except TimeoutError:
+            return ()
 
     async def _write_down(self, number: int, found: list[looked.RankLook]) -> str:
         """The folder; "" where the disk does not answer, or there is none for logs."""

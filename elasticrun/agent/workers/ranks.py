@@ -183,6 +183,11 @@ class Ranks:
             return ""
         return os.path.join(self._output.run_dir, f"attempt_{self._life.attempt}")
 
+    def last_lines(self) -> dict[int, str]:
+        """What each local rank of the newest life has written last, where it has files; blocks."""
+        texts = {rank: self._output.last_lines(rank) for rank in self.pids}
+        return {rank: text for rank, text in texts.items() if text}
+
     @property
     def pids(self) -> dict[int, int]:
         """Pids by local rank of the newest life."""

@@ -153,6 +153,7 @@ class Picture(Struct, frozen=True):
     ranks: tuple[RankRow, ...] = ()
     stacks: tuple[StackRow, ...] = ()
     stacks_missing: str = ""
+    said: tuple[StackRow, ...] = ()  # lines that ranks have written last, the newest last
     goodput: Goodput | None = None
     incidents: tuple[IncidentRow, ...] = ()  # the newest last
     events: tuple[EventRow, ...] = ()  # the newest last

@@ -162,6 +162,7 @@ class Sight:
             ranks=ranks,
             stacks=stacks,
             stacks_missing=missing,
+            said=self.watch.said(),
             goodput=self.ledger.page(),
             incidents=self.incidents.page(),
             events=self.history.page(),

@@ -36,7 +36,7 @@ RETRY: Final = 1000
 LOOK_EVERY: Final = 3.0
 """Seconds between looks at the ranks for those who watch, and are on this host or have the key."""
 
-RANKS_A_SECOND: Final = 128
+RANKS_A_SECOND: Final = 64
 """Larger jobs are looked at less often: what the ranks say goes into the master's trace, too."""
 
 AGES: Final = frozenset(("age", "looked", "since", "quiet", "step_age", "remaining"))
@@ -211,6 +211,7 @@ def for_strangers(picture: Picture) -> Picture:
         verdict=replace(verdict, sentence=verdict.kind, folder="") if verdict else None,
         stacks=(),
         stacks_missing="stacks and settings are shown on the job's own host, or to who has the key",
+        said=(),
         settings=(),
     )
 

@@ -1254,6 +1254,7 @@ class Inspected(_message.Message):
     LEFT_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    SAID_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     left: _builtins.int
     @_builtins.property
@@ -1262,6 +1263,8 @@ class Inspected(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSeen]: ...
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankSeen]: ...
+    @_builtins.property
+    def said(self) -> _containers.RepeatedCompositeFieldContainer[Global___StackGroup]: ...
     def __init__(
         self,
         *,
@@ -1270,10 +1273,11 @@ class Inspected(_message.Message):
         left: _builtins.int = ...,
         groups: _abc.Iterable[Global___GroupSeen] | None = ...,
         ranks: _abc.Iterable[Global___RankSeen] | None = ...,
+        said: _abc.Iterable[Global___StackGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "left", b"left", "number", b"number", "ranks", b"ranks", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "left", b"left", "number", b"number", "ranks", b"ranks", "round", b"round", "said", b"said"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2132,9 +2136,11 @@ class Inspect(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     STACKS_FIELD_NUMBER: _builtins.int
     DUMP_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     stacks: _builtins.bool
     dump: _builtins.int
+    lines: _builtins.bool
     @_builtins.property
     def round(self) -> Global___Round: ...
     def __init__(
@@ -2144,10 +2150,11 @@ class Inspect(_message.Message):
         number: _builtins.int = ...,
         stacks: _builtins.bool = ...,
         dump: _builtins.int = ...,
+        lines: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dump", b"dump", "number", b"number", "round", b"round", "stacks", b"stacks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dump", b"dump", "lines", b"lines", "number", b"number", "round", b"round", "stacks", b"stacks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ import pytest
 
 from elasticrun.agent.logs import fold, masks
 from elasticrun.agent.logs.fold import SOON, WINDOW, Fold
-from elasticrun.agent.logs.folded import ranges
+from elasticrun.agent.logs.folded import fold_texts, ranges
 
 Say = tuple[float, int, str]
 """When, which rank, what; a text that ends in a carriage return is a state of a bar."""
@@ -234,3 +234,20 @@ def test_a_flood_is_passed_on_as_it_comes() -> None:
 )
 def test_keys(line: bytes, key: bytes) -> None:
     assert masks.key_of(line) == key
+
+
+def test_the_ends_of_files_are_folded_too() -> None:
+    """Colours go, of a progress bar its newest state is left, and each rank has eight lines."""
+    old = "".join(f"old {n}\n" for n in range(9))
+    said = {
+        4: f"{old}\x1b[31mstep 7\x1b[0m\n 10%|#  |\r 20%|## |\r\nbye",
+        5: "step 8\n\nbye",
+        7: "something else",
+    }
+    told = [(ranks, line) for ranks, line in fold_texts(said) if not line.startswith("old")]
+    assert told == [
+        ([4, 5], "step ~7"),
+        ([4], " 20%|## |"),
+        ([4, 5], "bye"),
+        ([7], "something else"),
+    ]

@@ -65,7 +65,9 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
 
     async def work() -> None:
         said = Said()
-        ranks = SimpleNamespace(pids={}, forked=frozenset({0, 1}))
+        texts = {0: "step 3\nloss 2.5", 1: "step 4\nloss 2.7"}
+        forked = frozenset({0, 1})
+        ranks = SimpleNamespace(pids={}, forked=forked, last_lines=lambda: texts)
         spec = SimpleNamespace(watch=m.WatchSpec())
         node = SimpleNamespace(
             config=SimpleNamespace(nproc_per_node=2, spec=spec, accelerator=""),
@@ -95,9 +97,10 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
             os.kill(ranks.pids[0], signal.SIGSTOP)
             while processes.state(ranks.pids[0]) != "T":
                 pass  # the kernel does not keep us waiting
-            sight.obey(m.Inspect(ROUND, 2, stacks=True))
+            sight.obey(m.Inspect(ROUND, 2, stacks=True, lines=True))
             late = await said.until(lambda one: isinstance(one, m.Inspected) and one.number == 2)
             stopped = late.ranks[0]
+            assert [one.text for one in late.said] == ["step ~3", "loss ~2.5"]
             assert (stopped.being, stopped.answers, stopped.holds) == ("stopped", False, False)
             stacks = await said.until(lambda one: isinstance(one, m.Stacks) and one.number == 2)
             assert stacks.missing == "rank 4 does not answer: stopped"

@@ -32,6 +32,14 @@ def test_stacks_of_all_nodes_come_together_the_rarest_first() -> None:
     assert not call.done
 
 
+def test_what_ranks_have_written_comes_together_in_its_order() -> None:
+    call = RollCall(m.Inspect(NAME, 1, lines=True), ["a", "b"], 0.0)
+    for node, ranks in (("a", "0-3"), ("b", "4-7")):
+        lines = (group("old", ranks, 4), group(f"own {node}", ranks[0], 1), group("new", ranks, 4))
+        call.take(node, m.Inspected(NAME, 1, 0, (), (), lines))
+    assert [row.ranks for row in call.said()] == ["0-7", "0", "0-7", "4"]
+
+
 def seen(rank: int, *, quiet: float = 0.0) -> m.RankSeen:
     at = m.Position(0, 31, 30, call="all_reduce [4]") if rank else m.Position(0, 30, 30)
     return m.RankSeen(rank, 1, m.Being.SLEEPS, True, True, 0.0, 0.0, quiet=quiet, at=(at,))

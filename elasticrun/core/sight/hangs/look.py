@@ -18,6 +18,9 @@ BRIEF: Final = 4.0
 LONG: Final = 10.0
 """Seconds for a look with stacks, which are taken by other programs where ranks do not answer."""
 
+MOST_SAID: Final = 100
+"""Lines of the ranks' output that are shown."""
+
 SLOW_STEP: Final = 5.0
 """Seconds in which nothing of a rank moves before it is shown as one that waits."""
 
@@ -46,6 +49,7 @@ class RollCall:
         self.until = now + (LONG if order.stacks else BRIEF)
         self.answers: dict[str, _Answer] = {node: _Answer() for node in nodes}
         self._ended = tuple(ended)
+        self._said: list[m.StackGroup] = []
         self._not_whole = set(self.answers)  # nodes of whose ranks some have not been told of
         self._no_stacks = set(self.answers) if order.stacks else set[str]()
 
@@ -61,6 +65,7 @@ class RollCall:
         answer.seen += [Sighting(node, seen, report.groups) for seen in report.ranks]
         if not report.left:
             self._not_whole.discard(node)
+            self._said += report.said
 
     @property
     def whole(self) -> bool:
@@ -94,16 +99,13 @@ class RollCall:
 
     def stacks(self) -> tuple[StackRow, ...]:
         """Groups of like stacks over all nodes, the rarest first."""
-        by_key: dict[tuple[str, str], list[m.StackGroup]] = {}
-        for one in self.answers.values():
-            for group in one.stacks.groups if one.stacks else ():
-                by_key.setdefault((group.key, group.thread), []).append(group)
-        rows = []
-        for groups in by_key.values():
-            ranks = {rank for group in groups for rank in _ranks(group.ranks)}
-            count = sum(group.count for group in groups)
-            rows.append(StackRow(write_ranges(ranks), count, groups[0].thread, groups[0].text))
+        answers = self.answers.values()
+        rows = _together(group for one in answers if one.stacks for group in one.stacks.groups)
         return tuple(sorted(rows, key=lambda row: (row.count, row.ranks)))
+
+    def said(self) -> tuple[StackRow, ...]:
+        """What ranks have written last, the same of several nodes in one row; the newest last."""
+        return tuple(_together(self._said)[-MOST_SAID:])
 
     def stack_of(self, rank: int) -> str:
         """The main thread of a rank, a line a frame; "" where it is not known."""
@@ -154,6 +156,19 @@ def _state(seen: m.RankSeen, odd: Mapping[int, bool], *, waits: bool) -> str:
     if not seen.at and seen.step < 0:
         return "starting"
     return "busy" if seen.quiet >= SLOW_STEP and is_busy(seen) else "stepping"
+
+
+def _together(groups: Iterable[m.StackGroup]) -> list[StackRow]:
+    """Groups of several nodes with the same key as one, in the order in which they came."""
+    by_key: dict[tuple[str, str], list[m.StackGroup]] = {}
+    for group in groups:
+        by_key.setdefault((group.key, group.thread), []).append(group)
+    rows = []
+    for alike in by_key.values():
+        ranks = {rank for group in alike for rank in _ranks(group.ranks)}
+        count = sum(group.count for group in alike)
+        rows.append(StackRow(write_ranges(ranks), count, alike[0].thread, alike[0].text))
+    return rows
 
 
 def _ranks(text: str) -> tuple[int, ...]:

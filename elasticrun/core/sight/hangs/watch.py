@@ -110,6 +110,7 @@ class Watch:
         self._look: RollCall | None = None  # that is under way
         self._last: RollCall | None = None
         self._with_stacks: RollCall | None = None
+        self._with_lines: RollCall | None = None
         self._early_at = float("-inf")
         self._away = ctx.away
         self._move()
@@ -198,7 +199,7 @@ class Watch:
         nodes = [node for node in self._running() if self._ctx.nodes[node].session is not None]
         if not nodes or self._ctx.rdzv.phase is not Phase.RUNNING:
             return 0
-        self._ask(nodes, stacks=stacks, dump=0)
+        self._ask(nodes, stacks=stacks, dump=0, lines=True)
         return self._number
 
     def looked(self, number: int) -> bool:
@@ -243,6 +244,10 @@ class Watch:
         """Of the last look with stacks, the rarest first; and what is missing."""
         look = self._with_stacks
         return ((), "") if look is None else (look.stacks(), look.missing())
+
+    def said(self) -> tuple[StackRow, ...]:
+        """What ranks had written last when a person looked; where they write files."""
+        return () if self._with_lines is None else self._with_lines.said()
 
     # ------------------------------------------------------------ stillness
 
@@ -341,11 +346,13 @@ class Watch:
             ctx.dumps, ctx.changed, self._dumped = ctx.dumps + 1, True, True
         self._ask(self._members, stacks=dump, dump=ctx.dumps if dump else 0)
 
-    def _ask(self, nodes: list[str] | tuple[str, ...], *, stacks: bool, dump: int) -> None:
+    def _ask(
+        self, nodes: list[str] | tuple[str, ...], *, stacks: bool, dump: int, lines: bool = False
+    ) -> None:
         round_ = self._ctx.round
         assert round_ is not None
         self._number += 1
-        order = m.Inspect(round_.name, self._number, stacks, dump)
+        order = m.Inspect(round_.name, self._number, stacks, dump, lines)
         self._look = RollCall(order, nodes, self._ctx.now, self._ended())
         self._ctx.broadcast(nodes, order)
 
@@ -368,6 +375,8 @@ class Watch:
         self._last = look
         if look.order.stacks:
             self._with_stacks = look
+        if look.order.lines:
+            self._with_lines = look
         final, self._final = self._final, False
         sightings = look.sightings
         self._has_moved = self._has_moved or any(
