@@ -17,9 +17,9 @@ SEEDS = 50
 HOUR = 3600.0
 
 
-def alarms(seed: int) -> list[str]:
+def alarms(seed: int, silent: float = 0.0) -> list[str]:
     """What is told of an hour of healthy training."""
-    world = Training(healthy(seed)).run(HOUR)
+    world = Training(healthy(seed), silent=silent).run(HOUR)
     assert not any("is over" in text for _, text in world.notes)
     told = [f"{at:.0f}: {text}" for at, text in world.notes if "moves again" not in text]
     return [text for text in told if "hang" in text or "still:" in text]
@@ -29,6 +29,12 @@ def test_healthy_training_raises_no_alarm() -> None:
     told = [text for seed in range(SEEDS) for text in alarms(seed)]
     assert not [text for text in told if "(weak): rank 0" not in text]
     assert len(told) > SEEDS // 2, "many a checkpoint must be long"
+
+
+def test_a_host_that_answers_late_raises_no_alarm() -> None:
+    """Whoever is silent at a look seems to have its interpreter held, but not at all looks."""
+    told = [text for seed in range(10) for text in alarms(seed, silent=0.3)]
+    assert not [text for text in told if "(weak): rank" not in text]
 
 
 @further("test_healthy_training_raises_no_alarm")

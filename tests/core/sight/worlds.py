@@ -70,13 +70,19 @@ class _Rank:
 
 class Training:
     """`plan(rank, step)` gives what a rank does in a step, in order: ("compute" | "load" | "save",
-    seconds; for ever: it is `stuck`), or ("tp" | "dp" | "world", 0.0) for a collective."""
+    seconds; for ever: it is `stuck`), or ("tp" | "dp" | "world", 0.0) for a collective. `silent`:
+    the part of questions that a rank does not answer in time, as on a host with too much to do."""
 
     def __init__(
-        self, plan: Callable[[int, int], list[tuple[str, float]]], stuck: m.RankSeen = COMPUTES
+        self,
+        plan: Callable[[int, int], list[tuple[str, float]]],
+        stuck: m.RankSeen = COMPUTES,
+        silent: float = 0.0,
     ) -> None:
         self.master = by_hand.Master()
         self.stuck = stuck
+        self._silent = silent
+        self._draw = random.Random(0)
         self.plan = plan
         self.now = 0.0
         self.moved = dict.fromkeys(NODES, 0.0)
@@ -215,7 +221,9 @@ class Training:
             done = one.done.get(group, 0)
             call = one.calls[group] if entered > done else ""
             at.append(m.Position(group, entered, done, call=call))
-        return replace(one.does, rank=one.number, at=tuple(at) if one.does.answers else ())
+        seen = replace(one.does, rank=one.number, at=tuple(at) if one.does.answers else ())
+        late = seen.answers and self._draw.random() < self._silent
+        return replace(seen, answers=False, holds=True, at=()) if late else seen
 
 
 def healthy(seed: int) -> Callable[[int, int], list[tuple[str, float]]]:
