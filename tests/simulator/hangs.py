@@ -83,7 +83,8 @@ class Insides:
         if self.still_since is None or name is None or now < self.still_since + QUIET - 1e-6:
             return
         self.told.add((node.name, name))
-        waiting = 0 if self.kind == "silence" else len(node.ranks)
+        odd = self.odd[0] == node.name and self.kind != "mismatch"
+        waiting = 0 if self.kind == "silence" else len(node.ranks) - odd
         node.say(m.Quiet(name, now - self.still_since, 1.0, True, waiting, self.kind == "busy"))
 
     def _homes(self, world: World) -> Iterator[tuple[Node, RoundName]]:

@@ -53,9 +53,11 @@ FAULTS: dict[str, tuple[m.RankSeen, str, float]] = {
 }
 
 
-def with_fault(seed: int, odd: int, what: str) -> Callable[[int, int], list[tuple[str, float]]]:
+def with_fault(
+    seed: int, odd: int, what: str, base: float = 0.0
+) -> Callable[[int, int], list[tuple[str, float]]]:
     """A training of short steps in which one rank does this instead of its eighth."""
-    base = random.Random(seed).uniform(0.2, 3.0)
+    base = base or random.Random(seed).uniform(0.2, 3.0)
 
     def plan(rank: int, step: int) -> list[tuple[str, float]]:
         if step == 8 and rank == odd:
@@ -82,10 +84,12 @@ def test_the_odd_rank_is_named_in_time(kind: str, seed: int) -> None:
     assert world.over_at is None or world.over_at - last <= 31.0
 
 
+@pytest.mark.parametrize("base", [0.0, 9.0], ids=["short steps", "slow steps"])
 @pytest.mark.parametrize("extra", ["dp broadcast [4]", "world barrier"])
-def test_another_collective_is_certain(extra: str) -> None:
-    world = Training(with_fault(1, 3, extra)).run(200.0)
+def test_another_collective_is_certain(extra: str, base: float) -> None:
+    world = Training(with_fault(1, 3, extra, base)).run(400.0)
     told = [(at, text) for at, text in world.notes if "hang (" in text]
     assert told, world.notes
     assert "(certain)" in told[0][1]
+    assert told[0][0] - max(world.moved.values()) <= 15.0
     assert world.over_at is not None

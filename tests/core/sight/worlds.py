@@ -203,7 +203,9 @@ class Training:
         def still() -> None:
             if self.moved[node] == now and node not in self.quiet:
                 self.quiet.add(node)
-                self._tell((session, m.Quiet(self.round, QUIET, 1.0, True)))
+                mine = [one for one in self.ranks if NODES[one.number // EACH] == node]
+                waiting = sum(one.entered != one.done for one in mine)
+                self._tell((session, m.Quiet(self.round, QUIET, 1.0, True, waiting)))
 
         self.at(now + QUIET, still)
 

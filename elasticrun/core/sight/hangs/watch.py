@@ -48,7 +48,8 @@ SECOND: Final = 4.5
 """Seconds between the first look and the one that must say the same."""
 
 EARLY_EVERY: Final = 60.0
-"""Seconds between two such early pairs: a job with slow steps is quiet in each of them."""
+"""Seconds between two such early pairs: a job with slow steps is quiet in each of them. Where every
+rank is in a collective they are not waited for."""
 
 LATER: Final = (30.0, 60.0, 65.0)
 """Seconds of stillness at which it is looked again, and then every LATEST seconds."""
@@ -105,6 +106,7 @@ class Watch:
         self._places = Places()
         self._places.restore(ctx.waits)
         self._since_of: dict[str, float] = {}  # quiet nodes, and since when
+        self._waiting: dict[str, int] = {}  # ranks of each that are in a collective
         self._has_moved = False  # a collective or a step of this life is known to have been done
         self._number = 0  # of the last look
         self._look: RollCall | None = None  # that is under way
@@ -146,7 +148,7 @@ class Watch:
         self._has_moved = self._has_moved or report.first > 0.0
         if report.seconds <= 0.0:
             return self._since_of.pop(node, None) is not None
-        since = self._ctx.now - report.seconds
+        since, self._waiting[node] = self._ctx.now - report.seconds, report.waiting
         if abs(since - self._since_of.get(node, float("-inf"))) <= JITTER:
             return False
         self._since_of[node] = since
@@ -315,8 +317,8 @@ class Watch:
         """Seconds of stillness at which the next look is due."""
         assert self._since is not None
         if not self._looks:
-            early = self._since + FIRST_LOOK >= self._early_at + EARLY_EVERY
-            return FIRST_LOOK if early else LATER[0]
+            rare = self._since + FIRST_LOOK >= self._early_at + EARLY_EVERY
+            return FIRST_LOOK if rare or self._all_wait() else LATER[0]
         last = self._looks[-1]
         if len(self._looks) == 1:
             return last + SECOND
@@ -324,6 +326,11 @@ class Watch:
             if when > last + 1.0:
                 return when
         return (last + 1.0) // LATEST * LATEST + LATEST
+
+    def _all_wait(self) -> bool:
+        """Whether every rank is in a collective, as none is that has slow steps."""
+        round_, waiting = self._ctx.round, sum(self._waiting[node] for node in self._members)
+        return round_ is not None and waiting == round_.facts.world_size
 
     def _span(self, at: float) -> float:
         """Seconds of stillness then; a look that was due is never early by a rounding."""
