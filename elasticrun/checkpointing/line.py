@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from elasticrun.shm.segment import NONE
@@ -178,41 +177,44 @@ class Costs:
     """What saves and restores have cost in this process: added up, and told to the agent."""
 
     def __init__(self) -> None:
-        self._spent = RankCosts(-1)
+        self._step = -1
+        self._saves = 0
+        self._saved = self._restored = 0.0
         self._socket: socket.socket | None = None
-        self._address = ""
+        self._place = ("", -1)  # where the agent hears, and which local rank this is
         self._tell_at = 0.0
 
     def restored(self, seconds: float) -> None:
         """A restore has taken so long."""
-        self._spent = replace(self._spent, restored=self._spent.restored + seconds)
+        self._restored += seconds
+        self._tell_at = 0.0
         self._tell()
 
     def saved(self, seconds: float, *, taken: bool) -> None:
         """A save, or the try, has kept the script waiting so long."""
-        one = self._spent
-        self._spent = replace(one, saves=one.saves + taken, saved=one.saved + seconds)
-        self._tell_soon()
+        self._saves += taken
+        self._saved += seconds
+        self._tell()
 
     def stepped(self, step: int) -> None:
-        """Training is at this step."""
-        self._spent = replace(self._spent, step=max(step, self._spent.step))
-        self._tell_soon()
-
-    def _tell_soon(self) -> None:
-        if time.monotonic() >= self._tell_at:
-            self._tell_at = time.monotonic() + TELL_EVERY
-            self._tell()
+        """Training is at this step; within a few microseconds."""
+        self._step = max(step, self._step)
+        self._tell()
 
     def _tell(self) -> None:
+        """Unless it was told just now."""
+        now = time.monotonic()
+        if now < self._tell_at:
+            return
+        self._tell_at = now + TELL_EVERY
         with suppress(OSError, ValueError):  # no agent, a full queue: the next datagram has it all
             if self._socket is None:
-                name, local_rank = read_place(os.environ.get(env.PROGRESS, ""))
-                self._spent = replace(self._spent, local_rank=local_rank)
-                self._address = address(name)
+                self._place = read_place(os.environ.get(env.PROGRESS, ""))
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
                 self._socket.setblocking(False)
-            self._socket.sendto(encode_spent(self._spent), self._address)
+            name, local_rank = self._place
+            sums = RankCosts(local_rank, self._step, self._saves, self._saved, self._restored)
+            self._socket.sendto(encode_spent(sums), address(name))
 
 
 costs: Final = Costs()

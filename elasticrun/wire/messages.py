@@ -747,7 +747,7 @@ class End(Struct, frozen=True):
     exit_code: ExitCode
     reason: str
     failures: Failures  # the root cause first; empty on success
-    goodput: str = ""  # where the time went, in a line; "" where no round was lost
+    goodput: str = ""  # where the time went, in a line; "" where it is not worth one
 
 
 class Echo(Struct, frozen=True):

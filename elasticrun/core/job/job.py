@@ -572,8 +572,6 @@ class Job:
         self._until = None
         ctx.note(f"the job is over: {reason}")
         self._recorder.record()
-        spent = self._sight.ledger.page()
-        lost = spent is not None and (spent.ends or spent.advice)  # who lost nothing is quiet
-        end = replace(ctx.outcome, goodput=spent.told if spent is not None and lost else "")
+        end = replace(ctx.outcome, goodput=self._sight.ledger.last_line())
         ctx.out.append(fx.Tell(tuple(ctx.membership.sessions), end))
         self._streams.say_over(ctx.outcome)

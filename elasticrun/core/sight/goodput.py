@@ -18,7 +18,7 @@ WORTH = 0.005
 """Advice is given where it would have saved this share of all slots' time, ..."""
 
 LONG_ENOUGH = 600 * MICROS
-"""... and the job has run so long, in microseconds."""
+"""... and the job has run so long, in microseconds. Its last line is told then in any case."""
 
 SHORT = 50_000
 """Microseconds of the whole job that a line does not speak of."""

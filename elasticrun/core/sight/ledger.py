@@ -19,7 +19,7 @@ from elasticrun.core.persisted import LedgerEnd, LedgerFacts, LedgerLine, Ledger
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.rounds.round import Participants, Round, Stage
 from elasticrun.core.sight.causes import origin_of
-from elasticrun.core.sight.goodput import MICROS, Account, goodput
+from elasticrun.core.sight.goodput import LONG_ENOUGH, MICROS, Account, goodput
 from elasticrun.core.sight.picture import Goodput
 from elasticrun.wire import messages as m
 
@@ -441,3 +441,9 @@ class SlotLedger:
         ends, tells = tuple(self._ends.values()), self._newest >= 0
         found = Account(sums, total, self._wall, self._trained, ends, self._saves, tells)
         return goodput(found, self._ctx.spec)
+
+    def last_line(self) -> str:
+        """At the job's end; "" where no round was lost, and it was short."""
+        found = self.page()
+        told = found is not None and (found.ends or self._wall >= LONG_ENOUGH)
+        return found.told if found is not None and told else ""
