@@ -365,6 +365,19 @@ def test_a_stranger_is_not_shown_paths_arguments_and_what_was_said() -> None:
     assert not any(row.last_lines or row.stacks for row in told.incidents)
     said = msgspec.json.encode(told).decode()
     assert not any(word in said for word in (".py", "ValueError", "/home", "logs/"))
+    whole = hung()
+    assert whole.verdict is not None
+    assert whole.goodput is not None
+    rows = (LedgerRow("wait", "judge", 2.0), LedgerRow("wait", "secret", 1.0), *whole.goodput.rows)
+    whole = structs.replace(
+        whole,
+        verdict=structs.replace(whole.verdict, says="judge"),
+        goodput=structs.replace(whole.goodput, rows=rows),
+    )
+    told = for_strangers(whole)
+    assert told.goodput is not None
+    assert told.goodput.rows[0] == LedgerRow("wait", "said", 3.0)
+    assert "judge" not in msgspec.json.encode(told).decode()
     page = StatusPage(Loop(Recorder()))
     for peer, key, trusted in (
         ("127.0.0.1", "", True),

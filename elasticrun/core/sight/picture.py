@@ -7,6 +7,8 @@ them escapes them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec import Struct
 
 from elasticrun.wire.messages import JobStatus
@@ -80,6 +82,15 @@ class Goodput(Struct, frozen=True):
     def told(self) -> str:
         """The line, and the advice behind it."""
         return f"{self.line}; {self.advice}" if self.advice else self.line
+
+
+def without_words(rows: Iterable[LedgerRow]) -> tuple[LedgerRow, ...]:
+    """The rows, but for what scripts call that which they do on purpose: "said"."""
+    sums: dict[tuple[str, str], float] = {}
+    for row in rows:
+        key = (row.category, "said" if row.category == "wait" and row.cause else row.cause)
+        sums[key] = sums.get(key, 0.0) + row.seconds
+    return tuple(LedgerRow(*key, seconds) for key, seconds in sums.items())
 
 
 class PhaseRow(Struct, frozen=True):

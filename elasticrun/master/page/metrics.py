@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
-from elasticrun.core.sight.picture import Goodput, LedgerRow
+from elasticrun.core.sight.picture import Goodput, LedgerRow, without_words
 from elasticrun.master.loop import Loop
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ def _time(found: Goodput | None, slots: SlotCounters) -> Iterator[Metric]:
 
     text = "Seconds of all slots by what they were spent on, a slot being one rank's place."
     spent = CounterMetricFamily("elasticrun_slot_seconds", text, labels=("category", "cause"))
-    for key, seconds in slots.take(found.rows if found is not None else ()).items():
+    rows = without_words(found.rows) if found is not None else ()
+    for key, seconds in slots.take(rows).items():
         spent.add_metric(key, seconds)
     yield spent
     if found is not None and found.name == "goodput":

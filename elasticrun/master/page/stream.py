@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from elasticrun import __version__
-from elasticrun.core.sight.picture import IncidentRow, Picture, RankRow
+from elasticrun.core.sight.picture import IncidentRow, Picture, RankRow, without_words
 from elasticrun.master.loop import Loop
 from elasticrun.master.outward.report import WORDS
 from elasticrun.wire.messages import JobStatus, Reply, Request
@@ -201,14 +201,16 @@ def _object(fields: dict[str, bytes]) -> bytes:
 
 def for_strangers(picture: Picture) -> Picture:
     """The picture without paths, arguments and what the script has said."""
-    verdict = picture.verdict
+    verdict, spent = picture.verdict, picture.goodput
+    says = "something long" if verdict is not None and verdict.says else ""
     return replace(
         picture,
         status=status_for_strangers(picture.status),
         events=(),
         ranks=tuple(_rank_for_strangers(row) for row in picture.ranks),
         incidents=tuple(_incident_for_strangers(row) for row in picture.incidents),
-        verdict=replace(verdict, sentence=verdict.kind, folder="") if verdict else None,
+        verdict=replace(verdict, sentence=verdict.kind, folder="", says=says) if verdict else None,
+        goodput=replace(spent, rows=without_words(spent.rows)) if spent else None,
         stacks=(),
         stacks_missing="stacks and settings are shown on the job's own host, or to who has the key",
         said=(),
