@@ -3,7 +3,8 @@ every second, half of the time a hang of them all.
 
     python benchmarks/page.py [--seconds S] [--slower N]
 
-The bar: no task above 50 ms, which is what browsers call long. `--slower`: as if the processor were
+The bar: no task of the page's main thread takes 50 ms, which is what browsers call long, of the
+processor; by the clock it takes longer where others want the processor. `--slower`: as if that were
 so many times slower.
 """
 
@@ -11,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -28,21 +29,6 @@ from tests.master.pictures import OPTIONS, healthy, hung, served
 
 BAR = 50.0
 
-WATCH = """
-window.tasks = [];
-window.frames = [];
-const seen = list => list.getEntries().forEach(one => window.tasks.push(one.duration));
-new PerformanceObserver(seen).observe({type: "longtask", buffered: true});
-let was = performance.now();
-function frame() {
-    const now = performance.now();
-    window.frames.push(now - was);
-    was = now;
-    requestAnimationFrame(frame);
-}
-requestAnimationFrame(frame);
-"""
-
 
 def changed(picture: Picture, number: int) -> Picture:
     """The same a second later: every rank has another step, CPU and memory."""
@@ -53,8 +39,9 @@ def changed(picture: Picture, number: int) -> Picture:
     return replace(picture, ranks=ranks, slow=(f"node005 is {number} % slower than the others",))
 
 
-async def measure(seconds: int, slower: float) -> dict[str, Any]:
-    """Milliseconds."""
+async def measure(seconds: int, slower: float) -> tuple[float, float, int]:
+    """Milliseconds of the longest task of the page's main thread, by its processor time and by the
+    clock; and how many tasks took more than the bar by the clock."""
     from playwright.async_api import async_playwright
 
     well, held = healthy(128, 8), hung(128, 8)
@@ -63,14 +50,26 @@ async def measure(seconds: int, slower: float) -> dict[str, Any]:
         page = await browser.new_page(viewport={"width": 1280, "height": 900})
         line = await page.context.new_cdp_session(page)
         await line.send("Emulation.setCPUThrottlingRate", {"rate": slower})
-        await page.add_init_script(WATCH)
+        await browser.start_tracing(page=page, categories=["toplevel", "__metadata"])
         await page.goto(url)
         for number in range(seconds):
             await asyncio.sleep(1.0)
             brain.whole = changed(held if number // 3 % 2 else well, number)
-        tasks, frames = await page.evaluate("[window.tasks, window.frames]")
+        trace = json.loads(await browser.stop_tracing())["traceEvents"]
         await browser.close()
-    return {"long_tasks": tasks, "frames": len(frames), "longest_frame": max(frames)}
+    mains = {
+        (one["pid"], one["tid"])
+        for one in trace
+        if one["name"] == "thread_name" and one["args"]["name"] == "CrRendererMain"
+    }
+    tasks = [
+        one
+        for one in trace
+        if (one["pid"], one["tid"]) in mains and one["name"].endswith("RunTask") and "dur" in one
+    ]
+    clock = [one["dur"] / 1000 for one in tasks]
+    own = max(one.get("tdur", one["dur"]) / 1000 for one in tasks)
+    return own, max(clock), sum(one > BAR for one in clock)
 
 
 def main() -> int:
@@ -80,10 +79,10 @@ def main() -> int:
     parser.add_argument("--slower", type=float, default=1.0)
     options = parser.parse_args()
     report.begin()
-    found = asyncio.run(measure(options.seconds, options.slower))
-    print(f"{found['frames']} frames, the longest {found['longest_frame']:.0f} ms")
-    print(f"tasks above {BAR:g} ms: {', '.join(f'{one:.0f}' for one in found['long_tasks']) or 0}")
-    return report.verdict(["no task above 50 ms"] if found["long_tasks"] else [])
+    own, clock, long = asyncio.run(measure(options.seconds, options.slower))
+    print(f"the longest task: {own:.0f} ms of the processor, {clock:.0f} ms by the clock")
+    print(f"tasks above {BAR:g} ms by the clock: {long}")
+    return report.verdict([f"no task above {BAR:g} ms of the processor"] if own > BAR else [])
 
 
 if __name__ == "__main__":

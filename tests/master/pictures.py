@@ -151,7 +151,7 @@ def hung(number: int = 8, ranks: int = 8) -> Picture:
 
 
 @asynccontextmanager
-async def served(picture: Picture) -> AsyncIterator[tuple[Recorder, str]]:
+async def served(picture: Picture, port: int = 0) -> AsyncIterator[tuple[Recorder, str]]:
     """The page that shows this picture: who makes it, and the page's address."""
     brain = Recorder()
     brain.page, brain.whole = picture.status, picture
@@ -159,7 +159,7 @@ async def served(picture: Picture) -> AsyncIterator[tuple[Recorder, str]]:
     loop.figures._came_to(ROUND, picture.status.step)
     loop.figures.began -= picture.status.age
     page = StatusPage(loop)
-    port = page.listen("127.0.0.1", 0)
+    port = page.listen("127.0.0.1", port)
     try:
         yield brain, page.url(port)
     finally:

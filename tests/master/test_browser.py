@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -62,7 +62,7 @@ async def visited(browser: Any, url: str, **context: Any) -> AsyncIterator[Any]:
     await tab.locator(".node").first.wait_for()
     yield tab
     await tab.close()
-    assert not wrong
+    assert not [one for one in wrong if "ERR_CONNECTION_REFUSED" not in one]
     assert {urlsplit(one).netloc for one in asked} - {""} == {urlsplit(url).netloc}
 
 
@@ -157,6 +157,18 @@ async def test_the_stream_comes_back(browser: Any, monkeypatch: pytest.MonkeyPat
         seen.brain.page = replace(seen.brain.page, phase="ended", outcome="It is over.")
         await seen.tab.get_by_text("the job has ended").wait_for()
         assert await seen.text("#sentence") == "It is over."
+
+
+async def test_another_master_on_the_same_port_is_found(browser: Any) -> None:
+    async with AsyncExitStack() as first:
+        _, url = await first.enter_async_context(served(healthy()))
+        async with visited(browser, url) as tab:
+            await first.aclose()
+            await tab.get_by_text("no contact with the master for").wait_for()
+            assert await tab.locator("#said").inner_text() == "No contact with the master."
+            async with served(hung(), urlsplit(url).port or 0):
+                await tab.locator("#verdict").wait_for()
+                assert await tab.locator("#contact").inner_text() == "live"
 
 
 async def test_the_ranks_of_a_node_are_found_by_keys(browser: Any) -> None:
