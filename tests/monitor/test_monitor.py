@@ -16,6 +16,7 @@ from elasticrun.wire.progress import GroupSays, RankSays
 from elasticrun.wire.spawning import SendSignal
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import Driver, script
+from tests.further import further
 
 T = TypeVar("T")
 
@@ -49,6 +50,26 @@ def load_shard():
 main()
 """
 
+BUSY = """
+import os, sys, threading
+import torch, torch.distributed as dist
+
+def work(depth=0):
+    return depth if depth == 30 else work(depth + 1) + len([None] * depth)
+
+def busy():
+    while not os.path.exists(sys.argv[2]):
+        work()
+
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+thread = threading.Thread(target=busy)
+thread.start()
+while thread.is_alive():
+    work()
+    dist.all_reduce(torch.ones(4))
+dist.destroy_process_group()
+"""
+
 FORKS = """
 import json, os, sys, threading
 first = os.open(sys.argv[1], os.O_RDONLY)
@@ -62,11 +83,11 @@ os.read(first, 1)
 """
 
 
-def asked(work: Callable[[Asking], Coroutine[Any, Any, T]]) -> T:
+def asked(work: Callable[[Asking], Coroutine[Any, Any, T]], limit: float = LIMIT) -> T:
     async def whole() -> T:
         asking = Asking()
         try:
-            return await asyncio.wait_for(work(asking), LIMIT)
+            return await asyncio.wait_for(work(asking), limit)
         finally:
             asking.end()
 
@@ -141,6 +162,25 @@ def _in(said: RankSays, function: str) -> bool:
 
 def _counts(said: RankSays) -> dict[str, tuple[int, int]]:
     return {row.key: (row.entered, row.done) for row in said.groups}
+
+
+@further("test_counters_names_and_stacks_of_two_ranks")
+def test_a_storm_of_questions_harms_no_busy_rank(server: Driver, tmp_path: Path) -> None:
+    """A thousand, for counters and the stacks of two threads that compute; then it ends well."""
+    over = tmp_path / "over"
+    args = (f"file://{tmp_path / 'store'}", str(over))
+    entry = Entrypoint(EntryKind.SCRIPT, script(tmp_path / "busy.py", BUSY).target, args)
+
+    async def work(asking: Asking) -> int:
+        key = server.start(entry, env={"RANK": "0"}, monitor=asking.begin(1)[0])
+        server.spawned(key)
+        await until(asking, 0, lambda said: len(said.threads) >= 2 and bool(said.groups))
+        said = [await asking.ask([0], LIMIT, full=True, stacks=True) for _ in range(1000)]
+        over.touch()
+        assert all(one[0] is not None for one in said)
+        return server.exited(key).code
+
+    assert asked(work, 5 * LIMIT) == 0
 
 
 def test_a_script_does_not_find_it_and_its_child_has_none(server: Driver, tmp_path: Path) -> None:
