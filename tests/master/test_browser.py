@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -15,7 +16,6 @@ from msgspec.structs import replace
 from elasticrun.core.sight.picture import EventRow, Picture, SettingRow
 from elasticrun.master.page import stream
 from tests import aio, needs
-from tests.harness import SCRIPTS
 from tests.master.people import Recorder
 from tests.master.pictures import OPTIONS, healthy, hung, served
 
@@ -24,6 +24,17 @@ pytestmark = pytest.mark.slow
 needs.packages("playwright", "axe_playwright_python")
 
 EVIL = "<script>document.title='in'</script><img src=x onerror=\"document.title='in'\">"
+TELLS = """
+import os
+import time
+from elasticrun.training import progress
+
+for step in range(100_000):
+    progress(step)
+    print(f"step {step} loss {2.0 + int(os.environ['RANK']) / 8}", flush=True)
+    time.sleep(0.2)
+"""
+
 NARROW = {"width": 400, "height": 800}
 
 
@@ -216,19 +227,24 @@ async def test_of_a_thousand_ranks_only_what_has_changed_is_drawn(browser: Any) 
         assert await tab.evaluate("window.drawn.length") <= 4
 
 
-async def test_a_real_job_is_watched(browser: Any, elastic_job: Any) -> None:
-    """Its ranks are looked at because somebody watches: nobody else has asked."""
+async def test_a_real_job_is_watched(browser: Any, elastic_job: Any, tmp_path: Path) -> None:
+    """Its ranks of two nodes are looked at because somebody watches: nobody else has asked."""
+    (tmp_path / "tells.py").write_text(TELLS)
     told = re.compile(r"the job's page: (\S+)")
-    job = elastic_job(SCRIPTS / "tells_steps.py", "100000", "0.05", nproc_per_node=2)
+    how = {"nnodes": 2, "nproc_per_node": 2, "options": ("--redirects=1",), "timeout": 60}
+    job = elastic_job(tmp_path / "tells.py", **how)
     url = told.search(job.wait_for_output(0, told))
     assert url is not None
     async with visited(browser, url[1]) as tab:
-        await tab.locator("#grid i.stepping").nth(1).wait_for()
+        await tab.locator("#grid i.stepping").nth(3).wait_for()
         assert re.match(
-            r"Training at step [\d,]+: 2 ranks on 1 node\.",
+            r"Training at step [\d,]+: 4 ranks on 2 nodes\.",
             await tab.locator("#sentence").inner_text(),
         )
         assert "a step takes" in await tab.locator("#steps").inner_text()
-        await tab.locator(".node").click()
+        await (
+            tab.locator("#words").get_by_text(re.compile(r"\[0-3\] step \d+ loss ~2.0")).wait_for()
+        )
+        await tab.locator(".node").first.click()
         assert await tab.locator("#detail tbody tr").count() == 2
         await tab.get_by_text("round 1", exact=True).wait_for()
