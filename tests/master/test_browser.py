@@ -241,7 +241,7 @@ async def test_a_real_job_is_watched(browser: Any, elastic_job: Any, tmp_path: P
             r"Training at step [\d,]+: 4 ranks on 2 nodes\.",
             await tab.locator("#sentence").inner_text(),
         )
-        assert "a step takes" in await tab.locator("#steps").inner_text()
+        await tab.get_by_text("a step takes").wait_for()
         await (
             tab.locator("#words").get_by_text(re.compile(r"\[0-3\] step \d+ loss ~2.0")).wait_for()
         )
