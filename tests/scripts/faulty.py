@@ -180,6 +180,8 @@ def main() -> None:
     GROUPS.extend(dist.new_group(list(range(size))) for _ in range(2))
     for _ in range(STEPS):
         step()
+    if rank == ODD:
+        print("at the fault", flush=True)
     if FAULT == "slow":
         for _ in range(int(SECONDS / 6)):
             time.sleep(6)
@@ -189,7 +191,6 @@ def main() -> None:
         while time.monotonic() < end:
             sum(range(10_000))
     elif rank == ODD:
-        print("at the fault", flush=True)
         FAULTS[FAULT]()
     elif FAULT == "order":
         dist.all_reduce(torch.ones(10), group=GROUPS[0])
