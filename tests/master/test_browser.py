@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from elasticrun.core.sight.picture import EventRow, Picture, SettingRow
 from elasticrun.master.page import stream
 from tests import aio, needs
-from tests.master.people import Recorder
+from tests.master.people import LIMIT, Recorder
 from tests.master.pictures import OPTIONS, healthy, hung, served
 
 pytestmark = pytest.mark.slow
@@ -64,6 +64,7 @@ def browser() -> Iterator[Any]:
 async def visited(browser: Any, url: str, **context: Any) -> AsyncIterator[Any]:
     """A tab at this address. In the end nothing was wrong, and nobody else was asked anything."""
     tab = await browser.new_page(**context)
+    tab.set_default_timeout(1000 * LIMIT)
     wrong: list[str] = []
     asked: list[str] = []
     tab.on("console", lambda said: wrong.append(said.text))
@@ -87,10 +88,13 @@ async def shown(browser: Any, picture: Picture, **context: Any) -> AsyncIterator
 
 
 async def test_a_hang_is_read_from_top_to_bottom(browser: Any) -> None:
-    async with shown(browser, hung()) as seen:
+    made = hung()
+    async with shown(browser, made) as seen:
         tab = seen.tab
         assert "63 ranks wait for it" in await seen.text("#sentence")
         assert await tab.title() == "held up: run17"
+        aloud = await seen.text("#said")
+        assert aloud == await seen.text("#sentence")
         groups = tab.locator("#verdict summary")
         assert await groups.all_inner_texts() == [
             "1 rank (42), main thread",
@@ -111,6 +115,11 @@ async def test_a_hang_is_read_from_top_to_bottom(browser: Any) -> None:
         await tab.get_by_text("2 settings").click()
         said = re.sub(r"\s+", " ", await seen.text("#settings"))
         assert 'heartbeat_timeout 30.0 --rdzv-conf on_hang "tell" default' in said
+        assert made.verdict is not None
+        older = replace(made.verdict, sentence=made.verdict.sentence.replace("71 s", "74 s"))
+        seen.brain.whole = replace(made, verdict=older)
+        await tab.locator("#sentence").get_by_text("74 s").wait_for()
+        assert await seen.text("#said") == aloud
 
 
 async def test_what_scripts_and_hosts_say_stays_text(browser: Any) -> None:
@@ -231,7 +240,7 @@ async def test_a_real_job_is_watched(browser: Any, elastic_job: Any, tmp_path: P
     """Its ranks of two nodes are looked at because somebody watches: nobody else has asked."""
     (tmp_path / "tells.py").write_text(TELLS)
     told = re.compile(r"the job's page: (\S+)")
-    how = {"nnodes": 2, "nproc_per_node": 2, "options": ("--redirects=1",), "timeout": 60}
+    how = {"nnodes": 2, "nproc_per_node": 2, "options": ("--redirects=1",)}
     job = elastic_job(tmp_path / "tells.py", **how)
     url = told.search(job.wait_for_output(0, told))
     assert url is not None
