@@ -63,10 +63,11 @@ class Outward:
             self._notifier.put("end", exit_code=end.exit_code, reason=end.reason)
 
     def close(self) -> None:
-        """Wait a moment for what is under way; blocks."""
+        """Wait a moment for what is under way, the first time; blocks."""
         self._files.close(END_LIMIT)
-        if self._notifier is not None:
-            self._notifier.close(END_LIMIT)
+        notifier, self._notifier = self._notifier, None
+        if notifier is not None:
+            notifier.close(END_LIMIT)
 
 
 def _name(config: MasterConfig) -> str:
