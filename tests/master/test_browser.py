@@ -168,7 +168,7 @@ async def test_the_stream_comes_back(browser: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(stream, "RETRY", 100)
     monkeypatch.setattr(stream, "PACE", 0.1)
     async with shown(browser, healthy()) as seen:
-        async with seen.tab.expect_request("**/events"):
+        async with seen.tab.expect_request("**/events**"):
             pass
         whole = seen.brain.whole
         seen.brain.whole = replace(whole, slow=("node003 is slow",))
@@ -189,6 +189,21 @@ async def test_another_master_on_the_same_port_is_found(browser: Any) -> None:
             async with served(hung(), urlsplit(url).port or 0):
                 await tab.locator("#verdict").wait_for()
                 assert await tab.locator("#contact").inner_text() == "live"
+
+
+async def test_a_tab_that_nobody_sees_has_no_ranks_looked_at(browser: Any) -> None:
+    async with shown(browser, healthy()) as seen:
+        for hidden, query in (("true", "hidden"), ("false", "")):
+            async with seen.tab.expect_request("**/events**") as asked:
+                await seen.tab.evaluate(
+                    "hidden => Object.defineProperty(document, 'hidden', "
+                    "{value: hidden, configurable: true}) && "
+                    "document.dispatchEvent(new Event('visibilitychange'))",
+                    hidden == "true",
+                )
+            assert urlsplit((await asked.value).url).query == query
+        seen.brain.whole = replace(seen.brain.whole, slow=("node003 is slow",))
+        await seen.tab.get_by_text("node003 is slow").wait_for()
 
 
 async def test_the_ranks_of_a_node_are_found_by_keys(browser: Any) -> None:

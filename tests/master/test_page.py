@@ -337,7 +337,8 @@ async def test_events_bring_the_picture_and_then_what_changes_and_the_end() -> N
 
 
 async def test_ranks_are_looked_at_while_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One look after the other, however many watch; for who asks once for the picture, none."""
+    """One look after the other, however many watch; none for who asks once for the picture, or has
+    the page in a tab that is hidden."""
     monkeypatch.setattr(stream, "LOOK_EVERY", 0.0)
     monkeypatch.setattr(stream, "PACE", 0.01)
     async with paged() as (loop, port):
@@ -347,8 +348,11 @@ async def test_ranks_are_looked_at_while_somebody_watches(monkeypatch: pytest.Mo
         turning = asyncio.ensure_future(loop.run())
         assert (await get(port, "/picture"))[0] == 200
         assert not brain.events
-        watching = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        for _, writer in watching:
+        watching = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        watching[0][1].write(b"GET /events?hidden HTTP/1.1\r\nHost: x\r\n\r\n")
+        await event(watching[0][0])
+        assert not brain.events
+        for _, writer in watching[1:]:
             writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
         for number in (1, 2):
             asked = await brain.until(lambda one, number=number: one.number == number)

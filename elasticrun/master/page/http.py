@@ -132,7 +132,9 @@ class StatusPage:
         code, headers, body = self._refusal(scope)
         if code == 200 and scope["path"] == "/events" and scope["method"] == "GET":
             await send(_start(200, {"content-type": "text/event-stream; charset=utf-8"}))
-            await self._streams.serve(receive, send, whole=self._trusts(scope))
+            whole = self._trusts(scope)
+            looks = whole and "hidden" not in _query(scope)
+            await self._streams.serve(receive, send, whole=whole, looks=looks)
             return
         if code == 200 and scope["path"] == "/metrics" and self._render is None:
             self._render = await asyncio.to_thread(metrics_writer, self._loop)  # it imports
@@ -186,7 +188,7 @@ class StatusPage:
         peer = scope.get("client")
         if peer is not None and is_loopback(peer[0]):
             return True
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("key", [""])[0]
+        given = _query(scope).get("key", [""])[0]
         return hmac.compare_digest(given.encode(), self._key.encode())
 
     def _json(self, *, whole: bool) -> bytes:
@@ -216,6 +218,10 @@ def html() -> tuple[str, bytes]:
 
 def _inside(body: bytes, tag: bytes) -> bytes:
     return body.partition(b"<%s>" % tag)[2].partition(b"</%s>" % tag)[0]
+
+
+def _query(scope: dict[str, Any]) -> dict[str, list[str]]:
+    return parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
 
 
 def _start(code: int, headers: dict[str, str]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Feed:
 
     def __init__(self, loop: Loop, *, whole: bool) -> None:
         self._loop = loop
-        self.whole = whole
+        self._whole = whole
         self._parts: Parts = {}
         self._change = b""
         self._due = 0.0
@@ -79,7 +79,7 @@ class Feed:
         if not now and self.wait() > 0.0:
             return
         picture = self._loop.picture()
-        parts = parts_of(picture if self.whole else for_strangers(picture))
+        parts = parts_of(picture if self._whole else for_strangers(picture))
         fresh = {
             name: data
             for name, (still, data) in parts.items()
@@ -108,14 +108,14 @@ class Watchers:
         """For who asks once."""
         return self._feeds[whole].picture()
 
-    async def serve(self, receive: Receive, send: Send, *, whole: bool) -> None:
+    async def serve(self, receive: Receive, send: Send, *, whole: bool, looks: bool) -> None:
         """Send events, the head having been sent, until the browser has gone, the stream's life is
-        over or the master ends."""
+        over or the master ends. `looks`: have the ranks looked at meanwhile."""
         self._watched += 1
         gone = asyncio.ensure_future(_gone(receive))
         ends = asyncio.ensure_future(self._closing.wait())
         try:
-            await self._send(self._feeds[whole], send, gone, ends)
+            await self._send(self._feeds[whole], send, gone, ends, self._look if looks else None)
         finally:
             gone.cancel()
             ends.cancel()
@@ -132,7 +132,12 @@ class Watchers:
         self._looking = asyncio.ensure_future(self._loop.ask(Request("picture", live=True)))
 
     async def _send(
-        self, feed: Feed, send: Send, gone: asyncio.Future[None], ends: asyncio.Future[Any]
+        self,
+        feed: Feed,
+        send: Send,
+        gone: asyncio.Future[None],
+        ends: asyncio.Future[Any],
+        look: Callable[[], None] | None,
     ) -> None:
         clock = asyncio.get_running_loop().time
         until = clock() + STREAM_LIFE
@@ -144,8 +149,8 @@ class Watchers:
                 seen = feed.number
             if ends.done():
                 break
-            if feed.whole:
-                self._look()
+            if look is not None:
+                look()
             await asyncio.wait(
                 (gone, ends), timeout=feed.wait(), return_when=asyncio.FIRST_COMPLETED
             )
