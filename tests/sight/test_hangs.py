@@ -88,7 +88,7 @@ def test_a_hang_is_named(world: World, row: Row) -> None:
 @pytest.mark.parametrize("fault", cases(NONE, kept=["alone"]))
 def test_what_may_go_on_is_no_hang(world: World, fault: str) -> None:
     """It ends as it would without us."""
-    job = start(world, fault, seconds=5.0 if fault == "alone" else 90.0)
+    job = start(world, fault, seconds=13.0 if fault == "alone" else 90.0)
     assert job.wait() == 0, job.stderr
     assert not re.search(r"hang \((certain|strong)\)", job.stderr), job.stderr
 
