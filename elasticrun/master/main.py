@@ -163,7 +163,7 @@ class Lifetime:
         """Exit code and the sentence for the log."""
         self.streams: Servicer | None = None
         """Those of the agents, once the port is open to them."""
-        self.outward = Outward(config)
+        self.outward = Outward(config, hosted=hosted)
         """Hears of the job's end too."""
         self._linger, self._outlive = config.linger, config.outlive
         spec = config.spec

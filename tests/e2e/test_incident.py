@@ -39,6 +39,10 @@ def test_a_failing_rank_leaves_a_record(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "incidents").iterdir()
+    said = [line for line in done.stderr.splitlines() if "incident 1: rank 1 failed" in line]
+    assert len(said) == 1, done.stderr
+    assert "; restart 1, " in said[0]
+    assert said[0].endswith(f": {folder}/0001.md")
     row = json.loads((folder / "0001.json").read_text())
     assert (row["cause"], row["rank"], row["over"]) == ("rank_failed", 1, True)
     assert [phase["name"] for phase in row["phases"]][:3] == ["stop", "gather", "spawn"]

@@ -30,6 +30,7 @@ from elasticrun.master.outward.notify import Notifier
 from elasticrun.master.outward.outward import Outward
 from elasticrun.master.outward.report import NOTHING, page, table
 from elasticrun.master.outward.result import result_of
+from elasticrun.operator_log import NOTICE
 
 ROW = IncidentRow(
     number=7,
@@ -100,6 +101,29 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
     ):
         assert part in text
     assert "\x1b" not in text
+
+
+def test_people_are_told_in_a_line_of_each_that_is_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(NOTICE, "elasticrun")
+    files = IncidentFiles("run-1", f"{tmp_path}/logs", tells=True)
+    ended = "the job ends with code 1: no restart is left"
+    for row in (
+        msgspec.structs.replace(ROW, over=False),
+        ROW,
+        ROW,
+        msgspec.structs.replace(ROW, number=8, decision=f"{ROW.decision}; {ended}"),
+    ):
+        files.put(row)
+    files.close(10.0)
+    first = "rank 3 on node b failed (ValueError: bad)"
+    assert [record.message for record in caplog.records] == [
+        f"incident 7: {first}; restart 1, 1.8 s down, 12 steps repeated: "
+        "logs/incidents/run-1/0007.md",
+        f"incident 8: {first}; the job ends with code 1: logs/incidents/run-1/{8:04}.md",
+    ]
 
 
 def test_a_disk_that_refuses_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

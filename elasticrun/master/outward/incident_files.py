@@ -19,8 +19,9 @@ from typing import Final
 import msgspec
 
 from elasticrun.core.sight.picture import IncidentRow
-from elasticrun.master.outward.report import page
+from elasticrun.master.outward.report import line, page
 from elasticrun.master.outward.result import Result
+from elasticrun.operator_log import NOTICE
 from elasticrun.wire import run_folder
 
 FOLDER: Final = "incidents"
@@ -39,9 +40,12 @@ logger = logging.getLogger("elasticrun")
 class IncidentFiles:
     """Writes what it is given, in a thread."""
 
-    def __init__(self, name: str, log_dir: str) -> None:
+    def __init__(self, name: str, log_dir: str, *, tells: bool = False) -> None:
         """Into the folder `name` beside the logs, or, where there are none (""), in the user's run
-        folder: of those the newest MOST_FOLDERS are kept."""
+        folder: of those the newest MOST_FOLDERS are kept. `tells`: people are told of each in a
+        line, once, when it is over."""
+        self._tells = tells
+        self._told = 0  # the number of the last one
         self._name = name
         self._log_dir = log_dir
         self.folder: Path | None = None
@@ -77,6 +81,22 @@ class IncidentFiles:
                 if not told:
                     logger.warning("the incidents of this job cannot be written: %s", wrong)
                 told = True
+            if (
+                self._tells
+                and isinstance(row, IncidentRow)
+                and row.over
+                and row.number > self._told
+            ):
+                self._told = row.number
+                logger.log(NOTICE, "%s%s", line(row), self._where(row))
+
+    def _where(self, row: IncidentRow) -> str:
+        """Where people find it, as they would type it."""
+        if self.folder is None:
+            return ""
+        path = self.folder / f"{row.number:04}.md"
+        here = Path.cwd()
+        return f": {path.relative_to(here) if path.is_relative_to(here) else path}"
 
     def _write(self, row: IncidentRow | Result) -> None:
         base = Path(self._log_dir) if self._log_dir else run_folder.run_folder(os.environ)

@@ -29,14 +29,15 @@ MAX_WORD: Final = 64
 class Outward:
     """Files of incidents, events to another program."""
 
-    def __init__(self, config: MasterConfig) -> None:
+    def __init__(self, config: MasterConfig, *, hosted: bool = False) -> None:
+        """`hosted`: an agent has started this master, whose terminal shows what it says."""
         self._notifier: Notifier | None = None
         if config.on_event:
             from elasticrun.master.outward.notify import Notifier  # few jobs ask for it
 
             self._notifier = Notifier(config.on_event, config.job_id)
         self._told: tuple[int, bool] = (0, False)  # the newest incident, and whether it was over
-        self._files = IncidentFiles(_name(config), config.log_dir)
+        self._files = IncidentFiles(_name(config), config.log_dir, tells=hosted)
 
     @property
     def folder(self) -> str:

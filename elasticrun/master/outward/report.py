@@ -1,4 +1,5 @@
-"""One incident as a page of Markdown for people, and all of them as a table of 80 columns."""
+"""One incident as a page of Markdown for people and as a line, and all of them as a table of 80
+columns."""
 
 from __future__ import annotations
 
@@ -59,6 +60,18 @@ def page(row: IncidentRow) -> str:
         whose = f"rank {row.rank}" if row.rank >= 0 else "the rank"
         lines += ["", f"## Last lines of {whose}", *_block(row.last_lines)]
     return "\n".join(lines) + "\n"
+
+
+def line(row: IncidentRow) -> str:
+    """Of one that is over: `incident 3: rank 1 failed (ValueError: bad luck); restart 1, 0.9 s
+    down, 5 steps repeated`."""
+    _, ends, end = row.decision.partition("the job ends with code ")
+    if ends and not end.startswith("0:"):
+        what = ends + end.partition(":")[0]
+    else:
+        lost = f", {some(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
+        what = f"{row.decision.partition(':')[0]}, {span(lasted(row))} down{lost}"
+    return f"incident {row.number}: {_plain(row.sentence)}; {what}"
 
 
 def table(rows: Iterable[IncidentRow]) -> str:
