@@ -41,6 +41,7 @@ NAMED_BOOKS: Final = {
     "core.rounds.rendezvous:_kept": "the first reason is shown",
     "core.rounds.attribution:_records": "outlives a node's lives; the oldest are forgotten first",
     "core.health.policy:_unresolved": "they are called in by their order",
+    "core.sight.ledger:_sums": "what is booked of each one's sums: recorded, ends with the round",
     "core.sight.hangs.watch:_since_of": "forgotten with its round; empty while all train",
     "core.sight.hangs.look:answers": "of one look, in the order in which nodes were asked",
     "core.sight.ledger:_places": "what was booked last, beside what a node does now",

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 MOST = {
-    "lines": 66_500,  # to end at 42,000; 7,700 of them came with sight
+    "lines": 67_536,  # to end at 42,000; 9,000 of them came with sight
     "files_in_the_fullest_folder": 9,  # 9
     "classes_over_files": 3,  # 4
     "crumbs": 5,  # 5; one family of checks a module (doctor/software), one verb (cli/verbs/replay)
@@ -22,10 +22,10 @@ MOST = {
     "tasks_without_an_owner": 0,
     "readers_of_proc_stat": 1,  # 1
     "functions_with_many_parameters": 2,  # 0, but start: what the fixture elastic_job takes
-    "books_by_node": 7,  # 0, beside the 8 that the ruler names
+    "books_by_node": 7,  # 0, beside the 9 that the ruler names
     "retired_words": 0,
 }
-TESTS_LINES = 61_000
+TESTS_LINES = 62_137
 """Lines of tests with the simulator; to end at 42,000 without it."""
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.master.outward.report import line, page
-from elasticrun.master.outward.result import Result
+from elasticrun.master.outward.result import JobResult
 from elasticrun.operator_log import NOTICE
 from elasticrun.wire import run_folder
 
@@ -50,10 +50,10 @@ class IncidentFiles:
         self._log_dir = log_dir
         self.folder: Path | None = None
         """None before the first record is there."""
-        self._queue: queue.Queue[IncidentRow | Result | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[IncidentRow | JobResult | None] = queue.Queue(MAX_QUEUED)
         self._thread: threading.Thread | None = None
 
-    def put(self, row: IncidentRow | Result) -> None:
+    def put(self, row: IncidentRow | JobResult) -> None:
         """Write it, in place of an older state of the same incident; returns at once."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="elasticrun-incidents", daemon=True)
@@ -98,14 +98,14 @@ class IncidentFiles:
         here = Path.cwd()
         return f": {path.relative_to(here) if path.is_relative_to(here) else path}"
 
-    def _write(self, row: IncidentRow | Result) -> None:
+    def _write(self, row: IncidentRow | JobResult) -> None:
         base = Path(self._log_dir) if self._log_dir else run_folder.run_folder(os.environ)
         folder = base / FOLDER / self._name
         if not folder.is_dir():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._log_dir:
                 _keep_newest(folder.parent)
-        if isinstance(row, Result):
+        if isinstance(row, JobResult):
             _replace(folder / RESULT, msgspec.json.encode(row))
         else:
             _replace(folder / f"{row.number:04}.json", msgspec.json.encode(row))

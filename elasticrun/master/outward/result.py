@@ -27,7 +27,7 @@ class ShortRow(Struct, frozen=True):
     cost: float
 
 
-class Result(Struct, frozen=True):
+class JobResult(Struct, frozen=True):
     """Times are seconds since 1970."""
 
     job: str
@@ -45,7 +45,7 @@ class Result(Struct, frozen=True):
     incidents: tuple[ShortRow, ...]  # the newest last
 
 
-def result_of(end: JobOver, found: Picture) -> Result:
+def result_of(end: JobOver, found: Picture) -> JobResult:
     """At the job's end."""
     status, now = found.status, time.time()
     rows = (
@@ -55,7 +55,7 @@ def result_of(end: JobOver, found: Picture) -> Result:
         )
         for row in found.incidents
     )
-    return Result(
+    return JobResult(
         job=status.job_id,
         state=STATES.get(end.exit_code, "failed"),
         exit_code=end.exit_code,

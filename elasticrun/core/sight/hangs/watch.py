@@ -105,8 +105,8 @@ class Watch:
         """The round is to end for this failure of a node's rank; the job takes it from here."""
         self._places = Places()
         self._places.restore(ctx.waits)
-        self._since_of: dict[str, float] = {}  # quiet nodes, and since when
-        self._waiting: dict[str, int] = {}  # ranks of each that are in a collective
+        # quiet nodes: since when, and how many of their ranks are in a collective
+        self._since_of: dict[str, tuple[float, int]] = {}
         self._has_moved = False  # a collective or a step of this life is known to have been done
         self._number = 0  # of the last look
         self._look: RollCall | None = None  # that is under way
@@ -148,11 +148,11 @@ class Watch:
         self._has_moved = self._has_moved or report.first > 0.0
         if report.seconds <= 0.0:
             return self._since_of.pop(node, None) is not None
-        since, self._waiting[node] = self._ctx.now - report.seconds, report.waiting
-        if abs(since - self._since_of.get(node, float("-inf"))) <= JITTER:
-            return False
-        self._since_of[node] = since
-        return True
+        since, waiting = self._ctx.now - report.seconds, report.waiting
+        before, _ = self._since_of.get(node, (float("-inf"), 0))
+        news = abs(since - before) > JITTER
+        self._since_of[node] = (since if news else before, waiting)
+        return news
 
     def round_begins(self) -> None:
         """Nothing is known of its ranks."""
@@ -267,7 +267,7 @@ class Watch:
         if self._since_of and len(self._since_of) + len(last.completed) >= len(last.stages):
             running = self._running()
             if all(node in self._since_of for node in running):
-                since = max((self._since_of[node] for node in running), default=None)
+                since = max((self._since_of[node][0] for node in running), default=None)
         if since != self._since:
             self._moved_on(since)
         if ctx.away != self._away:  # what was said meanwhile is old
@@ -329,7 +329,7 @@ class Watch:
 
     def _all_wait(self) -> bool:
         """Whether every rank is in a collective, as none is that has slow steps."""
-        round_, waiting = self._ctx.round, sum(self._waiting[node] for node in self._members)
+        round_, waiting = self._ctx.round, sum(self._since_of[node][1] for node in self._members)
         return round_ is not None and waiting == round_.facts.world_size
 
     def _span(self, at: float) -> float:
