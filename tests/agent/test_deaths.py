@@ -328,6 +328,7 @@ def test_a_taken_master_port_is_one_sentence(world: World, web_server: int) -> N
     )
     assert job.wait() == 1
     assert f"cannot listen on the master port 127.0.0.1:{web_server}" in job.stderr
+    assert "give this one its --node-rank" in job.stderr
     # of several nodes each says first where its ranks' output is
     said = rf"^elasticrun\[.+\]: the output of its ranks is in {re.escape(logs[1][10:])}/\S+$"
     assert re.search(said, job.stderr, re.MULTILINE), job.stderr

@@ -227,7 +227,12 @@ def listen_proxy(where: Endpoint) -> socket.socket:
         return _listen(where.host, where.port, backlog=1024)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        text = "another process listens there" if taken else os.strerror(error.errno or 0)
+        text = os.strerror(error.errno or 0)
+        if taken:
+            text = (
+                "another process listens there; if it is the first node of this job, give this "
+                "one its --node-rank or all of them --rdzv-backend=c10d, else take another port"
+            )
         raise HostError(f"cannot listen on the master port {where}: {text}") from None
 
 
