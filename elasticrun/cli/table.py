@@ -49,8 +49,7 @@ the options that most jobs need:
   --network-check                   probe nodes and links before training
   --save-at-breakpoint              write the newest snapshot after a failure
   --dry-run                         print what would run, and why so
-  --version, -h, --help             the version; this page
-  --help-all                        every option, with its default
+  --version, -h, --help, --help-all the version; this page; every option
 
 subcommands, each with its own --help:
   elasticrun status [ENDPOINT]      the state of your jobs, and why they wait

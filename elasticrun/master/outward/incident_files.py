@@ -99,11 +99,13 @@ class IncidentFiles:
         return f": {path.relative_to(here) if path.is_relative_to(here) else path}"
 
     def _write(self, row: IncidentRow | JobResult) -> None:
-        base = Path(self._log_dir) if self._log_dir else run_folder.run_folder(os.environ)
-        folder = base / FOLDER / self._name
+        # where nothing has stopped a job, its logs are what torchrun leaves there, and no more
+        folder = Path(self._log_dir) / FOLDER / self._name
+        if not self._log_dir or (isinstance(row, JobResult) and not folder.is_dir()):
+            folder = run_folder.run_folder(os.environ) / FOLDER / self._name
         if not folder.is_dir():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self._log_dir:
+            if not self._log_dir or isinstance(row, JobResult):
                 _keep_newest(folder.parent)
         if isinstance(row, JobResult):
             _replace(folder / RESULT, msgspec.json.encode(row))
