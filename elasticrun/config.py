@@ -399,7 +399,7 @@ class MasterConfig:
     master_store: str = ""  # as in AgentConfig; the record is there then, the trace in record_dir
     advertise: str = ""  # host under which a master found by way of etcd is dialled
     holder: str = ""  # names the life of the agent that starts this master, in etcd's leader key
-    log_dir: str = ""  # where incidents are written; "": the user's run folder
+    log_dir: str = ""  # where incidents are written; "": the user's folder
     on_event: str = ""  # as in AgentConfig
     sources: dict[str, str] = field(default_factory=dict)  # as in AgentConfig
     outlive: bool = False  # at EOF of the lifeline go on for as long as other agents are attached

@@ -105,7 +105,7 @@ class Counting:
         return "\n".join(node.output() for node in (*nodes, *by_hand))
 
     def _results(self) -> list[Path]:
-        found = (place.glob("incidents/*/result.json") for place in self.job.run_folders)
+        found = (place.glob("incidents/*/result.json") for place in self.job.user_folders)
         return [path for paths in found for path in paths]
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Asks a warm process for a fork server: in milliseconds instead of the time that torch takes.
 
 A warm process (`forkserver.warm`) has torch imported and forks fork servers for launchers of its
-own user. Its socket lies in the user's run folder, which is the user's alone; its name is made of
+own user. Its socket lies in the user's folder, which is the user's alone; its name is made of
 what decides which launchers it can serve at all: the interpreter, its environment folder and our
 package, then the cgroup and the namespaces. The rest is compared at each request, by the warm
 process, which says what differs.
@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun.operator_log import NOTICE, logger
 from elasticrun.wire import env, frames, spawning
-from elasticrun.wire.run_folder import run_folder
 from elasticrun.wire.types import EntryKind
+from elasticrun.wire.user_folder import user_folder
 
 if TYPE_CHECKING:
     import asyncio
@@ -357,7 +357,7 @@ def socket_path(environ: Mapping[str, str]) -> Path:
     """Where the warm process of this process' user and surroundings listens, if there is one.
     OSError where there is no folder that is the user's alone."""
     place = hashlib.sha256("\0".join(_place_of("self").values()).encode()).hexdigest()[:12]
-    return run_folder(environ) / f"warm-{environment_name()}-{place}.sock"
+    return user_folder(environ) / f"warm-{environment_name()}-{place}.sock"
 
 
 def find(environ: Mapping[str, str]) -> Path | None:

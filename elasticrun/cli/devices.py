@@ -19,7 +19,7 @@ from elasticrun.accelerators.base import cores as all_cores, torch_build
 from elasticrun.accelerators.nvidia import Nvidia
 from elasticrun.cli.rendezvous import SHARED_VARIABLE
 from elasticrun.cli.settings import NotHere
-from elasticrun.wire.run_folder import network_file_system
+from elasticrun.wire.user_folder import network_file_system
 
 if TYPE_CHECKING:
     from elasticrun.detection.found import HostFacts

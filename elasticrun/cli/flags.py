@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from elasticrun.core.words import nearest
+
 PROG = "elasticrun"
 
 TORCHRUN = "torchrun"
@@ -111,16 +113,6 @@ def _convert(flag: Flag, kind: Callable[[str], Any], text: str) -> Any:
         words = ", ".join(flag.choices)
         raise argparse.ArgumentTypeError(f"{text!r}{where} is not one of {words}")
     return value
-
-
-def nearest(word: str, names: Iterable[str]) -> str:
-    """The clause that names what a mistyped word was meant to be, "" where nothing is near."""
-    import difflib
-
-    names = list(names)
-    begun = sorted(name for name in names if len(word) > 3 and name.startswith(word))
-    found = begun[:1] or difflib.get_close_matches(word, names, 1, 0.75)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 class Parser(argparse.ArgumentParser):

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from elasticrun.cli.flags import PROG, get_args_parser, nearest
+from elasticrun.cli.flags import PROG, get_args_parser
 from elasticrun.cli.settings import Asked, NoProgram, NothingToDo, UsageError, look
 from elasticrun.cli.trust import notes, withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig, MasterPlace
+from elasticrun.core.words import nearest
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 

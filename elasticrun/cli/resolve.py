@@ -15,11 +15,11 @@ from typing import Any, Final
 from elasticrun import accelerators, config
 from elasticrun.cli import rendezvous, settings, table, trust
 from elasticrun.cli.devices import Machine
-from elasticrun.cli.flags import TORCHRUN, nearest
+from elasticrun.cli.flags import TORCHRUN
 from elasticrun.cli.rendezvous import Meeting, find_meeting
 from elasticrun.cli.settings import Asked, NotHere, NothingToDo, UsageError
 from elasticrun.config import AgentConfig, LogPlan
-from elasticrun.core.words import some
+from elasticrun.core.words import nearest, some
 from elasticrun.wire import env
 from elasticrun.wire.messages import MAX_NODES, CheckSpec, JobSpec, SaveSpec, WatchSpec
 from elasticrun.wire.types import EntryKind, Entrypoint

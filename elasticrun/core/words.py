@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 NAMED = 4
 """Most nodes that a sentence lists by name; of more it names the first and counts the rest."""
@@ -20,6 +20,16 @@ def names(nodes: Sequence[str]) -> str:
     if len(nodes) < 2:
         return "".join(nodes)
     return f"{', '.join(nodes[:-1])} and {nodes[-1]}"
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """The clause that names what a mistyped word was meant to be, "" where nothing is near."""
+    import difflib
+
+    names = list(names)
+    begun = sorted(name for name in names if len(word) > 3 and name.startswith(word))
+    found = begun[:1] or difflib.get_close_matches(word, names, 1, 0.75)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 COUNT_ALL = 64

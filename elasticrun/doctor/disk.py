@@ -45,7 +45,7 @@ class JobFolder:
 _SET_BY: Final = {
     "log": "--log-dir",
     "temporary": "TMPDIR",
-    "run": "XDG_RUNTIME_DIR",
+    "user's": "XDG_RUNTIME_DIR",
     "checkpoint": "the script's own setting",
 }
 
@@ -69,7 +69,7 @@ def folders(
         own = os.path.join("~", ".cache")
     # The master's record is here: a few megabytes, and a job runs without it.
     run = os.path.join(own, "elasticrun")
-    return [*found, JobFolder("run", run, little=64 * MIB, none=0, needed=False)]
+    return [*found, JobFolder("user's", run, little=64 * MIB, none=0, needed=False)]
 
 
 def examine(folder: JobFolder) -> list[Finding]:

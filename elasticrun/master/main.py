@@ -56,7 +56,7 @@ from elasticrun.master.server import MAX_CALLS, Servicer
 from elasticrun.system import title
 from elasticrun.system.processes import set_name, start_time
 from elasticrun.trace.writer import Life
-from elasticrun.wire import auth, run_folder
+from elasticrun.wire import auth, user_folder
 from elasticrun.wire.auth import TlsError, operator_token, reader_token
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.rpc.channel import ListenError, listen, make_server, server_options
@@ -211,7 +211,7 @@ class Lifetime:
 
     @property
     def state(self) -> str:
-        """How the job stands at the end of its master, in a word (`wire.run_folder.Ended`)."""
+        """How the job stands at the end of its master, in a word (`wire.user_folder.Ended`)."""
         if self._outcome is None:
             return "lost"
         return STATES.get(self._outcome.exit_code, "failed")
@@ -428,11 +428,11 @@ def _lifeline(loop: asyncio.AbstractEventLoop, fd: int, life: Lifetime) -> None:
 
 
 class Listing:
-    """This master's file in the user's run folder, written and removed by a thread: the folder may
+    """This master's file in the user's folder, written and removed by a thread: the folder may
     stand on a file system that hangs, and the loop must not."""
 
     def __init__(self, config: MasterConfig, port: int, loop: Loop, operator: str) -> None:
-        self._entry = run_folder.Published(
+        self._entry = user_folder.Published(
             job_id=config.job_id,
             host=reachable(config.host),
             port=port,
@@ -446,7 +446,7 @@ class Listing:
         )
         self._figures = loop.figures
         self._path: Path | None = None
-        self._ended: run_folder.Ended | None = None
+        self._ended: user_folder.Ended | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="elasticrun-listing", daemon=True)
         self._thread.start()
@@ -455,7 +455,7 @@ class Listing:
         """The job has ended: it stays listed as such, unless it never had a round. `incidents`:
         the folder of its incidents."""
         if page.round is not None:
-            self._ended = run_folder.Ended.of(
+            self._ended = user_folder.Ended.of(
                 page, self._entry.endpoint, state, reason, self._figures.nodes
             )
             self._ended = replace(self._ended, incidents=incidents)
@@ -468,21 +468,21 @@ class Listing:
     def _keep(self) -> None:
         folder: Path | None = None
         with contextlib.suppress(OSError):
-            folder = run_folder.run_folder(os.environ)
+            folder = user_folder.user_folder(os.environ)
             self._go_on_counting(folder)
-            run_folder.published(folder)  # clears away what killed masters have left
-            self._path = run_folder.publish(folder, self._entry)
+            user_folder.published(folder)  # clears away what killed masters have left
+            self._path = user_folder.publish(folder, self._entry)
         self._over.wait()
         with contextlib.suppress(OSError):
             if folder is not None and self._ended is not None:
-                run_folder.keep_ended(folder, self._ended)
+                user_folder.keep_ended(folder, self._ended)
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
 
     def _go_on_counting(self, folder: Path) -> None:
         """The job is as old as the first of its masters that were killed here says."""
-        before = run_folder.began_before(folder, self._entry.job_id, self._entry.port)
+        before = user_folder.began_before(folder, self._entry.job_id, self._entry.port)
         if 0 < before < self._entry.began:
             self._figures.began -= self._entry.began - before
             self._entry = replace(self._entry, began=before)

@@ -20,7 +20,7 @@ from elasticrun.config import EXIT_USAGE, MasterConfig
 from elasticrun.core.persisted import Facts
 from elasticrun.master.sqlite_store import SqliteStore
 from elasticrun.trace.writer import Life, TraceWriter
-from elasticrun.wire import env, run_folder
+from elasticrun.wire import env, user_folder
 
 TRACE_END: Final = 1.0
 """Seconds that the last lines of the trace may take to reach the disk."""
@@ -124,7 +124,7 @@ class Records:
             return None
         if kept and self._hosted:
             job = re.sub(r"[^A-Za-z0-9_.-]", "_", self._config.job_id)[:MAX_WORD]
-            launch = folder.name.removeprefix(run_folder.PREFIX)
+            launch = folder.name.removeprefix(user_folder.PREFIX)
             folder = Path(kept).absolute() / f"{job}-{launch}"
         self.trace = TraceWriter(folder, life)
         return self.trace
@@ -193,9 +193,9 @@ class Records:
 
     def _hold(self, folder: Path) -> int:
         if self._hosted:
-            return run_folder.hold(folder)
-        run_folder.prepare(folder)
-        return run_folder.hold(folder, alone=True)
+            return user_folder.hold(folder)
+        user_folder.prepare(folder)
+        return user_folder.hold(folder, alone=True)
 
     def _do_without(self, why: str) -> None:
         if not self._hosted:

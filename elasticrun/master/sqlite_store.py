@@ -31,6 +31,7 @@ from typing import Any, Final, TypeVar
 from msgspec import structs
 
 from elasticrun.core.persisted import Facts, aged
+from elasticrun.system.processes import boot_id
 from elasticrun.wire.types import plain, typed
 
 FILE: Final = "state.sqlite"
@@ -269,7 +270,7 @@ class _Disk:
             for name, value in rows.items()
             if name not in self._rows or self._rows[name] != value
         ]
-        changed.append((_WRITTEN, json.dumps([_boot_id(), self.now()])))
+        changed.append((_WRITTEN, json.dumps([boot_id(), self.now()])))
         db.execute("BEGIN IMMEDIATE")
         try:
             db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", changed)
@@ -285,7 +286,7 @@ class _Disk:
     def crashed(self) -> None:
         """Count this master among those that failed on this state, and end."""
         if self._db is not None:
-            self._db.execute("INSERT INTO crashes VALUES (?, ?)", (_boot_id(), self.now()))
+            self._db.execute("INSERT INTO crashes VALUES (?, ?)", (boot_id(), self.now()))
         self.close()
 
     def close(self) -> None:
@@ -321,7 +322,7 @@ class _Disk:
         ((sound,),) = db.execute("PRAGMA quick_check(1)").fetchall()
         if sound != "ok":
             raise Damaged(f"it is damaged ({sound})")
-        window = (_boot_id(), self.now() - CRASH_WINDOW)
+        window = (boot_id(), self.now() - CRASH_WINDOW)
         count = "SELECT count(*) FROM crashes WHERE boot = ? AND at >= ?"
         ((crashes,),) = db.execute(count, window).fetchall()
         if crashes >= MAX_CRASHES:
@@ -335,7 +336,7 @@ class _Disk:
             facts: Facts = typed({name: json.loads(text) for name, text in rows.items()}, Facts)
         except (ValueError, TypeError, RecursionError) as wrong:
             raise Damaged(f"its facts are of another version ({wrong})") from None
-        return aged(facts, max(0.0, self.now() - at)) if boot == _boot_id() else facts
+        return aged(facts, max(0.0, self.now() - at)) if boot == boot_id() else facts
 
     def _is_ours(self) -> bool:
         with contextlib.suppress(OSError):
@@ -346,10 +347,3 @@ class _Disk:
 def _since_boot() -> float:
     """Seconds since this host was started: one clock for all its masters, whatever is set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

@@ -93,6 +93,14 @@ def state(pid: int) -> str:
     return "" if process is None else process.state
 
 
+def boot_id() -> str:
+    """Names the time since this machine's last start; "" where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def everybody() -> list[Process]:
     """Every process of the machine, zombies among them, as /proc shows them at this moment."""
     found = [read_process(int(name)) for name in os.listdir("/proc") if name.isdecimal()]

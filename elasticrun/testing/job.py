@@ -211,7 +211,7 @@ class ElasticJob:
         if node in self.nodes:
             told[STEP_NODE] = str(self.nodes.index(node))
         environ = environment(own, node.mark, told)
-        folder = page.run_folder(own / "run")
+        folder = page.user_folder(own / "run")
         if folder not in self._runs:
             self._runs[folder] = None
             self._said.folder(str(folder))
@@ -241,7 +241,7 @@ class ElasticJob:
             raise JobError(str(error)) from None
 
     @property
-    def run_folders(self) -> list[Path]:
+    def user_folders(self) -> list[Path]:
         """Where its masters publish themselves, and leave what is not told to go elsewhere."""
         return list(self._runs)
 

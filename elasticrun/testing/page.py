@@ -1,6 +1,6 @@
 """The status of a job under test, read from its master's page, in whatever network that listens.
 
-The page is found by the file that a master publishes in its user's run folder, so it is found again
+The page is found by the file that a master publishes in its user's folder, so it is found again
 when another master serves, here or on another host. A socket belongs to the network in which it was
 made: a thread enters the master's, makes one, and ends.
 """
@@ -21,7 +21,7 @@ import msgspec
 
 from elasticrun.system.processes import state
 from elasticrun.wire.messages import JobStatus
-from elasticrun.wire.run_folder import Published, published
+from elasticrun.wire.user_folder import Published, published
 
 ANSWER_LIMIT: Final = 60.0
 """Seconds a page may take: for the first visit a master imports what serves it, on a machine that
@@ -36,7 +36,7 @@ class NoPage(Exception):
 
 
 def masters(folders: Iterable[Path]) -> list[Published]:
-    """The masters that have published themselves in these run folders and are alive."""
+    """The masters that have published themselves in these folders and are alive."""
     return [master for folder in folders if folder.is_dir() for master in published(folder)]
 
 
@@ -96,7 +96,7 @@ def status(folders: Iterable[Path]) -> JobStatus:
     )
 
 
-def run_folder(xdg: Path) -> Path:
+def user_folder(xdg: Path) -> Path:
     """Where masters started with XDG_RUNTIME_DIR=`xdg` publish themselves; made if need be."""
     folder = xdg / "elasticrun"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -107,7 +107,7 @@ comes too late; ranks that are bound to cores are exec'd where one is set."""
 LAUNCH: Final = "ELASTICRUN_LAUNCH"
 PRELOAD: Final = "ELASTICRUN_PRELOAD"
 WARM_SERVER: Final = "ELASTICRUN_WARM_SERVER"
-"""The socket of the warm process to use, in the place of the one in the run folder; `off`: none."""
+"""The socket of the warm process to use, in place of the one in the user's folder; `off`: none."""
 RESTART_BACKOFF: Final = "ELASTICRUN_RESTART_BACKOFF"
 
 STATE_DIR: Final = "ELASTICRUN_STATE_DIR"

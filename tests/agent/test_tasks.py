@@ -18,7 +18,7 @@ from elasticrun.agent.runtime import AgentLoop, NoThread, Tasks, in_thread, own_
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core import events as fx
 from elasticrun.operator_log import StderrWriter
-from elasticrun.wire import run_folder
+from elasticrun.wire import user_folder
 from tests.agent.configs import agent_config, node_context
 from tests.harness import LIMIT
 
@@ -97,7 +97,9 @@ def test_a_place_of_a_node_that_does_not_answer(monkeypatch) -> None:
         await one._introduce()
         return one._identity.note
 
-    assert "only as long as this agent: no run folder (no answer of the disk" in asyncio.run(body())
+    assert "only as long as this agent: no user's folder (no answer of the disk" in asyncio.run(
+        body()
+    )
     go.set()
     assert released.wait(LIMIT)
 
@@ -110,7 +112,7 @@ def test_a_record_on_a_disk_that_does_not_answer(monkeypatch, caplog) -> None:
         go.wait(LIMIT)
         raise OSError("gone")
 
-    monkeypatch.setattr(run_folder, "make", make)
+    monkeypatch.setattr(user_folder, "make", make)
     monkeypatch.setattr(master_process, "RECORD_WAIT", 0.01)
     assert master_process.new_record() is None
     go.set()

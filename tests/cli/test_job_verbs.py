@@ -15,7 +15,7 @@ from elasticrun.cli.job import asking, listing, top
 from elasticrun.cli.main import main
 from elasticrun.core.sight.picture import EventRow, Picture, RankRow, StackRow
 from elasticrun.system.processes import start_time
-from elasticrun.wire import auth, run_folder
+from elasticrun.wire import auth, user_folder
 from elasticrun.wire.types import Endpoint
 from tests.master.people import status
 
@@ -50,7 +50,7 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
 
     # who does not run the job, and has no token, is told nothing and does nothing
     (tmp_path / "else").mkdir(mode=0o700)
-    endpoint = str(run_folder.published(run / "elasticrun")[0].endpoint)
+    endpoint = str(user_folder.published(run / "elasticrun")[0].endpoint)
     for words in (("stop", endpoint), ("stacks", endpoint)):
         code, out, err = verb(*words, XDG_RUNTIME_DIR=str(tmp_path / "else"))
         assert (code, out) == (1, "")
@@ -108,12 +108,14 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return run_folder.run_folder(os.environ)
+    return user_folder.user_folder(os.environ)
 
 
 def _publish(folder: Path, job: str, port: int, pid: int, **own: str) -> None:
     started = start_time(pid) or 1
-    run_folder.publish(folder, run_folder.Published(job, "10.0.0.1", port, "", pid, started, **own))
+    user_folder.publish(
+        folder, user_folder.Published(job, "10.0.0.1", port, "", pid, started, **own)
+    )
 
 
 def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:

@@ -18,7 +18,7 @@ from elasticrun.cli.settings import UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.verbs.master import configure
 from elasticrun.config import EXIT_USAGE
-from elasticrun.wire import run_folder
+from elasticrun.wire import user_folder
 from elasticrun.wire.messages import CheckSpec, SaveSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.harness import clean_environment
@@ -328,7 +328,7 @@ def test_master_keeps_its_record_where_the_flag_or_the_variable_says(
 def test_a_network_file_system_is_refused_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_folder, "_file_system_type", lambda path: 0x0BD00BD0)
+    monkeypatch.setattr(user_folder, "_file_system_type", lambda path: 0x0BD00BD0)
     assert main(["master", f"--state-dir={tmp_path}"]) == EXIT_USAGE
     said = capsys.readouterr().err
     assert said.count("\n") == 1

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from elasticrun.cli.verbs import status as verb
 from elasticrun.system.processes import start_time
-from elasticrun.wire import auth, run_folder
+from elasticrun.wire import auth, user_folder
 from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, reader_token
 from elasticrun.wire.messages import ExcludedNode
 from elasticrun.wire.types import Endpoint
@@ -40,9 +40,9 @@ async def _status(*words: str, **variables: str) -> tuple[int, str, str]:
     return await told(sys.executable, "-c", code, *words, **{**os.environ, **variables})
 
 
-def _entry(served: Served, pid: int | None = None) -> run_folder.Published:
+def _entry(served: Served, pid: int | None = None) -> user_folder.Published:
     pid = pid or os.getpid()
-    return run_folder.Published(
+    return user_folder.Published(
         "job", "127.0.0.1", served.endpoint.port, "", pid, start_time(pid) or 1
     )
 
@@ -121,11 +121,11 @@ def test_a_single_job_is_shown_whole_and_of_several_why_they_wait(
 def test_ended_jobs_are_listed_until_they_are_pruned(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = run_folder.run_folder(os.environ)
+    folder = user_folder.user_folder(os.environ)
     where = Endpoint("10.0.0.5", 29500)
     for name, state in (("none", "failed"), ("b", "done")):
-        run_folder.keep_ended(
-            folder, run_folder.Ended.of(page(job_id=name, step=120, age=60.0), where, state, "why")
+        user_folder.keep_ended(
+            folder, user_folder.Ended.of(page(job_id=name, step=120, age=60.0), where, state, "why")
         )
     code, out, err = aio.run(_status())
     assert (code, err.count("\n")) == (1, 1)
@@ -134,18 +134,18 @@ def test_ended_jobs_are_listed_until_they_are_pruned(
     assert second.startswith("of 10.0.0.5:29500  failed")
     assert verb.main(["--prune"], {}) == 0
     assert capsys.readouterr().out == "2 ended jobs removed from the list\n"
-    assert run_folder.ended(folder) == []
+    assert user_folder.ended(folder) == []
 
 
 def test_the_newest_ended_jobs_are_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "MOST_ENDED", 2)
-    folder = run_folder.run_folder(os.environ)
-    made = [run_folder.Ended.of(page(job_id=name), Endpoint("h", 1), "done", "") for name in "abc"]
+    monkeypatch.setattr(user_folder, "MOST_ENDED", 2)
+    folder = user_folder.user_folder(os.environ)
+    made = [user_folder.Ended.of(page(job_id=name), Endpoint("h", 1), "done", "") for name in "abc"]
     for at, job in enumerate(made):
-        run_folder.keep_ended(folder, replace(job, ended=1000.0 + at))
-    assert [job.job_id for job in run_folder.ended(folder)] == ["c", "b"]
+        user_folder.keep_ended(folder, replace(job, ended=1000.0 + at))
+    assert [job.job_id for job in user_folder.ended(folder)] == ["c", "b"]
     (folder / "ended" / "z.json").write_text('{"job_id": 1}')
-    assert [job.job_id for job in run_folder.ended(folder)] == ["c", "b"]
+    assert [job.job_id for job in user_folder.ended(folder)] == ["c", "b"]
 
 
 def test_the_list_fits_80_columns_and_breaks_no_name() -> None:
@@ -180,9 +180,9 @@ async def test_json_is_the_page(home: Path) -> None:
 
 async def test_without_an_endpoint_the_run_folder_is_asked(home: Path) -> None:
     async with serving(Recorder()) as served:
-        folder = run_folder.run_folder(os.environ)
-        run_folder.publish(folder, _entry(served))
-        stale = run_folder.publish(folder, _entry(served, 2**22 - 1))
+        folder = user_folder.user_folder(os.environ)
+        user_folder.publish(folder, _entry(served))
+        stale = user_folder.publish(folder, _entry(served, 2**22 - 1))
         (folder / "master-odd.json").write_text("{}")
         code, out, err = await _status()
         assert (code, err) == (0, "")
@@ -217,7 +217,7 @@ async def test_of_a_job_with_a_token(home: Path, tmp_path: Path) -> None:
             assert err.count("\n") == 1
             assert TOKEN not in err
         left = replace(_entry(served), reader=reader_token(TOKEN))
-        path = run_folder.publish(run_folder.run_folder(os.environ), left)
+        path = user_folder.publish(user_folder.user_folder(os.environ), left)
         assert path.stat().st_mode & 0o077 == 0
         assert TOKEN not in path.read_text()
         for words in ((), (where,)):
@@ -259,10 +259,10 @@ def test_nobody_there_is_one_sentence(home: Path) -> None:
 
 
 def test_a_process_of_the_same_pid_is_not_the_master(home: Path) -> None:
-    folder = run_folder.run_folder(os.environ)
-    entry = run_folder.Published("job", "127.0.0.1", 1, "", os.getpid(), 1)
-    run_folder.publish(folder, entry)
-    assert run_folder.published(folder) == []
+    folder = user_folder.user_folder(os.environ)
+    entry = user_folder.Published("job", "127.0.0.1", 1, "", os.getpid(), 1)
+    user_folder.publish(folder, entry)
+    assert user_folder.published(folder) == []
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ def test_a_folder_below_one_that_cannot_be_looked_into(tmp_path: Path) -> None:
 
 
 def test_a_user_without_a_home() -> None:
-    """The run folder is only wanted; a log folder is needed."""
+    """The user's folder is only wanted; a log folder is needed."""
     place = "~no-such-user-here/x"
-    (only,) = disk.examine(JobFolder("run", place, needed=False))
+    (only,) = disk.examine(JobFolder("user's", place, needed=False))
     assert only.state is Level.WARNING
     assert only.seen == f"{place} cannot be found: this user has no home folder"
     (only,) = disk.examine(JobFolder("log", place))
@@ -93,14 +93,14 @@ def test_the_folders_of_a_job(tmp_path: Path) -> None:
     place = str(tmp_path)
     environ = {"TMPDIR": place, "XDG_RUNTIME_DIR": place}
     by_role = {f.role: f for f in disk.folders(environ, log_dir="/logs", checkpoints="/ckpt")}
-    assert [by_role[r].path for r in ("temporary", "log", "checkpoint", "run")] == [
+    assert [by_role[r].path for r in ("temporary", "log", "checkpoint", "user's")] == [
         place,
         "/logs",
         "/ckpt",
         os.path.join(place, "elasticrun"),
     ]
     assert by_role["checkpoint"].none == GIB
-    assert not by_role["run"].needed
+    assert not by_role["user's"].needed
     without = disk.folders({"TMPDIR": place, "XDG_RUNTIME_DIR": "/gone"}, log_dir=os.devnull)
-    assert [f.role for f in without] == ["temporary", "run"]
+    assert [f.role for f in without] == ["temporary", "user's"]
     assert without[1].path == os.path.join("~", ".cache", "elasticrun")

@@ -12,7 +12,7 @@ import pytest
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.testing import processes
-from elasticrun.wire import run_folder
+from elasticrun.wire import user_folder
 from elasticrun.wire.auth import TOKEN_WANTED, reader_token
 from elasticrun.wire.rpc.channel import LinkError, get_status
 from elasticrun.wire.types import Endpoint
@@ -29,7 +29,7 @@ SECRET = "5e5a3e-open-sesame-0f1d2c"
 
 def told(world: World) -> list[str]:
     """Where the secret can be read by somebody who looks: what processes were started with, and
-    the files of the job (its consoles, its logs, the run folder)."""
+    the files of the job (its consoles, its logs, the user's folder)."""
     found = []
     for process in world.survivors():
         with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended meanwhile
@@ -131,7 +131,7 @@ def test_a_job_of_one_node_has_a_token_of_its_own_and_listens_on_loopback(
     home = world.scratch / "run"
     await_true(lambda: list(home.rglob("master-*.json")), "master's file")
     (folder,) = {path.parent for path in home.rglob("master-*.json")}
-    (entry,) = run_folder.published(folder)
+    (entry,) = user_folder.published(folder)
     assert folder.stat().st_mode & 0o077 == 0
     for endpoint in (entry.endpoint, Endpoint("127.0.0.1", port))[: 1 + static]:
         with pytest.raises(LinkError) as refused:

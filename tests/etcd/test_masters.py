@@ -31,7 +31,7 @@ HASTY = structs.replace(SPEC, last_call_timeout=1.0)
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run folder of this test's own, and masters that are not in a hurry."""
+    """A user's folder of this test's own, and masters that are not in a hurry."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     for name, value in patient_masters().items():
         monkeypatch.setenv(name, value)

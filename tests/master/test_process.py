@@ -20,7 +20,7 @@ import pytest
 from msgspec import structs
 
 from elasticrun.config import EXIT_FAILED, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
-from elasticrun.wire import messages as m, run_folder
+from elasticrun.wire import messages as m, user_folder
 from elasticrun.wire.rpc.channel import attend, get_status, open_channel
 from elasticrun.wire.types import Endpoint, dumps
 from tests import aio
@@ -59,7 +59,7 @@ class Process:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder of this test's own."""
+    """A user's folder of this test's own."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "elasticrun"
 
@@ -180,17 +180,17 @@ def test_a_job_that_is_over_ends_it_with_the_outcome(home: Path) -> None:
         heard = aio.run(leave(master))
         assert [order.exit_code for order in heard if isinstance(order, m.End)] == [0]
         assert master.ended()[0] == 0
-    (kept,) = run_folder.ended(home)
+    (kept,) = user_folder.ended(home)
     assert (kept.job_id, kept.state, kept.nodes) == ("job", "done", 1)
 
 
-def _listed(home: Path, master: Process) -> list[run_folder.Published]:
-    """What the run folder says, once this master (a thread of it) has written its file."""
-    found: list[run_folder.Published] = []
+def _listed(home: Path, master: Process) -> list[user_folder.Published]:
+    """What the user's folder says, once this master (a thread of it) has written its file."""
+    found: list[user_folder.Published] = []
 
     def listed() -> bool:
         with contextlib.suppress(OSError):
-            found[:] = [p for p in run_folder.published(home) if p.pid == master.popen.pid]
+            found[:] = [p for p in user_folder.published(home) if p.pid == master.popen.pid]
         return bool(found)
 
     await_true(listed, "entry of this master")
@@ -222,7 +222,7 @@ def test_a_job_is_as_old_as_its_first_master_that_was_killed_here(home: Path) ->
         killed.popen.wait()
     with started(port=before.port) as master:  # whoever looked would take the old file away
         await_true(lambda: list(home.glob(f"master-{master.popen.pid}-*.json")), "its file")
-        (entry,) = run_folder.published(home)
+        (entry,) = user_folder.published(home)
         assert entry.began == before.began
 
 

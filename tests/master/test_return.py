@@ -16,8 +16,8 @@ import pytest
 from inotify_simple import INotify, flags
 
 from elasticrun.system.processes import start_time
-from elasticrun.wire import run_folder as published
-from elasticrun.wire.run_folder import PREFIX
+from elasticrun.wire import user_folder as published
+from elasticrun.wire.user_folder import PREFIX
 from tests.compat.live import agents, allreduce, finish, job
 from tests.further import cases, further
 from tests.harness import ELASTICRUN, LIMIT, Launched, Peer, World, await_exit, free_port
@@ -53,13 +53,13 @@ def unhurried(code: str = "", **env: str) -> dict[str, str]:
     return hooked(UNHURRIED + code, **env)
 
 
-def run_folder(world: World) -> Path:
+def user_folder(world: World) -> Path:
     return world.scratch / "run" / "elasticrun"
 
 
 def records(world: World) -> list[str]:
     """Folders of records that are left."""
-    return [path.name for path in run_folder(world).glob(f"{PREFIX}*")]
+    return [path.name for path in user_folder(world).glob(f"{PREFIX}*")]
 
 
 def records_left(world: World) -> list[str]:
@@ -71,7 +71,7 @@ def records_left(world: World) -> list[str]:
 def next_master(world: World, old: published.Published | None = None) -> published.Published:
     """The master that serves, another one than `old`; waits for it, and removes nothing, since an
     heir needs what a killed one left."""
-    folder = run_folder(world)
+    folder = user_folder(world)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     end = time.monotonic() + LIMIT
     with INotify() as watcher:
@@ -212,7 +212,7 @@ def test_a_master_that_outlives_its_agent_takes_its_record_with_it(world: World)
     known = _pids(world, 4)
     both = world.hub.ranks(2, world_size=2, pid=lambda pid: pid not in known)
     assert allreduce(world, both) == [2, 2]
-    assert [m.pid for m in published.published(run_folder(world))] == [master.pid]
+    assert [m.pid for m in published.published(user_folder(world))] == [master.pid]
     assert alone.gone
     for peer in both:
         peer.order("steps", count=300)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from elasticrun.system.network import is_loopback, names_this_host_only, routed_address, source_of
-from elasticrun.wire.run_folder import run_folder
+from elasticrun.wire.user_folder import user_folder
 
 MAX_SLOTS: Final = 4096
 """Agents of one job on one host; beyond it something else is wrong."""
@@ -113,7 +113,7 @@ def identify(given: str, job_id: str, environ: Mapping[str, str]) -> Identity:
     if given:
         return Identity(given, None)
     try:
-        slot = take_slot(str(run_folder(environ)), job_id)
+        slot = take_slot(str(user_folder(environ)), job_id)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         return for_this_life(str(error))
     return Identity(f"{host_id()}-{slot.number}", slot)
@@ -122,7 +122,7 @@ def identify(given: str, job_id: str, environ: Mapping[str, str]) -> Identity:
 def for_this_life(why: str) -> Identity:
     """An id where no folder can be used."""
     name = f"{host_id()}-{secrets.token_hex(4)}"
-    note = f"this node's id lasts only as long as this agent: no run folder ({why})"
+    note = f"this node's id lasts only as long as this agent: no user's folder ({why})"
     return Identity(name, None, note)
 
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from elasticrun.agent.boot import Reaper
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
 from elasticrun.operator_log import logger
-from elasticrun.wire import run_folder
-from elasticrun.wire.run_folder import LaunchFolder
+from elasticrun.wire import user_folder
 from elasticrun.wire.spawning import SHIELDED
 from elasticrun.wire.types import Endpoint, dumps
+from elasticrun.wire.user_folder import LaunchFolder
 
 if TYPE_CHECKING:
     import asyncio
@@ -86,7 +86,7 @@ def new_record() -> LaunchFolder | None:
 
     def work() -> None:
         try:
-            folder = run_folder.make(os.environ)
+            folder = user_folder.make(os.environ)
         except OSError as wrong:
             made.append(wrong)
             return
@@ -116,7 +116,7 @@ def sweep_records() -> None:
     environ = dict(os.environ)
     with contextlib.suppress(RuntimeError):  # no thread can be started: the next launch does it
         threading.Thread(
-            target=run_folder.sweep, args=(environ,), name="elasticrun-sweep", daemon=True
+            target=user_folder.sweep, args=(environ,), name="elasticrun-sweep", daemon=True
         ).start()
 
 

@@ -1,5 +1,5 @@
 """Where the log files of this user's jobs on this host are: a small file for each agent's run, in
-`logs/` of the user's run folder, for `elasticrun logs`. No job needs it to run."""
+`logs/` of the user's folder, for `elasticrun logs`. No job needs it to run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.system.processes import start_time
-from elasticrun.wire.run_folder import run_folder
 from elasticrun.wire.types import dumps, loads
+from elasticrun.wire.user_folder import user_folder
 
 MOST_RUNS: Final = 100
 """Runs that are remembered; a new one takes the place of the oldest."""
@@ -66,7 +66,7 @@ class LogNotes:
         life = LoggedLife(name, attempt, time.time(), dict(ranks))
         lives = (*self._run.lives, life)[-MOST_LIVES:]
         self._run = replace(self._run, path=path, lives=lives)
-        kept = run_folder(self._environ) / "logs"
+        kept = user_folder(self._environ) / "logs"
         kept.mkdir(mode=0o700, exist_ok=True)
         file = kept / f"{int(self._run.began * 1e6):020d}-{self._run.pid}.json"
         draft = file.with_suffix(".new")
@@ -79,8 +79,8 @@ class LogNotes:
 
 
 def runs(environ: Mapping[str, str]) -> list[LoggedRun]:
-    """All whose files are there yet, the newest first. OSError without a run folder."""
-    files = sorted((run_folder(environ) / "logs").glob("*.json"), reverse=True)
+    """All whose files are there yet, the newest first. OSError without such a folder."""
+    files = sorted((user_folder(environ) / "logs").glob("*.json"), reverse=True)
     return [run for file in files if (run := _read(file)) and os.path.isdir(run.path)]
 
 

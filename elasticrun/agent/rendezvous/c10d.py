@@ -40,7 +40,7 @@ from elasticrun.config import AgentConfig
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import logger
 from elasticrun.system.network import is_loopback, is_ours, names_this_host_only, routed_address
-from elasticrun.wire import run_folder
+from elasticrun.wire import user_folder
 from elasticrun.wire.messages import End, Refused
 from elasticrun.wire.types import Endpoint
 
@@ -411,8 +411,8 @@ class C10dRendezvous:
 
     def _was_killed(self) -> bool:
         try:
-            folder = run_folder.run_folder(os.environ)
-            return run_folder.was_killed(folder, self._config.spec.job_id, self.dial.port)
+            folder = user_folder.user_folder(os.environ)
+            return user_folder.was_killed(folder, self._config.spec.job_id, self.dial.port)
         except (OSError, RuntimeError):  # RuntimeError: nobody knows our home
             return False
 

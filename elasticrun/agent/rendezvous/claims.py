@@ -34,12 +34,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from elasticrun.agent.runtime import Once, Tasks, in_thread, threadsafe
 from elasticrun.operator_log import logger
-from elasticrun.system.processes import start_time
+from elasticrun.system.processes import boot_id, start_time
 
 T = TypeVar("T")
 
@@ -121,8 +120,7 @@ def fresh(words: Mapping[str, Any]) -> Claim:
 def _kernel() -> str:
     """This host, since its start, and this world of processes on it; "" where that is not told."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{os.uname().nodename} {boot} {os.stat('/proc/self/ns/pid').st_ino}"
+        return f"{os.uname().nodename} {boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return ""
 

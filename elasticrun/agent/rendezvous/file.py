@@ -42,8 +42,8 @@ from elasticrun.config import FIRST_PORT
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import logger
 from elasticrun.wire.messages import End, Refused
-from elasticrun.wire.run_folder import LaunchFolder
 from elasticrun.wire.types import Endpoint
+from elasticrun.wire.user_folder import LaunchFolder
 
 CLOSE_LIMIT: Final = 5.0
 """Seconds to leave the file as it should be left."""

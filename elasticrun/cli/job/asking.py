@@ -2,7 +2,7 @@
 
 A job is named by its id, by the beginning of it as far as no other job of this user here begins so,
 or by its master's host:port; where one job alone is there, it need not be named. Who has the job's
-token proves it; else what the master has left in this user's run folder does.
+token proves it; else what the master has left in this user's folder does.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from elasticrun.cli import trust
-from elasticrun.cli.flags import PROG, Parser, add_group, nearest
+from elasticrun.cli.flags import PROG, Parser, add_group
 from elasticrun.cli.settings import Asked
 from elasticrun.cli.table import TRUST
 from elasticrun.cli.verbs.status import NoStatus, name_of, parse_endpoint
 from elasticrun.config import Tls
 from elasticrun.core.sight.picture import Picture
+from elasticrun.core.words import nearest
 from elasticrun.wire import auth
 from elasticrun.wire.messages import Reply, Request, Role
-from elasticrun.wire.run_folder import Ended, Published, ended, published, run_folder
 from elasticrun.wire.types import Endpoint, WireError
+from elasticrun.wire.user_folder import Ended, Published, ended, published, user_folder
 
 if TYPE_CHECKING:
     import argparse
@@ -58,12 +59,12 @@ class JobMaster:
 def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
     """The master of the job that is meant. NotAnswered."""
     try:
-        folder = run_folder(os.environ)
+        folder = user_folder(os.environ)
         here, over = published(folder), ended(folder)
     except OSError as wrong:
         here, over = [], []
         if not _is_endpoint(job):
-            raise NotAnswered(f"the run folder cannot be read: {wrong}") from None
+            raise NotAnswered(f"the user's folder cannot be read: {wrong}") from None
     if _is_endpoint(job):
         try:
             endpoint = parse_endpoint(job)

@@ -19,7 +19,7 @@ from elasticrun.cli.settings import Asked
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.master.outward.incident_files import read
 from elasticrun.master.outward.report import page, table
-from elasticrun.wire.run_folder import ended, published, run_folder
+from elasticrun.wire.user_folder import ended, published, user_folder
 
 MOST_DIGITS: Final = 4
 """Of a number that stands alone and is an incident's rather than a job's."""
@@ -71,7 +71,7 @@ def _rows(job: str, asked: Asked) -> Sequence[IncidentRow]:
 def _left_by(job: str) -> Path | None:
     """Where the incidents of a job are that has ended here; None if it runs, or is not known."""
     try:
-        place = run_folder(os.environ)
+        place = user_folder(os.environ)
         if any(one.job_id.startswith(job) for one in published(place)):
             return None
         over = [one for one in ended(place) if one.job_id.startswith(job)]

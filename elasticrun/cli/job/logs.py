@@ -80,7 +80,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     try:
         found = _runs(variables, asked.job)
     except OSError as wrong:
-        print(f"elasticrun logs: the run folder cannot be read: {wrong}", file=sys.stderr)
+        print(f"elasticrun logs: the user's folder cannot be read: {wrong}", file=sys.stderr)
         return 1
     if not found:
         what = f"job {asked.job}" if asked.job else "any job of yours"

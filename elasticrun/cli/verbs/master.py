@@ -13,7 +13,7 @@ from elasticrun.cli.resolve import conf_keys, job_spec, shutdown_timeout
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS, TRUST
 from elasticrun.config import EXIT_USAGE, MasterConfig, MasterPlace
-from elasticrun.wire import env, run_folder
+from elasticrun.wire import env, user_folder
 
 JOB_FLAGS: Final = (
     "nnodes",
@@ -106,7 +106,7 @@ def state_dir(text: str) -> str:
         return ""
     folder = Path(text).absolute()
     try:
-        run_folder.prepare(folder)
-    except run_folder.Unusable as wrong:
+        user_folder.prepare(folder)
+    except user_folder.Unusable as wrong:
         raise UsageError(f"--state-dir: {wrong}", EXIT_USAGE) from None
     return str(folder)

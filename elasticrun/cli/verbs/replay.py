@@ -21,7 +21,7 @@ def parser() -> Parser:
         description="Run the real brain over the trace of a job master, and print each decision: "
         "seconds since the trace began, what happened, what followed from it.",
         epilog="A master keeps its trace where `elasticrun master --state-dir DIR` says, and one "
-        "that an agent hosts keeps it in the user's run folder for as long as the job runs.",
+        "that an agent hosts keeps it in the user's folder for as long as the job runs.",
     )
     made.add_argument("trace", metavar="TRACE", help="the file, or the folder of the record")
     made.add_argument("--node", metavar="NAME", default="", help="only what concerns this node")

@@ -31,8 +31,8 @@ from elasticrun.core.words import some
 from elasticrun.wire.auth import reader_token
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.rpc.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
-from elasticrun.wire.run_folder import Ended, Published, ended, prune_ended, published, run_folder
 from elasticrun.wire.types import Endpoint, WireError
+from elasticrun.wire.user_folder import Ended, Published, ended, prune_ended, published, user_folder
 
 if TYPE_CHECKING:
     import argparse
@@ -165,9 +165,9 @@ class Question:
 def prune() -> int:
     """Forget the jobs that have ended on this host, and say how many there were."""
     try:
-        count = prune_ended(run_folder(os.environ))
+        count = prune_ended(user_folder(os.environ))
     except OSError as wrong:
-        print(f"elasticrun status: the run folder cannot be read: {wrong}", file=sys.stderr)
+        print(f"elasticrun status: the user's folder cannot be read: {wrong}", file=sys.stderr)
         return 1
     print(f"{some(count, 'ended job')} removed from the list")
     return 0
@@ -186,16 +186,16 @@ def parse_endpoint(text: str) -> Endpoint:
 
 def _ended() -> list[Ended]:
     try:
-        return ended(run_folder(os.environ))
+        return ended(user_folder(os.environ))
     except OSError:
         return []  # `_here` says so
 
 
 def _published() -> list[Published]:
     try:
-        return published(run_folder(os.environ))
+        return published(user_folder(os.environ))
     except OSError as wrong:
-        raise NoStatus(f"the run folder cannot be read: {wrong}") from None
+        raise NoStatus(f"the user's folder cannot be read: {wrong}") from None
 
 
 def question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
@@ -211,7 +211,7 @@ def question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
 
 
 def _here(token: str, files: Tls | None) -> list[Question]:
-    """The masters of this user that have left their endpoints in the run folder."""
+    """The masters of this user that have left their endpoints in the user's folder."""
     masters = _published()
     if not masters:
         raise NoStatus("no master of yours runs on this host: name an endpoint (host:port)")

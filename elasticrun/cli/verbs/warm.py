@@ -18,7 +18,7 @@ from elasticrun.cli.flags import PROG, FlagHelp, Parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Learning
 from elasticrun.wire import env, frames, spawning
-from elasticrun.wire.run_folder import run_folder
+from elasticrun.wire.user_folder import user_folder
 
 ANSWER_LIMIT: Final = 5.0
 """Seconds for a warm process to say what it is."""
@@ -32,7 +32,7 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
         way = "list" if asked.list else "stop"
         raise UsageError(f"--{given[0]} is for a start, and not for --{way}", EXIT_USAGE)
     try:
-        folder = run_folder(os.environ)
+        folder = user_folder(os.environ)
     except OSError as error:
         raise UsageError(f"no folder for the socket: {error}", EXIT_FAILED) from None
     if asked.list:

@@ -22,7 +22,7 @@ from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.master.outward.report import line, page
 from elasticrun.master.outward.result import JobResult
 from elasticrun.operator_log import NOTICE
-from elasticrun.wire import run_folder
+from elasticrun.wire import user_folder
 
 FOLDER: Final = "incidents"
 
@@ -32,7 +32,7 @@ MAX_QUEUED: Final = 64
 """Records that wait for the disk; one more is dropped."""
 
 MOST_FOLDERS: Final = 50
-"""Folders of jobs that are kept beside this one, where they are in the user's run folder."""
+"""Folders of jobs that are kept beside this one, where they are in the user's folder."""
 
 logger = logging.getLogger("elasticrun")
 
@@ -102,7 +102,7 @@ class IncidentFiles:
         # where nothing has stopped a job, its logs are what torchrun leaves there, and no more
         folder = Path(self._log_dir) / FOLDER / self._name
         if not self._log_dir or (isinstance(row, JobResult) and not folder.is_dir()):
-            folder = run_folder.run_folder(os.environ) / FOLDER / self._name
+            folder = user_folder.user_folder(os.environ) / FOLDER / self._name
         if not folder.is_dir():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._log_dir or isinstance(row, JobResult):

@@ -14,7 +14,7 @@ from elasticrun.core.events import JobOver
 from elasticrun.core.sight.picture import IncidentRow, Picture, VerdictRow
 from elasticrun.master.outward.incident_files import IncidentFiles
 from elasticrun.master.outward.result import result_of
-from elasticrun.wire import run_folder
+from elasticrun.wire import user_folder
 
 if TYPE_CHECKING:
     from elasticrun.master.outward.notify import Notifier
@@ -73,5 +73,5 @@ class Outward:
 
 def _name(config: MasterConfig) -> str:
     """One for all masters of a launch."""
-    launch = Path(config.record_dir).name.removeprefix(run_folder.PREFIX) or str(os.getpid())
+    launch = Path(config.record_dir).name.removeprefix(user_folder.PREFIX) or str(os.getpid())
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', config.job_id)[:MAX_WORD]}-{launch}"

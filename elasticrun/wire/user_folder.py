@@ -1,4 +1,4 @@
-"""The user's own run folder on this host, and where a master keeps its record.
+"""The user's own folder on this host, and where a master keeps its record.
 
 Masters that run here, as small files: a master writes one when it serves and removes it when it
 ends; `elasticrun status` without an endpoint reads them. A file whose process is gone (no such pid,
@@ -78,7 +78,7 @@ class Published:
         return Endpoint(self.host, self.port)
 
 
-def run_folder(environ: Mapping[str, str]) -> Path:
+def user_folder(environ: Mapping[str, str]) -> Path:
     """$XDG_RUNTIME_DIR/elasticrun, or ~/.cache/elasticrun where that is not set or not usable;
     made with mode 0700. OSError if there is none that is ours alone."""
     base = Path(environ.get("XDG_RUNTIME_DIR", ""))
@@ -327,7 +327,7 @@ class LaunchFolder:
 
 
 def make(environ: Mapping[str, str]) -> LaunchFolder:
-    """A new private folder, locked, in the user's run folder or, where that is no disk of this host
+    """A new private folder, locked, in the user's folder or, where that is no disk of this host
     or full, in $TMPDIR or shared memory. Unusable, with a sentence, if there is no such place."""
     reasons = []
     for place in _places(environ):
@@ -363,7 +363,7 @@ def hold(path: Path, *, alone: bool = False) -> int:
 
 def _places(environ: Mapping[str, str]) -> Iterator[Path]:
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: nobody knows our home
-        yield run_folder(environ)
+        yield user_folder(environ)
     with contextlib.suppress(OSError):
         yield Path(tempfile.gettempdir())
     if os.path.isdir(SHARED_MEMORY):

@@ -1,4 +1,4 @@
-"""The run folder: what a master that was killed leaves there, and one that ended does not; and
+"""The user's folder: what a master that was killed leaves there, and one that ended does not; and
 folders of records, private, held by those who live, on a disk of this host."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from elasticrun.system.processes import start_time
-from elasticrun.wire import run_folder
-from elasticrun.wire.run_folder import (
+from elasticrun.wire import user_folder
+from elasticrun.wire.user_folder import (
     DEAD_KEPT,
     PREFIX,
     Published,
@@ -102,14 +102,14 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for name in ("run", "scratch", "shm"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
-    monkeypatch.setattr(run_folder, "SHARED_MEMORY", str(tmp_path / "shm"))
+    monkeypatch.setattr(user_folder, "SHARED_MEMORY", str(tmp_path / "shm"))
     return {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
 
 
 def _remote(monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:
     """Have these folders (and what is below) be on NFS."""
     monkeypatch.setattr(
-        run_folder,
+        user_folder,
         "_file_system_type",
         lambda path: NFS if any(part in folders for part in path.parts) else 0xEF53,
     )
@@ -141,7 +141,7 @@ def test_a_sweep_removes_what_nobody_holds(environ: dict[str, str]) -> None:
 
 HOLDER = """
 import os, sys
-from elasticrun.wire.run_folder import make
+from elasticrun.wire.user_folder import make
 print(make(dict(os.environ)).path, flush=True)
 sys.stdin.read()
 """
@@ -225,10 +225,10 @@ def test_a_named_folder_is_made_or_refused_in_a_sentence(
 
 def test_file_systems_are_told_apart(tmp_path: Path) -> None:
     """What this kernel says of its own ones: no network."""
-    assert run_folder.network_file_system(tmp_path) == ""
-    assert run_folder._file_system_type(Path("/proc")) == 0x9FA0  # PROC_SUPER_MAGIC
+    assert user_folder.network_file_system(tmp_path) == ""
+    assert user_folder._file_system_type(Path("/proc")) == 0x9FA0  # PROC_SUPER_MAGIC
     with pytest.raises(FileNotFoundError):
-        run_folder.network_file_system(tmp_path / "missing")
+        user_folder.network_file_system(tmp_path / "missing")
 
 
 def test_one_holder_alone(tmp_path: Path) -> None:
