@@ -51,6 +51,7 @@ from elasticrun.master.loop import BrainFault, Loop, RecordStuck
 from elasticrun.master.outward.outward import Outward
 from elasticrun.master.outward.result import STATES
 from elasticrun.master.page.http import StatusPage, reachable
+from elasticrun.master.page.readers import Readers
 from elasticrun.master.records import Records, StoreRefused
 from elasticrun.master.server import MAX_CALLS, Servicer
 from elasticrun.system import title
@@ -311,7 +312,7 @@ class Master:
             term=self._term,
             on_count=life.counted,
         )
-        page = StatusPage(loop)
+        page = StatusPage(loop, Readers(operator, guarded=bool(config.token)))
         status_port = self._open(page)
         loop.status_url = page.url(status_port) if status_port else ""
         await server.start()
@@ -436,7 +437,7 @@ class Listing:
             job_id=config.job_id,
             host=reachable(config.host),
             port=port,
-            status_url=loop.status_url,
+            status_url=loop.status_url.partition("?")[0],
             pid=os.getpid(),
             started=start_time(os.getpid()) or 0,
             reader=reader_token(config.token),

@@ -135,6 +135,30 @@ def operator_token(secret: str) -> str:
     return hmac.digest(secret.encode(), b"elasticrun operator", "sha256").hex()
 
 
+PAGE_KEY_LIFE: Final = 900.0
+"""Seconds for which the key in a link to the job's page is good, by the clock of its host."""
+
+
+def page_key(operator: str, now: float) -> str:
+    """A new key for one visit to the job's page, by who has the operator's token; `now`: seconds
+    since 1970 on the master's host."""
+    said = f"{int(now + PAGE_KEY_LIFE):x}.{secrets.token_urlsafe(9)}"
+    return f"{said}.{_seal(operator, said)}"
+
+
+def key_until(operator: str, key: str) -> float:
+    """Until when this key is good, in seconds since 1970; 0.0 if it is no key of this job."""
+    said, _, seal = key.rpartition(".")
+    if not hmac.compare_digest(_seal(operator, said).encode(), seal.encode()):
+        return 0.0
+    return float(int(said.partition(".")[0], 16))
+
+
+def _seal(operator: str, said: str) -> str:
+    whole = hmac.digest(operator.encode(), b"elasticrun page " + said.encode(), "sha256")
+    return whole[:16].hex()
+
+
 class Guest:
     """The side that knocks."""
 

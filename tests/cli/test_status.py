@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,15 +179,18 @@ async def test_json_is_the_page(home: Path) -> None:
         assert shown["restarts_left"] == page().restarts_left
 
 
-async def test_without_an_endpoint_the_run_folder_is_asked(home: Path) -> None:
+async def test_without_an_endpoint_the_user_folder_is_asked(home: Path) -> None:
     async with serving(Recorder()) as served:
         folder = user_folder.user_folder(os.environ)
-        user_folder.publish(folder, _entry(served))
+        left = replace(_entry(served), status_url="http://127.0.0.1:9/", operator="its key")
+        user_folder.publish(folder, left)
         stale = user_folder.publish(folder, _entry(served, 2**22 - 1))
         (folder / "master-odd.json").write_text("{}")
         code, out, err = await _status()
         assert (code, err) == (0, "")
         assert "round 1" in out
+        link = out.splitlines()[-1].removeprefix("page: http://127.0.0.1:9/?key=")
+        assert auth.key_until("its key", link) > time.time()
         assert not stale.exists()
         assert [path.name for path in folder.glob("master-*")] == [
             f"master-{os.getpid()}-{start_time(os.getpid())}.json"

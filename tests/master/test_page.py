@@ -9,10 +9,12 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 import pytest
@@ -27,8 +29,10 @@ from elasticrun.master.loop import Loop
 from elasticrun.master.page import http as page_module, stream
 from elasticrun.master.page.http import MAX_CONNECTIONS, StatusPage, page_url
 from elasticrun.master.page.metrics import SlotCounters
+from elasticrun.master.page.readers import MAX_SPENT, NO_KEY, Readers
 from elasticrun.master.page.stream import for_strangers
 from elasticrun.wire import messages as m
+from elasticrun.wire.auth import PAGE_KEY_LIFE, operator_token, page_key
 from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.master.people import LIMIT, ROUND, Recorder, status
@@ -382,13 +386,76 @@ def test_a_stranger_is_not_shown_paths_arguments_and_what_was_said() -> None:
     assert told.goodput is not None
     assert told.goodput.rows[0] == LedgerRow("wait", "said", 3.0)
     assert "judge" not in msgspec.json.encode(told).decode()
-    page = StatusPage(Loop(Recorder()))
-    for peer, key, trusted in (
-        ("127.0.0.1", "", True),
-        ("::ffff:127.0.0.1", "", True),
-        ("10.0.0.7", "", False),
-        ("10.0.0.7", "wrong", False),
-        ("10.0.0.7", page._key, True),
-    ):
-        scope = {"client": (peer, 1), "query_string": f"key={key}".encode()}
-        assert page._trusts(scope) is trusted
+
+
+SECRET = operator_token("a token")
+
+
+@pytest.mark.parametrize(
+    ("guarded", "peer", "key", "enters", "trusted"),
+    [
+        (False, "127.0.0.1", "", True, True),
+        (False, "::ffff:127.0.0.1", "", True, True),
+        (False, "10.0.0.7", "", False, False),
+        (False, "10.0.0.7", page_key(SECRET, time.time()), True, False),
+        (True, "127.0.0.1", "", False, False),
+        (True, "127.0.0.1", page_key(SECRET, time.time()), True, False),
+        (True, "127.0.0.1", page_key(SECRET, time.time() - PAGE_KEY_LIFE - 1), False, False),
+        (True, "127.0.0.1", page_key(operator_token("another"), time.time()), False, False),
+        (True, "127.0.0.1", "fffffffff.x.\ufffd", False, False),
+    ],
+)
+def test_who_may_see_all(guarded: bool, peer: str, key: str, enters: bool, trusted: bool) -> None:
+    """A key by itself shows nothing: it is given back as a cookie, and only once."""
+    readers = Readers(SECRET, guarded=guarded)
+    scope = {"client": (peer, 1), "query_string": urlencode({"key": key}).encode(), "headers": []}
+    assert readers.trusts(scope) is trusted
+    cookie = readers.enter(scope)
+    assert bool(cookie) is enters
+    if cookie and not trusted:
+        assert not readers.enter(scope)
+        known = cookie.partition(";")[0].encode()
+        with_it = {**scope, "headers": [(b"cookie", b"other=1; " + known)]}
+        assert readers.trusts(with_it)
+        assert readers.enter(with_it) == cookie
+        assert not readers.trusts({**scope, "headers": [(b"cookie", known[:-1])]})
+        assert not Readers(SECRET, guarded=True).trusts(with_it)
+
+
+def test_keys_that_are_remembered_are_bounded() -> None:
+    readers = Readers(SECRET, guarded=True)
+    spent = [page_key(SECRET, time.time()) for _ in range(MAX_SPENT + 1)]
+    assert [readers._redeem(key) for key in spent] == [True] * MAX_SPENT + [False]
+    readers._spent = dict.fromkeys(readers._spent, time.time())
+    assert readers._redeem(spent[-1])
+    assert len(readers._spent) == 1
+
+
+async def test_a_link_of_a_job_with_a_token_opens_the_page_once() -> None:
+    """On loopback too, where others of the host can come: to them the page is a stranger's."""
+    brain = Recorder()
+    brain.whole = hung()
+    brain.page = brain.whole.status
+    page = StatusPage(Loop(brain), Readers(SECRET, guarded=True))
+    port = page.listen("127.0.0.1", 0)
+    try:
+        path = page.url(port).partition(f":{port}")[2]
+        assert (await get(port, path, "HEAD"))[0] == 200  # who only looks at it spends no key
+        request = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        head = (await say(port, request.encode())).decode()
+        assert head.startswith("HTTP/1.1 303")
+        assert "location: ./\r\n" in head
+        assert "; Path=/; HttpOnly; SameSite=Strict" in head
+        cookie = re.search(r"set-cookie: ([^;]+)", head)
+        assert cookie is not None
+        code, _, body = await get(port, path)
+        assert (code, body.decode()) == (403, NO_KEY)
+        stranger = json.loads((await get(port, "/picture"))[2])
+        assert not stranger["stacks"]
+        assert "elasticrun status" in stranger["stacks_missing"]
+        request = f"GET /picture HTTP/1.0\r\nHost: x\r\nCookie: {cookie[1]}\r\n\r\n"
+        whole = json.loads((await say(port, request.encode())).partition(b"\r\n\r\n")[2])
+        assert whole["stacks"]
+        assert (await get(port, "/"))[0] == 200
+    finally:
+        await page.close()

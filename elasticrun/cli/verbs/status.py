@@ -28,7 +28,7 @@ import msgspec
 from elasticrun import __version__
 from elasticrun.config import ETCD_CALL_LIMIT, Tls
 from elasticrun.core.words import some
-from elasticrun.wire.auth import reader_token
+from elasticrun.wire.auth import page_key, reader_token
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.rpc.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
 from elasticrun.wire.types import Endpoint, WireError
@@ -210,6 +210,15 @@ def question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
     return Question(endpoint, "", files)
 
 
+def _link(endpoint: Endpoint, page: JobStatus) -> str:
+    """A new link to this job's page, where its master has left us on this host what opens it."""
+    with contextlib.suppress(NoStatus):
+        for master in _published():
+            if (master.port, master.job_id) == (endpoint.port, page.job_id) and master.status_url:
+                return f"{master.status_url}?key={page_key(master.operator, time.time())}"
+    return ""
+
+
 def _here(token: str, files: Tls | None) -> list[Question]:
     """The masters of this user that have left their endpoints in the user's folder."""
     masters = _published()
@@ -270,8 +279,11 @@ def _ask(
 # ---------------------------------------------------------------- the page
 
 
-def _show(pages: Sequence[tuple[str, JobStatus]], gone: Sequence[Ended] = ()) -> None:
-    """A line for each job. The page of a single one that runs, else why each of them waits."""
+def _show(
+    pages: Sequence[tuple[str, JobStatus]], gone: Sequence[Ended] = (), link: str = ""
+) -> None:
+    """A line for each job. The page of a single one that runs, with the link to its page for
+    browsers, else why each of them waits."""
     from rich.console import Console
     from rich.text import Text
 
@@ -284,6 +296,8 @@ def _show(pages: Sequence[tuple[str, JobStatus]], gone: Sequence[Ended] = ()) ->
         console.print(Text(line), soft_wrap=True)
     for line in _page(pages[0][1], console.width) if len(pages) == 1 else _brief(pages):
         console.print(Text(line), soft_wrap=True)
+    if link:
+        console.print(Text(f"page: {link}"), soft_wrap=True)
 
 
 def _page(page: JobStatus, columns: int) -> list[str]:
@@ -420,7 +434,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         shown = [msgspec.to_builtins(page) for _, page in answers]
         print(json.dumps(shown[0] if not here and shown else shown, indent=1))
     elif answers or over:
-        _show([(str(where), page) for where, page in answers], over)
+        link = _link(*answers[0]) if len(answers) == 1 else ""
+        _show([(str(where), page) for where, page in answers], over, link)
     return 1 if silent else 0
 
 

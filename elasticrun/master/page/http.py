@@ -13,22 +13,20 @@ import base64
 import contextlib
 import functools
 import hashlib
-import hmac
 import ipaddress
 import json
 import logging
-import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import parse_qs
 
 import msgspec
 
 from elasticrun import __version__
 from elasticrun.master.loop import Loop
 from elasticrun.master.page.metrics import metrics_writer
+from elasticrun.master.page.readers import NO_KEY, Readers, query
 from elasticrun.master.page.stream import Receive, Send, Watchers, status_for_strangers
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.types import Endpoint
@@ -63,8 +61,9 @@ logger = logging.getLogger("elasticrun")
 class StatusPage:
     """The listening socket, and the HTTP server once somebody has knocked."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, readers: Readers | None = None) -> None:
         self._loop = loop
+        self._readers = readers or Readers()
         self._socket: socket.socket | None = None
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
@@ -72,7 +71,6 @@ class StatusPage:
         self._render: Callable[[], bytes] | None = None
         self._names = {socket.gethostname().lower()}
         self._streams = Watchers(loop)
-        self._key = secrets.token_urlsafe(16)
         self._host = ""
 
     def listen(self, host: str, port: int) -> int:
@@ -106,8 +104,8 @@ class StatusPage:
             logger.warning("the status page has ended: %s", wrong)
 
     def url(self, port: int) -> str:
-        """Its address for people. Where other hosts can come, with the key that shows them all."""
-        return page_url(self._host, port, "" if is_loopback(self._host) else self._key)
+        """Its address for people; where not all who can come may see all, with a key."""
+        return page_url(self._host, port, self._readers.key(self._host))
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
@@ -132,8 +130,8 @@ class StatusPage:
         code, headers, body = self._refusal(scope)
         if code == 200 and scope["path"] == "/events" and scope["method"] == "GET":
             await send(_start(200, {"content-type": "text/event-stream; charset=utf-8"}))
-            whole = self._trusts(scope)
-            looks = whole and "hidden" not in _query(scope)
+            whole = self._readers.trusts(scope)
+            looks = whole and "hidden" not in query(scope)
             await self._streams.serve(receive, send, whole=whole, looks=looks)
             return
         if code == 200 and scope["path"] == "/metrics" and self._render is None:
@@ -146,7 +144,7 @@ class StatusPage:
         await send({"type": "http.response.body", "body": body})
 
     def _refusal(self, scope: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
-        """Code, headers and body of an answer to who is refused; 200 where nobody is."""
+        """Code, headers and body for who is refused, or sent on; 200 where nobody is."""
         headers = {"content-type": "text/plain; charset=utf-8"}
         asked = next((value for name, value in scope["headers"] if name == b"host"), b"")
         name = host_of(asked.decode("latin-1"))
@@ -157,6 +155,12 @@ class StatusPage:
             return 404, headers, f"there is {', '.join(PATHS)}\n".encode()
         if scope["method"] not in ("GET", "HEAD"):
             return 405, {**headers, "allow": "GET, HEAD"}, b"read only\n"
+        if scope["path"] == "/" and scope["method"] == "GET" and "key" in query(scope):
+            cookie = self._readers.enter(scope)
+            if not cookie:
+                return 403, headers, NO_KEY.encode()
+            # away from the key, which is worth nothing any more
+            return 303, {**headers, "location": "./", "set-cookie": cookie}, b""
         return 200, headers, b""
 
     def _content(self, scope: dict[str, Any]) -> tuple[dict[str, str], bytes]:
@@ -170,9 +174,11 @@ class StatusPage:
                 }
                 return headers, body
             case "/status":
-                return {"content-type": "application/json"}, self._json(whole=self._trusts(scope))
+                return {"content-type": "application/json"}, self._json(
+                    whole=self._readers.trusts(scope)
+                )
             case "/picture":
-                body = self._streams.picture(whole=self._trusts(scope))
+                body = self._streams.picture(whole=self._readers.trusts(scope))
                 return {"content-type": "application/json"}, body
             case "/metrics":
                 assert self._render is not None
@@ -182,14 +188,6 @@ class StatusPage:
                 return {"content-type": "text/event-stream; charset=utf-8"}, b""
             case _:
                 return {"content-type": "text/plain; charset=utf-8"}, b"ok\n"
-
-    def _trusts(self, scope: dict[str, Any]) -> bool:
-        """Whether this visitor may see stacks and settings: one of this host, or with the key."""
-        peer = scope.get("client")
-        if peer is not None and is_loopback(peer[0]):
-            return True
-        given = _query(scope).get("key", [""])[0]
-        return hmac.compare_digest(given.encode(), self._key.encode())
 
     def _json(self, *, whole: bool) -> bytes:
         status = self._loop.status()
@@ -220,23 +218,9 @@ def _inside(body: bytes, tag: bytes) -> bytes:
     return body.partition(b"<%s>" % tag)[2].partition(b"</%s>" % tag)[0]
 
 
-def _query(scope: dict[str, Any]) -> dict[str, list[str]]:
-    return parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-
-
 def _start(code: int, headers: dict[str, str]) -> dict[str, Any]:
     pairs = [(name.encode(), value.encode()) for name, value in {**HEADERS, **headers}.items()]
     return {"type": "http.response.start", "status": code, "headers": pairs}
-
-
-def is_loopback(host: str) -> bool:
-    """Whether who comes from this address is on this host, or came through a tunnel to it."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    inner = getattr(address, "ipv4_mapped", None)
-    return (inner or address).is_loopback
 
 
 def host_of(header: str) -> str:
@@ -274,7 +258,7 @@ def reachable(host: str) -> str:
 
 
 def page_url(host: str, port: int, key: str = "") -> str:
-    """The address of the page for people; with the key of readers from other hosts."""
+    """The address of the page for people; with a key, a link that opens all of it once."""
     return f"http://{Endpoint(reachable(host), port)}/" + (f"?key={key}" if key else "")
 
 

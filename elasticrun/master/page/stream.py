@@ -2,8 +2,8 @@
 events. However many watch, a picture is made and written once a second at most, and the ranks are
 looked at every LOOK_EVERY seconds; while nobody watches, nothing is done for it.
 
-A visitor from another host who has no key is not shown what tells of paths and arguments: stacks,
-places in the script, last lines, settings, events, and the sentences of verdicts and incidents.
+A stranger (`readers`) is not shown what tells of paths and arguments: stacks, places in the script,
+last lines, settings, events, and the sentences of verdicts and incidents.
 """
 
 from __future__ import annotations
@@ -34,10 +34,15 @@ back after RETRY milliseconds and is given the whole picture again."""
 RETRY: Final = 1000
 
 LOOK_EVERY: Final = 3.0
-"""Seconds between looks at the ranks for those who watch, and are on this host or have the key."""
+"""Seconds between looks at the ranks for those who watch, and may see all."""
 
 RANKS_A_SECOND: Final = 64
 """Larger jobs are looked at less often: what the ranks say goes into the master's trace, too."""
+
+NO_LINK: Final = (
+    "stacks and settings are shown to who opens the link that `elasticrun status` prints on the "
+    "master's host"
+)
 
 AGES: Final = frozenset(("age", "looked", "since", "quiet", "step_age", "remaining"))
 """They run by themselves: the page counts on, and nothing is sent for them."""
@@ -217,7 +222,7 @@ def for_strangers(picture: Picture) -> Picture:
         verdict=replace(verdict, sentence=verdict.kind, folder="", says=says) if verdict else None,
         goodput=replace(spent, rows=without_words(spent.rows)) if spent else None,
         stacks=(),
-        stacks_missing="stacks and settings are shown on the job's own host, or to who has the key",
+        stacks_missing=NO_LINK,
         said=(),
         settings=(),
     )

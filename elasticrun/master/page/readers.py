@@ -1,0 +1,83 @@
+"""Who may see all of the page, with stacks, settings and what the script says: whoever has opened a
+link of the job. In a job without a token, everybody on the master's host, too.
+
+The key in a link is good once and for a quarter of an hour; who comes with it is given a cookie
+that is good as long as this master. Who comes without is a stranger (`stream.for_strangers`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+import time
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+from elasticrun.wire.auth import key_until, page_key
+
+MAX_SPENT: Final = 1024
+"""Keys that were used and have time left. While there are more no key opens the page; who can make
+one has the token, or is the job's user."""
+
+NO_KEY: Final = (
+    "this link has been used, or is older than 15 minutes; for a new one run on the master's host: "
+    "elasticrun status\n"
+)
+
+
+class Readers:
+    """Lets visitors in. `secret`: of what keys are made (`auth.operator_token`); `guarded`: the job
+    has a token, and not everybody on this host may see all."""
+
+    def __init__(self, secret: str = "", *, guarded: bool = False) -> None:
+        self._secret = secret or secrets.token_hex(32)
+        self._guarded = guarded
+        self._spent: dict[str, float] = {}
+        # One browser may look at several jobs, and a cookie is for all ports of a host.
+        self._cookie = f"elasticrun-{secrets.token_hex(4)}={secrets.token_urlsafe(16)}"
+
+    def key(self, host: str) -> str:
+        """A new key for a page that listens on `host`; "" where all who can come may see all."""
+        is_open = is_loopback(host) and not self._guarded
+        return "" if is_open else page_key(self._secret, time.time())
+
+    def trusts(self, scope: dict[str, Any]) -> bool:
+        """Whether this visitor may see all."""
+        peer = scope.get("client")
+        if peer is not None and is_loopback(peer[0]) and not self._guarded:
+            return True
+        given = [value for name, value in scope["headers"] if name == b"cookie"]
+        parts = (part.strip() for value in given for part in value.split(b";"))
+        return any(hmac.compare_digest(part, self._cookie.encode()) for part in parts)
+
+    def enter(self, scope: dict[str, Any]) -> str:
+        """The cookie for a visitor whose link has a key; "" if the key is no good. The key of one
+        who is trusted already is left as it is: people open a link twice."""
+        if not self.trusts(scope) and not self._redeem(query(scope).get("key", [""])[0]):
+            return ""
+        return f"{self._cookie}; Path=/; HttpOnly; SameSite=Strict"
+
+    def _redeem(self, key: str) -> bool:
+        now = time.time()
+        until = key_until(self._secret, key)
+        self._spent = {one: end for one, end in self._spent.items() if end > now}
+        if until <= now or key in self._spent or len(self._spent) >= MAX_SPENT:
+            return False
+        self._spent[key] = until
+        return True
+
+
+def query(scope: dict[str, Any]) -> dict[str, list[str]]:
+    """What stands behind the question mark."""
+    return parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether who comes from this address is on this host, or came through a tunnel to it."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    inner = getattr(address, "ipv4_mapped", None)
+    return (inner or address).is_loopback
