@@ -66,7 +66,11 @@ def _check_script(path: str) -> str:
 
 LOOKS: Final = ("stacks", "top", "events", "incidents")
 ORDERS: Final = ("stop", "restart", "exclude", "include", "scale")
-VERBS: Final = ("master", "status", "doctor", "replay", "render", "warm", "logs", *LOOKS, *ORDERS)
+VERBS: Final = (
+    *("master", "status", "doctor", "replay", "render", "warm", "logs", "convert"),
+    *LOOKS,
+    *ORDERS,
+)
 """First words that are not a script."""
 
 UNREAD: Final = 128 + 13
@@ -246,6 +250,10 @@ def _verb(verb: str, words: Sequence[str]) -> int:
         from elasticrun.cli.verbs import render
 
         return _printed(lambda: render.main(words, say))
+    if verb == "convert":
+        from elasticrun.cli.jobs import convert
+
+        return _printed(lambda: convert.main(words, say))
     from elasticrun.cli.verbs import warm
 
     return (_printed if "--list" in words else _read)(lambda: warm.main(words, say))

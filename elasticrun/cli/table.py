@@ -88,6 +88,7 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun master             run a job master by hand, on a host without ranks
   elasticrun replay TRACE       run the decisions of a master's trace again, each with its reason
   elasticrun render TARGET      print the manifest for Kubernetes, or the script for Slurm
+  elasticrun convert FILE       print a job of another operator as an ElasticJob or a Slurm script
   elasticrun warm               keep a process that has torch imported, for later jobs
 
 Every flag may be written with underscores; torchrun's may be abbreviated, as far as torchrun knows

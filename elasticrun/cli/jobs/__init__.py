@@ -1,0 +1,4 @@
+"""What a person does with jobs as wholes: convert them; and what runs elsewhere.
+
+Forbidden here: torch; grpc, YAML and a cluster's API before the verb needs them.
+"""

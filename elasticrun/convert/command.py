@@ -1,0 +1,165 @@
+"""The command of a container, with elasticrun in the place of the launcher it names.
+
+What the operator tells every agent by itself (how many nodes, where they meet, which one this is)
+is taken out of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+SHELLS: Final = ("sh", "bash", "dash", "zsh")
+
+SETTLED: Final = (
+    "nnodes", "node-rank", "group-rank", "master-addr", "master-port", "rdzv-backend",
+    "rdzv-endpoint", "rdzv-id", "standalone", "local-addr",
+)  # fmt: skip
+"""Flags of a launcher that the ElasticJob's operator settles."""
+
+BARE: Final = ("standalone",)
+"""Those of them that have no value."""
+
+_PYTHON = r"(?:\S*/)?python[0-9.]*(?:\s+-u)?"
+
+_LAUNCHER = re.compile(
+    rf"(?<![\w./-])(?:(?:\S*/)?(?:torchrun|dlrover-run)|{_PYTHON}\s+-m\s+torch\.distributed\."
+    r"(?:run|launch))(?=\s|$)"
+)
+"""A launcher whose flags elasticrun takes."""
+
+_SCRIPT = re.compile(rf"(?<![\w./-]){_PYTHON}\s+(?=[^-\s][^\s;&|]*\.py(?:[\s;&|]|$))")
+"""Python with a script: what a job has whose operator starts the ranks itself."""
+
+_FLAG = re.compile(
+    rf"\s--(?P<name>{'|'.join(name.replace('-', '[-_]') for name in SETTLED)})"
+    r"(?:(?=\s|$)|=(?:\"[^\"]*\"|'[^']*'|\S+))"
+)
+
+_VALUE = re.compile(r"\s+(?:\"[^\"]*\"|'[^']*'|(?!-)\S+)")
+
+
+class Converted(NamedTuple):
+    """The command, and what of it was changed."""
+
+    command: list[str]
+    args: list[str]
+    dropped: tuple[str, ...] = ()  # flags, as they stood there
+    known: bool = True  # False: no launcher was found, and nothing was changed
+
+
+def convert(
+    command: Sequence[str],
+    args: Sequence[str],
+    *,
+    ranks: str = "",
+    default: str = "",
+    restarts: int = -1,
+) -> Converted:
+    """The command and arguments of a container that is to run elasticrun. `ranks` of a node and
+    `restarts` become flags of it, unless they are among the launcher's already; `default`: ranks of
+    a launcher that is told nowhere."""
+    extra = {"nproc-per-node": (ranks, default)}
+    if restarts >= 0:
+        extra["max-restarts"] = (str(restarts), str(restarts))
+    words = [*command, *args]
+    if _is_shell(words):
+        at = next(n for n, word in enumerate(words) if n and re.fullmatch(r"-[a-z]*c", word)) + 1
+        text, dropped = _in_text(words[at], extra) if at < len(words) else ("", None)
+        if dropped is None:
+            return Converted(list(command), list(args), known=False)
+        words[at] = text
+        return Converted(words[: len(command)], words[len(command) :], dropped)
+    return _in_words(words, extra) or Converted(list(command), list(args), known=False)
+
+
+_Extra = Mapping[str, tuple[str, str]]
+"""By flag: its value where a job says it, and that of a launcher where nobody does."""
+
+
+def _added(extra: _Extra, own: str | None) -> list[str]:
+    """Flags of ours. `own`: what a launcher was given, None where there was no launcher."""
+    made = []
+    for name, (said, default) in extra.items():
+        value = said or (default if own is not None else "")
+        if value and not re.search(rf"(?:^|\s)--{name.replace('-', '[-_]')}[=\s]", own or ""):
+            made.append(f"--{name}={value}")
+    return made
+
+
+def _is_shell(words: Sequence[str]) -> bool:
+    named = bool(words) and words[0].rpartition("/")[2] in SHELLS
+    return named and any(re.fullmatch(r"-[a-z]*c", word) for word in words[1:-1])
+
+
+def _in_words(words: Sequence[str], extra: _Extra) -> Converted | None:
+    """A command that no shell reads; None where it begins with nothing that is known."""
+    name, rest = words[0].rpartition("/")[2] if words else "", list(words[1:])
+    if re.fullmatch(r"python[0-9.]*", name):
+        rest = rest[1:] if rest[:1] == ["-u"] else rest
+        if not rest or (rest[0].startswith("-") and rest[0] != "-m"):
+            return None
+        if rest[0] != "-m" or rest[1:2] not in (
+            ["torch.distributed.run"],
+            ["torch.distributed.launch"],
+        ):
+            return Converted(["elasticrun", *_added(extra, None), *rest], [])
+        rest = rest[2:]
+    elif name not in ("torchrun", "dlrover-run"):
+        return None
+    script = next(
+        (at for at, word in enumerate(rest) if word.endswith(".py") or word in ("-m", "--module")),
+        len(rest),
+    )
+    kept, dropped = [], []
+    own = iter(rest[:script])
+    for word in own:
+        flag, equals, _ = word.partition("=")
+        if flag[:2] != "--" or flag[2:].replace("_", "-") not in SETTLED:
+            kept.append(word)
+            continue
+        valued = not equals and flag[2:] not in BARE
+        dropped.append(f"{word} {next(own, '')}".strip() if valued else word)
+    added = _added(extra, " ".join([*kept, ""]))
+    return Converted(["elasticrun", *added, *kept, *rest[script:]], [], tuple(dropped))
+
+
+def _in_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None]:
+    """The text and the flags taken out; None for them where there is not one launcher in it."""
+    found = list(_LAUNCHER.finditer(text))
+    if not found:
+        found = list(_SCRIPT.finditer(text))
+        if len(found) != 1:
+            return text, None
+        before, after = text[: found[0].start()], text[found[0].end() :]
+        return " ".join([f"{before}elasticrun", *_added(extra, None), after]), ()
+    if len(found) != 1:
+        return text, None
+    before, rest = text[: found[0].start()], text[found[0].end() :]
+    rest, dropped = _without_settled(rest)
+    added = _added(extra, rest[: _flags_end(rest)] + " ")
+    return " ".join([f"{before}elasticrun", *added]) + rest, dropped
+
+
+def _without_settled(rest: str) -> tuple[str, tuple[str, ...]]:
+    """Only as far as the launcher's own flags go: what follows the script is the script's."""
+    dropped = []
+    end = _flags_end(rest)
+    own, others = rest[:end], rest[end:]
+    while found := _FLAG.search(own):
+        stop = found.end()
+        if "=" not in found[0] and found["name"] not in BARE and (value := _VALUE.match(own, stop)):
+            stop = value.end()
+        dropped.append(own[found.start() : stop].strip())
+        own = own[: found.start()] + own[stop:]
+    return own + others, tuple(dropped)
+
+
+def _flags_end(rest: str) -> int:
+    """Where the script begins, as far as can be told: at the first word that ends in `.py`, else at
+    `-m`; else at the end of the simple command."""
+    for pattern in (r"\s[^-\s]\S*\.py(?=[\s'\"]|$)", r"\s(?:-m|--module)\s", r"\n(?<!\\\n)|[;&|]"):
+        if found := re.search(pattern, rest):
+            return found.start()
+    return len(rest)

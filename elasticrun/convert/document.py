@@ -1,0 +1,151 @@
+"""A YAML document whose every field is read once, left out with a reason, or refused.
+
+`Fields` is a mapping of it: what nobody has taken when `close` is called is a field that the source
+kind does not have, or that a newer version of it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, TypeVar
+
+MAX_BYTES: Final = 1024 * 1024
+"""A longer file is no job: etcd takes no larger object."""
+
+MAX_NODES: Final = 50_000
+"""Values in a file, aliases counted as often as they are used."""
+
+Kind = TypeVar("Kind")
+
+
+class NotConvertible(Exception):
+    """The document cannot be converted; the text is a sentence."""
+
+
+class Document:
+    """One document: its value, and on which line each field stands."""
+
+    def __init__(self, value: Any, lines: Mapping[str, int]) -> None:
+        self.value = value
+        self._lines = lines
+        self.notes: list[str] = []
+
+    def fields(self) -> Fields:
+        """The whole, which must be a mapping. NotConvertible."""
+        if not isinstance(self.value, dict):
+            raise NotConvertible("no job: a Kubernetes object is a mapping with `kind` and `spec`")
+        return Fields(self, self.value, "")
+
+    def where(self, path: str) -> str:
+        """`line 12: spec.nproc`."""
+        line = self._lines.get(path)
+        return f"line {line}: {path}" if line else path
+
+    def note(self, path: str, sentence: str) -> None:
+        """Something is not carried over, or otherwise than it stands there."""
+        self.notes.append(f"{self.where(path)}: {sentence}")
+
+
+class Fields:
+    """One mapping of a document."""
+
+    def __init__(self, document: Document, value: Mapping[str, Any], path: str) -> None:
+        self._document = document
+        self._left = dict(value)
+        self.path = path
+
+    def of(self, name: str) -> str:
+        """The path of a field."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def take(self, name: str, kind: type[Kind], default: Kind) -> Kind:
+        """A field's value, the default where there is none. NotConvertible for another type."""
+        value = self._left.pop(name, None)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.wrong(name, f"{value!r} is no {kind.__name__}")
+        return value
+
+    def number(self, name: str, default: int, least: int = 0) -> int:
+        """A whole number. NotConvertible below `least`."""
+        value = self.take(name, int, default)
+        if value < least and value != default:
+            raise self.wrong(name, f"{value} is less than {least}")
+        return value
+
+    def inner(self, name: str) -> Fields:
+        """A mapping in it, empty where it is not there. NotConvertible for another type."""
+        return Fields(self._document, self.take(name, dict, {}), self.of(name))
+
+    def roles(self) -> Iterator[tuple[str, Fields]]:
+        """Each mapping in it, by name."""
+        for name in list(self._left):
+            yield name, self.inner(name)
+
+    def leave(self, name: str, why: str) -> None:
+        """Not carried over, if it is there at all, and says something."""
+        if self._left.pop(name, None) not in (None, "", {}, []):
+            self._document.note(self.of(name), f"left out: {why}")
+
+    def note(self, name: str, sentence: str) -> None:
+        """Of a field that has been taken."""
+        self._document.note(self.of(name), sentence)
+
+    def wrong(self, name: str, why: str) -> NotConvertible:
+        """The refusal of a field."""
+        return NotConvertible(f"{self._document.where(self.of(name))}: {why}")
+
+    def close(self) -> None:
+        """Nothing is left. NotConvertible."""
+        for name in self._left:
+            raise self.wrong(name, "no such field is known; correct it, or take it out")
+
+
+def documents(text: str) -> list[Document]:
+    """All that stand in a file, empty ones left out. NotConvertible, also without PyYAML."""
+    if len(text.encode()) > MAX_BYTES:
+        raise NotConvertible(f"more than {MAX_BYTES // 1024} KiB: no job is that large")
+    try:
+        import yaml
+    except ImportError:
+        raise NotConvertible("PyYAML is not installed: pip install 'elasticrun[k8s]'") from None
+    try:
+        found = [_Reading(yaml).document(node) for node in yaml.compose_all(text)]
+    except yaml.YAMLError as wrong:
+        raise NotConvertible(f"no YAML: {' '.join(str(wrong).split())}") from None
+    except RecursionError:
+        raise NotConvertible("nested too deeply to be a job") from None
+    return [one for one in found if one.value is not None]
+
+
+class _Reading:
+    """From PyYAML's nodes, which know their lines, to values."""
+
+    def __init__(self, yaml: Any) -> None:
+        self._yaml = yaml
+        self._scalars = yaml.SafeLoader("")
+        self._lines: dict[str, int] = {}
+        self._count = 0
+
+    def document(self, node: Any) -> Document:
+        return Document(self._value(node, ""), self._lines)
+
+    def _value(self, node: Any, path: str) -> Any:
+        self._count += 1
+        if self._count > MAX_NODES:
+            raise NotConvertible(f"more than {MAX_NODES} values: no job is that large")
+        if isinstance(node, self._yaml.ScalarNode):
+            return self._scalars.construct_object(node)
+        if isinstance(node, self._yaml.SequenceNode):
+            return [self._value(one, f"{path}[{at}]") for at, one in enumerate(node.value)]
+        found: dict[str, Any] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            inner = f"{path}.{name}" if path else name
+            line = key.start_mark.line + 1
+            if name in found:
+                raise NotConvertible(f"line {line}: {inner} stands there twice")
+            self._lines[inner] = line
+            found[name] = self._value(value, inner)
+        return found

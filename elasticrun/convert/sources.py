@@ -1,0 +1,282 @@
+"""The kinds that can be read: what each of their fields becomes, or why it is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from elasticrun.convert.command import convert
+from elasticrun.convert.document import Document, Fields, NotConvertible
+
+MASTER_DOES: Final = "elasticrun's job master does that"
+NOT_PODS: Final = "the pod of another kind of role; elasticrun has nodes of one kind"
+BY_THE_POLICY: Final = "pods are replaced by what their exit code says (docs/exit-codes.md)"
+
+
+@dataclass(slots=True)
+class ForeignJob:
+    """What all of them say. `template` is a pod's, in Kubernetes' words; 0 and "" say nothing."""
+
+    name: str
+    namespace: str = ""
+    labels: dict[str, Any] = field(default_factory=dict)
+    annotations: dict[str, Any] = field(default_factory=dict)
+    nodes: int = 1
+    min_nodes: int = 0
+    ranks: str = ""  # a node; as --nproc-per-node has it
+    default: str = ""  # of torchrun where nothing is said: "auto" where the operator sets that
+    restarts: int = -1
+    suspend: bool = False
+    success: str = ""
+    gang: bool = False
+    queue: str = ""
+    priority: str = ""
+    policy: dict[str, Any] = field(default_factory=dict)
+    template: dict[str, Any] = field(default_factory=dict)
+
+
+def read(document: Document, image: str = "") -> ForeignJob:
+    """The job of a document; `image`: of the ranks, where it names none. NotConvertible."""
+    top = document.fields()
+    kind, version = top.take("kind", str, ""), top.take("apiVersion", str, "")
+    group = version.partition("/")[0]
+    reader = READERS.get((group, kind))
+    if reader is None:
+        known = ", ".join(f"{kind} ({group})" for group, kind in READERS)
+        raise NotConvertible(f"{kind or 'a document without kind'} ({version}) is none of {known}")
+    job = _metadata(top.inner("metadata"))
+    top.leave("status", "it is of the job that ran there")
+    spec = top.inner("spec")
+    reader(spec, job, image)
+    spec.close()
+    top.close()
+    return job
+
+
+def _metadata(meta: Fields) -> ForeignJob:
+    job = ForeignJob(meta.take("name", str, ""), meta.take("namespace", str, ""))
+    if not job.name:
+        raise meta.wrong("name", "a job has a name")
+    job.labels, job.annotations = meta.take("labels", dict, {}), meta.take("annotations", dict, {})
+    job.annotations.pop("kubectl.kubernetes.io/last-applied-configuration", None)
+    for name in ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields",
+                 "selfLink", "ownerReferences", "finalizers", "deletionTimestamp"):  # fmt: skip
+        meta.leave(name, "it is of the object that ran there")
+    meta.close()
+    return job
+
+
+def _run_policy(run: Fields, job: ForeignJob) -> None:
+    """Kubeflow's, which MindSpore's operator took over."""
+    for name in ("cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds"):
+        value: str | int
+        value = run.take(name, str, "") if name == "cleanPodPolicy" else run.number(name, -1)
+        if value not in ("", -1):
+            job.policy[name] = value
+    if (limit := run.number("backoffLimit", -1)) >= 0:
+        job.policy["backoffLimit"] = limit
+    job.suspend = run.take("suspend", bool, job.suspend)
+    run.leave("managedBy", "the ElasticJob's operator manages it")
+    scheduling = run.inner("schedulingPolicy")
+    if least := scheduling.number("minAvailable", 0):
+        job.gang = True
+        job.min_nodes = job.min_nodes or least
+    job.queue = scheduling.take("queue", str, "")
+    job.priority = scheduling.take("priorityClass", str, "")
+    scheduling.leave("minResources", "the gang is as many pods as minNodes")
+    if timeout := scheduling.number("scheduleTimeoutSeconds", 0):
+        job.policy["pendingTimeoutSeconds"] = timeout
+    scheduling.close()
+    run.close()
+
+
+def _role(role: Fields, job: ForeignJob) -> int:
+    """One replica spec whose pods are nodes: how many; its template is the job's."""
+    count = role.number("replicas", 1)
+    role.leave("restartPolicy", BY_THE_POLICY)
+    template = role.take("template", dict, {})
+    if job.template and template != job.template:
+        role.note("template", "left out: it differs from the first role's, which all nodes get")
+    job.template = job.template or template
+    return count
+
+
+def _command(spec: Fields, job: ForeignJob, path: str) -> None:
+    """Put elasticrun into the command of the ranks' container."""
+    pod = job.template.setdefault("spec", {})
+    containers = pod.get("containers") if isinstance(pod, dict) else None
+    if not isinstance(containers, list) or not containers or not isinstance(containers[0], dict):
+        raise spec.wrong(path, "its template has no container")
+    main = containers[0]
+    words = [main.get("command") or [], main.get("args") or []]
+    if not all(isinstance(one, list) and all(isinstance(w, str) for w in one) for one in words):
+        raise spec.wrong(path, "the container's command and args are no lists of words")
+    made = convert(*words, ranks=job.ranks, default=job.default, restarts=job.restarts)
+    if not made.known:
+        by_hand = (
+            "the command names no launcher that is known, or several: begin it with elasticrun"
+        )
+        spec.note(path, f"{by_hand} by hand, and say --nproc-per-node where it is not 1")
+    for flag in made.dropped:
+        spec.note(path, f"the command's {flag} is left out: the operator tells the agents")
+    for name, value in (("command", made.command), ("args", made.args)):
+        main.pop(name, None)
+        if value:
+            main[name] = value
+    if job.priority:
+        pod.setdefault("priorityClassName", job.priority)
+
+
+# ---------------------------------------------------------------- the kinds
+
+
+def _dlrover(spec: Fields, job: ForeignJob, image: str) -> None:
+    del image
+    for name, why in (
+        ("distributionStrategy", "all-reduce training is what there is"),
+        ("optimizeMode", "it has no visible effect"),
+        ("brainService", "nothing scales jobs by itself"),
+        ("resourceLimits", "nothing scales jobs by itself"),
+        ("enableElasticScheduling", "minNodes below nodes says so"),
+        ("enableDynamicSharding", "the script's sampler divides the data"),
+    ):
+        spec.leave(name, why)
+    job.suspend = spec.take("suspend", bool, False)
+    shared = spec.take("envs", dict, {})
+    roles = spec.inner("replicaSpecs")
+    for name, role in roles.roles():
+        if name == "dlrover-master":
+            role.leave("template", MASTER_DOES)
+        if name != "worker":
+            spec.note(f"replicaSpecs.{name}", f"left out: {NOT_PODS}")
+            continue
+        for left, why in (("autoScale", "nothing scales jobs by itself"),
+                          ("restartTimeout", "a pod is replaced at once")):  # fmt: skip
+            role.leave(left, why)
+        if (limit := role.number("restartCount", -1)) >= 0:
+            job.policy["backoffLimit"] = limit
+        role.leave("priority", "name a priorityClassName in the template")
+        scheduler = role.take("BatchScheduler", str, "")
+        job.gang = scheduler == "volcano"
+        job.nodes = _role(role, job)
+        role.close()
+    _command(spec, job, "replicaSpecs.worker")
+    env = job.template["spec"]["containers"][0].setdefault("env", [])
+    env.extend({"name": name, "value": _text(value)} for name, value in shared.items())
+    if not env:
+        del job.template["spec"]["containers"][0]["env"]
+
+
+def _text(value: object) -> str:
+    """dlrover's `envs` are {name: value} or {name: {value: ...}}."""
+    return str(value.get("value", "")) if isinstance(value, Mapping) else str(value)
+
+
+def _pytorch(spec: Fields, job: ForeignJob, image: str) -> None:
+    del image
+    job.ranks, job.default = spec.take("nprocPerNode", str, ""), "auto"
+    elastic = spec.inner("elasticPolicy")
+    job.min_nodes, most = elastic.number("minReplicas", 0), elastic.number("maxReplicas", 0)
+    if not job.ranks and (ranks := elastic.number("nProcPerNode", 0)):
+        job.ranks, job.default = str(ranks), "auto"
+    job.restarts = elastic.number("maxRestarts", -1)
+    for name in ("rdzvBackend", "rdzvPort", "rdzvHost", "rdzvId", "standalone"):
+        elastic.leave(name, "the operator tells the agents where they meet")
+    elastic.leave("rdzvConf", "say what matters as --rdzv-conf in the command")
+    elastic.leave("metrics", "nothing scales jobs by itself; kubectl scale does")
+    elastic.close()
+    roles, count = spec.inner("pytorchReplicaSpecs"), 0
+    for name, role in roles.roles():
+        if name not in ("Master", "Worker"):
+            raise roles.wrong(name, "a PyTorchJob has the roles Master and Worker")
+        count += _role(role, job)
+        role.close()
+    job.nodes = max(count, most)
+    _run_policy(spec.inner("runPolicy"), job)
+    _command(spec, job, "pytorchReplicaSpecs")
+
+
+def _trainjob(spec: Fields, job: ForeignJob, image: str) -> None:
+    runtime = spec.inner("runtimeRef")
+    for name in ("name", "apiGroup", "kind"):
+        runtime.leave(name, "what the runtime adds to the pods has to be in the template")
+    runtime.close()
+    spec.leave("initializer", "fetch data and models in an init container of the template")
+    for name in ("runtimePatches", "podTemplateOverrides", "podSpecOverrides"):
+        spec.leave(name, "write it into the template by hand")
+    spec.leave("managedBy", "the ElasticJob's operator manages it")
+    job.suspend = spec.take("suspend", bool, False)
+    if (limit := spec.number("activeDeadlineSeconds", 0)) > 0:
+        job.policy["activeDeadlineSeconds"] = limit
+    for name, own in (("labels", job.labels), ("annotations", job.annotations)):
+        own.update(spec.take(name, dict, {}))
+    trainer = spec.inner("trainer")
+    container: dict[str, Any] = {"name": "node"}
+    container["image"] = trainer.take("image", str, "") or image
+    if not container["image"]:
+        raise trainer.wrong("image", "it names none, and the runtime's is not here: give --image")
+    for name, kind in (("command", list), ("args", list), ("env", list)):
+        if value := trainer.take(name, kind, []):
+            container[name] = value
+    if resources := trainer.take("resourcesPerNode", dict, {}):
+        container["resources"] = resources
+    job.nodes = trainer.number("numNodes", 1, 1)
+    ranks = trainer.take("numProcPerNode", object, "")  # a string in older versions
+    if not isinstance(ranks, int | str):
+        raise trainer.wrong("numProcPerNode", f"{ranks!r} is no number of ranks")
+    job.ranks, job.default = str(ranks), "auto"
+    trainer.close()
+    job.template = {"spec": {"containers": [container]}}
+    _command(spec, job, "trainer")
+
+
+def _msjob(spec: Fields, job: ForeignJob, image: str) -> None:
+    del image
+    success = spec.take("successPolicy", str, "")
+    job.success = success or "Rank0"
+    spec.leave("enableDynamicWorker", "every job is elastic; minNodes says how far")
+    roles = spec.inner("msReplicaSpecs")
+    for name, role in roles.roles():
+        if name.lower() != "worker":
+            spec.note(f"msReplicaSpecs.{name}", f"left out: {NOT_PODS}")
+            continue
+        job.nodes = _role(role, job)
+        role.close()
+    _run_policy(spec.inner("runPolicy"), job)
+    spec.note("msReplicaSpecs", "elasticrun starts torch's ranks: MS_* variables are not set")
+    _command(spec, job, "msReplicaSpecs")
+
+
+def scale_plan(document: Document) -> tuple[str, int]:
+    """dlrover's ScalePlan: whose it is, and how many nodes that job is to have. NotConvertible."""
+    top = document.fields()
+    if top.take("kind", str, "") != "ScalePlan":
+        raise top.wrong("kind", "only a ScalePlan says how large a job is to be")
+    for name in ("apiVersion", "metadata", "status"):
+        top.take(name, object, None)
+    spec = top.inner("spec")
+    job = spec.take("ownerJob", str, "")
+    spec.take("manualScaling", bool, True)
+    replicas = -1
+    roles = spec.inner("replicaResourceSpecs")
+    for name, role in roles.roles():
+        if name != "worker":
+            raise roles.wrong(name, "a job has workers alone")
+        if (replicas := role.number("replicas", -1)) < 0:
+            raise role.wrong("replicas", "how many there are to be is missing or is less than 0")
+        role.leave("resource", "the pods' resources stay as they are")
+        role.close()
+    spec.close()
+    top.close()
+    if not job or replicas < 0:
+        raise spec.wrong("ownerJob", "a plan names its ownerJob and the replicas of its workers")
+    return job, replicas
+
+
+READERS: Final[Mapping[tuple[str, str], Callable[[Fields, ForeignJob, str], None]]] = {
+    ("elastic.iml.github.io", "ElasticJob"): _dlrover,
+    ("kubeflow.org", "PyTorchJob"): _pytorch,
+    ("trainer.kubeflow.org", "TrainJob"): _trainjob,
+    ("mindspore.gitee.com", "MSJob"): _msjob,
+}

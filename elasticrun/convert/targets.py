@@ -1,0 +1,84 @@
+"""What a job becomes: an ElasticJob, or the words of `elasticrun render slurm`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from elasticrun.convert.document import Document, NotConvertible
+from elasticrun.convert.sources import ForeignJob
+
+API: Final = "elasticrun.dev/v1alpha1"
+
+GPUS: Final = re.compile(r"(nvidia\.com/(gpu|mig-.*)|amd\.com/gpu|huawei\.com/Ascend.*)$")
+"""Resources that Slurm knows as GPUs."""
+
+
+def elastic_job(job: ForeignJob) -> dict[str, Any]:
+    """The ElasticJob."""
+    meta: dict[str, Any] = {"name": job.name}
+    for name, value in (("namespace", job.namespace), ("labels", job.labels),
+                        ("annotations", job.annotations)):  # fmt: skip
+        if value:
+            meta[name] = value
+    spec: dict[str, Any] = {"nodes": max(job.nodes, 1)}
+    if 0 < job.min_nodes < job.nodes:
+        spec["minNodes"] = job.min_nodes
+    if job.suspend:
+        spec["suspend"] = True
+    if job.success:
+        spec["successPolicy"] = job.success
+    if job.gang:
+        spec["gang"] = {"scheduler": "volcano", **({"queue": job.queue} if job.queue else {})}
+    if job.policy:
+        spec["runPolicy"] = job.policy
+    spec["template"] = job.template
+    return {"apiVersion": API, "kind": "ElasticJob", "metadata": meta, "spec": spec}
+
+
+def slurm_words(job: ForeignJob, document: Document) -> list[str]:
+    """The words behind `elasticrun render slurm`. NotConvertible where no command is named."""
+    pod = job.template["spec"]
+    main = pod["containers"][0]
+    words, path = [*main.get("command", ()), *main.get("args", ())], "spec.template.spec.containers"
+    if words[:1] != ["elasticrun"]:
+        raise NotConvertible(
+            f"{document.where(path)}: its command is no elasticrun with a script: a shell"
+        )
+    low, high = job.min_nodes, max(job.nodes, 1)
+    made = ["--name", job.name, "--nnodes", f"{low}:{high}" if 0 < low < high else str(high)]
+    at = next((n for n, word in enumerate(words) if n and not word.startswith("-")), len(words))
+    made += [*words[1:at], *_resources(main, document, path)]
+    if deadline := job.policy.get("activeDeadlineSeconds"):
+        made += ["--time", str(math.ceil(deadline / 60))]
+    for entry in main.get("env", ()):
+        if isinstance(entry, Mapping) and isinstance(entry.get("value"), str):
+            made += ["--env", f"{entry['name']}={entry['value']}"]
+        else:
+            document.note(f"{path}.env", f"left out: {entry}: only plain values are carried over")
+    for name, why in (
+        ("image", "have what it contains on the nodes, or a container plugin of the cluster"),
+        ("volumeMounts", "paths are those of the nodes"),
+    ):
+        if main.get(name):
+            document.note(f"{path}.{name}", f"left out: {why}")
+    others = sorted(set(pod) - {"containers", "volumes", "restartPolicy"})
+    if others or len(pod["containers"]) > 1:
+        document.note("spec.template.spec", f"left out: {', '.join(others) or 'side containers'}")
+    return [*made, "--", *words[at:]]
+
+
+def _resources(main: Mapping[str, Any], document: Document, path: str) -> Iterator[str]:
+    found = main.get("resources") or {}
+    wanted = {**found.get("requests", {}), **found.get("limits", {})}
+    for name, amount in wanted.items():
+        if name == "cpu" and str(amount).isdecimal():
+            yield from ("--cpus-per-task", str(amount))
+        elif name == "memory" and (size := re.fullmatch(r"(\d+)([KMGT])i?", str(amount))):
+            yield from ("--mem", size[1] + size[2])
+        elif GPUS.match(name):
+            yield from ("--gpus-per-node", str(amount))
+        else:
+            document.note(f"{path}.resources", f"left out: {name}: {amount}")
