@@ -1,0 +1,158 @@
+"""All run folders of a user on this host: where they are, which one is meant, and removing them.
+
+One that a person has placed elsewhere (`--run-dir`) is a link here: it is found like the others,
+and removing it removes the link alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from elasticrun.core.words import nearest
+from elasticrun.runs.layout import ENDED, JOB, RunFolder
+
+MAX_RUNS: Final = 4096
+"""Folders looked at, the newest."""
+
+MOST_ENDED: Final = 200
+"""Folders of ended jobs that are kept; a new job takes the place of the oldest."""
+
+MAX_WORD: Final = 64
+"""Characters of a job's name in the name of its folder."""
+
+MOST_NAMED: Final = 8
+"""Jobs that a sentence lists."""
+
+_OURS: Final = re.compile(r".+-[0-9a-f]{8}")
+
+
+class NoRun(Exception):
+    """No job is meant, or several are; the text is a sentence."""
+
+
+def runs_root(environ: Mapping[str, str]) -> Path:
+    """$ELASTICRUN_RUNS, else $XDG_STATE_HOME/elasticrun/runs, else ~/.local/state/elasticrun/runs.
+    OSError where this user has no home."""
+    if own := environ.get("ELASTICRUN_RUNS", ""):
+        return Path(own).absolute()
+    base = Path(environ.get("XDG_STATE_HOME", ""))
+    if not base.is_absolute():
+        try:
+            base = Path.home() / ".local" / "state"
+        except RuntimeError as wrong:
+            raise OSError(str(wrong)) from None
+    return base / "elasticrun" / "runs"
+
+
+def make_run(root: Path, name: str, at: Path | None = None) -> Path:
+    """A new folder below `root` for a job of this name; or the one `at`, which is made where it is
+    not there, with a link to it below `root`. OSError where the folder cannot be made; without the
+    link the job is not listed, and no more."""
+    fresh = root / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:MAX_WORD]}-{secrets.token_hex(4)}"
+    if at is None:
+        fresh.mkdir(mode=0o700, parents=True)
+        return fresh
+    at.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target = at.resolve()
+        if not any(path.is_symlink() and path.resolve() == target for path in _paths(root)):
+            fresh.symlink_to(target, target_is_directory=True)
+    return at
+
+
+def all_runs(root: Path) -> list[RunFolder]:
+    """Those that are there, the newest first; what is none of ours is left out. OSError."""
+    began = [
+        (job.began, folder)
+        for folder in map(RunFolder, _paths(root))
+        if (job := folder.job()) is not None
+    ]
+    return [folder for _, folder in sorted(began, key=lambda each: each[0], reverse=True)]
+
+
+def find(root: Path, wanted: str) -> RunFolder:
+    """The run that is meant: by its folder's name, or its job's (of several the newest), or by the
+    beginning of one of them where no other job's begins so. NoRun, OSError."""
+    named = [(folder, _names(folder)) for folder in all_runs(root)]
+    for folder, names in named:
+        if wanted in names:
+            return folder
+    found = {
+        names[-1]: folder
+        for folder, names in reversed(named)
+        if any(one.startswith(wanted) for one in names)
+    }
+    if len(found) == 1:
+        return found.popitem()[1]
+    if found:
+        raise NoRun(f"several jobs are meant by {wanted}: {_listed(found)}; name one")
+    known = {names[-1] for _, names in named}
+    hint = nearest(wanted, known) or (f"; there is {_listed(known)}" if known else "")
+    raise NoRun(f"no job {wanted} has a run folder in {root}{hint}")
+
+
+def prune(root: Path, since: float, only: Collection[Path] | None = None) -> list[str]:
+    """Remove the folders of jobs that have ended so many seconds ago or more; their names. `only`:
+    of these. One that is a link loses the link. OSError."""
+    now = time.time()
+    removed = []
+    for folder in all_runs(root):
+        if only is not None and folder.path not in only:
+            continue
+        if folder.state(now) in ENDED and now - _ended(folder) >= since:
+            _remove(folder.path)
+            removed.append(folder.path.name)
+    return removed
+
+
+def keep_newest(root: Path) -> None:
+    """Remove the oldest folders of ended jobs where there are more than MOST_ENDED. OSError."""
+    now = time.time()
+    paths = sorted(_paths(root), key=lambda path: path.lstat().st_mtime, reverse=True)
+    if len(paths) <= MOST_ENDED:
+        return
+    runs = [(path, RunFolder(path)) for path in paths]
+    ours = [(path, run) for path, run in runs if path.is_symlink() or run.job() is not None]
+    ended = [path for path, run in ours if run.state(now) in ENDED]
+    for path in ended[MOST_ENDED:]:
+        _remove(path)
+
+
+def _paths(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    return [path for path in sorted(root.iterdir()) if _OURS.fullmatch(path.name)][-MAX_RUNS:]
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # another prune was faster
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _names(folder: RunFolder) -> tuple[str, ...]:
+    job = folder.job()
+    return (folder.path.name, job.id, job.name) if job else (folder.path.name,)
+
+
+def _ended(folder: RunFolder) -> float:
+    if result := folder.result():
+        return result.ended
+    with contextlib.suppress(OSError):  # of a lost one: when anything was written last
+        return max(path.stat().st_mtime for path in (folder.path, folder.path / JOB))
+    return 0.0
+
+
+def _listed(names: Iterable[str]) -> str:
+    known = sorted(names)
+    return ", ".join(known[:MOST_NAMED]) + (", ..." if len(known) > MOST_NAMED else "")

@@ -1,0 +1,165 @@
+"""The folder of one job's run: which files are in it, and how the job stands by them.
+
+    job.json       who has started what, when, and of which commit (`JobRecord`)
+    events.jsonl   what happened, a line each
+    progress.csv   what `elasticrun.training.progress` was told, a row a step
+    result.json    how the job ended (`RunResult`); there is none before that
+    error.txt      the rank that failed first, for people
+    incidents/     a record of each thing that stopped the training
+    logs/          what the ranks printed, where it is kept
+    previous/      the files of an earlier run in the same folder, with `--fresh`
+
+Whoever replaces a file does it in one piece, so that a reader sees a whole one. Readers take no more
+than MAX_BYTES of a file: a longer one is not one of ours, or only its end is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from elasticrun.system.processes import boot_id, start_time
+
+JOB: Final = "job.json"
+EVENTS: Final = "events.jsonl"
+PROGRESS: Final = "progress.csv"
+RESULT: Final = "result.json"
+ERROR: Final = "error.txt"
+INCIDENTS: Final = "incidents"
+LOGS: Final = "logs"
+CHECKPOINTS: Final = "checkpoints"
+PREVIOUS: Final = "previous"
+
+MAX_BYTES: Final = 1024 * 1024
+
+LAST_BYTES: Final = 64 * 1024
+"""From the end of a file in which its last row is looked for."""
+
+SUBMIT_LIMIT: Final = 60.0
+"""Seconds after which a job that was submitted on this host should have begun."""
+
+ENDED: Final = ("succeeded", "failed", "saved", "stopped", "lost")
+"""States of jobs that run no more. Those before the end: submitted, waiting (for its nodes),
+running."""
+
+Kept = TypeVar("Kept", bound=Struct)
+
+
+class JobRecord(Struct, frozen=True, kw_only=True):
+    """What is known of a job when it begins. Moments are seconds since 1970."""
+
+    name: str
+    id: str = ""  # by which its nodes meet (--rdzv-id)
+    user: str = ""
+    host: str = ""  # of the process that launched it
+    began: float = 0.0
+    command: tuple[str, ...] = ()
+    workdir: str = ""
+    git_commit: str = ""  # of the working directory; "+" behind it: with changes; "": not known
+    where: str = "local"  # local, ssh, slurm, k8s
+    nodes: str = "1"  # MIN:MAX, or one number
+    nproc: str = ""  # as it was asked for: 8, auto, gpu
+    versions: dict[str, str] = {}  # of elasticrun, python, torch
+    log_dir: str = ""  # "": its ranks' logs are not kept
+    endpoint: str = ""  # host:port of its master
+    attempt: int = 1  # counts the starts in this folder
+    formed: float = 0.0  # when its first round was; 0.0: not yet
+    pid: int = 0  # of the launching process; 0: there is none yet
+    started: int = 0  # when the kernel started that process, in clock ticks since boot
+    boot_id: str = ""  # names the time for which `started` and `pid` mean anything
+
+    def is_alive(self) -> bool | None:
+        """Whether the process that launched it lives; None: this host cannot know."""
+        if not self.pid or self.host != os.uname().nodename:
+            return None
+        if self.boot_id and self.boot_id != boot_id():
+            return False
+        return start_time(self.pid) == self.started
+
+
+class RunResult(Struct, frozen=True, kw_only=True):
+    """How a job has ended. Moments are seconds since 1970."""
+
+    job: str = ""
+    state: str  # succeeded, failed, saved (it is to be started again), stopped (by a person)
+    exit_code: int = 0
+    reason: str = ""
+    failure: str = ""  # which rank failed first in the last round that failed, and how; "": none
+    started: float = 0.0
+    ended: float = 0.0
+    nodes: int = 0  # that had a place in the last round
+    world_size: int = 0
+    restarts: int = 0  # that were charged
+    step: int = -1  # the newest that was told; -1: none
+
+
+class RunFolder:
+    """One such folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def job(self) -> JobRecord | None:
+        """None where there is no such file, or none of ours."""
+        return self._read(JOB, JobRecord)
+
+    def result(self) -> RunResult | None:
+        """None as long as the job has not ended, or where nobody has written how."""
+        return self._read(RESULT, RunResult)
+
+    def state(self, now: float) -> str:
+        """How the job stands, in a word; `lost`: its launcher has gone without a result. `now`:
+        seconds since 1970. A job of another host runs until it has a result: only that host, or
+        its scheduler, knows better."""
+        if result := self.result():
+            return result.state
+        job = self.job()
+        if job is None:
+            return "lost"
+        if not job.pid:
+            late = job.where == "local" and now - job.began > SUBMIT_LIMIT
+            return "lost" if late else "submitted"
+        if job.is_alive() is False:
+            return "lost"
+        return "running" if job.formed else "waiting"
+
+    def last_step(self) -> int:
+        """The newest step that was told; -1: none."""
+        if result := self.result():
+            return result.step
+        with contextlib.suppress(OSError, ValueError):
+            with open(self.path / PROGRESS, "rb") as file:
+                titles = file.readline(LAST_BYTES).decode().rstrip("\r\n").split(",")
+                file.seek(max(file.tell(), os.fstat(file.fileno()).st_size - LAST_BYTES))
+                rows = file.read(LAST_BYTES).rpartition(b"\n")[0].splitlines()
+            return int(rows[-1].split(b",")[titles.index("step")]) if rows else -1
+        return -1
+
+    def write_job(self, job: JobRecord) -> None:
+        """In place of the one that is there. OSError."""
+        replace_file(self.path / JOB, msgspec.json.format(msgspec.json.encode(job)) + b"\n")
+
+    def _read(self, name: str, kind: type[Kept]) -> Kept | None:
+        try:
+            with open(self.path / name, "rb") as file:
+                return msgspec.json.decode(file.read(MAX_BYTES), type=kind)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write it as a whole or not at all. OSError."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

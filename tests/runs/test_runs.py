@@ -1,0 +1,149 @@
+"""Run folders as files: how a job stands by them, which one is meant, which ones go."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from elasticrun.runs import index
+from elasticrun.runs.index import NoRun, all_runs, find, keep_newest, make_run, prune, runs_root
+from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, replace_file
+from elasticrun.system.processes import boot_id, start_time
+
+HERE: dict[str, Any] = {
+    "host": os.uname().nodename,
+    "boot_id": boot_id(),
+    "pid": os.getpid(),
+    "started": start_time(os.getpid()),
+    "began": 1000.0,
+}
+
+
+def _run(
+    root: Path, name: str, result: str = "", ended: float = 0.0, at: Path | None = None, **job: Any
+) -> RunFolder:
+    folder = RunFolder(make_run(root, name, at))
+    folder.write_job(JobRecord(name=name, **{**HERE, **job}))
+    if result:
+        said = RunResult(state=result, step=7, ended=ended)
+        replace_file(folder.path / "result.json", msgspec.json.encode(said))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("job", "result", "state"),
+    [
+        ({}, "", "waiting"),
+        ({"formed": 1001.0}, "", "running"),
+        ({"formed": 1001.0}, "succeeded", "succeeded"),
+        ({"formed": 1001.0, "started": 1}, "", "lost"),
+        ({"formed": 1001.0, "boot_id": "an earlier start"}, "", "lost"),
+        ({"formed": 1001.0, "boot_id": "another", "host": "elsewhere"}, "", "running"),
+        ({"started": 1}, "failed", "failed"),
+        ({"pid": 0}, "", "submitted"),
+        ({"pid": 0, "began": 900.0}, "", "lost"),
+        ({"pid": 0, "began": 900.0, "where": "slurm"}, "", "submitted"),
+    ],
+)
+def test_how_a_job_stands(tmp_path: Path, job: dict[str, Any], result: str, state: str) -> None:
+    assert _run(tmp_path, "train", result, **job).state(1010.0) == state
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        ("", -1),
+        ("time,round,step\n", -1),
+        ("time,round,step\n1.5,1,12\n", 12),
+        ("time,round,step,loss\n1.5,1,12,0.1\n2.5,1,13,0.1\n2.6,1,1", 13),  # a row in the making
+        ("time,round\n1.5,1\n", -1),
+        ("time,round,step\n" + "1.25,1,99\n" * 20000, 99),
+    ],
+)
+def test_the_last_step(tmp_path: Path, text: str, step: int) -> None:
+    (tmp_path / "progress.csv").write_text(text)
+    assert RunFolder(tmp_path).last_step() == step
+
+
+def test_a_file_that_is_none_of_ours_says_nothing(tmp_path: Path) -> None:
+    for text in ("", "{", "[1]", '{"name": 7}', "\xff\xfe"):
+        (tmp_path / "job.json").write_text(text, encoding="latin-1")
+        assert RunFolder(tmp_path).job() is None, text
+    (tmp_path / "job.json").write_text('{"name": "t", "of a later version": 1}')
+    assert RunFolder(tmp_path).job() == JobRecord(name="t")
+    assert RunFolder(tmp_path / "missing").state(0.0) == "lost"
+
+
+def test_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    root = tmp_path / ".local/state/elasticrun/runs"
+    assert runs_root({}) == runs_root({"XDG_STATE_HOME": "not/absolute"}) == root
+    assert runs_root({"XDG_STATE_HOME": "/state"}) == Path("/state/elasticrun/runs")
+    assert runs_root({"XDG_STATE_HOME": "/state", "ELASTICRUN_RUNS": "/runs"}) == Path("/runs")
+    assert all_runs(root) == []
+
+
+def test_which_one_is_meant(tmp_path: Path) -> None:
+    old = _run(tmp_path, "train", began=1.0)
+    new = _run(tmp_path, "train", began=2.0, id="run17")
+    other = _run(tmp_path, "eval-large", began=3.0)
+    _run(tmp_path, "eval-small", began=4.0)
+    for wanted, run in (
+        ("train", new),  # of several of this name the newest
+        ("tr", new),
+        ("run17", new),
+        (old.path.name, old),
+        ("eval-l", other),
+    ):
+        assert find(tmp_path, wanted).path == run.path, wanted
+    for wanted, sentence in (
+        ("eval", "several jobs are meant by eval: eval-large, eval-small; name one"),
+        ("eval-larg3", "did you mean eval-large?"),
+        ("xyz", "there is eval-large, eval-small, train"),
+    ):
+        with pytest.raises(NoRun, match=sentence):
+            find(tmp_path, wanted)
+    with pytest.raises(NoRun, match=r"no job train has a run folder in [^;]*$"):
+        find(tmp_path / "missing", "train")
+
+
+def test_what_goes(tmp_path: Path) -> None:
+    now, root = time.time(), tmp_path / "runs"
+    running = _run(root, "running")
+    old = _run(root, "old", "failed", ended=now - 1000.0)
+    new = _run(root, "new", "succeeded", ended=now - 10.0)
+    lost = _run(root, "lost", started=1)
+    placed = _run(root, "placed", "saved", ended=now - 1000.0, at=tmp_path / "mine")
+    (root / "none-of-ours").mkdir()
+    assert prune(root, 100.0, only=[old.path]) == [old.path.name]
+    assert [name.rpartition("-")[0] for name in prune(root, 100.0)] == ["placed"]
+    assert placed.result() is not None  # what a person has placed stays
+    assert sorted(prune(root, 0.0)) == sorted([new.path.name, lost.path.name])
+    assert [folder.path for folder in all_runs(root)] == [running.path]
+    assert (root / "none-of-ours").is_dir()
+
+
+def test_no_more_ended_ones_than_a_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "MOST_ENDED", 2)
+    runs = [_run(tmp_path, f"job{at}", "failed", began=float(at)) for at in range(4)]
+    running = _run(tmp_path, "running")
+    foreign = make_run(tmp_path, "no-job-yet")
+    for at, path in enumerate([foreign, running.path, *(run.path for run in runs)]):
+        os.utime(path, (at, at))
+    keep_newest(tmp_path)
+    left = {folder.path for folder in all_runs(tmp_path)}
+    assert left == {running.path, runs[2].path, runs[3].path}
+    assert foreign.is_dir()
+
+
+def test_one_that_is_placed_is_listed_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        _run(tmp_path / "runs", "train", at=tmp_path / "mine")
+    (only,) = all_runs(tmp_path / "runs")
+    assert only.path.is_symlink()
+    assert only.path.resolve() == tmp_path / "mine"
