@@ -9,15 +9,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from elasticrun.cli.job import asking, listing, top
 from elasticrun.cli.main import main
+from elasticrun.core.events import JobOver
 from elasticrun.core.sight.picture import EventRow, Picture, RankRow, StackRow
+from elasticrun.master.outward.result import result_of
 from elasticrun.system.processes import start_time
 from elasticrun.wire import auth, user_folder
 from elasticrun.wire.types import Endpoint
 from tests.master.people import status
+from tests.master.pictures import hung
+
+ROOT = Path(__file__).parents[2]
 
 REDUCES = """
 import time
@@ -61,7 +67,8 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
     assert "running, round" in out
     assert max(map(len, out.splitlines())) <= 80
     code, out, err = verb("top", "-o", "json")
-    assert json.loads(out)["status"]["world_size"] == 4
+    assert fits("top", out)["status"]["world_size"] == 4
+    fits("status", verb("status", "--json")[1])
     code, out, err = verb("stacks")
     assert ("reduces.py:" in out) is (code == 0), (out, err)
     assert verb("exclude", "node-9", endpoint)[2].startswith("elasticrun exclude: the job has no")
@@ -83,7 +90,8 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
     job.wait_for(lambda page: page.round != before and page.phase == "running")
 
     code, out, err = verb("events", "-o", "json")
-    said = [row["text"] for row in json.loads(out)]
+    said = [row["text"] for row in fits("events", out)]
+    assert fits("incidents", verb("incidents", "-o", "json")[1])
     assert any("scaled to 1 node by" in text and "a guest" in text for text in said), said
     assert any("excluded by" in text and "its fan is broken" in text for text in said), said
     assert any("is included again by" in text for text in said), said
@@ -92,14 +100,47 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
     with subprocess.Popen(follows, env={**os.environ, **own}, stdout=subprocess.PIPE) as events:
         assert events.stdout is not None
         assert events.stdout.readline()
-        code, out, err = verb("stop", "--wait", "--reason", "enough")
+        code, out, err = verb("stop", "--wait", "--reason", "enough", "-o", "json")
         assert code == 0, err
+        out = fits("order", out)["reason"]
         assert "the job ends: stopped by" in out
         assert events.wait(60) in (0, 1)
     assert job.result().exit_codes[0] == 1
     assert f"stopped by {asking.who()}: enough" in job.output(0)
     code, out, err = verb("top")
     assert (code, err.count("\n")) == (1, 1)
+
+
+# ---------------------------------------------------------------- what programs are told
+
+SCHEMA = json.loads((ROOT / "docs/schema.json").read_text())
+
+
+def fits(output: str, said: str) -> Any:
+    """What a verb has printed, which is as the schema has it."""
+    schema = {"$ref": f"#/$defs/{output}", "$defs": SCHEMA["$defs"]}
+    found = json.loads(said)
+    jsonschema.Draft202012Validator(schema).validate(found)
+    return found
+
+
+def test_the_schema_is_that_of_what_is_printed() -> None:
+    script = [sys.executable, ROOT / "scripts/gen_schema.py", "--check"]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    whole = hung()
+    for output, value in {
+        "top": whole,
+        "stacks": {"stacks": whole.stacks, "stacks_missing": ""},
+        "event": whole.events[0],
+        "incident": whole.incidents[0],
+        "status": whole.status,
+        "result": result_of(JobOver(1, "it failed"), whole),
+    }.items():
+        found = fits(output, asking.as_json(value))
+        with pytest.raises(jsonschema.ValidationError):
+            fits(output, json.dumps(dict.fromkeys(found)))
 
 
 # ---------------------------------------------------------------- which job

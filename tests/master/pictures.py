@@ -76,7 +76,7 @@ GOODPUT = Goodput(
         LedgerRow("unknown", "", 70_600.0),
     ),
     "goodput 93.8 %",
-    "persist_every=400 (now 1000) would have saved about 1.2 %",
+    advice="persist_every=400 (now 1000) would have saved about 1.2 %",
 )  # fmt: skip
 
 INCIDENTS = (

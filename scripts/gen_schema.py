@@ -1,0 +1,81 @@
+"""Make docs/schema.json: the JSON Schema of what verbs print with `-o json`.
+
+python scripts/gen_schema.py            write the file
+python scripts/gen_schema.py --check    exit 1 if it is stale
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from elasticrun.core.sight.picture import EventRow, IncidentRow, Picture, StackRow
+from elasticrun.master.outward.result import JobResult
+from elasticrun.wire.messages import JobStatus, Reply
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "schema.json"
+
+
+class StacksOutput(Struct):
+    """What `elasticrun stacks` prints."""
+
+    stacks: list[StackRow]
+    stacks_missing: str
+
+
+OUTPUTS: dict[str, tuple[Any, str]] = {
+    "top": (Picture, "elasticrun top; GET /picture has `version` besides"),
+    "stacks": (StacksOutput, "elasticrun stacks"),
+    "events": (list[EventRow], "elasticrun events"),
+    "event": (EventRow, "a line of elasticrun events -f"),
+    "incidents": (list[IncidentRow], "elasticrun incidents"),
+    "incident": (IncidentRow, "elasticrun incidents N; the .json file of an incident"),
+    "status": (
+        JobStatus | list[JobStatus],
+        "elasticrun status --json; an object where a job was named",
+    ),
+    "order": (Reply, "elasticrun stop, restart, exclude, include, scale"),
+    "result": (JobResult, "result.json"),
+}
+"""By the name in the schema: the type, and who prints it."""
+
+
+def generate() -> str:
+    """The file's text."""
+    types = [kind for kind, _ in OUTPUTS.values()]
+    roots, parts = msgspec.json.schema_components(types, ref_template="#/$defs/{name}")
+    for part in parts.values():  # docstrings
+        part["description"] = " ".join(part["description"].split())
+    named = {
+        name: {"description": text, **root}
+        for (name, (_, text)), root in zip(OUTPUTS.items(), roots, strict=True)
+    }
+    whole = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "What elasticrun prints with -o json",
+        "description": "Use #/$defs/top and so on. Later versions may add fields.",
+        "$defs": {**named, **dict(sorted(parts.items()))},
+    }
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def main() -> int:
+    """Write the file, or with --check compare it with what is there."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only say whether it is stale")
+    made = generate()
+    if not parser.parse_args().check:
+        TARGET.write_text(made)
+    elif not TARGET.exists() or TARGET.read_text() != made:
+        print("stale: docs/schema.json; run scripts/gen_schema.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
