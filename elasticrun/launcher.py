@@ -63,8 +63,9 @@ class LaunchConfig:
     an endpoint needs no meeting point, and with more nodes `rdzv_endpoint` names the one whose
     agent starts the job master, whatever the backend is called.
     `monitor_interval` and `metrics_cfg` have no effect (nothing is polled; figures are the job
-    master's, at its status page). `logs_specs` is torch's DefaultLogsSpecs or None; for a class of
-    your own use the entry-point group `torchrun.logs_specs`.
+    master's, at its status page). What follows a hang is said by $ELASTICRUN_ON_HANG and
+    $ELASTICRUN_HANG_LIMIT, as no field is for it. `logs_specs` is torch's DefaultLogsSpecs or
+    None; for a class of your own use the entry-point group `torchrun.logs_specs`.
     """
 
     min_nodes: int
@@ -279,6 +280,8 @@ def _as_flags(config: LaunchConfig) -> argparse.Namespace:
         signals_to_handle=config.signals_to_handle,
         virtual_local_rank=config.virtual_local_rank,
         shutdown_timeout=config.shutdown_timeout,
+        on_hang=os.environ.get("ELASTICRUN_ON_HANG") or "auto",
+        hang_limit=os.environ.get("ELASTICRUN_HANG_LIMIT") or 0,
         training_script="",
         training_script_args=[],
     )

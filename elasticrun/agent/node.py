@@ -402,7 +402,7 @@ class NodeAgent:
         self._ranks.spawn(
             effect,
             {rank: self._own(rank) for rank in range(self._config.nproc_per_node)},
-            {} if self._spawners.lives_by_call else places,
+            places,
         )
 
     def _resumed(self, step: int, source: str) -> None:

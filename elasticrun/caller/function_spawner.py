@@ -215,6 +215,7 @@ class FunctionSpawner:
             cpus=order.cpus,
             # A rank of the start method forkserver is the child of multiprocessing's own server.
             parent=0 if self._method == "forkserver" else os.getpid(),
+            monitor=order.monitor,
             handlers=dict(self.handlers) if forked else {},
         )
         reader, writer = self._context.Pipe()
@@ -247,7 +248,7 @@ class FunctionSpawner:
         self._selector.register(
             process.sentinel, selectors.EVENT_READ, lambda: self._rank_ended(life)
         )
-        self._say(spawning.Spawned(order.key, process.pid, forked))
+        self._say(spawning.Spawned(order.key, process.pid, True))
 
     def _read_result(self, life: FunctionRank) -> None:
         if not life.read():

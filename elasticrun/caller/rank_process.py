@@ -25,6 +25,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from elasticrun.forkserver.program import write_error_file
+from elasticrun.monitor import monitor
 from elasticrun.system.processes import die_with_parent
 
 MODULE = "torch.distributed"
@@ -94,6 +95,7 @@ class RankPlan:
     error_file: str
     cpus: tuple[int, ...]
     parent: int  # pid whose death ends this rank, 0 where the kernel cannot watch it
+    monitor: str  # where it answers its agent (wire.progress), "" nowhere
     handlers: Mapping[int, Any]  # to restore; empty where the rank did not inherit ours
 
 
@@ -112,6 +114,8 @@ def run_rank(
     _become_a_rank(plan)
     if close_inherited is not None:
         close_inherited()
+    if plan.monitor:
+        monitor.start(plan.monitor)
 
     def call() -> bytes:
         return pickle.dumps(function(*args), pickle.HIGHEST_PROTOCOL)

@@ -186,7 +186,8 @@ class SpawnerReady:
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """The rank or store host runs. `forked` is false where it was exec'd."""
+    """The rank or store host runs. `forked`: our own code runs first in it; false where it was
+    exec'd."""
 
     key: int
     pid: int

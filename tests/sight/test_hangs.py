@@ -104,6 +104,36 @@ def test_an_overloaded_host_is_no_hang(world: World) -> None:
     assert not re.search(r"hang \((certain|strong)\)", job.stderr), job.stderr
 
 
+CALLER = """
+import sys, torch
+import torch.distributed as dist
+from elasticrun.launcher import LaunchConfig, elastic_launch
+
+def train():
+    dist.init_process_group("gloo")
+    for _ in range(10):
+        dist.all_reduce(torch.ones(1000))
+    if dist.get_rank() == 1:
+        dist.broadcast(torch.ones(1000), src=1)
+    dist.all_reduce(torch.ones(1000))
+
+if __name__ == "__main__":
+    elastic_launch(LaunchConfig(1, 1, 2, start_method=sys.argv[1], max_restarts=0), train)()
+"""
+
+
+@pytest.mark.parametrize("method", cases(["spawn", "fork", "forkserver"], kept=["spawn"]))
+def test_a_hang_of_functions_is_named(world: World, tmp_path: Path, method: str) -> None:
+    """Ranks that the program which calls has started answer as forked ones do."""
+    script = tmp_path / "caller.py"
+    script.write_text(CALLER)
+    job = world.command((sys.executable, str(script), method), env={"ELASTICRUN_ON_HANG": "tell"})
+    line = verdict(job, "certain")
+    assert re.search(r"rank 0 .* all_reduce .* rank 1 .* broadcast .* caller\.py:11 train", line)
+    assert "it is left as it is" in line
+    end(job)
+
+
 STEPS = """
 import time
 import torch

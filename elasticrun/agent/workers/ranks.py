@@ -195,7 +195,7 @@ class Ranks:
 
     @property
     def forked(self) -> frozenset[int]:
-        """Local ranks of the newest life that were forked, and so have a thread that answers."""
+        """Local ranks of the newest life that have a thread which answers: none was exec'd."""
         return frozenset(self._life.forked) if self._life is not None else frozenset()
 
     # ------------------------------------------------------------ orders
