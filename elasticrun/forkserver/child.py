@@ -25,7 +25,7 @@ from elasticrun.forkserver.helpers.helper import environment
 from elasticrun.forkserver.lazy_imports import Baseline, Stash
 from elasticrun.forkserver.program import BecomeRank, Program, command
 from elasticrun.forkserver.renew import EnvironmentCheck, renew_ranks
-from elasticrun.monitor import monitor
+from elasticrun.monitor import monitor, recorder
 from elasticrun.system import processes
 from elasticrun.system.title import set_command_line
 from elasticrun.wire.env import OMP_NUM_THREADS
@@ -191,6 +191,7 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn:
     processes.set_name(os.fsencode(os.path.basename(words[0])))
     gc.enable()
     if order.monitor:
+        recorder.keep(getattr(stash.modules.get("torch"), "__version__", ""))
         monitor.start(order.monitor)
     raise BecomeRank(program)
 

@@ -16,12 +16,14 @@ count apart, each with numbers of its own.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from elasticrun.wire import env
 from elasticrun.wire.progress import MAX_GROUPS_SAID, GroupSays
 from elasticrun.wire.types import write_ranges
 
@@ -49,6 +51,22 @@ TYPES: Final = {
 }
 
 Row = dict[str, Any]
+
+
+KEEPS_BY_ITSELF: Final = (2, 13)
+"""The first torch that is known to keep collectives unless it is told to; 2.10 keeps none."""
+
+KEPT: Final = "2000"
+"""How many such a torch keeps of each process."""
+
+
+def keep(version: str) -> None:
+    """Have torch of this version keep collectives; to be called before the script has made a group.
+    What the user has set stands. Not by `os.environ`: there it would look as if he had."""
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    told = {env.FLIGHT_RECORDER_SIZE, env.NCCL_TRACE_SIZE} & os.environ.keys()
+    if len(numbers) == 2 and numbers < KEEPS_BY_ITSELF and not told:
+        os.putenv(env.FLIGHT_RECORDER_SIZE, KEPT)
 
 
 class Counters:

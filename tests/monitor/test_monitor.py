@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -203,6 +205,21 @@ def test_a_script_does_not_find_it_and_its_child_has_none(server: Driver, tmp_pa
     finally:
         os.close(writer)
     assert json.loads(out.read_text()) == [3, 0, 1]
+
+
+def test_an_older_torch_is_told_to_keep_collectives() -> None:
+    """Once for each version, in a process of its own; what the user has set stands."""
+    code = (
+        "import os, sys; from elasticrun.monitor.recorder import keep\n"
+        "for version in sys.argv[1:]:\n"
+        " os.unsetenv('TORCH_FR_BUFFER_SIZE'); keep(version)\n"
+        " os.system('echo $TORCH_FR_BUFFER_SIZE,')\n"
+    )
+    versions = ("2.13.0+cpu", "2.14", "3.0.1", "", "odd.one", "2.8.0+cu128", "2.10.0")
+    for set_by, kept in (({}, "2000"), ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}, "")):
+        command = [sys.executable, "-c", code, *versions]
+        said = subprocess.check_output(command, env={**os.environ, **set_by}, text=True)
+        assert said.split() == [","] * 5 + [f"{kept},"] * 2
 
 
 def test_words_for_calls() -> None:
