@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
@@ -38,6 +39,8 @@ class JobContext:
         self.incidents = 0  # the number of the last one
         self.round: Round | None = None  # the last one that was formed or adopted
         self.dumps = 0  # as in the facts
+        self.backs: deque[float] = deque(maxlen=200)
+        """Seconds from ranks that run again until they train, of the last restarts."""
         self.waits: tuple[LongWait, ...] = ()  # as in the facts
         self.scaled = False  # an operator has changed the number of nodes
         self.outcome: m.End | None = None

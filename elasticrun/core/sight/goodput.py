@@ -64,6 +64,7 @@ class Account:
     ends: tuple[LedgerEnd, ...]
     saves: int  # of all slots
     tells: bool  # steps are told
+    backs: tuple[float, ...] = ()  # seconds from ranks that run again until they train, by restart
 
     def of(self, *categories: str) -> int:
         """Slot-microseconds in these."""
@@ -158,6 +159,7 @@ def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:
     book = found.book
     if found.saves:
         yield _by_interval(found)
+    yield from _by_imports(found)
     yield book.get(("idle", "below_min"), 0), "a spare node"
     for (kind, cause), micros in book.items():
         if kind == "slow":
@@ -169,6 +171,24 @@ def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:
         yield book.get(("hang", "certain"), 0), "--on-hang=auto"
     if spec.watch.on_hang != "restart":  # it waits too, for a while
         yield found.of("hang") - PLACE_LIMIT * found.total // found.wall, "--on-hang=restart"
+
+
+def _by_imports(found: Account) -> Iterator[tuple[int, str]]:
+    """What ranks do before they train is mostly imports. The quickest restart tells what is left of
+    it where these are ready: in a second fork server, or for the first start in a warm process."""
+    if not found.backs:
+        return
+    least, most = min(found.backs), max(found.backs)
+    slots = found.total / found.wall
+    late = sum(found.backs) - least * len(found.backs)
+    told = f"ranks trained {most:.0f} s after a restart, {least:.0f} s at best"
+    yield round(late * slots * MICROS), f"--preload=learn ({told})"
+    first = found.book.get(("start", "init"), 0) / slots / MICROS
+    told = f"ranks trained {first:.0f} s after the start, {least:.0f} s after a restart"
+    yield (
+        round((first - least) * slots * MICROS),
+        f"a warm process (--warm in the job before; {told})",
+    )
 
 
 def _by_interval(found: Account) -> tuple[int, str]:

@@ -245,6 +245,8 @@ class Incidents:
         if one.newest >= 0 and one.restored >= 0 and not one.steps_lost:
             one.steps_lost = max(0, one.newest - one.restored)
         row = one.row(ctx.now, over=True)
+        if moves:
+            ctx.backs.extend(phase.seconds for phase in row.phases if phase.name == "warm")
         self._rows.append((one.began, row))
         self._open = None
         if moves and one.first_told:

@@ -439,7 +439,8 @@ class SlotLedger:
             return None
         sums, total = self.sums()
         ends, tells = tuple(self._ends.values()), self._newest >= 0
-        found = Account(sums, total, self._wall, self._trained, ends, self._saves, tells)
+        told = (ends, self._saves, tells, tuple(self._ctx.backs))
+        found = Account(sums, total, self._wall, self._trained, *told)
         return goodput(found, self._ctx.spec)
 
     def last_line(self) -> str:

@@ -277,6 +277,18 @@ def test_nobody_waits(idle: bool) -> None:
     assert (verdict is not None and verdict.klass is Klass.STILL) == idle
 
 
+@pytest.mark.parametrize("at", [(), (outside(),)])
+def test_where_torch_counts_nothing_stacks_tell_who_may_be_waited_for(
+    at: tuple[Position, ...],
+) -> None:
+    others = (rank(one, place="train.py:34 step", library="torch.distributed.x") for one in (0, 1))
+    verdict = found(*others, rank(2, *at, place=LINE))
+    assert verdict is not None
+    assert (verdict.kind, verdict.odd) == ("still", (0, 1, 2) if at else (2,))
+    assert ("2 ranks may wait in torch.distributed" in verdict.sentence) == (not at)
+    assert (f"; rank 2 (node b) is at {LINE}" in verdict.sentence) == (not at)
+
+
 def test_a_rank_without_a_thread_is_left_out() -> None:
     verdict = found(rank(0, inside()), rank(1, inside()), rank(2, forked=False, answers=False))
     assert verdict is not None

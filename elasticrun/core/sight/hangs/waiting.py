@@ -452,19 +452,28 @@ def _fabric(scene: Scene) -> Impasse | None:
 
 
 def _still(scene: Scene) -> Impasse | None:
-    """Nobody is in a collective, and nobody does anything."""
+    """Nobody is in a collective that is known, and nobody does anything. Where torch counts none
+    (gloo before torch 2.8), stacks tell who is in one and who may be the odd one."""
     living = [one for one in scene.ranks.values() if one.seen.being is not Being.ENDED]
     if not living or any(is_busy(one.seen) for one in living):
         return None
-    first = min(living, key=lambda one: one.seen.rank)
+    inside = [one for one in living if one.seen.library.startswith(COLLECTIVES)]
+    if any(one.seen.at for one in living):
+        inside = []
+    outside = [one for one in living if one.seen.place and one.seen.answers and one not in inside]
+    named = outside if inside and outside else living
+    first = min(named, key=lambda one: one.seen.rank)
     where = f"; {scene.name(first.seen.rank)} is at {first.seen.place}" if first.seen.place else ""
+    what = "and none waits for another"
+    if named is outside:
+        what = f"and {some(len(inside), 'rank')} may wait in torch.distributed for another"
     return Impasse(
         Klass.STILL,
         "still",
-        tuple(sorted(one.seen.rank for one in living)),
+        tuple(sorted(one.seen.rank for one in named)),
         (),
         f"no rank has used its CPU or read or written anything for {scene.seconds:.0f} s, "
-        f"and none waits for another{where}",
+        f"{what}{where}",
         node=first.node,
         place=first.seen.place,
         library=first.seen.library,
