@@ -287,6 +287,9 @@ def test_where_torch_counts_nothing_stacks_tell_who_may_be_waited_for(
     assert (verdict.kind, verdict.odd) == ("still", (0, 1, 2) if at else (2,))
     assert ("2 ranks may wait in torch.distributed" in verdict.sentence) == (not at)
     assert (f"; rank 2 (node b) is at {LINE}" in verdict.sentence) == (not at)
+    all_in = found(*(rank(one, place=LINE, library="torch.distributed.x") for one in (0, 1)))
+    assert all_in is not None
+    assert "2 ranks may wait in torch.distributed" in all_in.sentence
 
 
 def test_a_rank_without_a_thread_is_left_out() -> None:

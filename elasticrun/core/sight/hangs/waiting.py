@@ -465,7 +465,7 @@ def _still(scene: Scene) -> Impasse | None:
     first = min(named, key=lambda one: one.seen.rank)
     where = f"; {scene.name(first.seen.rank)} is at {first.seen.place}" if first.seen.place else ""
     what = "and none waits for another"
-    if named is outside:
+    if inside:
         what = f"and {some(len(inside), 'rank')} may wait in torch.distributed for another"
     return Impasse(
         Klass.STILL,
