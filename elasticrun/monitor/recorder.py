@@ -53,8 +53,8 @@ TYPES: Final = {
 Row = dict[str, Any]
 
 
-KEEPS_BY_ITSELF: Final = (2, 13)
-"""The first torch that is known to keep collectives unless it is told to; 2.10 keeps none."""
+KEEPS_BY_ITSELF: Final = (2, 11)
+"""The first torch that keeps collectives without being told to."""
 
 KEPT: Final = "2000"
 """How many such a torch keeps of each process."""

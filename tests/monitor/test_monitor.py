@@ -215,7 +215,7 @@ def test_an_older_torch_is_told_to_keep_collectives() -> None:
         " os.unsetenv('TORCH_FR_BUFFER_SIZE'); keep(version)\n"
         " os.system('echo $TORCH_FR_BUFFER_SIZE,')\n"
     )
-    versions = ("2.13.0+cpu", "2.14", "3.0.1", "", "odd.one", "2.8.0+cu128", "2.10.0")
+    versions = ("2.11.0+cpu", "2.14", "3.0.1", "", "odd.one", "2.8.0+cu128", "2.10.0")
     for set_by, kept in (({}, "2000"), ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}, "")):
         command = [sys.executable, "-c", code, *versions]
         said = subprocess.check_output(command, env={**os.environ, **set_by}, text=True)
