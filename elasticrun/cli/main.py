@@ -158,6 +158,10 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
         from elasticrun.cli.place import become_srun
 
         return _printed(lambda: become_srun(words, ns.dry_run, environ, say))
+    if ns.hosts or ns.hostfile:
+        from elasticrun.cli.verbs.hosts import launch
+
+        return launch(words, Asked(ns, environ), environ, say)
     machine = this_machine(say=say)._replace(facts=lambda: facts(environ))
     try:
         config = resolve(ns, environ, machine)

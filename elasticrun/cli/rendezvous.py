@@ -13,11 +13,12 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elasticrun import config
 from elasticrun.cli import settings
+from elasticrun.cli.flags import Flag
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.config import MasterPlace
@@ -150,7 +151,7 @@ def for_others(words: Sequence[str], asked: Asked, grow: str = "") -> str:
     """The command that other nodes type, by the words of this one; `SLOT` stands where flags are
     missing that only the running master can tell. `grow`: what --grow is to say."""
     tail = 1 + len(asked.ns.training_script_args or ())
-    flags, program = _shared_flags(words[:-tail]), list(words[-tail:])
+    flags, program = without(words[:-tail], _OF_ONE_NODE), list(words[-tail:])
     given: Mapping[str, str] = getattr(asked.ns, "given", {})
     if "nnodes" not in given:
         flags.insert(0, f"--nnodes={asked.text('nnodes')}")
@@ -160,28 +161,29 @@ def for_others(words: Sequence[str], asked: Asked, grow: str = "") -> str:
                      shlex.join(program)])  # fmt: skip
 
 
-def _shared_flags(flags: Sequence[str]) -> list[str]:
-    """Without those of this node alone."""
+def without(flags: Sequence[str], names: Collection[str]) -> list[str]:
+    """These words without the flags of these names, and their values."""
     kept: list[str] = []
     drop = False
     for word in flags:
         name, equals, _ = word.partition("=")
-        if drop or _is_of_one_node(name):
-            drop = not drop and not equals
+        meant = None if drop else _meant(name)
+        if meant is not None and meant.name in names:
+            drop = not equals and meant.kind is not None
+        elif drop:
+            drop = False
         else:
             kept.append(word)
     return kept
 
 
-def _is_of_one_node(name: str) -> bool:
-    """Also abbreviated: by the beginning of no other flag."""
-    if not name.startswith("--"):
-        return False
-    spellings = [spelling for flag in FLAGS for spelling in flag.spellings]
-    meant = [one for one in spellings if one == name] or [
-        one for one in spellings if one.startswith(name)
-    ]
-    return bool(meant) and all(one.replace("_", "-") in _OF_ONE_NODE for one in meant)
+def _meant(word: str) -> Flag | None:
+    """The flag of that spelling, or the only one that it abbreviates."""
+    if not word.startswith("--"):
+        return None
+    whole = [flag for flag in FLAGS if word in flag.spellings]
+    begun = {flag for flag in FLAGS if any(one.startswith(word) for one in flag.spellings)}
+    return whole[0] if whole else begun.pop() if len(begun) == 1 else None
 
 
 ELASTIC_WORDS: Final = ("c10d", "elasticrun")

@@ -35,6 +35,7 @@ flags, the same environment in the ranks. What follows the script is its own.
 
   elasticrun --nproc-per-node=8 train.py    8 ranks on this machine
   elasticrun --nnodes=1:10 train.py         1 to 10 machines that come and go
+  elasticrun --hosts a,b train.py           machines that ssh reaches
   elasticrun --srun train.py                all nodes of a Slurm job
 
 the options that most jobs need:
@@ -59,8 +60,7 @@ subcommands, each with its own --help:
   elasticrun events [JOB]           what has happened to it
   elasticrun stop [JOB]             end it
   elasticrun restart [JOB]          start its ranks again
-  elasticrun exclude NODE           keep a node out of it
-  elasticrun include NODE           let a node in again
+  elasticrun exclude|include NODE   keep a node out of it; let it in again
   elasticrun scale N                set how many nodes it has at most
   elasticrun logs [JOB]             what its ranks have written
   elasticrun doctor                 what is wrong with this machine
@@ -176,6 +176,12 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
         _flag("--master-store", _TEXT, "URL", "", "Keep the job's record and who leads in etcd "
             "(etcd://HOST:PORT,...): another node takes over when the master's host dies. Needs "
             "--rdzv-id.", OURS),
+        _flag("--hosts", _TEXT, "HOST,...", "", "Start the agents on these hosts by ssh, where the "
+            "same Python environment and folder are; HOST:N: N ranks there.", OURS, env=""),
+        _flag("--hostfile", _TEXT, "FILE", "", "The same with a file of hosts, one a line: HOST "
+            "slots=N.", OURS, env=""),
+        _flag("--ssh", _TEXT, "COMMAND", "ssh", "What reaches a host, with options of yours (ssh "
+            "-J gate).", OURS),
         _switch("--srun", "In a Slurm batch script or salloc: start this command again by srun, "
             "once on each node of the job.", OURS, env=""),
     ),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from elasticrun.agent.logs.tail import IN_MODIFY, Inotify
+from elasticrun.system.inotify import IN_MODIFY, Inotify
 from elasticrun.system.processes import Process, everybody, start_time
 from elasticrun.system.title import FORK_SERVER, MASTER
 

@@ -1,0 +1,3 @@
+from tests.ssh.town import town
+
+__all__ = ["town"]
