@@ -20,7 +20,7 @@ from elasticrun.config import EXIT_BAD_NODE, EXIT_FAILED
 from elasticrun.core.words import some
 from elasticrun.hosts.far import STREAMS
 from elasticrun.hosts.hostfile import NamedHost
-from elasticrun.hosts.ssh import Connection, Cut, Hopeless, address_of, is_here
+from elasticrun.hosts.ssh import Cut, Hopeless, SshConnection, address_of, is_here
 from elasticrun.system.network import routed_address
 from elasticrun.wire.types import Endpoint
 
@@ -40,7 +40,7 @@ _KILLED: Final = 128 + signal.SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class HostsPlan:
     """What is started where. argv: the words of each host's agent. port: of the master, on the
     first host that is reached; 0: the words say where nodes meet. variables: what goes along."""
 
@@ -59,7 +59,7 @@ def meeting_words(host: str, port: int) -> tuple[str, ...]:
     return ("--rdzv-backend=c10d", f"--rdzv-endpoint={Endpoint(host, port)}")
 
 
-def run(plan: Plan, say: Callable[[str], None]) -> int:
+def run(plan: HostsPlan, say: Callable[[str], None]) -> int:
     """Start the job and follow it to its end; its exit code."""
 
     async def follow() -> int:
@@ -71,7 +71,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
 class Fleet:
     """The agents of one job. What one of them tells of is decided here for all."""
 
-    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: HostsPlan, say: Callable[[str], None]) -> None:
         self.plan = plan
         self.say = say
         self.run_id = f"{uuid.uuid4().hex[:12]}"
@@ -190,7 +190,7 @@ class Member:
         self._life = 1
         self._failures = 0
         self._told = dict.fromkeys(STREAMS, 0)
-        self._connection: Connection | None = None
+        self._connection: SshConnection | None = None
 
     @property
     def runs(self) -> bool:
@@ -244,7 +244,7 @@ class Member:
     async def _follow(self) -> int:
         """One connection, until the agent has ended; its exit code. Cut, Hopeless."""
         fleet = self._fleet
-        async with Connection(self.host, fleet.plan.ssh) as connection:
+        async with SshConnection(self.host, fleet.plan.ssh) as connection:
             self.reached = True
             self.tried.set()
             order = await self._order()

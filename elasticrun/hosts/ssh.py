@@ -77,8 +77,8 @@ async def address_of(host: NamedHost, ssh: Sequence[str]) -> str:
     return host.name
 
 
-class Connection:
-    """`async with Connection(...) as one`: then `far` has greeted. Cut, Hopeless."""
+class SshConnection:
+    """`async with SshConnection(...) as one`: then `far` has greeted. Cut, Hopeless."""
 
     def __init__(self, host: NamedHost, ssh: Sequence[str]) -> None:
         self._command = command(host, ssh)

@@ -10,7 +10,7 @@ import pytest
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.verbs.hosts import plan_of
-from elasticrun.hosts.fleet import Plan, Screen
+from elasticrun.hosts.fleet import HostsPlan, Screen
 from elasticrun.hosts.hostfile import HostsError, NamedHost, in_file, listed
 from elasticrun.hosts.ssh import command
 
@@ -46,7 +46,7 @@ def test_a_host_file() -> None:
         in_file("a\nb port=22", "f")
 
 
-def planned(*words: str, environ: Mapping[str, str] | None = None) -> Plan:
+def planned(*words: str, environ: Mapping[str, str] | None = None) -> HostsPlan:
     variables = dict(environ or {})
     return plan_of(words, Asked(get_args_parser(variables).parse_args(words), variables), variables)
 

@@ -45,7 +45,7 @@ def launch(
     return EXIT_OK
 
 
-def plan_of(words: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> fleet.Plan:
+def plan_of(words: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> fleet.HostsPlan:
     """What these words ask for; UsageError."""
     hosts = _hosts(asked)
     for dest in _OF_ONE_HOST:
@@ -73,7 +73,7 @@ def plan_of(words: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> f
         own = [f"--node-rank={number}"] if number < high else []
         own += [f"--nproc-per-node={host.slots}"] if slots and host.slots else []
         argv.append((*common, *own, *behind))
-    return fleet.Plan(
+    return fleet.HostsPlan(
         job=re.sub(r"[^\w.-]", "_", job)[:60],
         hosts=hosts,
         argv=tuple(argv),
