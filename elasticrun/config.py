@@ -302,6 +302,18 @@ class LogPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Where the job's run folder is, and what is written into it of the launch."""
+
+    folder: str = ""  # --run-dir, absolute; "": a fresh one below the user's own root
+    name: str = ""  # for lists; "": the job's id
+    fresh: bool = False  # run again what has succeeded, from the beginning
+    command: tuple[str, ...] = ()
+    nproc: str = ""  # as it was asked for
+    where: str = "local"  # local, ssh, slurm, k8s
+
+
+@dataclass(frozen=True, slots=True)
 class MasterPlace:
     """Where the master is and who starts it.
 
@@ -378,6 +390,7 @@ class AgentConfig:
     precheck: int = 0  # 0: what is wrong with this machine is told; 1, 2: a failure ends the agent
     accelerator: str = ""  # "": found by itself; nvidia, ascend, cpu
     called: bool = False  # from Python: the caller's exception tells of failures, not the agent
+    run: RunPlan = field(default_factory=RunPlan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +412,8 @@ class MasterConfig:
     master_store: str = ""  # as in AgentConfig; the record is there then, the trace in record_dir
     advertise: str = ""  # host under which a master found by way of etcd is dialled
     holder: str = ""  # names the life of the agent that starts this master, in etcd's leader key
-    log_dir: str = ""  # where incidents are written; "": the user's folder
+    log_dir: str = ""  # where incidents are written; "": the run folder
     on_event: str = ""  # as in AgentConfig
     sources: dict[str, str] = field(default_factory=dict)  # as in AgentConfig
     outlive: bool = False  # at EOF of the lifeline go on for as long as other agents are attached
+    run: RunPlan = field(default_factory=RunPlan)

@@ -188,6 +188,7 @@ def agent_config_of(
         set_omp_threads=False,  # as with torch, that is the command line's doing
         numa_binding=_numa_word(config.numa_options),
         notes=tuple(note for note in resolved.notes if "OMP_NUM_THREADS" not in note),
+        run=dataclasses.replace(resolved.run, command=tuple(sys.argv)),
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from elasticrun.core.sight.picture import EventRow, IncidentRow, Picture, StackRow
-from elasticrun.master.outward.result import JobResult
+from elasticrun.runs.layout import JobRecord, JobRow, RunResult
 from elasticrun.wire.messages import JobStatus, Reply
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "schema.json"
@@ -40,7 +40,9 @@ OUTPUTS: dict[str, tuple[Any, str]] = {
         "elasticrun status --json; an object where a job was named",
     ),
     "order": (Reply, "elasticrun stop, restart, exclude, include, scale"),
-    "result": (JobResult, "result.json"),
+    "result": (RunResult, "result.json"),
+    "job": (JobRecord, "job.json"),
+    "list": (list[JobRow], "elasticrun list"),
 }
 """By the name in the schema: the type, and who prints it."""
 

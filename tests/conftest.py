@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ settings.register_profile(
 )
 settings.load_profile("a machine that stands still now and then")
 
+STATE = pytest.StashKey[str]()
+
 QUICK = "not slow and not soak"
 SLOW_AS_A_WHOLE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.M)
 
@@ -44,12 +49,15 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(number, lambda *_: None)
     if not hasattr(config, "workerinput"):  # of xdist: its controller does it for all
         planted.plant()
+        state = tempfile.mkdtemp(prefix="elasticrun-state-")  # run folders, for one
+        config.stash[STATE] = os.environ["XDG_STATE_HOME"] = state
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """What the run has planted goes."""
     if not hasattr(config, "workerinput"):
         planted.remove()
+        shutil.rmtree(config.stash[STATE], ignore_errors=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

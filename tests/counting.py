@@ -105,8 +105,8 @@ class Counting:
         return "\n".join(node.output() for node in (*nodes, *by_hand))
 
     def _results(self) -> list[Path]:
-        found = (place.glob("incidents/*/result.json") for place in self.job.user_folders)
-        return [path for paths in found for path in paths]
+        found = (folder / "result.json" for folder in self.job.run_folders)
+        return [path for path in found if path.exists()]
 
     def close(self) -> None:
         """End the job before the fixture does, so that what it left can be seen."""

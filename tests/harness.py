@@ -338,7 +338,8 @@ def own_folders(folder: Path) -> dict[str, str]:
     """The variables of a host that has these folders for itself."""
     for name in ("tmp", "run"):
         (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-    return {"TMPDIR": str(folder / "tmp"), "XDG_RUNTIME_DIR": str(folder / "run")}
+    own = {"TMPDIR": "tmp", "XDG_RUNTIME_DIR": "run", "ELASTICRUN_RUNS": "runs"}
+    return {name: str(folder / place) for name, place in own.items()}
 
 
 def host_of(peer: Peer, lab: Lab) -> str:
@@ -384,6 +385,7 @@ class World:
             SOCKET: self.hub.path,
             "TMPDIR": str(self.tmp),
             "XDG_RUNTIME_DIR": str(self.scratch / "run"),
+            "ELASTICRUN_RUNS": str(self.scratch / "runs"),
             "ELASTICRUN_PRELOAD": "off",  # a second fork server is a test's own subject
             **(more or {}),
         }

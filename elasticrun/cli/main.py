@@ -68,6 +68,7 @@ LOOKS: Final = ("stacks", "top", "events", "incidents")
 ORDERS: Final = ("stop", "restart", "exclude", "include", "scale")
 VERBS: Final = (
     *("master", "status", "doctor", "replay", "render", "warm", "logs", "convert"),
+    *("list", "prune"),
     *LOOKS,
     *ORDERS,
 )
@@ -172,6 +173,9 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
         from elasticrun.cli.verbs.dry_run import show
 
         return _printed(lambda: show(config, ns, environ, look(Asked(ns, environ), machine)))
+    if done := _already(config):
+        say(done)
+        return EXIT_OK
     hint = _check(config)
     for note in (*config.notes, hint):
         if note:
@@ -187,7 +191,22 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
         grow = config.spec.grow if config.rendezvous.kind == "open" else ""
         command = for_others(words, Asked(ns, environ), grow)
         config = dataclasses.replace(config, to_join=command)
-    return run(dataclasses.replace(config, notes=()))  # they have been printed
+    plan = dataclasses.replace(config.run, command=(PROG, *words))
+    return run(dataclasses.replace(config, notes=(), run=plan))  # they have been printed
+
+
+def _already(config: AgentConfig) -> str:
+    """What is said in place of running again what has succeeded in its run folder. Of a job of
+    several nodes its master tells them all: not each of them need have that folder."""
+    plan = config.run
+    alone = config.spec.max_nodes == 1 or config.node_rank > 0
+    if not plan.folder or plan.fresh or not alone:
+        return ""
+    from pathlib import Path
+
+    from elasticrun.runs.opening import already
+
+    return already(Path(plan.folder).absolute())
 
 
 def _check(config: AgentConfig) -> str:
@@ -254,6 +273,10 @@ def _verb(verb: str, words: Sequence[str]) -> int:
         from elasticrun.cli.verbs import render
 
         return _printed(lambda: render.main(words, say))
+    if verb in ("list", "prune"):
+        from elasticrun.cli.jobs import listing
+
+        return _printed(lambda: (listing.main if verb == "list" else listing.prune)(words))
     if verb == "convert":
         from elasticrun.cli.jobs import convert
 

@@ -18,7 +18,7 @@ from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import TORCHRUN
 from elasticrun.cli.rendezvous import Meeting, find_meeting
 from elasticrun.cli.settings import Asked, NotHere, NothingToDo, UsageError
-from elasticrun.config import AgentConfig, LogPlan
+from elasticrun.config import AgentConfig, LogPlan, RunPlan
 from elasticrun.core.words import nearest, some
 from elasticrun.wire import env
 from elasticrun.wire.messages import MAX_NODES, CheckSpec, JobSpec, SaveSpec, WatchSpec
@@ -135,12 +135,30 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
     )
 
 
+def run_plan(asked: Asked) -> RunPlan:
+    """Where the run folder is, and what the job is called there; raises `UsageError`."""
+    folder, fresh = asked.text("run_dir"), asked.switch("fresh")
+    if fresh and not folder:
+        raise UsageError("--fresh is for a job with --run-dir: name its folder")
+    stem = str(asked.ns.training_script).rstrip("/").rpartition("/")[2].removesuffix(".py")
+    own = asked.text("rdzv_id") if asked.explicitly("rdzv_id") else ""
+    on = {"SLURM_JOB_ID": "slurm", "KUBERNETES_SERVICE_HOST": "k8s"}
+    return RunPlan(
+        folder=folder,
+        name=settings.name(asked.text("name"), "--name") or own or stem,
+        fresh=fresh,
+        nproc=asked.text("nproc_per_node"),
+        where=next((place for name, place in on.items() if name in asked.environ), "local"),
+    )
+
+
 def _told(asked: Asked) -> dict[str, Any]:
-    """To whom it is told what happens."""
+    """To whom it is told what happens, and where it is written."""
     return {
         "event_log_handler": asked.text("event_log_handler"),
         "status_port": settings.port(asked.number("status_port"), "--status-port"),
         "on_event": asked.text("on_event"),
+        "run": run_plan(asked),
     }
 
 
@@ -283,9 +301,14 @@ def _log_plan(asked: Asked, machine: Machine) -> LogPlan:
         raise UsageError(
             f"--logs-specs={name}: no installed plug-in of the group {LOGS_GROUP} has this name"
         )
-    template = asked.text("log_line_prefix_template")
+    template, folder = asked.text("log_line_prefix_template"), asked.text("run_dir")
+    log_dir = asked.value("log_dir")
+    if folder and log_dir is None:
+        log_dir = f"{folder}/logs"
+        if not (asked.explicitly("redirects") or asked.explicitly("tee")):
+            tee_all = 3
     return LogPlan(
-        log_dir=asked.value("log_dir"),
+        log_dir=log_dir,
         redirects=redirects,
         redirects_all=redirects_all,
         tee=tee,

@@ -53,7 +53,7 @@ the options that most jobs need:
   --version, -h, --help, --help-all the version; this page; every option
 
 subcommands, each with its own --help:
-  elasticrun status [ENDPOINT]      the state of your jobs, and why they wait
+  elasticrun list, status, prune    your jobs; how one does; forget old ones
   elasticrun incidents [JOB] [N]    what has stopped the training
   elasticrun top [JOB]              what its ranks do, from second to second
   elasticrun stacks [JOB]           where its ranks are
@@ -64,7 +64,7 @@ subcommands, each with its own --help:
   elasticrun scale N                set how many nodes it has at most
   elasticrun logs [JOB]             what its ranks have written
   elasticrun doctor                 what is wrong with this machine
-  elasticrun render TARGET          what Kubernetes or Slurm is to be given
+  elasticrun render, convert        what Kubernetes or Slurm is to be given
   elasticrun master                 a job master on a host without ranks
   elasticrun replay TRACE           a master's decisions again, with reasons
   elasticrun warm                   keep torch imported between jobs
@@ -73,7 +73,9 @@ subcommands, each with its own --help:
 
 EPILOG: Final = """\
 verbs, as the first word and where no file of that name exists (each has its own --help):
-  elasticrun status [ENDPOINT]  print the state of a job: its nodes, and what it waits for
+  elasticrun list               list your jobs: those that run, have ended, or are lost
+  elasticrun prune              remove the run folders of jobs that have ended
+  elasticrun status [JOB]       print the state of a job: its nodes, and what it waits for
   elasticrun top [JOB]          show what the ranks of a running job do, anew every two seconds
   elasticrun stacks [JOB]       show where its ranks are, grouped by their stacks
   elasticrun events [JOB]       show what has happened to it
@@ -267,6 +269,13 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             "says where output goes.", env=""),
         _switch("--no-fold", "Show each line of every rank, where a terminal would show lines that "
             "ranks have in common once.", OURS),
+        _flag("--run-dir", _TEXT, "DIR", "", "The job's run folder: what was started, what "
+            "happened, its progress, how it ended, its log files. A job that is started with the "
+            "same folder again goes on in it; one that has succeeded is not run again.", OURS),
+        _flag("--name", _TEXT, "NAME", "", "What the job is called in `elasticrun list`; else its "
+            "--rdzv-id, or its script's name.", OURS),
+        _switch("--fresh", "Run the job of --run-dir from the beginning: what is there goes to "
+            "previous/.", OURS),
         _flag("--event-log-handler", _TEXT, "NAME", "null", "Where events are logged: null, "
             "console, dynamic_rendezvous."),
     ),

@@ -122,6 +122,10 @@ class Loop:
         self._job_id = job_id
         self.on_over: Callable[[events.JobOver], object] = lambda _: None
         """Called when the brain says how the job has ended."""
+        self.on_noted: Callable[[events.Note], object] = lambda _: None
+        """Called with each line about what has happened."""
+        self.on_formed: Callable[[], object] = lambda: None
+        """Called when the ranks of the first round of this master are started."""
         self.on_filed: Callable[[IncidentRow], object] = lambda _: None
         """Called with each record of an incident, as often as it changes."""
         self.on_judged: Callable[[VerdictRow, bool], object] = lambda *_: None
@@ -337,6 +341,7 @@ class Loop:
                 self._hang_up(effect.session)
             case events.Note():
                 logger.log(LEVELS.get(effect.level, logging.INFO), "%s", effect.text)
+                self.on_noted(effect)
             case events.JobOver():
                 self.on_over(effect)
             case events.Filed():
@@ -361,6 +366,8 @@ class Loop:
             clock_us = time.time_ns() // 1000  # for the agent's checkup, which compares clocks
             order = replace(order, status_url=self.status_url, clock_us=clock_us)
         elif isinstance(order, m.Start):
+            if not self.figures.rounds:
+                self.on_formed()
             self.figures.started(order.round, order.group_world_size)
         try:
             data = protobuf.order_to_wire(order)

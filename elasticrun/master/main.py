@@ -49,17 +49,17 @@ from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.sight.picture import Picture
 from elasticrun.master.loop import BrainFault, Loop, RecordStuck
 from elasticrun.master.outward.outward import Outward
-from elasticrun.master.outward.result import STATES
 from elasticrun.master.page.http import StatusPage, reachable
 from elasticrun.master.page.readers import Readers
 from elasticrun.master.records import Records, StoreRefused
 from elasticrun.master.server import MAX_CALLS, Servicer
+from elasticrun.runs.opening import RunRefused
 from elasticrun.system import title
 from elasticrun.system.processes import set_name, start_time
 from elasticrun.trace.writer import Life
 from elasticrun.wire import auth, user_folder
 from elasticrun.wire.auth import TlsError, operator_token, reader_token
-from elasticrun.wire.messages import JobStatus
+from elasticrun.wire.messages import MAX_NODES, End
 from elasticrun.wire.rpc.channel import ListenError, listen, make_server, server_options
 from elasticrun.wire.types import loads, mint_nonce
 
@@ -71,6 +71,9 @@ OWNER_GONE: Final = 0.5
 
 STOP_GRACE: Final = 0.5
 """Seconds that streams have to close when the server stops; agents have heard the outcome."""
+
+SUCCEEDED_LINGER: Final = 30.0
+"""Seconds for which the nodes of a job that has succeeded before are told so, as they come."""
 
 LISTING_LIMIT: Final = 2.0
 """Seconds that a folder which hangs may hold up the end of a master."""
@@ -99,6 +102,8 @@ def main(config: MasterConfig, *, hosted: bool = False) -> int:
         return _failed(config, str(wrong), EXIT_PORT_TAKEN if wrong.taken else EXIT_FAILED)
     except TlsError as wrong:
         return _failed(config, str(wrong), EXIT_USAGE)
+    except RunRefused as refused:
+        return _failed(config, str(refused), EXIT_FAILED)
     except StoreRefused as refused:
         return _failed(config, str(refused), refused.exit_code)
     except (BrainFault, RecordStuck) as fault:
@@ -168,6 +173,7 @@ class Lifetime:
         """Hears of the job's end too."""
         self._linger, self._outlive = config.linger, config.outlive
         spec = config.spec
+        self._most = spec.max_nodes if spec and spec.max_nodes > 1 else MAX_NODES
         self._lost = spec.master_lost_timeout if spec else MASTER_LOST_TIMEOUT
         self._attached = 0
         self._outcome: JobOver | None = None
@@ -183,7 +189,8 @@ class Lifetime:
         self._attached = attached
         if self._outcome is not None:
             dialling = self.streams is not None and self.streams.may_come_back()
-            if not attached and not self._missed and not dialling:
+            told = self.streams is not None and len(self.streams.nodes) >= self._most
+            if not attached and not dialling and (told or not self._missed):
                 self._end(self._code(self._outcome), self._outcome.reason)
         elif attached:
             self._arm(None)
@@ -202,20 +209,15 @@ class Lifetime:
         self._arm(self._linger, self._code(outcome), outcome.reason)
         self.counted(self._attached)
 
-    def was_over(self, outcome: JobOver) -> None:
+    def was_over(self, outcome: JobOver, late: float = 0.0) -> None:
         """The job had ended when this master began. Whether its agents know, only they can say:
-        they have the whole of `linger` to dial. A master started by hand goes on telling it to
-        whoever comes, until it is ended by hand."""
+        they have the whole of `linger` to dial, or of `late` where that is longer. A master started
+        by hand goes on telling it to whoever comes, until it is ended by hand."""
         self._missed = True
+        self.outward.mute()
+        self._linger = max(self._linger, late)
         if self._hosted:
             self._finish(outcome)
-
-    @property
-    def state(self) -> str:
-        """How the job stands at the end of its master, in a word (`wire.user_folder.Ended`)."""
-        if self._outcome is None:
-            return "lost"
-        return STATES.get(self._outcome.exit_code, "failed")
 
     def is_orphan(self, lifeline_fd: int) -> bool:
         """Whether the agent that started this master has gone: a last look at its lifeline."""
@@ -301,7 +303,7 @@ class Master:
         records = Records(config, hosted=self._hosted)
         brain = await self._remember(records, port, life)
         loop = Loop(brain, job_id=config.job_id, store=records.store, tracer=records.trace)
-        self._acquaint(loop, life)
+        self._acquaint(loop, life, port)
         # where the job has no token, its user on this host may still operate it, and nobody else
         operator = operator_token(config.token or secrets.token_hex(32))
         servicer = life.streams = Servicer(
@@ -318,16 +320,16 @@ class Master:
         await server.start()
         if config.ready_fd >= 0:
             _say(config.ready_fd, {"port": port, "status_port": status_port})
-        listing = Listing(config, port, loop, operator)
+        listing = Listing(config, port, loop, operator, life.outward.run_folder)
+        life.outward.begin()
         logger.info("serving job %r on %s:%d", config.job_id, config.host, port)
         grace = STOP_GRACE
         try:
-            code, reason = await self._serve(loop, records, life)
+            code = await self._serve(loop, records, life)
             if code == EXIT_NOT_LEADING:
                 grace = 0.0
             else:
-                await asyncio.to_thread(life.outward.close)  # so that their folder is known
-                listing.over(loop.status(), life.state, reason, life.outward.folder)
+                await asyncio.to_thread(life.outward.close)
             return code
         finally:
             await _anyway("telling the last events", lambda: asyncio.to_thread(life.outward.close))
@@ -338,15 +340,18 @@ class Master:
             if self._hosted and life.is_orphan(config.lifeline_fd):
                 await _anyway("removing the record", records.remove)
 
-    def _acquaint(self, loop: Loop, life: Lifetime) -> None:
+    def _acquaint(self, loop: Loop, life: Lifetime, port: int) -> None:
         """Tell the loop who listens to it, and what only the configuration knows."""
+        endpoint = f"{reachable(self._config.host)}:{port}"
+        loop.on_noted = life.outward.noted
+        loop.on_formed = lambda: life.outward.formed(endpoint)
         loop.on_filed = life.outward.filed
         loop.on_judged = life.outward.judged
         loop.on_over = lambda outcome: life.over(outcome, loop.last_picture())
         loop.sources = self._config.sources
 
-    async def _serve(self, loop: Loop, records: Records, life: Lifetime) -> tuple[int, str]:
-        """Turn until the lifetime, the brain or the leadership is over; exit code and why."""
+    async def _serve(self, loop: Loop, records: Records, life: Lifetime) -> int:
+        """Turn until the lifetime, the brain or the leadership is over; the exit code."""
         turning = asyncio.ensure_future(loop.run())
         ends: set[asyncio.Future[Any]] = {turning, life.done}
         if records.store is not None:
@@ -357,12 +362,12 @@ class Master:
                 loop.fall_silent()
                 reason = records.store.lost.result()
                 logger.warning("the master ends: %s", reason)
-                return EXIT_NOT_LEADING, reason
+                return EXIT_NOT_LEADING
             if turning.done():
                 turning.result()  # raises
             code, reason = life.done.result()
             logger.info("the master ends: %s", reason)
-            return code, reason
+            return code
         except BrainFault:
             await records.crashed()
             raise
@@ -384,14 +389,26 @@ class Master:
                 logger.error("a defect: %s while taking up the record", fault, exc_info=fault)
                 await records.distrust(f"this master cannot take it up ({fault!r})")
                 facts = None
+        if done := await life.outward.open(goes_on=facts is not None):
+            facts = self._facts_of(done)
         brain = self._job(facts)
         trace = records.begin_trace(Life(self._config.job_id, self._term, self._config.spec, facts))
         if trace is not None:
             self._mint = trace.mint
         if facts is not None and facts.outcome is not None:
             logger.warning("job %r: %s", self._config.job_id, facts.outcome.reason)
-            life.was_over(JobOver(facts.outcome.exit_code, facts.outcome.reason))
+            outcome = JobOver(facts.outcome.exit_code, facts.outcome.reason)
+            life.was_over(outcome, SUCCEEDED_LINGER if done else 0.0)
         return brain
+
+    def _facts_of(self, sentence: str) -> Facts:
+        """Of a job that has succeeded in its run folder before: who joins is told so. RunRefused
+        where nothing is known of the job to tell it by."""
+        spec = self._config.spec
+        if spec is None:
+            raise RunRefused(sentence)
+        over = End(EXIT_OK, sentence, ())
+        return Facts(spec, self._term, 0, None, (), (), 0, 0, (), 0.0, over)
 
     def _job(self, facts: Facts | None) -> Job:
         return Job(self._config.spec, self._term, lambda: self._mint(), facts)
@@ -432,7 +449,10 @@ class Listing:
     """This master's file in the user's folder, written and removed by a thread: the folder may
     stand on a file system that hangs, and the loop must not."""
 
-    def __init__(self, config: MasterConfig, port: int, loop: Loop, operator: str) -> None:
+    def __init__(
+        self, config: MasterConfig, port: int, loop: Loop, operator: str, run: str
+    ) -> None:
+        """`run`: where the job's run folder is."""
         self._entry = user_folder.Published(
             job_id=config.job_id,
             host=reachable(config.host),
@@ -444,22 +464,14 @@ class Listing:
             operator=operator,
             tls=config.tls is not None,
             began=time.time(),
+            run=run,
+            name=config.run.name,
         )
         self._figures = loop.figures
         self._path: Path | None = None
-        self._ended: user_folder.Ended | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="elasticrun-listing", daemon=True)
         self._thread.start()
-
-    def over(self, page: JobStatus, state: str, reason: str, incidents: str) -> None:
-        """The job has ended: it stays listed as such, unless it never had a round. `incidents`:
-        the folder of its incidents."""
-        if page.round is not None:
-            self._ended = user_folder.Ended.of(
-                page, self._entry.endpoint, state, reason, self._figures.nodes
-            )
-            self._ended = replace(self._ended, incidents=incidents)
 
     def remove(self) -> None:
         """Take the file away; gives up after a moment, a stale file is recognised as such."""
@@ -467,16 +479,12 @@ class Listing:
         self._thread.join(timeout=LISTING_LIMIT)
 
     def _keep(self) -> None:
-        folder: Path | None = None
         with contextlib.suppress(OSError):
             folder = user_folder.user_folder(os.environ)
             self._go_on_counting(folder)
             user_folder.published(folder)  # clears away what killed masters have left
             self._path = user_folder.publish(folder, self._entry)
         self._over.wait()
-        with contextlib.suppress(OSError):
-            if folder is not None and self._ended is not None:
-                user_folder.keep_ended(folder, self._ended)
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()

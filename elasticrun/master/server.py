@@ -132,7 +132,7 @@ class Servicer:
         self.attached = 0
         """Streams that have said Hello and still stand."""
         self.nodes: set[str] = set()
-        """Node ids that ever attached, two at most: enough to tell one from several."""
+        """Node ids that ever attached."""
         self.broken: set[str] = set()
         """Nodes whose last stream broke: they may be dialling, and have not heard the latest."""
 
@@ -305,7 +305,7 @@ class Servicer:
 
     def _count(self, change: int, node: str | None = None) -> None:
         self.attached += change
-        if node is not None and len(self.nodes) < 2:
+        if node is not None and len(self.nodes) < m.MAX_NODES:
             self.nodes.add(node)
         self._on_count(self.attached)
 

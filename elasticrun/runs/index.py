@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -17,6 +16,7 @@ from typing import Final
 
 from elasticrun.core.words import nearest
 from elasticrun.runs.layout import ENDED, JOB, RunFolder
+from elasticrun.wire import env
 
 MAX_RUNS: Final = 4096
 """Folders looked at, the newest."""
@@ -40,7 +40,7 @@ class NoRun(Exception):
 def runs_root(environ: Mapping[str, str]) -> Path:
     """$ELASTICRUN_RUNS, else $XDG_STATE_HOME/elasticrun/runs, else ~/.local/state/elasticrun/runs.
     OSError where this user has no home."""
-    if own := environ.get("ELASTICRUN_RUNS", ""):
+    if own := environ.get(env.RUNS, ""):
         return Path(own).absolute()
     base = Path(environ.get("XDG_STATE_HOME", ""))
     if not base.is_absolute():
@@ -51,20 +51,24 @@ def runs_root(environ: Mapping[str, str]) -> Path:
     return base / "elasticrun" / "runs"
 
 
-def make_run(root: Path, name: str, at: Path | None = None) -> Path:
-    """A new folder below `root` for a job of this name; or the one `at`, which is made where it is
-    not there, with a link to it below `root`. OSError where the folder cannot be made; without the
-    link the job is not listed, and no more."""
-    fresh = root / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:MAX_WORD]}-{secrets.token_hex(4)}"
+def run_path(root: Path, name: str, launch: str) -> Path:
+    """The folder below `root` of this launch (8 hexadecimal digits) of a job of this name."""
+    return root / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:MAX_WORD] or 'job'}-{launch}"
+
+
+def make_run(root: Path, name: str, launch: str, at: Path | None = None) -> Path:
+    """Make `run_path`, or the folder `at` and a link to it there; where it is there already, that
+    one. OSError where the folder cannot be made; without the link the job is not listed, and no
+    more."""
+    own = run_path(root, name, launch)
+    (at or own).mkdir(mode=0o700, parents=True, exist_ok=True)
     if at is None:
-        fresh.mkdir(mode=0o700, parents=True)
-        return fresh
-    at.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return own
     with contextlib.suppress(OSError):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         target = at.resolve()
         if not any(path.is_symlink() and path.resolve() == target for path in _paths(root)):
-            fresh.symlink_to(target, target_is_directory=True)
+            own.symlink_to(target, target_is_directory=True)
     return at
 
 

@@ -9,8 +9,9 @@
     logs/          what the ranks printed, where it is kept
     previous/      the files of an earlier run in the same folder, with `--fresh`
 
-Whoever replaces a file does it in one piece, so that a reader sees a whole one. Readers take no more
-than MAX_BYTES of a file: a longer one is not one of ours, or only its end is wanted.
+
+Whoever replaces a file does it in one piece, so that a reader sees a whole one. Readers take no
+more than MAX_BYTES of a file: a longer one is not one of ours, or only its end is wanted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import Struct
 
+from elasticrun.core.sight.picture import Goodput
 from elasticrun.system.processes import boot_id, start_time
 
 JOB: Final = "job.json"
@@ -32,8 +34,10 @@ RESULT: Final = "result.json"
 ERROR: Final = "error.txt"
 INCIDENTS: Final = "incidents"
 LOGS: Final = "logs"
-CHECKPOINTS: Final = "checkpoints"
 PREVIOUS: Final = "previous"
+
+OF_A_RUN: Final = (JOB, EVENTS, PROGRESS, RESULT, ERROR, INCIDENTS, LOGS)
+"""All that a run leaves. A folder that a person has named may hold other things beside it."""
 
 MAX_BYTES: Final = 1024 * 1024
 
@@ -82,6 +86,18 @@ class JobRecord(Struct, frozen=True, kw_only=True):
         return start_time(self.pid) == self.started
 
 
+class ShortRow(Struct, frozen=True):
+    """An incident; as in `IncidentRow`, and how long nothing was trained."""
+
+    number: int
+    cause: str
+    sentence: str
+    seconds: float
+    steps_lost: int
+    slot_seconds: float
+    cost: float
+
+
 class RunResult(Struct, frozen=True, kw_only=True):
     """How a job has ended. Moments are seconds since 1970."""
 
@@ -96,6 +112,8 @@ class RunResult(Struct, frozen=True, kw_only=True):
     world_size: int = 0
     restarts: int = 0  # that were charged
     step: int = -1  # the newest that was told; -1: none
+    goodput: Goodput | None = None  # where the time went
+    incidents: tuple[ShortRow, ...] = ()  # what stopped training, the newest last
 
 
 class RunFolder:
@@ -140,6 +158,12 @@ class RunFolder:
             return int(rows[-1].split(b",")[titles.index("step")]) if rows else -1
         return -1
 
+    def error(self) -> str:
+        """What failed last, for people; "" where nothing has."""
+        with contextlib.suppress(OSError), open(self.path / ERROR, "rb") as file:
+            return file.read(MAX_BYTES).decode(errors="replace")
+        return ""
+
     def write_job(self, job: JobRecord) -> None:
         """In place of the one that is there. OSError."""
         replace_file(self.path / JOB, msgspec.json.format(msgspec.json.encode(job)) + b"\n")
@@ -150,6 +174,46 @@ class RunFolder:
                 return msgspec.json.decode(file.read(MAX_BYTES), type=kind)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
+
+
+class JobRow(Struct, frozen=True, kw_only=True):
+    """What `elasticrun list -o json` prints of a job; its fields are a stable schema."""
+
+    name: str
+    state: str  # as in `RunFolder.state`, or what its master says it does
+    where: str  # local, ssh, slurm, k8s
+    id: str = ""
+    user: str = ""
+    host: str = ""  # that launched it
+    endpoint: str = ""  # of its master
+    run: str = ""  # its run folder
+    nodes: int = 0  # that have a place
+    max_nodes: int = 0
+    step: int = -1  # the newest that was told; -1: none
+    restarts: int = 0
+    age: float = 0.0  # seconds since it began
+    reason: str = ""  # why it waits, or how it ended
+
+
+def row_of(folder: RunFolder, job: JobRecord, now: float) -> JobRow:
+    """By what its run folder says. `now`: seconds since 1970."""
+    result = folder.result()
+    return JobRow(
+        name=job.name,
+        state=folder.state(now),
+        where=job.where,
+        id=job.id,
+        user=job.user,
+        host=job.host,
+        endpoint=job.endpoint,
+        run=str(folder.path),
+        nodes=result.nodes if result else 0,
+        max_nodes=int(job.nodes.rpartition(":")[2] or 0),
+        step=folder.last_step(),
+        restarts=result.restarts if result else 0,
+        age=max(0.0, now - job.began),
+        reason=result.reason if result else "",
+    )
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -241,9 +241,11 @@ class ElasticJob:
             raise JobError(str(error)) from None
 
     @property
-    def user_folders(self) -> list[Path]:
-        """Where its masters publish themselves, and leave what is not told to go elsewhere."""
-        return list(self._runs)
+    def run_folders(self) -> list[Path]:
+        """The run folders that its masters have made, the newest last."""
+        roots = (folder.parent.parent / "runs" for folder in self._runs)
+        found = {path for root in roots for path in root.glob("*")}
+        return sorted(found, key=lambda path: path.stat().st_mtime)
 
     def steps(self) -> list[Step]:
         """What the ranks have written with `elasticrun.testing.step` so far."""

@@ -38,7 +38,7 @@ IDLE: Final = 900.0
 MAX_STARTS: Final = 16
 """It ends by itself when a test installs a package, and is started again; not for ever."""
 
-OF_A_TEST: Final = ("ELASTICRUN_TEST_", "TMPDIR", "XDG_RUNTIME_DIR")
+OF_A_TEST: Final = ("ELASTICRUN_TEST_", "TMPDIR", "XDG_RUNTIME_DIR", "ELASTICRUN_RUNS")
 """Variables that belong to one test, by which its processes are found or kept apart."""
 
 _SOCKET: Final = "warm.sock"

@@ -106,6 +106,8 @@ comes too late; ranks that are bound to cores are exec'd where one is set."""
 
 LAUNCH: Final = "ELASTICRUN_LAUNCH"
 PRELOAD: Final = "ELASTICRUN_PRELOAD"
+RUNS: Final = "ELASTICRUN_RUNS"
+"""Where the run folders of this user are, in place of the state folder of the home."""
 WARM_SERVER: Final = "ELASTICRUN_WARM_SERVER"
 """The socket of the warm process to use, in place of the one in the user's folder; `off`: none."""
 RESTART_BACKOFF: Final = "ELASTICRUN_RESTART_BACKOFF"

@@ -4,8 +4,7 @@ Masters that run here, as small files: a master writes one when it serves and re
 ends; `elasticrun status` without an endpoint reads them. A file whose process is gone (no such pid,
 or another process by that pid now) shows that a master was killed, and the agents of its host go by
 it (`agent.rendezvous`): whoever finds one, `status` too, marks it as dead and leaves it for
-DEAD_KEPT more seconds. Jobs that have ended are files in `ended/` until `status --prune`; nothing
-there is needed for a job to run.
+DEAD_KEPT more seconds. Nothing there is needed for a job to run.
 
 A record lies on a disk of this very host. A hosted master's folder belongs to the launch of its
 agent. Agent and master hold a shared lock on it for as long as they live; whoever ends last removes
@@ -29,15 +28,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from elasticrun.system.processes import start_time
 from elasticrun.wire.types import Endpoint, dumps, loads
 
 if TYPE_CHECKING:
-    from elasticrun.wire.messages import JobStatus
-
-Kept = TypeVar("Kept", "Published", "Ended")
+    pass
 
 MAX_FILE_BYTES: Final = 16 * 1024
 """A longer file is not one of ours."""
@@ -71,6 +68,8 @@ class Published:
     operator: str = field(default="", repr=False)
     tls: bool = False
     began: float = 0.0  # when the job did on this host, in seconds since 1970; 0.0: not known
+    run: str = ""  # its run folder
+    name: str = ""  # by which people know the job
 
     @property
     def endpoint(self) -> Endpoint:
@@ -109,7 +108,7 @@ def published(folder: Path) -> list[Published]:
     """The masters that run now, in order of job id; what is left of dead ones is cleared away."""
     living = []
     for path in _files(folder, LIVING):
-        if (master := _read(path, Published)) and _lives(master):
+        if (master := _read(path)) and _lives(master):
             living.append(master)
         else:
             with contextlib.suppress(OSError):  # another reader was faster
@@ -138,7 +137,7 @@ def was_killed(folder: Path, job_id: str, port: int) -> bool:
 
 def _of(folder: Path, job_id: str, port: int) -> list[tuple[Path, Published]]:
     files = _files(folder, LIVING) + _files(folder, DEAD)
-    found = [(path, master) for path in files if (master := _read(path, Published))]
+    found = [(path, master) for path in files if (master := _read(path))]
     return [(path, own) for path, own in found if (own.job_id, own.port) == (job_id, port)]
 
 
@@ -150,96 +149,21 @@ def _lives(master: Published) -> bool:
     return start_time(master.pid) == master.started
 
 
-def _read(path: Path, kind: type[Kept]) -> Kept | None:
+def _read(path: Path) -> Published | None:
     """What such a file says; None if it is gone or none of ours."""
     try:
         with path.open() as file:
-            return loads(file.read(MAX_FILE_BYTES), kind)
+            return loads(file.read(MAX_FILE_BYTES), Published)
     except (OSError, ValueError):
         return None
 
 
-def _write(path: Path, record: Published | Ended) -> None:
+def _write(path: Path, record: Published) -> None:
     """As a whole or not at all. OSError."""
     draft = path.with_suffix(".new")
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(dumps(record))
     draft.rename(path)
-
-
-# ---------------------------------------------------------------- jobs that have ended
-
-
-MOST_ENDED: Final = 50
-"""Ended jobs that are kept; a new one takes the place of the oldest."""
-
-MAX_REASON: Final = 2000
-"""Characters kept of why a job ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """What is left of a job."""
-
-    job_id: str
-    endpoint: str  # of its master, which is the name of a static job
-    state: str  # done, failed, saved (to be started again), lost (its agents have gone)
-    reason: str
-    nodes: int  # in its last round
-    max_nodes: int
-    step: int  # -1: none was told of
-    restart_count: int
-    max_restarts: int
-    age: float  # seconds that it took
-    ended: float  # seconds since 1970
-    incidents: str = ""  # the folder of its incidents, where there is one
-
-    @classmethod
-    def of(
-        cls, page: JobStatus, endpoint: Endpoint, state: str, reason: str, nodes: int = 0
-    ) -> Ended:
-        """What is to be kept of a job, at its end. `nodes`: in its last round, if that is known; on
-        the page those that have left are missing."""
-        return cls(
-            job_id=page.job_id,
-            endpoint=str(endpoint),
-            state=state,
-            reason=(page.outcome or reason)[:MAX_REASON],
-            nodes=nodes or sum(node.group_rank >= 0 for node in page.nodes),
-            max_nodes=page.max_nodes,
-            step=page.step,
-            restart_count=page.restart_count,
-            max_restarts=page.max_restarts,
-            age=page.age,
-            ended=time.time(),
-        )
-
-
-def _ended_files(folder: Path) -> list[Path]:
-    """Oldest first, by the moment in their names."""
-    return sorted((folder / "ended").glob("*.json"))
-
-
-def keep_ended(folder: Path, job: Ended) -> None:
-    """Keep it, and let go of the oldest where there are too many. OSError."""
-    (folder / "ended").mkdir(mode=0o700, exist_ok=True)
-    _write(folder / "ended" / f"{int(job.ended * 1e6):020d}-{os.getpid()}.json", job)
-    for old in _ended_files(folder)[:-MOST_ENDED]:
-        with contextlib.suppress(OSError):
-            old.unlink()
-
-
-def ended(folder: Path) -> list[Ended]:
-    """The jobs that have ended, the newest first."""
-    return [job for path in reversed(_ended_files(folder)) if (job := _read(path, Ended))]
-
-
-def prune_ended(folder: Path) -> int:
-    """Remove all of them; how many there were. OSError."""
-    files = _ended_files(folder)
-    for path in files:
-        path.unlink(missing_ok=True)
-    return len(files)
 
 
 # ---------------------------------------------------------------- where a record may lie

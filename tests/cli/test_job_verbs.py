@@ -16,7 +16,7 @@ from elasticrun.cli.job import asking, listing, top
 from elasticrun.cli.main import main
 from elasticrun.core.events import JobOver
 from elasticrun.core.sight.picture import EventRow, Picture, RankRow, StackRow
-from elasticrun.master.outward.result import result_of
+from elasticrun.master.outward.record import result_of
 from elasticrun.system.processes import start_time
 from elasticrun.wire import auth, user_folder
 from elasticrun.wire.types import Endpoint

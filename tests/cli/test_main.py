@@ -66,7 +66,12 @@ def test_help_is_one_screen_that_points_to_all_of_it(tmp_path: Path) -> None:
         assert 24 <= len(lines) <= 40
         assert max(map(len, lines)) <= 80
         assert "--help-all" in short.stdout
-        assert all(f"elasticrun {verb}" in short.stdout for verb in VERBS)
+        told = set(
+            re.findall(
+                r"[a-z]+", " ".join(re.findall(r"^  elasticrun (.{1,32})", short.stdout, re.M))
+            )
+        )
+        assert told >= set(VERBS)
     named = set(re.findall(r"--[a-z][a-z-]+", short.stdout)) - {"--help", "--help-all"}
     assert named <= {flag.name for flag in FLAGS}
     whole = command("--help-all", cwd=tmp_path)

@@ -16,7 +16,7 @@ from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import UsageError, resolve
 from elasticrun.cli.settings import Asked, sources
 from elasticrun.cli.table import NOTHING_YET
-from elasticrun.config import AgentConfig, Learning, LogPlan, MasterPlace
+from elasticrun.config import AgentConfig, Learning, LogPlan, MasterPlace, RunPlan
 from elasticrun.detection.found import Given
 from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
@@ -74,6 +74,7 @@ def test_every_default() -> None:
         start_method="spawn",
         signals_to_handle=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"),
         shutdown_timeout=30.0,
+        run=RunPlan(name="s", nproc="1"),
     )  # fmt: skip
 
 

@@ -119,43 +119,13 @@ def test_a_single_job_is_shown_whole_and_of_several_why_they_wait(
     assert "\nother: all of it: elasticrun status h:2\n" in several
 
 
-def test_ended_jobs_are_listed_until_they_are_pruned(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = user_folder.user_folder(os.environ)
-    where = Endpoint("10.0.0.5", 29500)
-    for name, state in (("none", "failed"), ("b", "done")):
-        user_folder.keep_ended(
-            folder, user_folder.Ended.of(page(job_id=name, step=120, age=60.0), where, state, "why")
-        )
-    code, out, err = aio.run(_status())
-    assert (code, err.count("\n")) == (1, 1)
-    first, second = out.splitlines()[1:3]
-    assert first.split()[:4] == ["b", "done", "1/2", "120"]
-    assert second.startswith("of 10.0.0.5:29500  failed")
-    assert verb.main(["--prune"], {}) == 0
-    assert capsys.readouterr().out == "2 ended jobs removed from the list\n"
-    assert user_folder.ended(folder) == []
-
-
-def test_the_newest_ended_jobs_are_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_folder, "MOST_ENDED", 2)
-    folder = user_folder.user_folder(os.environ)
-    made = [user_folder.Ended.of(page(job_id=name), Endpoint("h", 1), "done", "") for name in "abc"]
-    for at, job in enumerate(made):
-        user_folder.keep_ended(folder, replace(job, ended=1000.0 + at))
-    assert [job.job_id for job in user_folder.ended(folder)] == ["c", "b"]
-    (folder / "ended" / "z.json").write_text('{"job_id": 1}')
-    assert [job.job_id for job in user_folder.ended(folder)] == ["c", "b"]
-
-
 def test_the_list_fits_80_columns_and_breaks_no_name() -> None:
     long = "a-name-that-leaves-no-room-for-anything-beside-it"
     shown = structs.replace(
         page(job_id=long), step=1_234_567, step_age=3.0, age=200_000.0, restart_count=2
     )
     rows = [verb.running(shown, "h:1"), verb.running(page(job_id="b"), "h:2")]
-    lines = verb.lines(rows, 80)
+    lines = verb.lines(verb.TITLES, rows, 80)
     assert max(map(len, lines)) <= 80
     assert lines[1] == long
     assert lines[2].split() == ["running", "1/2", "1234567", "3s", "2/3", "2d07h"]

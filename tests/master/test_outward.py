@@ -5,15 +5,19 @@ from __future__ import annotations
 import http.server
 import json
 import re
+import shutil
 import socket
+import subprocess
 import threading
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from elasticrun import __version__
 from elasticrun.config import MasterConfig
-from elasticrun.core.events import JobOver
+from elasticrun.core.events import JobOver, Note
 from elasticrun.core.job.views import nothing_yet
 from elasticrun.core.sight.picture import (
     Goodput,
@@ -25,12 +29,15 @@ from elasticrun.core.sight.picture import (
     VerdictRow,
 )
 from elasticrun.master.outward import notify
-from elasticrun.master.outward.incident_files import IncidentFiles, read
+from elasticrun.master.outward.appended import Appended
 from elasticrun.master.outward.notify import Notifier
 from elasticrun.master.outward.outward import Outward
-from elasticrun.master.outward.report import NOTHING, page, table
-from elasticrun.master.outward.result import result_of
+from elasticrun.master.outward.record import git_commit, result_of
+from elasticrun.master.outward.report import NOTHING, error_page, page, table
+from elasticrun.master.outward.run_files import RunFiles, read
 from elasticrun.operator_log import NOTICE
+from elasticrun.runs.layout import JobRecord, RunFolder
+from elasticrun.runs.opening import OpenRun
 
 ROW = IncidentRow(
     number=7,
@@ -53,22 +60,36 @@ ROW = IncidentRow(
 )
 
 
+def _opened(folder: Path) -> OpenRun:
+    folder.mkdir(parents=True, exist_ok=True)
+    return OpenRun(RunFolder(folder), JobRecord(name="train", workdir=str(folder)))
+
+
 def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -> None:
-    files = IncidentFiles("run-1", str(tmp_path))
-    assert files.folder is None, "nothing is made where nothing happens"
-    files.put(msgspec.structs.replace(ROW, over=False))
-    files.put(ROW)
+    files = RunFiles(lambda: _opened(tmp_path / "run"), "")
+    assert not files.folder, "nothing is made where nothing happens"
+    files.filed(msgspec.structs.replace(ROW, over=False))
+    files.filed(ROW)
     end = JobOver(1, "no restart is left")
     goodput = Goodput("goodput", 0.5, 0.6, 14.0, (LedgerRow("step", "", 7.0),), "goodput 50.0 %")
     known = {"job_id": "run", "restart_count": 3, "last_failure": "rank 3: bad", "age": 60.0}
     status = msgspec.structs.replace(nothing_yet(None), **known)
-    files.put(result_of(end, Picture(status, incidents=(ROW,), goodput=goodput)))
+    files.over(result_of(end, Picture(status, incidents=(ROW,), goodput=goodput)))
+    files.noted(Note("round 1 begins", "warning"))
+    files.formed("h:1")
     files.close(10.0)
-    folder = tmp_path / "incidents" / "run-1"
-    assert files.folder == folder
-    names = ["0007.json", "0007.md", "result.json"]
-    assert sorted(path.name for path in folder.iterdir()) == names
-    found = json.loads((folder / "result.json").read_text())
+    run = RunFolder(tmp_path / "run")
+    names = ["error.txt", "events.jsonl", "incidents", "job.json", "result.json"]
+    assert sorted(path.name for path in run.path.iterdir()) == names
+    folder = run.path / "incidents"
+    assert sorted(path.name for path in folder.iterdir()) == ["0007.json", "0007.md"]
+    event = json.loads((run.path / "events.jsonl").read_text())
+    assert event.pop("time") == pytest.approx(time.time(), abs=60.0)
+    assert event == {"number": 1, "level": "warning", "text": "round 1 begins"}
+    job = run.job()
+    assert job is not None
+    assert (job.endpoint, job.formed > 0, job.versions["elasticrun"]) == ("h:1", True, __version__)
+    found = json.loads((run.path / "result.json").read_text())
     assert found["ended"] - found["started"] == pytest.approx(60.0)
     for name, value in {
         "job": "run",
@@ -108,7 +129,7 @@ def test_people_are_told_in_a_line_of_each_that_is_over(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     caplog.set_level(NOTICE, "elasticrun")
-    files = IncidentFiles("run-1", f"{tmp_path}/logs", tells=True)
+    files = RunFiles(lambda: _opened(tmp_path / "run-1"), f"{tmp_path}/logs", tells=True)
     ended = "the job ends with code 1: no restart is left"
     for row in (
         msgspec.structs.replace(ROW, over=False),
@@ -116,8 +137,9 @@ def test_people_are_told_in_a_line_of_each_that_is_over(
         ROW,
         msgspec.structs.replace(ROW, number=8, decision=f"{ROW.decision}; {ended}"),
     ):
-        files.put(row)
+        files.filed(row)
     files.close(10.0)
+    assert (tmp_path / "run-1" / "incidents" / "0007.md").is_file(), "a link to those of the logs"
     first = "rank 3 on node b failed (ValueError: bad)"
     assert [record.message for record in caplog.records] == [
         f"incident 7: {first}; restart 1, 1.8 s down, 12 steps repeated: "
@@ -128,13 +150,48 @@ def test_people_are_told_in_a_line_of_each_that_is_over(
 
 def test_a_disk_that_refuses_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "incidents").write_text("a file")
-    files = IncidentFiles("run-1", str(tmp_path))
-    files.put(ROW)
-    files.put(ROW)
+    files = RunFiles(lambda: _opened(tmp_path), "")
+    files.filed(ROW)
+    files.filed(ROW)
     files.close(10.0)
     assert len(caplog.records) == 1
     assert "cannot be written" in caplog.text
-    assert files.folder is None
+
+
+def test_what_failed_first_is_a_page_by_itself() -> None:
+    row = msgspec.structs.replace(ROW, exitcode=-11, step=412, verdict="script")
+    text = error_page(row, 0.0)
+    assert text.startswith("rank 3 on node b failed (ValueError: bad)\n\nwhen:       1970-01-01 ")
+    for line in ("ended with: signal SIGSEGV", "last step:  412", "verdict:    script"):
+        assert f"\n{line}\n" in text
+    assert "\n    step 9\n    \ufffd[31mValueError: bad\n" in text
+    assert error_page(msgspec.structs.replace(row, cause="scaled"), 0.0) == ""
+
+
+def test_a_file_that_lines_are_added_to_does_not_grow_without_end(tmp_path: Path) -> None:
+    file = Appended(tmp_path / "events.jsonl", 1000)
+    for number in range(200):
+        file.add(b"%08d\n" % number)
+    lines = (tmp_path / "events.jsonl").read_text().split()
+    assert lines[-1] == "00000199"
+    assert 50 < len(lines) < 112
+    assert [int(line) for line in lines] == list(range(200 - len(lines), 200))
+
+
+def test_the_commit_is_known_where_there_is_git(tmp_path: Path) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    assert git_commit(str(tmp_path)) == ""
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
+    (tmp_path / "below").mkdir()
+    for words in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "first")):
+        subprocess.run([*git, *words], check=True)
+    (tmp_path / "train.py").write_text("1")
+    subprocess.run([*git, "add", "train.py"], check=True)
+    found = git_commit(str(tmp_path / "below"))
+    assert re.fullmatch(r"[0-9a-f]{40}\+", found), "with a change"
+    subprocess.run([*git, "commit", "-q", "-m", "second"], check=True)
+    assert re.fullmatch(r"[0-9a-f]{40}", git_commit(str(tmp_path / "below")))
 
 
 def test_the_table_fits_into_80_columns() -> None:
@@ -155,7 +212,7 @@ def test_a_command_reads_each_event_and_is_tried_again(tmp_path: Path) -> None:
     told.put("incident", incident=msgspec.to_builtins(ROW))
     told._queue.put(None)
     told._thread.join(20.0)
-    first, second = re.findall(r"\{.*?\"stacks\":\[.*?\]\}\}", (tmp_path / "told").read_text())
+    first, second = re.findall(r'\{"event".*?\}\}(?=\{"event"|$)', (tmp_path / "told").read_text())
     assert first == second, "it had failed the first time"
     event = json.loads(first)
     assert (event["event"], event["job"], event["incident"]["number"]) == ("incident", "run17", 7)

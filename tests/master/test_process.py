@@ -20,6 +20,7 @@ import pytest
 from msgspec import structs
 
 from elasticrun.config import EXIT_FAILED, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
+from elasticrun.runs.index import all_runs, runs_root
 from elasticrun.wire import messages as m, user_folder
 from elasticrun.wire.rpc.channel import attend, get_status, open_channel
 from elasticrun.wire.types import Endpoint, dumps
@@ -61,6 +62,7 @@ class Process:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder of this test's own."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("ELASTICRUN_RUNS", str(tmp_path / "runs"))
     return tmp_path / "elasticrun"
 
 
@@ -180,8 +182,13 @@ def test_a_job_that_is_over_ends_it_with_the_outcome(home: Path) -> None:
         heard = aio.run(leave(master))
         assert [order.exit_code for order in heard if isinstance(order, m.End)] == [0]
         assert master.ended()[0] == 0
-    (kept,) = user_folder.ended(home)
-    assert (kept.job_id, kept.state, kept.nodes) == ("job", "done", 1)
+    (kept,) = all_runs(runs_root(os.environ))
+    job, result = kept.job(), kept.result()
+    assert job is not None
+    assert result is not None
+    assert (job.name, job.id, result.state, result.nodes) == ("job", "job", "succeeded", 1)
+    texts = [json.loads(line)["text"] for line in (kept.path / "events.jsonl").open()]
+    assert texts[-1] == "the job is over: every rank ended with 0"
 
 
 def _listed(home: Path, master: Process) -> list[user_folder.Published]:

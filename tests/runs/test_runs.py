@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ HERE: dict[str, Any] = {
 def _run(
     root: Path, name: str, result: str = "", ended: float = 0.0, at: Path | None = None, **job: Any
 ) -> RunFolder:
-    folder = RunFolder(make_run(root, name, at))
+    folder = RunFolder(make_run(root, name, secrets.token_hex(4), at))
     folder.write_job(JobRecord(name=name, **{**HERE, **job}))
     if result:
         said = RunResult(state=result, step=7, ended=ended)
@@ -132,7 +133,7 @@ def test_no_more_ended_ones_than_a_few(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(index, "MOST_ENDED", 2)
     runs = [_run(tmp_path, f"job{at}", "failed", began=float(at)) for at in range(4)]
     running = _run(tmp_path, "running")
-    foreign = make_run(tmp_path, "no-job-yet")
+    foreign = make_run(tmp_path, "no-job-yet", "0" * 8)
     for at, path in enumerate([foreign, running.path, *(run.path for run in runs)]):
         os.utime(path, (at, at))
     keep_newest(tmp_path)

@@ -42,7 +42,7 @@ def test_it_is_told_as_what_it_is(world: World, tmp_path: Path) -> None:
     told = next(line for line in job.stderr.splitlines() if "no hang: " in line)
     assert "says it is in judge, for 19 min more at most; 1 rank waits for it in" in told
     assert "hang (" not in job.stderr
-    (place,) = (world.scratch / "run").rglob("result.json")
+    (place,) = (world.scratch / "runs").rglob("result.json")
     rows = json.loads(place.read_text())["goodput"]["rows"]
     (waited,) = (row["seconds"] for row in rows if row["category"] == "wait")
     assert waited > 2 * 60.0

@@ -165,6 +165,7 @@ class MasterProcess:
             master_store=config.master_store,
             advertise=in_etcd.advertise if in_etcd is not None else "",
             holder=in_etcd.holder if in_etcd is not None else "",
+            run=config.run,
         )
         environ = dict(os.environ)
         # -P keeps the working directory off the path: a folder grpc/ in it would be imported.

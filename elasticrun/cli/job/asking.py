@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -27,10 +28,12 @@ from elasticrun.cli.verbs.status import NoStatus, name_of, parse_endpoint
 from elasticrun.config import Tls
 from elasticrun.core.sight.picture import Picture
 from elasticrun.core.words import nearest
+from elasticrun.runs import index
+from elasticrun.runs.layout import ENDED
 from elasticrun.wire import auth
 from elasticrun.wire.messages import Reply, Request, Role
 from elasticrun.wire.types import Endpoint, WireError
-from elasticrun.wire.user_folder import Ended, Published, ended, published, user_folder
+from elasticrun.wire.user_folder import Published, published, user_folder
 
 if TYPE_CHECKING:
     import argparse
@@ -60,9 +63,9 @@ def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
     """The master of the job that is meant. NotAnswered."""
     try:
         folder = user_folder(os.environ)
-        here, over = published(folder), ended(folder)
+        here = published(folder)
     except OSError as wrong:
-        here, over = [], []
+        here = []
         if not _is_endpoint(job):
             raise NotAnswered(f"the user's folder cannot be read: {wrong}") from None
     if _is_endpoint(job):
@@ -72,7 +75,7 @@ def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
             raise NotAnswered(str(wrong)) from None
         ours = [one for one in here if one.port == endpoint.port]
         return _master(endpoint, ours[0] if ours and not token else None, token, files)
-    one = _pick(job, here, over)
+    one = _pick(job, here)
     return _master(one.endpoint, one, "" if one.operator else token, files if one.tls else None)
 
 
@@ -88,24 +91,34 @@ def _master(endpoint: Endpoint, own: Published | None, token: str, files: Tls | 
     return JobMaster(endpoint, auth.reader_token(token), auth.operator_token(token), files)
 
 
-def _pick(job: str, here: Sequence[Published], over: Sequence[Ended]) -> Published:
+def _pick(job: str, here: Sequence[Published]) -> Published:
     """The one that is meant, of those that run here."""
-    found = [one for one in here if one.job_id == job] if job else list(here)
+    found = [one for one in here if job in (one.job_id, one.name)] if job else list(here)
     if job and not found:
-        found = [one for one in here if one.job_id.startswith(job)]
+        found = [one for one in here if one.job_id.startswith(job) or one.name.startswith(job)]
     if len(found) == 1:
         return found[0]
     listed = sorted(name_of(one.job_id, str(one.endpoint)) for one in found or here)
     shown = ", ".join(listed[:MOST_NAMED]) + (", ..." if len(listed) > MOST_NAMED else "")
     if found:
         raise NotAnswered(f"several jobs are meant: {shown}; name one, or its host:port")
-    for one in over:
-        if job and one.job_id == job:
-            raise NotAnswered(f"job {job} has ended ({one.state}): {one.reason}")
+    if job and (ended := _ended(job)):
+        raise NotAnswered(ended)
     if not job:
         raise NotAnswered("no job of yours runs on this host: name its master's host:port")
     hint = nearest(job, [one.job_id for one in here])
     raise NotAnswered(f"no job {job} of yours runs on this host{hint or _running(shown)}")
+
+
+def _ended(job: str) -> str:
+    """What its run folder says of a job that does not run here; "" where there is none."""
+    try:
+        folder = index.find(index.runs_root(os.environ), job)
+    except (OSError, index.NoRun):
+        return ""
+    state, result = folder.state(time.time()), folder.result()
+    why = f": {result.reason}" if result and result.reason else ""
+    return f"job {job} has ended ({state}){why}; see {folder.path}" if state in ENDED else ""
 
 
 def _running(shown: str) -> str:

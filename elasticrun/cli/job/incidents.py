@@ -17,9 +17,11 @@ from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.job.asking import JobLine, NotAnswered, add_way, as_json, find
 from elasticrun.cli.settings import Asked
 from elasticrun.core.sight.picture import IncidentRow
-from elasticrun.master.outward.incident_files import read
 from elasticrun.master.outward.report import page, table
-from elasticrun.wire.user_folder import ended, published, user_folder
+from elasticrun.master.outward.run_files import read
+from elasticrun.runs import index
+from elasticrun.runs.layout import INCIDENTS
+from elasticrun.wire.user_folder import published, user_folder
 
 MOST_DIGITS: Final = 4
 """Of a number that stands alone and is an incident's rather than a job's."""
@@ -69,16 +71,16 @@ def _rows(job: str, asked: Asked) -> Sequence[IncidentRow]:
 
 
 def _left_by(job: str) -> Path | None:
-    """Where the incidents of a job are that has ended here; None if it runs, or is not known."""
+    """Where the incidents of a job are that has ended; None if it runs here, or is not known."""
     try:
-        place = user_folder(os.environ)
-        if any(one.job_id.startswith(job) for one in published(place)):
+        here = published(user_folder(os.environ))
+        if any(one.job_id.startswith(job) or one.name.startswith(job) for one in here):
             return None
-        over = [one for one in ended(place) if one.job_id.startswith(job)]
-    except OSError:
+        root = index.runs_root(os.environ)
+        found = index.find(root, job) if job else next(iter(index.all_runs(root)), None)
+    except (OSError, index.NoRun):
         return None
-    over.sort(key=lambda one: (one.job_id == job, one.ended))
-    return Path(over[-1].incidents or os.devnull) if over else None
+    return None if found is None else found.path / INCIDENTS
 
 
 def _shown(rows: Sequence[IncidentRow], number: int, *, as_text: bool) -> str:

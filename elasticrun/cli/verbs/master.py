@@ -12,7 +12,7 @@ from elasticrun.cli.rendezvous import Meeting
 from elasticrun.cli.resolve import conf_keys, job_spec, shutdown_timeout
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS, TRUST
-from elasticrun.config import EXIT_USAGE, MasterConfig, MasterPlace
+from elasticrun.config import EXIT_USAGE, MasterConfig, MasterPlace, RunPlan
 from elasticrun.wire import env, user_folder
 
 JOB_FLAGS: Final = (
@@ -70,7 +70,7 @@ def parser(environ: dict[str, str]) -> Parser:
         "started again with it goes on where this one ended, and remembers a job that is over "
         f"(or ${env.STATE_DIR}). [default none: agents bring the round back]",
     )  # fmt: skip
-    wanted = ("rdzv_id", "status_port", "on_event", *JOB_FLAGS)
+    wanted = ("rdzv_id", "status_port", "on_event", "run_dir", "fresh", *JOB_FLAGS)
     add_group(made, "the job", [flag for flag in FLAGS if flag.dest in wanted], environ)
     add_group(made, "who may join", TRUST, environ)
     return made
@@ -97,6 +97,12 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
         token=trust.token(asked),
         tls=trust.tls(asked),
         record_dir=state_dir(ns.state_dir),
+        run=RunPlan(
+            folder=asked.text("run_dir"),
+            name=asked.text("rdzv_id"),
+            fresh=asked.switch("fresh"),
+            command=("elasticrun", "master", *argv),
+        ),
     )
 
 

@@ -3,9 +3,9 @@ master by gRPC.
 
 Where the job's leadership is in etcd (`--master-store`), etcd is asked who leads. Without an
 endpoint every master of this user on this host is asked; their addresses stand in the user's run
-folder, and with them what proves to each that its own user asks. Jobs that have ended on this host
-are listed after those that run, until `--prune`. Another host needs the job's token, as the nodes
-do. Exit code 0 if each asked one answered, 1 if one did not or there is none.
+folder, and with them what proves to each that its own user asks; `elasticrun list` has those that
+have ended as well. Another host needs the job's token, as the nodes do. Exit code 0 if each asked
+one answered, 1 if one did not or there is none.
 
 A name is never broken or cut, for then it can neither be read nor copied: one that leaves the rest
 no room in the width of the terminal has a line of its own, as in `df`.
@@ -32,7 +32,7 @@ from elasticrun.wire.auth import page_key, reader_token
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.rpc.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
 from elasticrun.wire.types import Endpoint, WireError
-from elasticrun.wire.user_folder import Ended, Published, ended, prune_ended, published, user_folder
+from elasticrun.wire.user_folder import Published, published, user_folder
 
 if TYPE_CHECKING:
     import argparse
@@ -98,19 +98,6 @@ def running(page: JobStatus, where: str) -> Row:
     )
 
 
-def over(job: Ended, now: float) -> Row:
-    """A job that has ended; its ages are since then. `now`: seconds since 1970."""
-    since = max(0.0, now - job.ended)
-    return (
-        name_of(job.job_id, job.endpoint),
-        job.state,
-        f"{job.nodes}/{job.max_nodes}",
-        *_step(job.step, since),
-        f"{job.restart_count}/{job.max_restarts}",
-        duration(job.age + since),
-    )
-
-
 def _step(step: int, age: float) -> tuple[str, str]:
     return (str(step), duration(age)) if step >= 0 else ("-", "-")
 
@@ -127,10 +114,10 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole // 3600 % 24:02d}h"
 
 
-def lines(rows: Sequence[Row], columns: int) -> list[str]:
+def lines(titles: Row, rows: Sequence[Row], columns: int) -> list[str]:
     """The table, no wider than `columns` but for a name that is wider by itself."""
-    table = [TITLES, *rows]
-    most = [max(len(row[at]) for row in table) for at in range(1, len(TITLES))]
+    table = [titles, *rows]
+    most = [max(len(row[at]) for row in table) for at in range(1, len(titles))]
     room = columns - sum(width + 2 for width in most)
     wide = max((len(row[0]) for row in table if len(row[0]) <= room), default=0)
     drawn = []
@@ -162,17 +149,6 @@ class Question:
     files: Tls | None = None
 
 
-def prune() -> int:
-    """Forget the jobs that have ended on this host, and say how many there were."""
-    try:
-        count = prune_ended(user_folder(os.environ))
-    except OSError as wrong:
-        print(f"elasticrun status: the user's folder cannot be read: {wrong}", file=sys.stderr)
-        return 1
-    print(f"{some(count, 'ended job')} removed from the list")
-    return 0
-
-
 def parse_endpoint(text: str) -> Endpoint:
     """`host`, `host:port`, `[ipv6]:port` or `[ipv6]`; NoStatus if it is none of these."""
     host, colon, port = text.rpartition(":")
@@ -184,14 +160,8 @@ def parse_endpoint(text: str) -> Endpoint:
     return Endpoint(host, int(port))
 
 
-def _ended() -> list[Ended]:
-    try:
-        return ended(user_folder(os.environ))
-    except OSError:
-        return []  # `_here` says so
-
-
-def _published() -> list[Published]:
+def published_here() -> list[Published]:
+    """The masters of this user on this host. NoStatus."""
     try:
         return published(user_folder(os.environ))
     except OSError as wrong:
@@ -204,7 +174,7 @@ def question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
     if token:
         return Question(endpoint, reader_token(token), files)
     with contextlib.suppress(NoStatus):
-        for master in _published():
+        for master in published_here():
             if master.port == endpoint.port:
                 return Question(endpoint, master.reader, files)
     return Question(endpoint, "", files)
@@ -213,25 +183,50 @@ def question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
 def _link(endpoint: Endpoint, page: JobStatus) -> str:
     """A new link to this job's page, where its master has left us on this host what opens it."""
     with contextlib.suppress(NoStatus):
-        for master in _published():
+        for master in published_here():
             if (master.port, master.job_id) == (endpoint.port, page.job_id) and master.status_url:
                 return f"{master.status_url}?key={page_key(master.operator, time.time())}"
     return ""
 
 
+def _named(job: str) -> Published | None:
+    """The one master of ours whose job is called so, or begins so."""
+    with contextlib.suppress(NoStatus):
+        masters = published_here()
+        for same in (str.__eq__, str.startswith):
+            found = [one for one in masters if same(one.job_id, job) or same(one.name, job)]
+            if len(found) == 1:
+                return found[0]
+    return None
+
+
+def _left(job: str) -> bool:
+    """Print what the run folder says of a job that does not run here; whether there is one."""
+    from elasticrun.cli.jobs.listing import left_lines
+    from elasticrun.runs import index
+
+    try:
+        print(*left_lines(index.find(index.runs_root(os.environ), job)), sep="\n")
+    except (OSError, index.NoRun):
+        return False
+    return True
+
+
 def _here(token: str, files: Tls | None) -> list[Question]:
     """The masters of this user that have left their endpoints in the user's folder."""
-    masters = _published()
+    masters = published_here()
     if not masters:
         raise NoStatus("no master of yours runs on this host: name an endpoint (host:port)")
-    given = reader_token(token)
-    return [
-        Question(master.endpoint, master.reader or given, files if master.tls else None)
-        for master in masters
-    ]
+    return [question_to(master, token, files) for master in masters]
 
 
-def _ask(
+def question_to(master: Published, token: str, files: Tls | None) -> Question:
+    """One for a master of this user's on this host."""
+    given = master.reader or reader_token(token)
+    return Question(master.endpoint, given, files if master.tls else None)
+
+
+def ask(
     questions: list[Question], runner: asyncio.Runner
 ) -> tuple[list[tuple[Endpoint, JobStatus]], list[str]]:
     """The pages of those who answer, with their addresses; a sentence for each who is silent."""
@@ -240,7 +235,7 @@ def _ask(
     from elasticrun.wire import auth
     from elasticrun.wire.rpc.channel import LinkError, get_status
 
-    async def ask(question: Question) -> JobStatus:
+    async def ask_one(question: Question) -> JobStatus:
         pem = None if question.files is None else auth.read_pem(question.files)
         where = question.endpoint
         try:
@@ -256,7 +251,7 @@ def _ask(
             raise
 
     async def ask_all() -> list[JobStatus | BaseException]:
-        return await asyncio.gather(*map(ask, questions), return_exceptions=True)
+        return await asyncio.gather(*map(ask_one, questions), return_exceptions=True)
 
     pages: list[tuple[Endpoint, JobStatus]] = []
     silent: list[str] = []
@@ -279,9 +274,7 @@ def _ask(
 # ---------------------------------------------------------------- the page
 
 
-def _show(
-    pages: Sequence[tuple[str, JobStatus]], gone: Sequence[Ended] = (), link: str = ""
-) -> None:
+def _show(pages: Sequence[tuple[str, JobStatus]], link: str = "") -> None:
     """A line for each job. The page of a single one that runs, with the link to its page for
     browsers, else why each of them waits."""
     from rich.console import Console
@@ -289,8 +282,7 @@ def _show(
 
     console = Console(highlight=False, width=width())
     rows = [running(page, where) for where, page in pages]
-    rows += [over(job, time.time()) for job in gone]
-    drawn = lines(rows, console.width)
+    drawn = lines(TITLES, rows, console.width)
     console.print(Text(drawn[0], "bold"), soft_wrap=True)
     for line in drawn[1:]:
         console.print(Text(line), soft_wrap=True)
@@ -404,28 +396,27 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
 
     variables = trust.withdraw() if environ is None else environ
     ns = _arguments(argv, variables)
-    if ns.prune:
-        return prune()
     asked = Asked(ns, variables)
     store = asked.text("master_store")
     if store and not ns.endpoint and not asked.explicitly("rdzv_id"):
         raise UsageError("--master-store: name the job by --rdzv-id")
     files, token = trust.tls(asked), trust.token(asked)
     here = not (ns.endpoint or store)
-    over = _ended() if here and not ns.json else []
     try:
         with asyncio.Runner() as runner:  # one loop: grpc.aio does not take well to a second one
-            if ns.endpoint:
+            if ns.endpoint and (named := _named(ns.endpoint)):
+                questions = [question_to(named, token, files)]
+            elif ns.endpoint and ":" not in ns.endpoint and not ns.json and _left(ns.endpoint):
+                return 0
+            elif ns.endpoint:
                 questions = [question(parse_endpoint(ns.endpoint), token, files)]
             elif store:
                 where = runner.run(leading(store, asked.text("rdzv_id"), files))
                 questions = [question(where, token, files)]
             else:
                 questions = _here(token, files)
-            answers, silent = _ask(questions, runner)
+            answers, silent = ask(questions, runner)
     except NoStatus as nothing:
-        if over:
-            _show([], over)
         print(f"elasticrun status: {nothing}", file=sys.stderr)
         return 1
     for sentence in silent:
@@ -433,9 +424,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     if ns.json:
         shown = [msgspec.to_builtins(page) for _, page in answers]
         print(json.dumps(shown[0] if not here and shown else shown, indent=1))
-    elif answers or over:
+    elif answers:
         link = _link(*answers[0]) if len(answers) == 1 else ""
-        _show([(str(where), page) for where, page in answers], over, link)
+        _show([(str(where), page) for where, page in answers], link)
     return 1 if silent else 0
 
 
@@ -446,11 +437,12 @@ def _arguments(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Name
     parser = Parser(
         prog="elasticrun status", description="Show a job: nodes, round, ranks, restarts, reasons."
     )
-    text = "host:port of the job's master; without it all of yours on this host"
-    parser.add_argument("endpoint", nargs="?", metavar="ENDPOINT", help=text)
+    text = (
+        "the job's name, or the beginning of it, or its master's host:port; without it all of "
+        "yours that run on this host"
+    )
+    parser.add_argument("endpoint", nargs="?", metavar="JOB", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
-    text = "forget the jobs that have ended on this host"
-    parser.add_argument("--prune", action="store_true", help=text)
     add_group(parser, "of a job that has a token or TLS", TRUST, environ)
     rows = [flag for flag in FLAGS if flag.dest in ("master_store", "rdzv_id")]
     add_group(parser, "of a job whose master is found by way of etcd", rows, environ)

@@ -85,6 +85,9 @@ class _Open:
             cost=self.slots * sum(spent.values()) * self.price,
             last_lines=self.last_lines,
             stacks=self.stacks,
+            exitcode=self.origin.exitcode,
+            step=self.newest,
+            verdict=self.origin.verdict,
         )
 
 

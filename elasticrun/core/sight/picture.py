@@ -134,6 +134,9 @@ class IncidentRow(Struct, frozen=True):
     cost: float = 0.0  # of these, at --slot-price; 0.0: no price is set
     last_lines: str = ""
     stacks: tuple[StackRow, ...] = ()
+    exitcode: int = 0  # of the rank that failed first; negative: the signal that ended it
+    step: int = -1  # the newest that was told before it; -1: none
+    verdict: str = ""  # script, hardware, network, preempted: whose doing; "": nobody's, or unknown
 
 
 class EventRow(Struct, frozen=True):

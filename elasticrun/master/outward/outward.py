@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import re
-from pathlib import Path
+import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from elasticrun.config import MasterConfig
-from elasticrun.core.events import JobOver
+from elasticrun.core.events import JobOver, Note
 from elasticrun.core.sight.picture import IncidentRow, Picture, VerdictRow
-from elasticrun.master.outward.incident_files import IncidentFiles
-from elasticrun.master.outward.result import result_of
-from elasticrun.wire import user_folder
+from elasticrun.master.outward.record import open_fresh, open_placed, result_of, where
+from elasticrun.master.outward.run_files import RunFiles
+from elasticrun.runs.opening import OpenRun, RunRefused
 
 if TYPE_CHECKING:
     from elasticrun.master.outward.notify import Notifier
@@ -22,31 +21,70 @@ if TYPE_CHECKING:
 END_LIMIT: Final = 1.0
 """Seconds that the master's end waits for each of them."""
 
-MAX_WORD: Final = 64
-"""Characters of the job's id in the name of its folder."""
+OPEN_LIMIT: Final = 30.0
+"""Seconds in which a run folder that a person has named must answer."""
 
 
 class Outward:
-    """Files of incidents, events to another program."""
+    """The run folder, and events to another program."""
 
     def __init__(self, config: MasterConfig, *, hosted: bool = False) -> None:
         """`hosted`: an agent has started this master, whose terminal shows what it says."""
+        self._config = config
+        self._hosted = hosted
         self._notifier: Notifier | None = None
         if config.on_event:
             from elasticrun.master.outward.notify import Notifier  # few jobs ask for it
 
             self._notifier = Notifier(config.on_event, config.job_id)
         self._told: tuple[int, bool] = (0, False)  # the newest incident, and whether it was over
-        self._files = IncidentFiles(_name(config), config.log_dir, tells=hosted)
+        self._files = RunFiles(partial(open_fresh, config, hosted), config.log_dir, tells=hosted)
+        self._run: OpenRun | None = None  # one that a person has named
+
+    async def open(self, *, goes_on: bool) -> str:
+        """Take the run folder that a person has named, if one has. The sentence, where the job has
+        succeeded there and is not run again; else "". `goes_on`: a master before this one had it.
+        RunRefused."""
+        config, folder = self._config, self._config.run.folder
+        if not folder:
+            return ""
+        try:
+            async with asyncio.timeout(OPEN_LIMIT):
+                found = await asyncio.to_thread(open_placed, config, self._hosted, goes_on)
+        except TimeoutError:
+            raise RunRefused(f"{folder} has not answered for {OPEN_LIMIT:g} s") from None
+        except OSError as wrong:
+            raise RunRefused(f"--run-dir: {folder} cannot be used: {wrong}") from None
+        if isinstance(found, str):
+            return found
+        self._run = run = found
+        self._files = RunFiles(lambda: run, config.log_dir, tells=self._hosted)
+        return ""
 
     @property
-    def folder(self) -> str:
-        """Where the incidents of this job are; "" nowhere."""
-        return str(self._files.folder or "")
+    def run_folder(self) -> str:
+        """Where the job's run folder is, or is to be; "": this user can have none."""
+        return where(self._config)
+
+    def mute(self) -> None:
+        """The job was over before: nothing more is written of it."""
+        self._files.close(0.0)
+
+    def begin(self) -> None:
+        """The job's master serves."""
+        self._files.begin()
+
+    def formed(self, endpoint: str) -> None:
+        """The job's first round is formed."""
+        self._files.formed(endpoint)
+
+    def noted(self, note: Note) -> None:
+        """Something has happened."""
+        self._files.noted(note)
 
     def filed(self, row: IncidentRow) -> None:
         """An incident has begun, goes on or is over."""
-        self._files.put(row)
+        self._files.filed(row)
         state = (row.number, row.over)
         if self._notifier is not None and state > self._told:
             self._told = state
@@ -59,19 +97,15 @@ class Outward:
 
     def over(self, end: JobOver, found: Picture) -> None:
         """The job has ended, and this is the last of it."""
-        self._files.put(result_of(end, found))
+        self._files.over(result_of(end, found))
         if self._notifier is not None:
             self._notifier.put("end", exit_code=end.exit_code, reason=end.reason)
 
     def close(self) -> None:
         """Wait a moment for what is under way, the first time; blocks."""
         self._files.close(END_LIMIT)
+        if self._run is not None:
+            self._run.close()
         notifier, self._notifier = self._notifier, None
         if notifier is not None:
             notifier.close(END_LIMIT)
-
-
-def _name(config: MasterConfig) -> str:
-    """One for all masters of a launch."""
-    launch = Path(config.record_dir).name.removeprefix(user_folder.PREFIX) or str(os.getpid())
-    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', config.job_id)[:MAX_WORD]}-{launch}"

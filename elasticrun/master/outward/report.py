@@ -3,9 +3,11 @@ columns."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from elasticrun.core.rounds.failures import SIGNALS
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.core.words import some
 
@@ -59,6 +61,33 @@ def page(row: IncidentRow) -> str:
     if row.last_lines:
         whose = f"rank {row.rank}" if row.rank >= 0 else "the rank"
         lines += ["", f"## Last lines of {whose}", *_block(row.last_lines)]
+    return "\n".join(lines) + "\n"
+
+
+def error_page(row: IncidentRow, when: float) -> str:
+    """What failed first, for people who read it by eye: the sentence, the facts, what it wrote
+    last; "" where nothing has failed. `when`: seconds since 1970."""
+    if row.cause in ("scaled", "operator", "master"):
+        return ""
+    code = row.exitcode
+    end = f"signal {SIGNALS.get(-code, str(-code))}" if code < 0 else f"exit code {code}"
+    facts = {
+        "when": time.strftime("%F %T %z", time.localtime(when)),
+        "node": row.node,
+        "rank": str(row.rank) if row.rank >= 0 else "",
+        "ended with": end if code else "",
+        "last step": str(row.step) if row.step >= 0 else "",
+        "round": str(row.round),
+        "verdict": row.verdict or "unknown",
+        "then": row.followed,
+        "decision": row.decision,
+    }
+    lines = [_plain(row.sentence), ""]
+    lines += [f"{name + ':':<12}{_plain(said)}" for name, said in facts.items() if said]
+    if row.last_lines:
+        lines += ["", "what it wrote last:", *_block(row.last_lines)]
+    for group in row.stacks:
+        lines += ["", f"stack of {group.ranks} {group.thread}".rstrip() + ":", *_block(group.text)]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,206 @@
+"""`elasticrun list`: the jobs of this user, those that run, have ended, or are lost.
+`elasticrun prune`: remove run folders of jobs that have ended.
+
+Of a job that runs here its master is asked; of others their run folders tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from elasticrun.cli import trust
+from elasticrun.cli.flags import PROG, Parser, add_group
+from elasticrun.cli.job.asking import as_json
+from elasticrun.cli.settings import Asked, UsageError
+from elasticrun.cli.table import TRUST
+from elasticrun.cli.verbs.status import NoStatus, ask, duration, lines, published_here, question_to
+from elasticrun.config import EXIT_USAGE, Tls
+from elasticrun.core.words import some
+from elasticrun.runs import index
+from elasticrun.runs.layout import ENDED, JobRow, RunFolder, row_of
+
+TITLES: Final = ("NAME", "STATE", "NODES", "STEP", "RESTARTS", "AGE", "WHERE")
+
+MOST_ENDED: Final = 20
+"""Ended jobs that are listed where not all are asked for, the newest."""
+
+COLUMNS: Final = 80
+
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def main(argv: Sequence[str]) -> int:
+    """`elasticrun list`; 1 where a master does not answer. UsageError for files of TLS or tokens
+    that cannot be read."""
+    made = Parser(prog=f"{PROG} list", description="List your jobs: running, ended, or lost.")
+    text = f"all of them, and not the newest {MOST_ENDED} of those that have ended alone"
+    made.add_argument("-A", "--all", action="store_true", help=text)
+    add_output(made)
+    variables = trust.withdraw()
+    add_group(made, "of jobs that have a token or TLS", TRUST, variables)
+    ns = made.parse_args(argv)
+    asked = Asked(ns, variables)
+    rows, silent = local_rows(trust.token(asked), trust.tls(asked))
+    if not ns.all:
+        over = [row for row in rows if row.state in ENDED][MOST_ENDED:]
+        rows = [row for row in rows if row not in over]
+    for sentence in silent:
+        print(f"{made.prog}: {sentence}", file=sys.stderr)
+    if ns.output == "json":
+        print(as_json(rows))
+    elif rows:
+        print(*lines(TITLES, [shown(row) for row in rows], COLUMNS), sep="\n")
+    else:
+        print(f"no job of yours is known here; `{PROG} train.py` runs one")
+    return 1 if silent else 0
+
+
+def add_output(made: Parser) -> None:
+    """How it is printed."""
+    text = "json: for programs, as docs/jobs.md has it"
+    made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
+
+
+def local_rows(token: str = "", files: Tls | None = None) -> tuple[list[JobRow], list[str]]:
+    """The jobs of this user on this host, those that run first, the newest of each first; and a
+    sentence for each master that does not answer."""
+    now = time.time()
+    with asyncio.Runner() as runner:
+        rows, silent = _running(token, files, runner)
+    live = {os.path.realpath(row.run) for row in rows if row.run}
+    try:
+        folders = index.all_runs(index.runs_root(os.environ))
+    except OSError as wrong:
+        silent.append(f"the run folders cannot be read: {wrong}")
+        folders = []
+    left = [folder for folder in folders if os.path.realpath(folder.path) not in live]
+    rows += [row_of(folder, job, now) for folder in left if (job := folder.job())]
+    rows.sort(key=lambda row: (row.state in ENDED, row.age))
+    return rows, silent
+
+
+def _running(
+    token: str, files: Tls | None, runner: asyncio.Runner
+) -> tuple[list[JobRow], list[str]]:
+    """By what their masters say."""
+    rows = []
+    try:
+        masters = published_here()
+        if not masters:
+            return [], []
+        questions = [question_to(master, token, files) for master in masters]
+        pages, silent = ask(questions, runner)
+    except NoStatus as wrong:
+        return [], [str(wrong)]
+    known = {master.endpoint: master for master in masters}
+    for endpoint, page in pages:
+        folder = RunFolder(Path(known[endpoint].run or os.devnull))
+        job = folder.job()
+        row = JobRow(
+            name=job.name if job else page.job_id,
+            state=page.phase,
+            where=job.where if job else "local",
+            id=page.job_id,
+            user=job.user if job else "",
+            host=os.uname().nodename,
+            endpoint=str(endpoint),
+            run=str(folder.path) if job else "",
+            nodes=sum(node.group_rank >= 0 for node in page.nodes),
+            max_nodes=page.max_nodes,
+            step=page.step,
+            restarts=page.restart_count,
+            age=page.age,
+            reason=page.outcome or page.reason,
+        )
+        rows.append(row)
+    return rows, silent
+
+
+def shown(row: JobRow) -> tuple[str, ...]:
+    """A line of the table."""
+    return (
+        row.name,
+        row.state,
+        f"{row.nodes}/{row.max_nodes}" if row.max_nodes else "-",
+        str(row.step) if row.step >= 0 else "-",
+        str(row.restarts),
+        duration(row.age),
+        row.where,
+    )
+
+
+def left_lines(folder: RunFolder) -> list[str]:
+    """What a job has left that does not run here, for people."""
+    job = folder.job()
+    row = row_of(folder, job, time.time()) if job else None
+    if job is None or row is None:
+        return [f"{folder.path} says nothing of a job"]
+    said = {
+        "outcome": row.reason,
+        "command": " ".join(job.command),
+        "commit": job.git_commit,
+        "run folder": str(folder.path),
+    }
+    told = [*lines(TITLES, [shown(row)], COLUMNS), ""]
+    told += [f"{name}: {text}" for name, text in said.items() if text]
+    if (error := folder.error()) and row.state != "succeeded":
+        told += ["", *error.rstrip("\n").split("\n")]
+    return told
+
+
+# ---------------------------------------------------------------- prune
+
+
+def prune(argv: Sequence[str]) -> int:
+    """`elasticrun prune`; 1 for a job that is not known or runs. UsageError."""
+    made = Parser(
+        prog=f"{PROG} prune",
+        description="Remove the run folders of jobs that have ended. One that you have placed "
+        "yourself (--run-dir) stays, and is listed no more.",
+    )
+    text = "that ended so long ago: 90s, 30m, 12h, 7d, 2w"
+    made.add_argument("--since", metavar="AGE", default="", help=text)
+    made.add_argument("jobs", nargs="*", metavar="JOB", help="of these jobs")
+    add_output(made)
+    ns = made.parse_args(argv)
+    if not (ns.since or ns.jobs):
+        raise UsageError("prune: say which: --since 7d, or names of jobs", EXIT_USAGE)
+    since = span(ns.since, "--since") if ns.since else 0.0
+    try:
+        root = index.runs_root(os.environ)
+        only = _meant(root, ns.jobs)
+        removed = index.prune(root, since, only)
+    except (OSError, index.NoRun) as wrong:
+        print(f"{made.prog}: {wrong}", file=sys.stderr)
+        return 1
+    if ns.output == "json":
+        print(as_json({"removed": removed}))
+        return 0
+    for name in removed:
+        print(f"removed {name}")
+    print(f"{some(len(removed), 'run folder')} removed from {root}")
+    return 0
+
+
+def _meant(root: Path, jobs: Sequence[str]) -> list[Path] | None:
+    """The folders of these jobs; None: of all. NoRun, also for one that has not ended."""
+    found = [index.find(root, job) for job in jobs]
+    for folder, job in zip(found, jobs, strict=True):
+        if (state := folder.state(time.time())) not in ENDED:
+            raise index.NoRun(f"job {job} is {state}: `{PROG} stop {job}` ends it")
+    return [folder.path for folder in found] if jobs else None
+
+
+def span(text: str, flag: str) -> float:
+    """Seconds of `90s`, `30m`, `12h`, `7d`, `2w`; UsageError."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhdw])", text)
+    if found is None:
+        raise UsageError(f"{flag}={text}: write 90s, 30m, 12h, 7d or 2w", EXIT_USAGE)
+    return float(found[1]) * _UNITS[found[2]]

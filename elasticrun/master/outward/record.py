@@ -1,0 +1,166 @@
+"""How a job begins in its run folder, and ends there: which folder that is, what is written of the
+job at once, what of it takes a moment to find out (the commit, versions), and the result."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Final
+
+from elasticrun import __version__
+from elasticrun.config import EXIT_OK, EXIT_SAVED, MasterConfig
+from elasticrun.core.events import JobOver
+from elasticrun.core.sight.picture import Picture
+from elasticrun.master.outward.report import lasted
+from elasticrun.runs.index import run_path, runs_root
+from elasticrun.runs.layout import JobRecord, RunResult, ShortRow
+from elasticrun.runs.opening import OpenRun, already, open_named, open_new
+from elasticrun.system.processes import boot_id, start_time
+from elasticrun.wire import user_folder
+
+GIT_LIMIT: Final = 1.0
+"""Seconds for each question to git."""
+
+MAX_COMMIT: Final = 80
+"""Characters of a commit that are believed."""
+
+
+def where(config: MasterConfig) -> str:
+    """Where the run folder is, or is to be; "": this user can have none."""
+    if config.run.folder:
+        return str(Path(config.run.folder).absolute())
+    with contextlib.suppress(OSError):
+        return str(run_path(runs_root(os.environ), _name(config), _launch(config)))
+    return ""
+
+
+def open_fresh(config: MasterConfig, hosted: bool) -> OpenRun:
+    """A folder below the user's own root. `hosted`: an agent has started this master. OSError."""
+    return open_new(runs_root(os.environ), _record(config, hosted), _launch(config))
+
+
+def open_placed(config: MasterConfig, hosted: bool, goes_on: bool) -> OpenRun | str:
+    """The folder that a person has named, or the sentence where its job has succeeded and is not
+    run again. `goes_on`: a master before this one had it. RunRefused, OSError."""
+    at = Path(config.run.folder).absolute()
+    fresh = config.run.fresh
+    if not (fresh or goes_on) and (sentence := already(at)):
+        return sentence
+    root = Path(os.devnull)
+    with contextlib.suppress(OSError):  # without a home it is listed nowhere
+        root = runs_root(os.environ)
+    record, launch = _record(config, hosted), _launch(config)
+    return open_named(root, record, launch, at, fresh=fresh, goes_on=goes_on)
+
+
+def _record(config: MasterConfig, hosted: bool) -> JobRecord:
+    """What is known of the job at once. The process that launched it is the agent that has started
+    this master."""
+    pid, spec = os.getppid() if hosted else os.getpid(), config.spec
+    user = str(os.getuid())
+    with contextlib.suppress(KeyError, OSError):  # a container's user without a name
+        user = getpass.getuser()
+    nodes = f"{spec.min_nodes}:{spec.max_nodes}" if spec is not None else ""
+    return JobRecord(
+        name=_name(config),
+        id=config.job_id,
+        user=user,
+        host=os.uname().nodename,
+        began=time.time(),
+        command=config.run.command,
+        workdir=os.getcwd(),
+        where=config.run.where,
+        nodes=nodes,
+        nproc=config.run.nproc,
+        log_dir=config.log_dir,
+        pid=pid,
+        started=start_time(pid) or 0,
+        boot_id=boot_id(),
+    )
+
+
+def _name(config: MasterConfig) -> str:
+    return config.run.name or config.job_id
+
+
+def _launch(config: MasterConfig) -> str:
+    """One for all masters of a launch."""
+    record = Path(config.record_dir).name
+    made = record.removeprefix(user_folder.PREFIX)
+    return made[:8] if made != record and len(made) >= 8 else f"{os.getpid():08x}"
+
+
+def git_commit(folder: str) -> str:
+    """The commit that is checked out there, with a "+" behind it where files have been changed
+    since; "" where there is none, no git, or no answer in time. Waits for git."""
+    place = Path(folder or ".")
+    if not any((above / ".git").exists() for above in (place, *place.parents)):
+        return ""
+    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    whole = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
+    for words in (whole, ("rev-parse", "HEAD")):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            asked = subprocess.run(
+                ["git", "-C", str(place), *words],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=GIT_LIMIT,
+                env=environ,
+            )
+            return asked.stdout.strip()[:MAX_COMMIT] if asked.returncode == 0 else ""
+    return ""
+
+
+def versions() -> dict[str, str]:
+    """Of elasticrun, Python and, where it is installed, torch, which is not imported for it."""
+    found = {"elasticrun": __version__, "python": platform.python_version()}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["torch"] = importlib.metadata.version("torch")
+    return found
+
+
+# ---------------------------------------------------------------- its end
+
+_STATES = {EXIT_OK: "succeeded", EXIT_SAVED: "saved"}
+"""Exit codes of jobs that have not failed."""
+
+
+def state_of(end: JobOver) -> str:
+    """How the job stands at its end: succeeded, failed, saved or stopped."""
+    if end.reason.startswith("stopped by "):
+        return "stopped"
+    return _STATES.get(end.exit_code, "failed")
+
+
+def result_of(end: JobOver, found: Picture) -> RunResult:
+    """At the job's end."""
+    status, now = found.status, time.time()
+    rows = (
+        ShortRow(
+            *(row.number, row.cause, row.sentence, lasted(row)),
+            *(row.steps_lost, row.slot_seconds, row.cost),
+        )
+        for row in found.incidents
+    )
+    return RunResult(
+        job=status.job_id,
+        state=state_of(end),
+        exit_code=end.exit_code,
+        reason=end.reason,
+        failure=status.last_failure,
+        started=now - status.age,
+        ended=now,
+        nodes=sum(node.group_rank >= 0 for node in status.nodes),
+        world_size=status.world_size,
+        restarts=status.restart_count,
+        step=status.step,
+        goodput=found.goodput,
+        incidents=tuple(rows),
+    )

@@ -1,0 +1,186 @@
+"""The master's part of the job's run folder (`elasticrun.runs`): what runs, what happened, records
+of incidents as `0007.json` and, for people, `0007.md`, what failed first, and the result.
+
+A thread writes. A disk that hangs or is full costs files and nothing else; people are told once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from elasticrun.core.events import Note
+from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.master.outward.appended import Appended
+from elasticrun.master.outward.record import git_commit, versions
+from elasticrun.master.outward.report import error_page, line, page
+from elasticrun.operator_log import NOTICE
+from elasticrun.runs import layout
+from elasticrun.runs.layout import RunResult, replace_file
+from elasticrun.runs.opening import OpenRun
+
+MAX_QUEUED: Final = 1024
+"""Things that wait for the disk; one more is dropped."""
+
+MOST_EVENTS: Final = 16 * 1024 * 1024
+"""Bytes of `events.jsonl`, beyond which its older half goes."""
+
+logger = logging.getLogger("elasticrun")
+
+
+class RunFiles:
+    """Writes what it is told into the run folder, in a thread."""
+
+    def __init__(self, opens: Callable[[], OpenRun], log_dir: str, *, tells: bool = False) -> None:
+        """`opens` finds the folder, in the thread, when there is something to write (OSError).
+        `log_dir`: incidents lie there, beside the logs, where it is not within the folder; "":
+        there is none. `tells`: people are told of each incident in a line, once, when it is over.
+        """
+        self._opens = opens
+        self._tells = tells
+        self._told = 0  # the number of the last one
+        self._log_dir = log_dir
+        self._run: OpenRun | None = None
+        self._events: Appended | None = None
+        self._numbered = 0
+        self._wrong = False
+        self._closed = False
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def folder(self) -> str:
+        """The run folder; "" before it is there."""
+        return "" if self._run is None else str(self._run.folder.path)
+
+    # ------------------------------------------------------------ what is told, at once
+
+    def begin(self) -> None:
+        """Make the folder."""
+        self._later(lambda: None)
+
+    def formed(self, endpoint: str) -> None:
+        """The job's first round is formed."""
+        self._later(partial(self._write_formed, endpoint, time.time()))
+
+    def noted(self, note: Note) -> None:
+        """Something has happened."""
+        self._later(partial(self._write_note, note, time.time()))
+
+    def filed(self, row: IncidentRow) -> None:
+        """An incident, in place of an older state of the same one."""
+        self._later(partial(self._write_incident, row))
+
+    def over(self, result: RunResult) -> None:
+        """The job has ended."""
+        self._later(partial(self._write_result, result))
+
+    def close(self, limit: float) -> None:
+        """Wait `limit` seconds at most for what is to be written yet; nothing is after that."""
+        self._closed = True
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):
+                self._queue.put_nowait(None)
+            self._thread.join(limit)
+
+    def _later(self, write: Callable[[], None]) -> None:
+        if self._closed:
+            return
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="elasticrun-run-folder", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can be had
+                return
+            self._thread = thread
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(write)
+
+    # ------------------------------------------------------------ in the thread
+
+    def _work(self) -> None:
+        while (write := self._queue.get()) is not None:
+            try:
+                write()
+            except OSError as wrong:
+                if not self._wrong:
+                    logger.warning("the run folder of this job cannot be written: %s", wrong)
+                self._wrong = True
+
+    def _open(self) -> OpenRun:
+        if self._run is None:
+            self._run = self._opens()
+        return self._run
+
+    def _write_formed(self, endpoint: str, now: float) -> None:
+        run = self._open()
+        job = replace(
+            run.job,
+            endpoint=endpoint,
+            formed=run.job.formed or now,
+            git_commit=git_commit(run.job.workdir),
+            versions=versions(),
+        )
+        run.change(job)
+
+    def _write_note(self, note: Note, now: float) -> None:
+        if self._events is None:
+            self._events = Appended(self._open().folder.path / layout.EVENTS, MOST_EVENTS)
+        self._numbered += 1
+        row = {"number": self._numbered, "time": now, "level": note.level, "text": note.text}
+        self._events.add(msgspec.json.encode(row) + b"\n")
+
+    def _write_incident(self, row: IncidentRow) -> None:
+        folder = self._incidents(self._open())
+        replace_file(folder / f"{row.number:04}.json", msgspec.json.encode(row))
+        replace_file(folder / f"{row.number:04}.md", page(row).encode(errors="replace"))
+        if text := error_page(row, time.time() - row.age):
+            replace_file(self._open().folder.path / layout.ERROR, text.encode(errors="replace"))
+        if self._tells and row.over and row.number > self._told:
+            self._told = row.number
+            logger.log(NOTICE, "%s: %s", line(row), _typed(folder / f"{row.number:04}.md"))
+
+    def _incidents(self, run: OpenRun) -> Path:
+        """Their folder, which the run folder has a link to where it is beside the logs."""
+        own = run.folder.path / layout.INCIDENTS
+        logs = Path(self._log_dir)
+        if self._log_dir and not logs.is_relative_to(run.folder.path):
+            place = logs / layout.INCIDENTS / run.folder.path.name
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                own.symlink_to(place, target_is_directory=True)
+            return place
+        own.mkdir(mode=0o700, exist_ok=True)
+        return own
+
+    def _write_result(self, result: RunResult) -> None:
+        replace_file(self._open().folder.path / layout.RESULT, msgspec.json.encode(result))
+
+
+def _typed(path: Path) -> Path:
+    """As people would type it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def read(folder: Path, now: float) -> list[IncidentRow]:
+    """All records in it, by number; what cannot be read is left out. `now`: seconds since 1970, to
+    which their ages are brought."""
+    rows = []
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.glob("[0-9]*.json")):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                row = msgspec.json.decode(path.read_bytes(), type=IncidentRow)
+                since = max(0.0, now - path.stat().st_mtime)
+                rows.append(replace(row, age=row.age + since))
+    return sorted(rows, key=lambda row: row.number)

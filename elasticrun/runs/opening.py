@@ -1,0 +1,133 @@
+"""A job begins in its run folder: a fresh one, or one that was there before.
+
+A folder that a person has named (`--run-dir`) belongs to one live job at a time: who has it holds a
+lock on a file in it. What an earlier run has left there is gone on with, or, with `--fresh`, moved
+into `previous/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import replace
+
+from elasticrun.runs import layout
+from elasticrun.runs.index import keep_newest, make_run
+from elasticrun.runs.layout import JobRecord, RunFolder
+
+LOCK: Final = ".lock"
+
+NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system says that has none."""
+
+
+class RunRefused(Exception):
+    """The folder cannot be used for this job; the text is a sentence."""
+
+
+class OpenRun:
+    """The run folder of a job that has begun, held until `close`."""
+
+    def __init__(self, folder: RunFolder, job: JobRecord, lock: int = -1) -> None:
+        self.folder = folder
+        self.job = job
+        self._lock = lock
+
+    def change(self, job: JobRecord) -> None:
+        """Write more that is known of the job. OSError."""
+        self.folder.write_job(job)
+        self.job = job
+
+    def close(self) -> None:
+        """Let another job have it."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def already(at: Path) -> str:
+    """What is said in place of running a job again that has succeeded in this folder; "" where none
+    has."""
+    folder = RunFolder(at)
+    result, job = folder.result(), folder.job()
+    if result is None or result.state != "succeeded":
+        return ""
+    name = job.name if job else result.job
+    step = f" at step {result.step}" if result.step >= 0 else ""
+    return f"job {name} has already succeeded{step} (in {at}); --fresh runs it again"
+
+
+def open_new(root: Path, job: JobRecord, launch: str) -> OpenRun:
+    """A folder below `root` of this launch: of its first master, or of one after that. OSError."""
+    opened = _begin(RunFolder(make_run(root, job.name, launch)), job, goes_on=True)
+    with contextlib.suppress(OSError):
+        keep_newest(root)
+    return opened
+
+
+def open_named(
+    root: Path, job: JobRecord, launch: str, at: Path, *, fresh: bool, goes_on: bool
+) -> OpenRun:
+    """The folder `at`, listed below `root`. `goes_on`: another master of this very job was here
+    before. RunRefused while another job runs in it, OSError where it cannot be used."""
+    make_run(root, job.name, launch, at)
+    lock = _hold(at)
+    try:
+        if fresh and not goes_on:
+            _put_away(at)
+        return _begin(RunFolder(at), job, lock, goes_on=goes_on)
+    except OSError:
+        os.close(lock)
+        raise
+
+
+def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool = False) -> OpenRun:
+    before = folder.job()
+    if before is not None:
+        same = (before.pid, before.started, before.boot_id) == (job.pid, job.started, job.boot_id)
+        if goes_on or same or not before.pid:  # a master after another, or one that was submitted
+            job = replace(job, began=before.began, attempt=before.attempt, formed=before.formed)
+        else:
+            job = replace(job, attempt=before.attempt + 1)
+            (folder.path / layout.RESULT).unlink(missing_ok=True)
+    opened = OpenRun(folder, job, lock)
+    opened.change(job)
+    return opened
+
+
+def _hold(at: Path) -> int:
+    """The lock. RunRefused, OSError."""
+    fd = os.open(at / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        job = RunFolder(at).job()
+        who = f"job {job.name} (process {job.pid} of {job.host})" if job else "another job"
+        raise RunRefused(
+            f"{who} runs in {at}: stop it first, or name another folder (--run-dir)"
+        ) from None
+    except OSError as wrong:
+        if wrong.errno not in NO_LOCKS:
+            os.close(fd)
+            raise
+    return fd
+
+
+def _put_away(at: Path) -> None:
+    """What an earlier run has left goes to `previous/N`. OSError."""
+    if not (at / layout.JOB).exists():
+        return  # nobody has run here
+    place = at / layout.PREVIOUS
+    place.mkdir(exist_ok=True)
+    numbers = [int(path.name) for path in place.iterdir() if path.name.isdecimal()]
+    into = place / str(max(numbers, default=0) + 1)
+    into.mkdir()
+    for name in layout.OF_A_RUN:
+        if os.path.lexists(at / name):
+            (at / name).rename(into / name)

@@ -1,0 +1,133 @@
+"""`elasticrun list`, `elasticrun prune`, and what is left of a job that has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from elasticrun.cli.job.asking import NotAnswered, find
+from elasticrun.cli.jobs import listing
+from elasticrun.cli.settings import UsageError
+from elasticrun.cli.verbs import status
+from elasticrun.runs.index import make_run
+from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, replace_file
+from elasticrun.system.processes import boot_id, start_time
+from elasticrun.wire import user_folder
+from tests.master.people import serving, told
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("ELASTICRUN_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+def _run(root: Path, name: str, launch: int, result: RunResult | None = None) -> RunFolder:
+    """Of a job that began 100 s times `launch` ago, whose launcher is gone."""
+    folder = RunFolder(make_run(root, name, f"{launch:08x}"))
+    job = JobRecord(
+        name=name, began=time.time() - 100.0 * launch, host=os.uname().nodename, pid=os.getpid(),
+        started=1, boot_id=boot_id(), nodes="1:4", command=("elasticrun", "train.py"),
+    )  # fmt: skip
+    folder.write_job(job)
+    if result is not None:
+        replace_file(folder.path / "result.json", msgspec.json.encode(result))
+    return folder
+
+
+def _several(root: Path) -> None:
+    now = time.time()
+    ended = RunResult(state="succeeded", step=120, nodes=2, restarts=1, ended=now - 30.0)
+    _run(root, "train", 1, ended)
+    lost = _run(root, "train-large", 2)
+    (lost.path / "progress.csv").write_text("time,round,step,loss\n1.0,1,41,0.5\n1.1,1,42,0.4\n")
+    failed = _run(root, "eval", 3, RunResult(state="failed", reason="no restart", ended=1.0))
+    (failed.path / "error.txt").write_text("rank 1 failed (ValueError: bad)\n")
+
+
+def test_ended_and_lost_jobs_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert listing.main([]) == 0
+    assert capsys.readouterr().out.startswith("no job of yours is known here")
+    _several(root)
+    assert listing.main([]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "NAME         STATE      NODES  STEP  RESTARTS  AGE  WHERE",
+        "train        succeeded  2/4    120   1         1m   local",
+        "train-large  lost       0/4    42    0         3m   local",
+        "eval         failed     0/4    -     0         5m   local",
+    ]
+    assert listing.main(["-o", "json"]) == 0
+    first = json.loads(capsys.readouterr().out)[0]
+    assert (first["name"], first["step"], first["max_nodes"]) == ("train", 120, 4)
+    assert list(first) == list(listing.JobRow.__struct_fields__)
+
+
+def test_the_newest_ended_ones_where_not_all_are_asked_for(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "MOST_ENDED", 1)
+    _several(root)
+    for words, count in (([], 1), (["-A"], 3)):
+        assert listing.main(words) == 0
+        assert len(capsys.readouterr().out.splitlines()) == 1 + count
+
+
+async def test_one_that_runs_is_listed_by_what_its_master_says(root: Path) -> None:
+    _several(root)
+    mine = _run(root, "mine", 9)
+    mine.write_job(structs.replace(mine.job() or JobRecord(name=""), where="slurm"))
+    async with serving() as served:
+        entry = user_folder.Published(
+            "job", "127.0.0.1", served.endpoint.port, "", os.getpid(), start_time(os.getpid()) or 1,
+            run=str(mine.path), name="mine",
+        )  # fmt: skip
+        user_folder.publish(user_folder.user_folder(os.environ), entry)
+        code, out, err = await told(sys.executable, "-m", "elasticrun", "list", **os.environ)
+        assert (code, err) == (0, "")
+        first = out.splitlines()[1]
+        assert first.split()[:3] == ["mine", "running", "1/2"]
+        assert first.endswith("slurm")
+        code, out, err = await told(
+            sys.executable, "-m", "elasticrun", "status", "mi", **os.environ
+        )
+        assert (code, err) == (0, "")
+        assert "round 1" in out
+
+
+def test_what_is_left_of_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _several(root)
+    assert status.main(["eva"], {}) == 0
+    told = capsys.readouterr().out
+    for line in ("outcome: no restart", "command: elasticrun train.py", "rank 1 failed (ValueErr"):
+        assert f"\n{line}" in told
+    with pytest.raises(NotAnswered, match=r"job eval has ended \(failed\): no restart; see "):
+        find("eval")
+
+
+def test_prune(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _several(root)
+    running = _run(root, "running", 5)
+    alive = structs.replace(running.job() or JobRecord(name=""), started=start_time(os.getpid()))
+    running.write_job(alive)
+    with pytest.raises(UsageError, match="say which"):
+        listing.prune([])
+    with pytest.raises(UsageError, match="write 90s, 30m"):
+        listing.prune(["--since", "7 days"])
+    assert listing.prune(["running"]) == 1
+    assert "job running is waiting: `elasticrun stop running` ends it" in capsys.readouterr().err
+    assert listing.prune(["evil"]) == 1
+    assert "did you mean eval?" in capsys.readouterr().err
+    assert listing.prune(["--since", "7d"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "removed eval-00000003"
+    assert listing.prune(["train", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"removed": ["train-00000001"]}
+    left = sorted(path.name for path in root.iterdir())
+    assert left == ["running-00000005", "train-large-00000002"]

@@ -1,0 +1,82 @@
+"""A job begins in a run folder: fresh, again, after success, beside another."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from elasticrun.runs.index import all_runs
+from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, replace_file
+from elasticrun.runs.opening import OpenRun, RunRefused, already, open_named, open_new
+
+
+def _job(pid: int, **more: Any) -> JobRecord:
+    return JobRecord(name="train", host="h", began=float(pid), pid=pid, started=1, **more)
+
+
+def _end(run: OpenRun, state: str) -> None:
+    said = RunResult(state=state, step=120, ended=5.0)
+    replace_file(run.folder.path / "result.json", msgspec.json.encode(said))
+    run.close()
+
+
+def test_masters_of_a_launch_share_a_folder_and_launches_do_not(tmp_path: Path) -> None:
+    first = open_new(tmp_path, _job(1), "0" * 8)
+    first.change(msgspec.structs.replace(first.job, formed=1.5, attempt=2))
+    again = open_new(tmp_path, _job(1), "0" * 8)
+    assert (again.folder.path, again.job.formed, again.job.attempt) == (first.folder.path, 1.5, 2)
+    other = open_new(tmp_path, _job(2), "1" * 8)
+    assert other.folder.path != first.folder.path
+    assert other.job.attempt == 1
+
+
+def test_one_live_job_and_attempts_that_count(tmp_path: Path) -> None:
+    at, root = tmp_path / "mine", tmp_path / "runs"
+
+    def begin(pid: int, *, fresh: bool = False, goes_on: bool = False) -> OpenRun:
+        return open_named(root, _job(pid), f"{pid:08x}", at, fresh=fresh, goes_on=goes_on)
+
+    first = begin(1)
+    with pytest.raises(RunRefused, match=r"job train \(process 1 of h\) runs in .*: stop it first"):
+        begin(2)
+    _end(first, "failed")
+    (at / "events.jsonl").write_text("{}\n")
+    assert already(at) == ""
+    second = begin(2)
+    assert (second.job.attempt, second.folder.result()) == (2, None)
+    second.close()
+    taken = begin(3, goes_on=True)  # a master that takes over: the same job
+    assert (taken.job.attempt, taken.job.began) == (2, 2.0)
+    _end(taken, "succeeded")
+    assert already(at) == (
+        f"job train has already succeeded at step 120 (in {at}); --fresh runs it again"
+    )
+    (at / "of-a-person").write_text("")
+    third = begin(4, fresh=True)
+    third.close()
+    assert third.job.attempt == 1
+    assert sorted(path.name for path in at.iterdir()) == [
+        ".lock", "job.json", "of-a-person", "previous",
+    ]  # fmt: skip
+    assert already(at / "previous" / "1")
+    assert (at / "previous/1/events.jsonl").exists()
+    (only,) = all_runs(root)
+    assert only.path.resolve() == at
+
+
+def test_one_that_was_submitted_is_the_same_job(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_job(JobRecord(name="train", began=1.0))
+    run = open_named(tmp_path / "runs", _job(7), "0" * 8, tmp_path, fresh=False, goes_on=False)
+    assert (run.job.attempt, run.job.began, run.job.pid) == (1, 1.0, 7)
+
+
+def test_a_folder_without_a_list_of_runs(tmp_path: Path) -> None:
+    run = open_named(
+        Path(os.devnull), _job(1), "0" * 8, tmp_path / "mine", fresh=False, goes_on=False
+    )
+    assert run.folder.job() == _job(1)
