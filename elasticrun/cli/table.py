@@ -60,7 +60,7 @@ subcommands, each with its own --help:
   elasticrun events [JOB]           what has happened to it
   elasticrun stop [JOB]             end it
   elasticrun restart [JOB]          start its ranks again
-  elasticrun exclude NODE           keep one out; elasticrun include: let it in
+  elasticrun exclude, include NODE  keep a node out of it; let it in again
   elasticrun scale N                set how many nodes it has at most
   elasticrun logs [JOB]             what its ranks have written
   elasticrun doctor                 what is wrong with this machine
