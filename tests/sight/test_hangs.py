@@ -104,6 +104,12 @@ def test_an_overloaded_host_is_no_hang(world: World) -> None:
     assert not re.search(r"hang \((certain|strong)\)", job.stderr), job.stderr
 
 
+@further("core/sight/test_waiting")
+def test_a_stopped_rank_by_exec_is_named(world: World) -> None:
+    line = verdict(start(world, "stop", "--on-hang=tell", "--launch=exec"), "strong")
+    assert re.search("rank 1 .* is stopped by a signal; who waits for it is not known", line), line
+
+
 CALLER = """
 import sys, torch
 import torch.distributed as dist

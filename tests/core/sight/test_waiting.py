@@ -298,6 +298,28 @@ def test_a_rank_without_a_thread_is_left_out() -> None:
     assert verdict.kind == "still", "nobody knows whether it has entered"
 
 
+HALTED = {
+    "stopped": (Being.STOPPED, 0.9, "strong", "stopped", "rank 2 (node b) is stopped by a signal;"),
+    "frozen": (Being.FROZEN, 0.0, "strong", "frozen", "is frozen with its cgroup; who waits"),
+    "disk": (Being.DISK, 0.0, "strong", "disk", "is in uninterruptible sleep (nfs_wait); who"),
+    "reads": (Being.DISK, 0.9, "", "", ""),
+}
+
+
+@pytest.mark.parametrize("case", HALTED)
+def test_of_ranks_without_a_thread_the_kernel_names_the_one_that_does_not_go_on(case: str) -> None:
+    """While another rank works (0.9 cores), or none does."""
+    being, cpu, klass, kind, words = HALTED[case]
+    ranks = rank(0, cpu=cpu), rank(1), rank(2, being=being, kernel="nfs_wait")
+    verdict = found(*(replace(one, forked=False, answers=False) for one in ranks))
+    if not klass:
+        assert verdict is None
+        return
+    assert verdict is not None
+    assert (verdict.klass.value, verdict.kind, verdict.odd) == (klass, kind, (2,))
+    assert words in verdict.sentence
+
+
 def test_what_has_moved_is_seen() -> None:
     before, after = look(rank(0, inside(30))), look(rank(0, inside(31)))
     assert fingerprint(before) == fingerprint(look(rank(0, inside(30), cpu=1.0)))

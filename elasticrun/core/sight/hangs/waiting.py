@@ -274,7 +274,7 @@ def is_paired(call: str) -> bool:
 def judge(scene: Scene) -> Impasse | None:
     """What keeps the job from going on; None: nothing that could be told."""
     sure = _mismatch(scene) or _odd_ones(scene) or _circle(scene)
-    return sure or _on_purpose(scene, _fabric(scene) or _still(scene))
+    return sure or _on_purpose(scene, _fabric(scene) or _halted(scene) or _still(scene))
 
 
 # ---------------------------------------------------------------- what the look says
@@ -449,6 +449,31 @@ def _fabric(scene: Scene) -> Impasse | None:
             library=first.seen.library,
         )
     return None
+
+
+def _halted(scene: Scene) -> Impasse | None:
+    """Nobody tells whom it waits for, as ranks by exec do not, but the kernel says of some why they
+    do not go on. One that sleeps there may only be reading, unless nobody does anything."""
+    idle = not any(is_busy(one.seen) for one in scene.ranks.values())
+    beings = {Being.STOPPED, Being.FROZEN, *([Being.DISK] if idle else [])}
+    halted = sorted(rank for rank, one in scene.ranks.items() if one.seen.being in beings)
+    if not halted:
+        return None
+    one = scene.ranks[halted[0]]
+    klass, kind, does = _class_of(scene, halted[0])
+    same = [rank for rank in halted if scene.ranks[rank].seen.being is one.seen.being]
+    more = f", as are ranks {write_ranges(same[1:])}" if same[1:] else ""
+    return Impasse(
+        klass,
+        kind,
+        tuple(same),
+        (),
+        f"{scene.name(same[0])} {does.rpartition(' for ')[0]}{more}; who waits for it is not known",
+        node=one.node,
+        of_node=one.node if kind in ("disk", "frozen") else "",
+        place=one.seen.place,
+        library=one.seen.library,
+    )
 
 
 def _still(scene: Scene) -> Impasse | None:
