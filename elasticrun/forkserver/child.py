@@ -162,6 +162,7 @@ class Birth:
     """What a rank is born with: what the agent had at its own start."""
 
     server: int  # pid
+    agent: int  # pid, 0 where it is not to be seen from here
     ignored: frozenset[int]
     mask: frozenset[int]
     baseline: Baseline
@@ -222,6 +223,8 @@ def _settle(birth: Birth, order: SpawnRank, page: Page) -> None:
     if os.getppid() != birth.server:
         os._exit(CANNOT_START)
     os.setsid()
+    if birth.agent:  # an ancestor may trace us anyway; its py-spy is a child of it, and is none
+        processes.let_trace(birth.agent)
     try:
         _redirect(1, order.stdout)
         _redirect(2, order.stderr)

@@ -22,7 +22,7 @@ from elasticrun.forkserver.lazy_imports import Baseline
 from elasticrun.forkserver.prepare import ONE_BY_ONE, Poisoned, Prepared, prepare
 from elasticrun.system import processes, sweep
 from elasticrun.system.title import FORK_SERVER, set_title
-from elasticrun.wire.frames import Connection, FrameBuffer, FrameError, NotRead, encode
+from elasticrun.wire.frames import Connection, FrameBuffer, FrameError, NotRead, encode, peer_of
 from elasticrun.wire.spawning import (
     SHIELDED,
     CloseStore,
@@ -254,7 +254,8 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
     processes.become_subreaper()
     sock.set_inheritable(False)
     gc.disable()  # imports make hardly any garbage; ranks have the collector on
-    birth = Birth(os.getpid(), ignored, blocked, stock.baseline if stock else Baseline(modules))
+    baseline = stock.baseline if stock else Baseline(modules)
+    birth = Birth(os.getpid(), peer_of(sock)[0], ignored, blocked, baseline)
     talk = Conversation(sock)
     try:
         configure, early = _first_message(talk, kept)

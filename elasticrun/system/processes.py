@@ -11,6 +11,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PTRACER = 0x59616D61
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -32,6 +33,12 @@ def set_name(name: bytes) -> None:
 def become_subreaper() -> bool:
     """Orphans below us become our children instead of init's. False where it cannot be."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+
+
+def let_trace(pid: int) -> bool:
+    """Where Yama lets only ancestors trace us (ptrace_scope 1), also this process and all below it,
+    over an exec too; 0: nobody else. False where there is no Yama, or no such process."""
+    return _prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid))
 
 
 # ---------------------------------------------------------------- processes

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from elasticrun.forkserver.helpers.store import libuv_takes_sockets
+from elasticrun.system.processes import let_trace
 from elasticrun.wire import spawning as sp
 from elasticrun.wire.frames import (
     LENGTH_BYTES,
@@ -23,6 +24,7 @@ from elasticrun.wire.frames import (
     FrameBuffer,
     FrameError,
     encode,
+    peer_of,
 )
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import (
@@ -208,6 +210,18 @@ def test_a_server_dies_with_an_agent_that_is_killed_while_torch_is_imported(tmp_
     agent.wait()
     agent.stdout.close()
     assert gone([pid]) == []
+
+
+def test_whom_ranks_let_read_their_stacks() -> None:
+    """The agent, which has made the socket, by its pid; the kernel takes that where it has Yama."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = os.fork()
+        if not child:
+            os._exit(0 if peer_of(theirs)[0] == os.getppid() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert let_trace(os.getpid()) is Path("/proc/sys/kernel/yama").exists()
+        let_trace(0)
 
 
 def test_signals_to_everybody_do_not_end_the_server(tmp_path: Path) -> None:
