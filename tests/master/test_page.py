@@ -391,6 +391,32 @@ def test_a_stranger_is_not_shown_paths_arguments_and_what_was_said() -> None:
 SECRET = operator_token("a token")
 
 
+async def test_a_stranger_who_watches_has_no_rank_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look costs the ranks something; several pictures come, and the brain hears of nothing."""
+    monkeypatch.setattr(stream, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(stream, "PACE", 0.01)
+    brain = Recorder()
+    brain.page = status(verdict="rank 1 is idle at train.py:3")
+    loop = Loop(brain)
+    page = StatusPage(loop, Readers(SECRET, guarded=True))
+    port = page.listen("127.0.0.1", 0)
+    turning = asyncio.ensure_future(loop.run())
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await event(reader))["status"]["verdict"] == "ranks stand still"
+        for reason in ("a", "b"):
+            brain.page = status(reason=reason)
+            await event(reader)
+        assert not brain.events
+    finally:
+        turning.cancel()
+        writer.close()
+        await page.close()
+
+
 @pytest.mark.parametrize(
     ("guarded", "peer", "key", "enters", "trusted"),
     [
