@@ -197,7 +197,8 @@ class NodeAgent:
         self._output = RankOutput(
             config.logs, spec.job_id, config.role, config.nproc_per_node, *config.console_fds
         )
-        self._output.remember_in(LogNotes(os.environ, spec.job_id))
+        self._notes = LogNotes(os.environ, spec.job_id, config.run.folder)
+        self._output.remember_in(self._notes)
         self._progress = Progress(config.nproc_per_node, self._link)
         self._snapshots = LocalSnapshots(shared, self._spawners, os.environ, self._resumed)
         self._ranks = Ranks(shared, self._spawners, self._output, self._snapshots.drain.is_put_off)
@@ -219,6 +220,7 @@ class NodeAgent:
             self.fatal(f"{where}: the disk has not answered for {DISK_LIMIT:g} s")
             return
         await self._introduce()
+        self._notes.node = self._identity.node
         if config.spec.max_nodes > 1:
             name_speaker(f"elasticrun[{self._identity.node}]")
             if self._output.has_files:

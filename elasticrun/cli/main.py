@@ -66,11 +66,14 @@ def _check_script(path: str) -> str:
 
 LOOKS: Final = ("stacks", "top", "events", "incidents")
 ORDERS: Final = ("stop", "restart", "exclude", "include", "scale")
+OF_A_SUBMITTED: Final = ("suspend", "resume", "delete")
 VERBS: Final = (
     *("master", "status", "doctor", "replay", "render", "warm", "logs", "convert"),
     *("list", "prune"),
+    *("submit", "exec"),
     *LOOKS,
     *ORDERS,
+    *OF_A_SUBMITTED,
 )
 """First words that are not a script."""
 
@@ -257,6 +260,16 @@ def _verb(verb: str, words: Sequence[str]) -> int:
         return _printed(lambda: status.main(words))
     if verb in LOOKS or verb in ORDERS:
         return _printed(lambda: _of_a_job(verb, words))
+    if verb in OF_A_SUBMITTED or verb == "exec":
+        from elasticrun.cli.jobs import jobs
+
+        if verb == "exec":
+            return _read(lambda: jobs.execute(words))
+        return _printed(lambda: jobs.main(verb, words))
+    if verb == "submit":
+        from elasticrun.cli.jobs import submit
+
+        return _printed(lambda: submit.main(words, say))
     if verb == "doctor":
         from elasticrun.cli.verbs import doctor
 

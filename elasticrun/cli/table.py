@@ -52,22 +52,22 @@ the options that most jobs need:
   --dry-run                         print what would run, and why so
   --version, -h, --help, --help-all the version; this page; every option
 
-subcommands, each with its own --help:
+subcommands, each with its own --help (JOB: a name, or its beginning):
+  elasticrun submit -- SCRIPT       a job that goes on without this terminal
   elasticrun list, status, prune    your jobs; how one does; forget old ones
+  elasticrun logs [JOB]             what its ranks have written
+  elasticrun top, stacks, events    what its ranks do; where; what has happened
   elasticrun incidents [JOB] [N]    what has stopped the training
-  elasticrun top [JOB]              what its ranks do, from second to second
-  elasticrun stacks [JOB]           where its ranks are
-  elasticrun events [JOB]           what has happened to it
-  elasticrun stop [JOB]             end it
+  elasticrun scale JOB N            set how many nodes it has at most
+  elasticrun suspend, resume JOB    save and let go of its nodes; go on
+  elasticrun stop, delete JOB       end it; remove its files, too
+  elasticrun exec JOB -- COMMAND    run a command on a node of it
   elasticrun restart [JOB]          start its ranks again
   elasticrun exclude, include NODE  keep a node out of it; let it in again
-  elasticrun scale N                set how many nodes it has at most
-  elasticrun logs [JOB]             what its ranks have written
   elasticrun doctor                 what is wrong with this machine
   elasticrun render, convert        what Kubernetes or Slurm is to be given
-  elasticrun master                 a job master on a host without ranks
+  elasticrun master, warm           a master by hand; torch kept imported
   elasticrun replay TRACE           a master's decisions again, with reasons
-  elasticrun warm                   keep torch imported between jobs
 """
 """What --help prints: one screen. `--help-all` prints all there is."""
 
@@ -75,6 +75,7 @@ EPILOG: Final = """\
 verbs, as the first word and where no file of that name exists (each has its own --help):
   elasticrun list               list your jobs: those that run, have ended, or are lost
   elasticrun prune              remove the run folders of jobs that have ended
+  elasticrun submit ... -- SCRIPT  start a job that goes on without this terminal
   elasticrun status [JOB]       print the state of a job: its nodes, and what it waits for
   elasticrun top [JOB]          show what the ranks of a running job do, anew every two seconds
   elasticrun stacks [JOB]       show where its ranks are, grouped by their stacks
@@ -84,8 +85,12 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun restart [JOB]      start its ranks again
   elasticrun exclude NODE [JOB] keep a node out of it
   elasticrun include NODE [JOB] let it in again
-  elasticrun scale N [JOB]      set how many nodes it has at most
-  elasticrun logs [JOB]         print what the ranks of a job have written on this host
+  elasticrun scale JOB N        set how many nodes it has at most
+  elasticrun suspend JOB        have it save a step and let go of what it runs on
+  elasticrun resume JOB         go on with it, in the same run folder
+  elasticrun delete JOB         end it and remove its run folder
+  elasticrun exec JOB -- COMMAND  run a command on a node of it
+  elasticrun logs [JOB]         print what the ranks of a job have written
   elasticrun doctor             say what is wrong with this machine, and what to do about it
   elasticrun master             run a job master by hand, on a host without ranks
   elasticrun replay TRACE       run the decisions of a master's trace again, each with its reason

@@ -67,7 +67,7 @@ def make_run(root: Path, name: str, launch: str, at: Path | None = None) -> Path
     with contextlib.suppress(OSError):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         target = at.resolve()
-        if not any(path.is_symlink() and path.resolve() == target for path in _paths(root)):
+        if not any(path.resolve() == target for path in _paths(root)):
             own.symlink_to(target, target_is_directory=True)
     return at
 

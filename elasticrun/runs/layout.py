@@ -7,6 +7,7 @@
     error.txt      the rank that failed first, for people
     incidents/     a record of each thing that stopped the training
     logs/          what the ranks printed, where it is kept
+    agents/        which files in logs/ are which rank's, a file each agent
     previous/      the files of an earlier run in the same folder, with `--fresh`
 
 
@@ -34,9 +35,10 @@ RESULT: Final = "result.json"
 ERROR: Final = "error.txt"
 INCIDENTS: Final = "incidents"
 LOGS: Final = "logs"
+AGENTS: Final = "agents"
 PREVIOUS: Final = "previous"
 
-OF_A_RUN: Final = (JOB, EVENTS, PROGRESS, RESULT, ERROR, INCIDENTS, LOGS)
+OF_A_RUN: Final = (JOB, EVENTS, PROGRESS, RESULT, ERROR, INCIDENTS, LOGS, AGENTS)
 """All that a run leaves. A folder that a person has named may hold other things beside it."""
 
 MAX_BYTES: Final = 1024 * 1024

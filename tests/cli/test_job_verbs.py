@@ -16,6 +16,7 @@ from elasticrun.cli.job import asking, listing, top
 from elasticrun.cli.main import main
 from elasticrun.core.events import JobOver
 from elasticrun.core.sight.picture import EventRow, Picture, RankRow, StackRow
+from elasticrun.jobs import line
 from elasticrun.master.outward.record import result_of
 from elasticrun.system.processes import start_time
 from elasticrun.wire import auth, user_folder
@@ -106,7 +107,7 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
         assert "the job ends: stopped by" in out
         assert events.wait(60) in (0, 1)
     assert job.result().exit_codes[0] == 1
-    assert f"stopped by {asking.who()}: enough" in job.output(0)
+    assert f"stopped by {line.who()}: enough" in job.output(0)
     code, out, err = verb("top")
     assert (code, err.count("\n")) == (1, 1)
 
@@ -160,12 +161,12 @@ def _publish(folder: Path, job: str, port: int, pid: int, **own: str) -> None:
 
 
 def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:
-    with pytest.raises(asking.NotAnswered, match="no job of yours runs on this host"):
+    with pytest.raises(line.NotAnswered, match="no job of yours runs on this host"):
         asking.find("")
     _publish(here, "train-17", 1001, os.getpid(), operator="for one", reader="to read")
     assert asking.find("").operator == "for one"
     _publish(here, "train-18", 1002, os.getppid(), operator="for two")
-    assert asking.find("train-18") == asking.JobMaster(Endpoint("10.0.0.1", 1002), "", "for two")
+    assert asking.find("train-18") == line.JobMaster(Endpoint("10.0.0.1", 1002), "", "for two")
     assert asking.find("train-17").reader == "to read"
     assert asking.find("10.0.0.1:1001").operator == "for one"
     other = asking.find("elsewhere:29400", "token")
@@ -179,7 +180,7 @@ def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:
         ("trian-17", "did you mean train-17"),
         ("zzz", "there is train-17, train-18"),
     ):
-        with pytest.raises(asking.NotAnswered, match=why):
+        with pytest.raises(line.NotAnswered, match=why):
             asking.find(job)
 
 

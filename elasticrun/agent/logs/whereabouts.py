@@ -1,5 +1,6 @@
-"""Where the log files of this user's jobs on this host are: a small file for each agent's run, in
-`logs/` of the user's folder, for `elasticrun logs`. No job needs it to run."""
+"""Where the log files of this user's jobs are: a small file for each agent's run, for `elasticrun
+logs`: in `logs/` of the user's folder on this host, and, of a job with --run-dir, in `agents/` of
+its run folder, which other hosts may see too. No job needs it to run."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from elasticrun.runs.layout import AGENTS
 from elasticrun.system.processes import start_time
+from elasticrun.wire.messages import MAX_NODES
 from elasticrun.wire.types import dumps, loads
 from elasticrun.wire.user_folder import user_folder
 
@@ -45,42 +48,66 @@ class LoggedRun:
     started: int
     began: float  # seconds since 1970
     lives: tuple[LoggedLife, ...] = ()
+    host: str = ""  # "": this one
+    node: str = ""  # the agent's, in the job
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its agent is on this host."""
+        return self.host in ("", os.uname().nodename)
 
     @property
     def is_alive(self) -> bool:
-        """Whether more may come."""
-        return start_time(self.pid) == self.started
+        """Whether more may come; of an agent on another host nobody here knows, so it may."""
+        return not self.is_here or start_time(self.pid) == self.started
 
 
 class LogNotes:
-    """One agent's file. Blocks on a disk."""
+    """One agent's file, in each of the two places. Blocks on a disk."""
 
-    def __init__(self, environ: Mapping[str, str], job_id: str) -> None:
+    def __init__(self, environ: Mapping[str, str], job_id: str, run_dir: str = "") -> None:
+        self.node = ""
         self._environ = environ
-        started = start_time(os.getpid()) or 0
-        self._run = LoggedRun(job_id, "", os.getpid(), started, time.time())
+        self._run_dir = run_dir
+        started, host = start_time(os.getpid()) or 0, os.uname().nodename
+        self._run = LoggedRun(job_id, "", os.getpid(), started, time.time(), host=host)
 
     def add(self, folder: str, attempt: int, ranks: Mapping[int, int]) -> None:
         """One more life, whose files are in this folder. OSError."""
         path, name = os.path.split(os.path.abspath(folder))
         life = LoggedLife(name, attempt, time.time(), dict(ranks))
         lives = (*self._run.lives, life)[-MOST_LIVES:]
-        self._run = replace(self._run, path=path, lives=lives)
-        kept = user_folder(self._environ) / "logs"
+        self._run = replace(self._run, path=path, lives=lives, node=self.node)
+        kept = [user_folder(self._environ) / "logs"]
+        kept += [Path(self._run_dir) / AGENTS] if self._run_dir else []
+        for place in kept:
+            self._write(place)
+
+    def _write(self, kept: Path) -> None:
         kept.mkdir(mode=0o700, exist_ok=True)
         file = kept / f"{int(self._run.began * 1e6):020d}-{self._run.pid}.json"
         draft = file.with_suffix(".new")
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
             out.write(dumps(self._run))
         draft.rename(file)
-        for old in sorted(kept.glob("*.json"))[:-MOST_RUNS]:
+        most = MAX_NODES if kept.name == AGENTS else MOST_RUNS
+        for old in sorted(kept.glob("*.json"))[:-most]:
             with contextlib.suppress(OSError):
                 old.unlink()
 
 
 def runs(environ: Mapping[str, str]) -> list[LoggedRun]:
     """All whose files are there yet, the newest first. OSError without such a folder."""
-    files = sorted((user_folder(environ) / "logs").glob("*.json"), reverse=True)
+    return _runs(user_folder(environ) / "logs")
+
+
+def runs_of(run_dir: Path) -> list[LoggedRun]:
+    """The same, of the agents of the job in one run folder."""
+    return _runs(run_dir / AGENTS)
+
+
+def _runs(kept: Path) -> list[LoggedRun]:
+    files = sorted(kept.glob("*.json"), reverse=True)
     return [run for file in files if (run := _read(file)) and os.path.isdir(run.path)]
 
 

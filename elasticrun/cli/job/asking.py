@@ -8,14 +8,12 @@ token proves it; else what the master has left in this user's folder does.
 from __future__ import annotations
 
 import asyncio
-import getpass
+import contextlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -26,37 +24,19 @@ from elasticrun.cli.settings import Asked
 from elasticrun.cli.table import TRUST
 from elasticrun.cli.verbs.status import NoStatus, name_of, parse_endpoint
 from elasticrun.config import Tls
-from elasticrun.core.sight.picture import Picture
 from elasticrun.core.words import nearest
+from elasticrun.jobs.line import JobLine, JobMaster, NotAnswered, master_of
 from elasticrun.runs import index
 from elasticrun.runs.layout import ENDED
 from elasticrun.wire import auth
-from elasticrun.wire.messages import Reply, Request, Role
-from elasticrun.wire.types import Endpoint, WireError
+from elasticrun.wire.types import Endpoint
 from elasticrun.wire.user_folder import Published, published, user_folder
 
 if TYPE_CHECKING:
     import argparse
 
-ANSWER_LIMIT: Final = 20.0
-"""Seconds to wait for an answer: longer than the master itself waits for the ranks."""
-
 MOST_NAMED: Final = 8
 """Jobs that a sentence lists."""
-
-
-class NotAnswered(Exception):
-    """Nobody is asked, or nobody answers; the text is a sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobMaster:
-    """Whom to ask, and by what it knows us."""
-
-    endpoint: Endpoint
-    reader: str = field(default="", repr=False)
-    operator: str = field(default="", repr=False)
-    files: Tls | None = None
 
 
 def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
@@ -75,6 +55,11 @@ def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
             raise NotAnswered(str(wrong)) from None
         ours = [one for one in here if one.port == endpoint.port]
         return _master(endpoint, ours[0] if ours and not token else None, token, files)
+    if job and not any(name.startswith(job) for one in here for name in (one.job_id, one.name)):
+        with contextlib.suppress(OSError, index.NoRun):
+            run = index.find(index.runs_root(os.environ), job)
+            if run.state(time.time()) not in ENDED:
+                return master_of(run)
     one = _pick(job, here)
     return _master(one.endpoint, one, "" if one.operator else token, files if one.tls else None)
 
@@ -85,10 +70,11 @@ def _is_endpoint(job: str) -> bool:
 
 def _master(endpoint: Endpoint, own: Published | None, token: str, files: Tls | None) -> JobMaster:
     if own is not None and not token:
-        return JobMaster(endpoint, own.reader, own.operator, files)
+        return JobMaster(endpoint, own.reader, own.operator, files, own.run)
+    run = own.run if own is not None else ""
     if not token:
-        return JobMaster(endpoint, files=files)
-    return JobMaster(endpoint, auth.reader_token(token), auth.operator_token(token), files)
+        return JobMaster(endpoint, files=files, run=run)
+    return JobMaster(endpoint, auth.reader_token(token), auth.operator_token(token), files, run)
 
 
 def _pick(job: str, here: Sequence[Published]) -> Published:
@@ -125,69 +111,6 @@ def _running(shown: str) -> str:
     return f"; there is {shown}" if shown else ": name its master's host:port"
 
 
-# ---------------------------------------------------------------- the asking
-
-
-class JobLine:
-    """The way to one master; for one `asyncio.Runner`, since grpc takes no second event loop."""
-
-    def __init__(self, master: JobMaster, runner: asyncio.Runner) -> None:
-        self._master = master
-        self._runner = runner
-
-    def reply(self, request: Request) -> Reply:
-        """What the master says to it. NotAnswered, also where it does not want to."""
-        # Late: grpc takes longer to import than everything else here together.
-        from elasticrun.wire.rpc import protobuf
-        from elasticrun.wire.rpc.channel import LinkError, ask_for
-
-        master, reading = self._master, request.verb in ("picture", "stacks")
-        # without a token the job's own user is an operator or nobody
-        reads = reading and bool(master.reader or not master.operator)
-        role = Role.READER if reads else Role.OPERATOR
-        token = master.reader if role is Role.READER else master.operator
-        try:
-            protobuf.report_to_wire(request)
-        except WireError as wrong:  # what was typed is no name of a node
-            raise NotAnswered(str(wrong)) from None
-        try:
-            pem = None if master.files is None else auth.read_pem(master.files)
-            asking = ask_for(
-                master.endpoint, ANSWER_LIMIT, request, token=token, role=role, tls=pem
-            )
-            reply = self._runner.run(asking)
-        except LinkError as error:
-            verb = "refuses" if error.rejected else "does not answer"
-            raise NotAnswered(f"the master at {master.endpoint} {verb}: {error}") from None
-        except auth.TlsError as wrong:
-            raise NotAnswered(str(wrong)) from None
-        if not reply.ok:
-            raise NotAnswered(reply.reason)
-        return reply
-
-    def picture(self, verb: str = "picture", *, live: bool = False) -> Picture:
-        """All that the master knows; `live`, and for stacks, what the ranks do at this moment."""
-        reply = self.reply(Request(verb, live=live, who=who()))
-        try:
-            return msgspec.json.decode(reply.body, type=Picture)
-        except msgspec.DecodeError as wrong:
-            where = self._master.endpoint
-            raise NotAnswered(f"the master at {where} is of another version: {wrong}") from None
-
-    def pause(self, seconds: float) -> None:
-        """Let time pass; ^C ends it."""
-        self._runner.run(asyncio.sleep(seconds))
-
-
-def who() -> str:
-    """`user@host`, for the events of a job."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"[:200]
-
-
 # ---------------------------------------------------------------- a verb
 
 
@@ -217,17 +140,26 @@ def run(
 ) -> int:
     """Parse, find the job and do it; 1 with a sentence where nobody answers. UsageError for files
     that cannot be read."""
-    variables = trust.withdraw()
-    add_job(made, variables)
-    ns = made.parse_args(argv)
-    asked = Asked(ns, variables)
+    asked = parsed(made, argv)
     try:
-        master = find(ns.job, trust.token(asked), trust.tls(asked))
-        with asyncio.Runner() as runner:
-            return does(JobLine(master, runner), ns)
+        return reach(asked, does)
     except NotAnswered as why:
         print(f"{made.prog}: {why}", file=sys.stderr)
         return 1
+
+
+def parsed(made: Parser, argv: Sequence[str]) -> Asked:
+    """The arguments, with those that all have."""
+    variables = trust.withdraw()
+    add_job(made, variables)
+    return Asked(made.parse_args(argv), variables)
+
+
+def reach(asked: Asked, does: Callable[[JobLine, argparse.Namespace], int]) -> int:
+    """Find the job's master and do it there. NotAnswered, UsageError."""
+    master = find(asked.ns.job, trust.token(asked), trust.tls(asked))
+    with asyncio.Runner() as runner:
+        return does(JobLine(master, runner), asked.ns)
 
 
 def as_json(value: Any) -> str:

@@ -14,9 +14,10 @@ from typing import Final
 
 from elasticrun.cli import trust
 from elasticrun.cli.flags import PROG, Parser
-from elasticrun.cli.job.asking import JobLine, NotAnswered, add_way, as_json, find
+from elasticrun.cli.job.asking import add_way, as_json, find
 from elasticrun.cli.settings import Asked
 from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.jobs.line import JobLine, NotAnswered
 from elasticrun.master.outward.report import page, table
 from elasticrun.master.outward.run_files import read
 from elasticrun.runs import index

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from elasticrun.cli.job.asking import JobLine, as_json, parser, run
+from elasticrun.cli.job.asking import as_json, parser, run
 from elasticrun.core.sight.picture import EventRow, Picture, StackRow
 from elasticrun.core.words import some
+from elasticrun.jobs.line import JobLine
 from elasticrun.wire.messages import MAX_RANKS
 from elasticrun.wire.types import read_ranges
 

@@ -1,11 +1,14 @@
-"""`elasticrun logs`: what the ranks of a job have written to their files on this host.
+"""`elasticrun logs`: what the ranks of a job have written to their files, on this host or in its
+run folder, also when it has ended.
 
 Of the newest life, the last lines of each rank; `--all` takes every life, in order. A rank that
-failed comes first, the one that was first to fail before the others.
+failed comes first, the one that was first to fail before the others. Before there is a rank, and
+where ranks have no files, it is what the launcher printed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,15 +16,21 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from elasticrun.agent.logs import whereabouts
 from elasticrun.agent.logs.whereabouts import LoggedLife, LoggedRun
 from elasticrun.cli.flags import Parser
+from elasticrun.cli.jobs.listing import add_output, span
 from elasticrun.cli.settings import UsageError
+from elasticrun.core.words import nearest
+from elasticrun.jobs.backend import CONSOLE
+from elasticrun.runs import index
+from elasticrun.runs.layout import ENDED, RunFolder
 
 TAIL: Final = 20
 """Lines of each file where nobody has said how many."""
@@ -46,11 +55,33 @@ class Wish:
     tail: int  # lines of each file; 0: all
     everything: bool  # all lives
     rank: int | None
+    node: str  # or its host; "": of all
+    since: float  # seconds since 1970: only files that were written to later
+    as_json: bool
     grep: re.Pattern[bytes] | None
 
     def wants(self, line: bytes) -> bool:
         """Whether the line is to be shown."""
         return self.grep is None or self.grep.search(line) is not None
+
+    def takes(self, run: LoggedRun) -> bool:
+        """Whether the ranks of this agent are to be shown."""
+        return self.node in ("", run.node, run.host)
+
+    def write(self, rank: int, stream: str, lines: Iterable[bytes]) -> None:
+        """Lines of a rank, with its number; -1: of the launcher, which has none."""
+        for line in lines:
+            text = line.rstrip(b"\r")
+            if self.as_json:
+                row = {
+                    "rank": rank,
+                    "stream": stream.removesuffix(".log"),
+                    "line": text.decode(errors="replace"),
+                }
+                text = json.dumps(row).encode()
+            elif rank >= 0:
+                text = b"[%d] %s" % (rank, text)
+            sys.stdout.buffer.write(text + b"\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +108,46 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """`elasticrun logs` with its own arguments; UsageError."""
     asked = _asked(argv)
     variables = os.environ if environ is None else environ
+    folder = _folder(variables, asked.job)
     try:
-        found = _runs(variables, asked.job)
+        found = _runs(variables, asked.job, folder)
+        while asked.follow and not found and folder is not None and not _is_over(folder):
+            threading.Event().wait(LOOK_EVERY)  # until a rank has written
+            found = _runs(variables, asked.job, folder)
     except OSError as wrong:
         print(f"elasticrun logs: the user's folder cannot be read: {wrong}", file=sys.stderr)
         return 1
+    if not found and folder is not None and (folder.path / CONSOLE).exists():
+        asked.write(-1, CONSOLE, _read(folder.path / CONSOLE, asked)[1])
+        return 0
     if not found:
         what = f"job {asked.job}" if asked.job else "any job of yours"
         words = f"there are no log files of {what} on this host; --tee or --redirects writes them"
-        print(f"elasticrun logs: {words}", file=sys.stderr)
+        print(f"elasticrun logs: {words}{_hint(variables, asked.job)}", file=sys.stderr)
         return 1
     seen = _show(found, asked)
     if asked.follow:
-        _follow(found, asked, seen, variables)
+        _follow(found, asked, seen, partial(_runs, variables, asked.job, folder), folder)
     return 0
+
+
+def _folder(environ: Mapping[str, str], job: str) -> RunFolder | None:
+    """The run folder of the job that is named, if it has one."""
+    with contextlib.suppress(index.NoRun, OSError):
+        return index.find(index.runs_root(environ), job) if job else None
+    return None
+
+
+def _hint(environ: Mapping[str, str], job: str) -> str:
+    """What a mistyped name was meant to be."""
+    with contextlib.suppress(OSError):
+        known = [one.name for run in index.all_runs(index.runs_root(environ)) if (one := run.job())]
+        return nearest(job, known)
+    return ""
+
+
+def _is_over(folder: RunFolder) -> bool:
+    return folder.state(time.time()) in ENDED
 
 
 def _asked(argv: Sequence[str]) -> Wish:
@@ -100,7 +157,8 @@ def _asked(argv: Sequence[str]) -> Wish:
         epilog="Files are there where the job was started with --tee or --redirects. A rank that "
         "failed comes first.",
     )
-    made.add_argument("job", nargs="?", metavar="JOB", default="", help="its id; the newest one")
+    text = "its name or id, or the beginning of its name; the newest one here"
+    made.add_argument("job", nargs="?", metavar="JOB", default="", help=text)
     text = "go on with what is written, until the job's agents here have ended"
     made.add_argument("-f", "--follow", action="store_true", help=text)
     text = f"the last N lines of each file, 0 for all [{TAIL}; with --all: 0]"
@@ -108,6 +166,10 @@ def _asked(argv: Sequence[str]) -> Wish:
     made.add_argument("--rank", metavar="R", type=int, default=None, help="of this rank only")
     text = "of all lives, in order, and not of the newest only"
     made.add_argument("--all", action="store_true", help=text)
+    made.add_argument("--node", metavar="X", default="", help="of the ranks on this node only")
+    text = "only files that were written to in that time: 90s, 5m, 12h, 7d"
+    made.add_argument("--since", metavar="AGE", default="", help=text)
+    add_output(made)
     text = "only lines in which this regular expression is found"
     made.add_argument("--grep", metavar="RE", default="", help=text)
     ns = made.parse_args(argv)
@@ -118,22 +180,27 @@ def _asked(argv: Sequence[str]) -> Wish:
         grep = re.compile(os.fsencode(ns.grep)) if ns.grep else None
     except re.error as wrong:
         raise UsageError(f"--grep={ns.grep}: no regular expression: {wrong}") from None
-    return Wish(ns.job, ns.follow, tail, ns.all, ns.rank, grep)
+    since = time.time() - span(ns.since, "--since") if ns.since else 0.0
+    as_json = ns.output == "json"
+    return Wish(ns.job, ns.follow, tail, ns.all, ns.rank, ns.node, since, as_json, grep)
 
 
-def _runs(environ: Mapping[str, str], job: str) -> list[LoggedRun]:
-    """The newest run of the job, as all its agents on this host know it."""
-    known = whereabouts.runs(environ)
-    newest = next((run for run in known if job in ("", run.job_id)), None)
-    if newest is None:
-        return []
-    return [run for run in known if run.job_id == newest.job_id and _together(run, newest)]
+def _runs(environ: Mapping[str, str], job: str, folder: RunFolder | None) -> list[LoggedRun]:
+    """The newest run of the job, as all its agents know it: those of its run folder, or of this
+    host."""
+    known = whereabouts.runs_of(folder.path) if folder is not None else []
+    if folder is not None and not known:
+        record = folder.job()
+        job = record.id if record is not None and record.id else job
+    known = known or [run for run in whereabouts.runs(environ) if job in ("", run.job_id)]
+    newest = known[:1]
+    return [run for run in known if run.job_id == newest[0].job_id and _together(run, newest[0])]
 
 
 def _together(run: LoggedRun, newest: LoggedRun) -> bool:
     """Whether it is of the same job, and not of an earlier one of the same name: it was there when
     the newest agent began."""
-    return run.is_alive or _last_written(run) >= newest.began
+    return (run.is_here and run.is_alive) or _last_written(run) >= newest.began
 
 
 def _last_written(run: LoggedRun) -> float:
@@ -166,25 +233,31 @@ def _lives(runs: Iterable[LoggedRun], *, everything: bool) -> list[tuple[str, li
 def _show(runs: Iterable[LoggedRun], asked: Wish) -> dict[Path, int]:
     """Print what is there; how far each file was read."""
     seen: dict[Path, int] = {}
-    lives = _lives(runs, everything=asked.everything)
+    lives = _lives(filter(asked.takes, runs), everything=asked.everything)
     for title, ranks in lives:
         if len(lives) > 1:
-            _write([f"== {title} ==".encode()])
+            _title(title, asked)
         for files in ranks:
             if asked.rank not in (None, files.rank):
                 continue
             reason = files.failure()[1]
             if reason:
-                _write([f"== rank {files.rank} failed: {reason} ==".encode()])
+                _title(f"rank {files.rank} failed: {reason}", asked)
             for stream in STREAMS:
                 path = files.folder / stream
                 try:
                     seen[path], lines = _read(path, asked)
+                    late = path.stat().st_mtime >= asked.since
                 except OSError:
                     continue  # this stream has no file
-                _write(_named(files.rank, lines))
+                asked.write(files.rank, stream, lines if late else ())
     sys.stdout.flush()
     return seen
+
+
+def _title(text: str, asked: Wish) -> None:
+    if not asked.as_json:
+        sys.stdout.buffer.write(f"== {text} ==\n".encode(errors="replace"))
 
 
 def _read(path: Path, asked: Wish) -> tuple[int, Iterable[bytes]]:
@@ -225,7 +298,11 @@ def _lines(path: Path, start: int, end: int) -> Iterator[bytes]:
 
 
 def _follow(
-    runs: list[LoggedRun], asked: Wish, seen: dict[Path, int], environ: Mapping[str, str]
+    runs: list[LoggedRun],
+    asked: Wish,
+    seen: dict[Path, int],
+    look: Callable[[], list[LoggedRun]],
+    folder: RunFolder | None,
 ) -> None:
     """Go on until all agents have ended: lines as they come, of lives that begin later too."""
     held: dict[Path, bytes] = {}
@@ -236,15 +313,14 @@ def _follow(
     waiting = threading.Event()
     while True:
         ending = not any(run.is_alive for run in runs)
-        job = runs[0].job_id
-        known = [run for run in whereabouts.runs(environ) if run.job_id == job]
-        runs = [run for run in known if run.began >= min(old.began for old in runs)] or runs
-        for _, ranks in _lives(runs, everything=True):
+        ending = ending or (folder is not None and _is_over(folder))
+        runs = [run for run in look() if run.began >= min(old.began for old in runs)] or runs
+        for _, ranks in _lives(filter(asked.takes, runs), everything=True):
             for files in ranks:
                 for stream in STREAMS if asked.rank in (None, files.rank) else ():
                     _go_on(files, files.folder / stream, seen, held, asked)
                     if ending and (rest := held.get(files.folder / stream)):
-                        _write(_named(files.rank, filter(asked.wants, [rest])))
+                        asked.write(files.rank, stream, filter(asked.wants, [rest]))
         sys.stdout.flush()
         if ending:
             break
@@ -264,15 +340,6 @@ def _go_on(
                 if len(rest) > BLOCK:
                     lines, rest = [*lines, rest], b""
                 held[path] = rest
-                _write(_named(files.rank, filter(asked.wants, lines)))
+                asked.write(files.rank, path.name, filter(asked.wants, lines))
     except OSError:
         return  # not there
-
-
-def _named(rank: int, lines: Iterable[bytes]) -> Iterator[bytes]:
-    return (b"[%d] %s" % (rank, line.rstrip(b"\r")) for line in lines)
-
-
-def _write(lines: Iterable[bytes]) -> None:
-    for line in lines:
-        sys.stdout.buffer.write(line + b"\n")

@@ -4,12 +4,22 @@ a job that runs. The master carries it out, and notes among the job's events who
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.cli.job.asking import JobLine, NotAnswered, as_json, parser, run, who
-from elasticrun.wire.messages import MAX_NODES, Request
+from elasticrun.cli.flags import Parser
+from elasticrun.cli.job.asking import as_json, parsed, parser, reach
+from elasticrun.cli.trust import withdraw
+from elasticrun.config import EXIT_FAILED, EXIT_OK
+from elasticrun.jobs.backend import NotDone, is_ours
+from elasticrun.jobs.choosing import backend_of
+from elasticrun.jobs.line import JobLine, NotAnswered, who
+from elasticrun.runs.index import NoRun, find, runs_root
+from elasticrun.wire.messages import MAX_NODES, Reply, Request
 
 if TYPE_CHECKING:
     import argparse
@@ -63,36 +73,54 @@ def main(verb: str, argv: Sequence[str]) -> int:
     if order.node:
         made.add_argument("node", metavar="NODE", help=order.node)
     if verb == "scale":
-        text = "the new MAX of --nnodes; a MIN above it is lowered to it"
-        made.add_argument("number", type=_number, metavar="N", help=text)
+        text = "the new MAX of --nnodes; a MIN above it is lowered to it; `JOB N` is understood too"
+        made.add_argument("number", metavar="N", help=text)
     text = "why, for those who read the job's events"
     made.add_argument("--reason", default="", metavar="TEXT", help=text)
     if verb == "stop":
         text = "until the job has ended, however long its last snapshot takes"
         made.add_argument("--wait", action="store_true", help=text)
-
-    def ask(line: JobLine, ns: argparse.Namespace) -> int:
-        node = ns.node if order.node else ""
-        reason = " ".join(ns.reason.split())[:MAX_REASON]
-        number = ns.number if verb == "scale" else 0
-        reply = line.reply(Request(verb, node, number, who=who(), reason=reason))
-        print(as_json(reply) if ns.output == "json" else reply.reason)
-        if verb == "stop" and ns.wait:
-            _until_over(line)
-        return 0
-
-    return run(made, argv, ask)
+    asked = parsed(made, argv)
+    if verb == "scale":
+        _settle(made, asked.ns)
+    try:
+        return reach(asked, partial(_order, verb, order))
+    except (NotAnswered, NotDone) as why:
+        said = _by_its_place(asked.ns.job) if verb == "stop" else ""
+        print(said or f"{made.prog}: {why}", file=sys.stdout if said else sys.stderr)
+        return EXIT_OK if said else EXIT_FAILED
 
 
-def _number(text: str) -> int:
-    """Of nodes: ValueError, which argparse tells of, for none."""
-    number = int(text)
-    if not 1 <= number <= MAX_NODES:
-        raise ValueError
-    return number
+def _order(verb: str, order: OrderOf, line: JobLine, ns: argparse.Namespace) -> int:
+    reason = " ".join(ns.reason.split())[:MAX_REASON]
+    node, number = ns.node if order.node else "", ns.number if verb == "scale" else 0
+    request = Request(verb, node, number, who=who(), reason=reason)
+    if verb == "scale" and line.run is not None and is_ours(line.run):
+        reply = Reply(True, backend_of(line.run, withdraw()).scale(line.run, request, line.reply))
+    else:
+        reply = line.reply(request)
+    print(as_json(reply) if ns.output == "json" else reply.reason)
+    if verb == "stop" and ns.wait:
+        _until_over(line)
+    return EXIT_OK
 
 
-_number.__name__ = "number of nodes"  # in argparse's sentence
+def _settle(made: Parser, ns: argparse.Namespace) -> None:
+    """Which of two words is the number of nodes; ends with a sentence where none is."""
+    if not ns.number.isdecimal():
+        ns.number, ns.job = ns.job, ns.number
+    if not ns.number.isdecimal() or not 1 <= int(ns.number) <= MAX_NODES:
+        made.error(f"{ns.number or ns.job!r} is not a number of nodes: 1 to {MAX_NODES}")
+    ns.number = int(ns.number)
+
+
+def _by_its_place(job: str) -> str:
+    """What the place of a job whose master does not answer does to end it; "": nothing."""
+    try:
+        run = find(runs_root(os.environ), job)
+        return backend_of(run, withdraw()).stop(run) if is_ours(run) else ""
+    except (NotDone, NoRun, OSError):
+        return ""
 
 
 def _until_over(line: JobLine) -> None:

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.cli.job.asking import JobLine, NotAnswered, as_json, parser, run
+from elasticrun.cli.job.asking import as_json, parser, run
 from elasticrun.cli.verbs.status import duration, name_of, width
 from elasticrun.core.sight.picture import Picture, RankRow
 from elasticrun.core.words import some
+from elasticrun.jobs.line import JobLine, NotAnswered
 from elasticrun.wire.types import write_ranges
 
 if TYPE_CHECKING:

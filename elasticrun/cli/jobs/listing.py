@@ -23,6 +23,7 @@ from elasticrun.cli.table import TRUST
 from elasticrun.cli.verbs.status import NoStatus, ask, duration, lines, published_here, question_to
 from elasticrun.config import EXIT_USAGE, Tls
 from elasticrun.core.words import some
+from elasticrun.jobs.choosing import by_their_places
 from elasticrun.runs import index
 from elasticrun.runs.layout import ENDED, JobRow, RunFolder, row_of
 
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     ns = made.parse_args(argv)
     asked = Asked(ns, variables)
     rows, silent = local_rows(trust.token(asked), trust.tls(asked))
+    rows = by_their_places(rows, variables)
     if not ns.all:
         over = [row for row in rows if row.state in ENDED][MOST_ENDED:]
         rows = [row for row in rows if row not in over]

@@ -183,21 +183,17 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
         known = ", ".join(render_flags.TARGETS)
         what = f"{target!r} cannot be rendered" if target else "nothing to render"
         raise Invalid(f"{what}: name one of {known} (see elasticrun render --help)")
-    flags, program = _split(rest)
+    flags, program = split(rest)
     ns, extra = render_flags.parser(target).parse_known_args(flags)
-    _refuse(extra)
+    refuse(extra)
     if not program or program[0].startswith("-"):
         raise Invalid(
             f"nothing to run: name the script behind --, as in `elasticrun render {target} "
             "... -- train.py --lr 3e-4`"
         )
     if target == "slurm":
-        number = re.fullmatch(r"(?:[^:]*:)?(\d+)", ns.gpus_per_node)  # [TYPE:]N
-        gpus = int(number[1]) if number else 0
-        launch, notes = read(ns, program, gpus=gpus, signal=_signal(ns)[0])
-        batch = _batch(ns, launch)
+        batch, notes = batch_of(ns, program)
         out = slurm.script(batch)
-        notes += of_batch(batch)
     else:
         launch, notes = read(ns, program, gpus=max(ns.gpus or 0, 0), signal="TERM")
         wanted = _pods(ns, launch)
@@ -209,6 +205,15 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
     return EXIT_OK
 
 
+def batch_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[Batch, list[str]]:
+    """What Slurm is to be told, and what the user should know of it. UsageError, Invalid."""
+    number = re.fullmatch(r"(?:[^:]*:)?(\d+)", ns.gpus_per_node)  # [TYPE:]N
+    gpus = int(number[1]) if number else 0
+    launch, notes = read(ns, program, gpus=gpus, signal=_signal(ns)[0])
+    batch = _batch(ns, launch)
+    return batch, [*notes, *of_batch(batch)]
+
+
 def _manifest(target: str, wanted: Pods, form: str) -> str:
     jobset = target == "jobset"
     documents = pods.jobset_documents(wanted) if jobset else pods.job_documents(wanted)
@@ -218,13 +223,13 @@ def _manifest(target: str, wanted: Pods, form: str) -> str:
     return text.as_yaml(documents, {**special, **pods.remarks(wanted)})
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The flags, and what stands behind the first `--`."""
     at = list(words).index("--") if "--" in words else len(words)
     return list(words[:at]), list(words[at + 1 :])
 
 
-def _refuse(extra: Sequence[str]) -> None:
+def refuse(extra: Sequence[str]) -> None:
     """Words before -- that nobody knows; raises, unless there are none."""
     if not extra:
         return
@@ -241,7 +246,7 @@ def _refuse(extra: Sequence[str]) -> None:
     )
 
 
-def _env(ns: argparse.Namespace) -> dict[str, str]:
+def env(ns: argparse.Namespace) -> dict[str, str]:
     """--env; variables by which flags of the launcher are given are better said as flags."""
     found = grammar.pairs(ns.env, "--env")
     for key in found:
@@ -269,7 +274,7 @@ def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
         "gpus": _gpus(ns, launch.nproc_per_node),
         "gpu_resource": ns.gpu_resource or "nvidia.com/gpu",
         "volumes": tuple(map(grammar.volume, ns.volume)),
-        "env": _env(ns),
+        "env": env(ns),
         "token_secret": secret,
         "token_key": key or "token",
         "labels": grammar.pairs(ns.label, "--label"),
@@ -316,6 +321,6 @@ def _batch(ns: argparse.Namespace, launch: Launch) -> Batch:
         "lead": lead,
         "requeues": ns.requeue,
         "options": tuple(option.removeprefix("--") for option in ns.sbatch),
-        "env": _env(ns),
+        "env": env(ns),
     }
     return Batch(**said)

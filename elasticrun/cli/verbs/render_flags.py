@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from typing import Any, Final
 
 from elasticrun.cli.flags import PROG, Flag, FlagHelp, Parser, add_group
@@ -10,7 +11,7 @@ from elasticrun.cli.table import FLAGS, GROUPS
 from elasticrun.render.grammar import VOLUME_FORM
 from elasticrun.render.wanted import ASSUMED, GANGS, MASTER_PORT
 
-SAID_HERE: Final = ("nnodes", "nproc_per_node", "rdzv_id")
+SAID_HERE: Final = ("nnodes", "nproc_per_node", "rdzv_id", "name")
 """Flags of the launcher that the verb has as its own."""
 
 SETTLED: Final = (
@@ -45,12 +46,14 @@ def parser(target: str) -> Parser:
         formatter_class=FlagHelp,
         allow_abbrev=False,
     )
-    _job(made)
+    add_job(made)
     if target == "slurm":
-        _slurm(made)
+        add_slurm(made)
+        text = "File of what is printed, in Slurm's form."
+        made.add_argument("--output", default="", metavar="FILE", help=text)
     else:
         _pods(made)
-    _handed_on(made)
+    add_handed_on(made)
     return made
 
 
@@ -71,7 +74,9 @@ def handed_on(ns: argparse.Namespace) -> list[str]:
     return words
 
 
-def _handed_on(target: Parser) -> None:
+def add_handed_on(target: Parser, without: Collection[str] = ()) -> None:
+    """The launcher's own flags, but for those of these names."""
+
     def as_it_is(flag: Flag) -> Flag:
         """With its text as the value, once that has been found good."""
         kind = flag.kind
@@ -85,16 +90,20 @@ def _handed_on(target: Parser) -> None:
         return flag._replace(kind=checked)
 
     for key, title in GROUPS.items():
-        rows = [as_it_is(flag)._replace(env="") for flag in HANDED_ON if flag.group == key]
+        rows = [as_it_is(flag)._replace(env="") for flag in HANDED_ON
+                if flag.group == key and flag.dest not in without]  # fmt: skip
         if rows:
             add_group(target, f"the launcher: {title}", rows, {})
 
 
-def _job(target: Parser) -> None:
+def add_job(target: Parser, *, script: bool = False) -> None:
+    """What is said of every job. `script`: without a name it is called after its script."""
     group = target.add_argument_group("the job")
-    _add(group, "--name", "Name of the job.", required=True, metavar="NAME")
+    text = "Name of the job." + " [default: its script's]" * script
+    _add(group, "--name", text, required=not script, default="", metavar="NAME")
     text = "Nodes; the job begins with MIN and takes MAX. [default 1]"
-    _add(group, "--nnodes", text, default="1", metavar="N|MIN:MAX")
+    group.add_argument("--nodes", "--nnodes", dest="nnodes", help=text, default="1",
+                       metavar="N|MIN:MAX")  # fmt: skip
     text = "Ranks on each node. [default: one for each GPU, else 1]"
     _text(group, "--nproc-per-node", "N", text)
     text = "Name under which the nodes meet. [default: of the job's name and number]"
@@ -191,7 +200,8 @@ def _lifetime(target: Parser) -> None:
     _switch(group, "--rbac", "Pods may read and resize their own Job, by a Role for it alone.")
 
 
-def _slurm(target: Parser) -> None:
+def add_slurm(target: Parser) -> None:
+    """What is asked of Slurm, but for where it prints."""
     group = target.add_argument_group("the allocation")
     _number(group, "--spares", "Nodes on top of MAX, which take the place of lost ones.")
     _text(group, "--partition", "NAME", "Partition.")
@@ -203,7 +213,6 @@ def _slurm(target: Parser) -> None:
     _text(group, "--mem", "N[KMGT]", "Memory of each node.")
     _switch(group, "--exclusive", "Whole nodes.")
     _text(group, "--array", "INDICES", "An array; each of its tasks is a job of its own.")
-    _text(group, "--output", "FILE", "File of what is printed, in Slurm's form.")
     _text(group, "--signal", "NAME@SECONDS", "What every node gets so long before the end. "
           f"[default, with --time or --requeue: {SIGNAL}]")  # fmt: skip
     _number(group, "--retries", RETRIES)

@@ -200,6 +200,20 @@ def _named(job: str) -> Published | None:
     return None
 
 
+def _away(job: str, files: Tls | None) -> Question | None:
+    """The master of a job that runs on another host, as its run folder knows it."""
+    from elasticrun.jobs.line import NotAnswered, master_of
+    from elasticrun.runs import index
+    from elasticrun.runs.layout import ENDED
+
+    with contextlib.suppress(OSError, index.NoRun, NotAnswered):
+        run = index.find(index.runs_root(os.environ), job)
+        if run.state(time.time()) not in ENDED:
+            master = master_of(run)
+            return Question(master.endpoint, master.reader, files)
+    return None
+
+
 def _left(job: str) -> bool:
     """Print what the run folder says of a job that does not run here; whether there is one."""
     from elasticrun.cli.jobs.listing import left_lines
@@ -406,6 +420,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         with asyncio.Runner() as runner:  # one loop: grpc.aio does not take well to a second one
             if ns.endpoint and (named := _named(ns.endpoint)):
                 questions = [question_to(named, token, files)]
+            elif ns.endpoint and (away := _away(ns.endpoint, files)):
+                questions = [away]
             elif ns.endpoint and ":" not in ns.endpoint and not ns.json and _left(ns.endpoint):
                 return 0
             elif ns.endpoint:

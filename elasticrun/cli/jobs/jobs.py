@@ -1,0 +1,123 @@
+"""What is done to a job that was submitted, wherever it runs: `suspend`, `resume`, `delete` and
+`exec`; and by which run folder it is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from elasticrun.cli.flags import PROG, Parser
+from elasticrun.cli.trust import withdraw
+from elasticrun.config import EXIT_FAILED, EXIT_OK
+from elasticrun.jobs.backend import NotDone
+from elasticrun.jobs.choosing import backend_of
+from elasticrun.runs.index import NoRun, find, prune, runs_root
+from elasticrun.runs.layout import RunFolder
+
+if TYPE_CHECKING:
+    import argparse
+
+DOES: Final = {
+    "suspend": "Have a job save a step and let go of what it runs on.",
+    "resume": "Go on with a job that was suspended or has failed, in the same run folder.",
+    "delete": "End a job, if it runs, and remove its run folder.",
+}
+
+
+def main(verb: str, argv: Sequence[str]) -> int:
+    """One of DOES."""
+    made = Parser(prog=f"{PROG} {verb}", description=DOES[verb])
+    add_job(made)
+    if verb == "suspend":
+        text = "why, for those who read the job's events"
+        made.add_argument("--reason", default="", metavar="TEXT", help=text)
+    if verb == "delete":
+        text = "keep the run folder: only end the job"
+        made.add_argument("--keep-files", action="store_true", help=text)
+    ns = made.parse_args(argv)
+    return finished(lambda: _do(verb, ns), made.prog)
+
+
+def _do(verb: str, ns: argparse.Namespace) -> int:
+    run = run_of(ns.job)
+    place = backend_of(run, withdraw())
+    if verb == "suspend":
+        said = place.suspend(run, ns.reason)
+    elif verb == "resume":
+        said = place.resume(run)
+    else:
+        said = _delete(run, keep=ns.keep_files)
+    if ns.output == "json":
+        print(json.dumps({"job": ns.job, "run_dir": str(run.path), "done": said}, indent=1))
+    else:
+        print(said)
+    return EXIT_OK
+
+
+def _delete(run: RunFolder, *, keep: bool) -> str:
+    job = run.job()
+    name = job.name if job is not None else run.path.name
+    backend_of(run, withdraw()).end(run)
+    if keep:
+        return f"job {name} is ended; its run folder stays: {run.path}"
+    if run.path.is_symlink():
+        whole = f"; {run.path.resolve()}, where a person has placed it, stays"
+    else:
+        whole = f", and {run.path} is removed"
+    if not prune(run.path.parent, -86400.0, only={run.path}):
+        raise NotDone(f"job {name} is ended, but its state is {run.state(time.time())}: its run "
+                      f"folder {run.path} stays")  # fmt: skip
+    return f"job {name} is deleted{whole}"
+
+
+def execute(argv: Sequence[str]) -> int:
+    """`exec JOB [--node X] -- command`: with the command's exit code."""
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    made = Parser(
+        prog=f"{PROG} exec",
+        usage=f"{PROG} exec JOB [--node NODE] -- command [arguments ...]",
+        description="Run a command on a node of a job, in its working directory and environment.",
+    )
+    made.add_argument("job", metavar="JOB", help="its name, or the beginning of it")
+    text = "its name, as elasticrun status shows it; the first one where none is named"
+    made.add_argument("--node", default="", metavar="NODE", help=text)
+    ns = made.parse_args(argv[:at])
+    command = list(argv[at + 1 :])
+    if not command:
+        made.error("name the command behind --, as in `elasticrun exec JOB -- nvidia-smi`")
+
+    def run_it() -> int:
+        run = run_of(ns.job)
+        return backend_of(run, withdraw()).execute(run, ns.node, command)
+
+    return finished(run_it, made.prog)
+
+
+def add_job(made: Parser) -> None:
+    """Which job, and how it is printed."""
+    text = "its name or its run folder's, or the beginning of one"
+    made.add_argument("job", metavar="JOB", help=text)
+    made.add_argument("-o", "--output", choices=("text", "json"), default="text",
+                      help="json: for programs")  # fmt: skip
+
+
+def run_of(job: str) -> RunFolder:
+    """The run folder that is meant. NotDone."""
+    try:
+        return find(runs_root(os.environ), job)
+    except (NoRun, OSError) as wrong:
+        raise NotDone(str(wrong)) from None
+
+
+def finished(do: Callable[[], int], prog: str = f"{PROG} submit") -> int:
+    """Its exit code; 1 with a sentence where it cannot be done."""
+    try:
+        return do()
+    except NotDone as why:
+        print(f"{prog}: {why}", file=sys.stderr)
+        return EXIT_FAILED

@@ -1,0 +1,261 @@
+"""`elasticrun submit ... -- train.py`: start a job that goes on without this terminal, here or in
+Slurm's queue. Everything is checked as the launcher checks it before anything is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import getpass
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from elasticrun.cli import settings
+from elasticrun.cli.devices import shared_folder, this_machine
+from elasticrun.cli.flags import PROG, FlagHelp, Parser, get_args_parser
+from elasticrun.cli.jobs.jobs import finished
+from elasticrun.cli.resolve import resolve
+from elasticrun.cli.settings import UsageError
+from elasticrun.cli.trust import TOKEN_VARIABLE, withdraw
+from elasticrun.cli.verbs import render, render_flags
+from elasticrun.config import EXIT_OK, EXIT_USAGE
+from elasticrun.jobs import choosing
+from elasticrun.jobs.backend import (
+    CONSOLE,
+    TOKEN,
+    Backend,
+    NotDone,
+    Submission,
+    make_token,
+    write_submission,
+)
+from elasticrun.jobs.local import meeting
+from elasticrun.render import checks, slurm
+from elasticrun.render.checks import Invalid
+from elasticrun.runs.index import all_runs, make_run, run_path, runs_root
+from elasticrun.runs.layout import ENDED, JobRecord, RunFolder
+from elasticrun.wire.env import ON
+
+SAVES: Final = "--save-at-breakpoint"
+"""Every job that is submitted has it: so `elasticrun stop` saves before it ends one."""
+
+
+Wanted = Callable[
+    [argparse.Namespace, Sequence[str], Path, Callable[[str], None]], tuple[Submission, Backend]
+]
+"""How what was typed is read for one place: with the run folder, and who hears of it."""
+
+
+def main(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """The verb; `say` hears what the user should know. UsageError."""
+    flags, program = render.split(words)
+    try:
+        where = choosing.chosen(_on(flags), os.environ)
+        made = parser(where)
+        ns, extra = made.parse_known_args(flags)
+        render.refuse(extra)
+        if not program or program[0].startswith("-"):
+            raise Invalid(
+                f"nothing to run: name the script behind --, as in `{PROG} submit -- train.py`"
+            )
+        wanted = _of_slurm if where == "slurm" else _of_this_host
+        return finished(lambda: _submit(where, ns, program, wanted, say))
+    except (Invalid, UsageError, NotDone) as wrong:
+        code = wrong.exit_code if isinstance(wrong, UsageError) else EXIT_USAGE
+        raise UsageError(str(wrong), code) from None
+
+
+def _on(flags: Sequence[str]) -> str:
+    """What --on says, "" for nothing: the other flags depend on it."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--on", default="")
+    try:
+        return str(first.parse_known_args(list(flags))[0].on)
+    except argparse.ArgumentError:
+        return ""
+
+
+def parser(where: str) -> Parser:
+    """For one place: what it can be asked for, and the launcher's flags."""
+    made = Parser(
+        prog=f"{PROG} submit",
+        usage=f"{PROG} submit [--on local|slurm] [options] -- script [arguments ...]",
+        description="Start a job that goes on without this terminal, on this host or in Slurm's "
+        "queue (then this page shows what can be asked of Slurm).",
+        epilog="Flags of the launcher (see elasticrun --help-all) are handed on to every node.",
+        formatter_class=FlagHelp,
+        allow_abbrev=False,
+    )
+    text = f"Where it runs. [default: ${ON}, else local]"
+    made.add_argument("--on", choices=choosing.PLACES, default="", help=text)
+    text = "The job's run folder. [default: a fresh one of yours; under Slurm on a shared disk]"
+    made.add_argument("--run-dir", "--run_dir", metavar="DIR", default="", help=text)
+    text = "json: what was made, for programs"
+    made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
+    render_flags.add_job(made, script=True)
+    if where == "slurm":
+        render_flags.add_slurm(made)
+    render_flags.add_handed_on(made, ("run_dir",))
+    return made
+
+
+def _submit(
+    where: str,
+    ns: argparse.Namespace,
+    program: Sequence[str],
+    wanted: Wanted,
+    say: Callable[[str], None],
+) -> int:
+    root = runs_root(os.environ)
+    ns.name = settings.name(ns.name, "--name") or Path(program[0]).name.removesuffix(".py")
+    _refuse_taken(root, ns.name)
+    at, launch = Path(ns.run_dir).absolute() if ns.run_dir else None, secrets.token_hex(4)
+    run = RunFolder(at or run_path(root, ns.name, launch))
+    if run.job() is not None and run.state(time.time()) not in ENDED:
+        raise NotDone(f"another job runs in {run.path}: name another folder (--run-dir)")
+    if ns.working_dir:
+        try:
+            os.chdir(ns.working_dir)
+        except OSError as wrong:
+            raise NotDone(f"--working-dir={ns.working_dir}: {wrong.strerror}") from None
+    known, place = wanted(ns, program, run.path, say)
+    try:
+        make_run(root, ns.name, launch, at)
+        run.write_job(_record(known, ns))
+        write_submission(run, known)
+        if where == "slurm":
+            make_token(run)
+    except OSError as wrong:
+        raise NotDone(f"the run folder cannot be made: {wrong}") from None
+    said = place.submit(run, known)
+    _print(ns, run, where, said)
+    return EXIT_OK
+
+
+def _refuse_taken(root: Path, name: str) -> None:
+    now = time.time()
+    for run in all_runs(root):
+        job = run.job()
+        if job is not None and job.name == name and (state := run.state(now)) not in ENDED:
+            raise NotDone(
+                f"a job {name} is there already ({state}): choose another --name, or end that one "
+                f"by `{PROG} stop {name}`"
+            )
+
+
+def _of_this_host(
+    ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
+) -> tuple[Submission, Backend]:
+    """Read as the launcher will read it on this host. UsageError."""
+    from elasticrun.cli.main import check_program
+
+    environ = withdraw()
+    low, high = settings.nodes(ns.nnodes)
+    env = render.env(ns)
+    for key, value in env.items():
+        checks.setting(key, value, "run folder: set it where you type this, or give --token-file")
+    flags = render_flags.handed_on(ns)
+    flags += [f"--nproc-per-node={ns.nproc_per_node}"] if ns.nproc_per_node else []
+    known = Submission(
+        name=ns.name,
+        on="local",
+        flags=tuple(dict.fromkeys((*flags, SAVES))),
+        program=tuple(program),
+        workdir=os.getcwd(),
+        env=env,
+        min_nodes=low,
+        max_nodes=high,
+    )
+    seen = {**environ, **known.env}
+    words = [*meeting(known, "node0", 29400), *known.flags, *program]
+    config = resolve(get_args_parser(seen).parse_args(words), seen, this_machine(seen, say))
+    hint = check_program(config.entry)
+    for note in (*config.notes, hint):
+        if note and not (high > 1 and TOKEN_VARIABLE in note):
+            say(note)
+    gpus = _gpus(seen) if high > 1 else ()
+    if gpus and len(gpus) < high:
+        raise UsageError(
+            f"--nodes={ns.nnodes}: nodes on one host share out its GPUs, and it has {len(gpus)}",
+            EXIT_USAGE,
+        )
+    return known, choosing.backend("local", environ, gpus)
+
+
+def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    from elasticrun.accelerators.nvidia import Nvidia
+
+    count = Nvidia().count(environ) or 0
+    listed = environ.get(Nvidia.visible_variable)
+    return tuple((listed.split(",") if listed else list(map(str, range(count))))[:count])
+
+
+def _of_slurm(
+    ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
+) -> tuple[Submission, Backend]:
+    """As `render slurm` prints it; the nodes find the run folder by its path. UsageError."""
+    if ns.array:
+        raise Invalid("--array: submit makes one job; elasticrun render slurm prints arrays")
+    asked = argparse.Namespace(**{**vars(ns), "output": str(run / CONSOLE), "run_dir": str(run)})
+    given = dict.fromkeys(("run_dir", "save_at_breakpoint"), "")
+    asked.save_at_breakpoint = True
+    if "token_file" not in ns.given:
+        asked.token_file, given["token_file"] = str(run / TOKEN), ""
+    asked.given = {**ns.given, **given}
+    batch, notes = render.batch_of(asked, program)
+    launch = batch.launch
+    named = dataclasses.replace(launch, flags=(*launch.flags, f"--name={ns.name}"))
+    for note in notes:
+        say(note)
+    if not shared_folder(str(run.parent), os.environ):
+        say(f"{run.parent} is on no network file system that is known here: if the nodes do not "
+            "share it, name a folder that they do by --run-dir")  # fmt: skip
+    known = Submission(
+        name=ns.name,
+        on="slurm",
+        flags=named.flags,
+        program=tuple(program),
+        workdir=os.getcwd(),
+        min_nodes=launch.min_nodes,
+        max_nodes=launch.max_nodes,
+        script=slurm.script(dataclasses.replace(batch, launch=named)),
+    )
+    return known, choosing.backend("slurm", withdraw())
+
+
+def _record(known: Submission, ns: argparse.Namespace) -> JobRecord:
+    """What is known of a job that has not begun."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = str(os.getuid())
+    low, high = known.min_nodes, known.max_nodes
+    return JobRecord(
+        name=known.name,
+        id=known.name,
+        user=user,
+        host=os.uname().nodename,
+        began=time.time(),
+        command=(PROG, *known.flags, *known.program),
+        workdir=known.workdir,
+        where=known.on,
+        nodes=f"{low}:{high}",
+        nproc=ns.nproc_per_node,
+    )
+
+
+def _print(ns: argparse.Namespace, run: RunFolder, where: str, said: str) -> None:
+    name = ns.name
+    if ns.output == "json":
+        made = {"name": name, "on": where, "run_dir": str(run.path), "done": said}
+        print(json.dumps(made, indent=1))
+        return
+    print(f"{said}; its run folder is {run.path}")
+    print(f"what it prints: {PROG} logs {name} -f")
+    print(f"how it stands:  {PROG} status {name}")

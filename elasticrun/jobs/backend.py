@@ -1,0 +1,123 @@
+"""What every place can do with a job: this host, Slurm, and others by a module of their own.
+
+A job that was submitted has two files of ours in its run folder: `submitted.json` (`Submission`),
+from which it is started again, and `token`, by which its nodes and its owner prove themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from elasticrun.runs.layout import MAX_BYTES, JobRow, RunFolder, replace_file
+from elasticrun.wire.messages import Reply, Request
+
+SUBMITTED: Final = "submitted.json"
+TOKEN: Final = "token"
+CONSOLE: Final = "console.log"
+
+OF_A_SUBMISSION: Final = (SUBMITTED, TOKEN, CONSOLE)
+
+
+class NotDone(Exception):
+    """What was asked for was not done; the text is a sentence."""
+
+
+class LocalAgent(Struct, frozen=True):
+    """One node of a job on this host. `started` is the kernel's start time of `pid`."""
+
+    node: str
+    pid: int
+    started: int
+
+
+class Submission(Struct, frozen=True, kw_only=True):
+    """A job as it was submitted, and what carries it now."""
+
+    name: str
+    on: str  # local, slurm
+    flags: tuple[str, ...] = ()  # of the launcher, the same on each node
+    program: tuple[str, ...] = ()
+    workdir: str = ""
+    env: dict[str, str] = {}  # beside the environment of who starts it
+    min_nodes: int = 1
+    max_nodes: int = 1
+    port: int = 0  # where the nodes of this host meet; 0: there is one node
+    agents: tuple[LocalAgent, ...] = ()
+    boot_id: str = ""  # names the time for which their start times mean anything
+    script: str = ""  # for sbatch
+    number: str = ""  # of the job, by its scheduler
+
+
+class Backend(Protocol):
+    """One place. `run` is a job's run folder; each method returns a sentence on what was done, or
+    raises NotDone."""
+
+    def submit(self, run: RunFolder, wanted: Submission) -> str:
+        """Start it; returns when that is on its way. The folder has the job's record already."""
+
+    def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
+        """Set how many nodes it has at most; `ask` puts a request to its master."""
+
+    def suspend(self, run: RunFolder, reason: str) -> str:
+        """Save a step, and let go of what it runs on; returns when that is done."""
+
+    def resume(self, run: RunFolder) -> str:
+        """Go on in the same folder."""
+
+    def stop(self, run: RunFolder) -> str:
+        """End it for good, where its master cannot be asked to; it saves first what it can."""
+
+    def end(self, run: RunFolder) -> None:
+        """End it at once, for its folder is to go; returns when nothing of it runs."""
+
+    def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
+        """Run a command on a node of it, on this terminal; the command's exit code."""
+
+    def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
+        """These rows of its jobs, by what the place itself knows of them, which may be better."""
+
+
+def submission(run: RunFolder) -> Submission:
+    """How it was submitted. NotDone where it was not."""
+    try:
+        with open(run.path / SUBMITTED, "rb") as file:
+            return msgspec.json.decode(file.read(MAX_BYTES), type=Submission)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        name = job.name if (job := run.job()) else run.path.name
+        raise NotDone(
+            f"job {name} was not submitted, so nobody but its launcher can do that: start it by "
+            "`elasticrun submit`"
+        ) from None
+
+
+def write_submission(run: RunFolder, known: Submission) -> None:
+    """OSError."""
+    replace_file(run.path / SUBMITTED, msgspec.json.format(msgspec.json.encode(known)) + b"\n")
+
+
+def make_token(run: RunFolder) -> Path:
+    """A fresh secret in the folder, for its owner alone, unless there is one. OSError."""
+    path = run.path / TOKEN
+    if not path.exists():
+        replace_file(path, secrets.token_hex(32).encode() + b"\n")
+    return path
+
+
+def token(run: RunFolder) -> str:
+    """The job's secret; "" where it has none here."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return (run.path / TOKEN).read_text(encoding="ascii").strip()
+    return ""
+
+
+def is_ours(run: RunFolder) -> bool:
+    """Whether it was submitted from here."""
+    return os.path.exists(run.path / SUBMITTED)

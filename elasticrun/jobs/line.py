@@ -1,0 +1,127 @@
+"""The asking of a job's master: who it is, what proves that we may, and what it replies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from elasticrun.config import Tls
+from elasticrun.core.sight.picture import Picture
+from elasticrun.jobs.backend import token
+from elasticrun.runs.layout import RunFolder
+from elasticrun.wire import auth
+from elasticrun.wire.messages import Reply, Request, Role
+from elasticrun.wire.types import Endpoint, WireError
+from elasticrun.wire.user_folder import published, user_folder
+
+ANSWER_LIMIT: Final = 20.0
+"""Seconds to wait for an answer: longer than the master itself waits for the ranks."""
+
+
+class NotAnswered(Exception):
+    """Nobody is asked, or nobody answers; the text is a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobMaster:
+    """Whom to ask, and by what it knows us."""
+
+    endpoint: Endpoint
+    reader: str = field(default="", repr=False)
+    operator: str = field(default="", repr=False)
+    files: Tls | None = None
+    run: str = ""  # the job's run folder; "": not known
+
+
+class JobLine:
+    """The way to one master; for one `asyncio.Runner`, since grpc takes no second event loop."""
+
+    def __init__(self, master: JobMaster, runner: asyncio.Runner) -> None:
+        self._master = master
+        self._runner = runner
+
+    def reply(self, request: Request) -> Reply:
+        """What the master says to it. NotAnswered, also where it does not want to."""
+        # Late: grpc takes longer to import than everything else here together.
+        from elasticrun.wire.rpc import protobuf
+        from elasticrun.wire.rpc.channel import LinkError, ask_for
+
+        master, reading = self._master, request.verb in ("picture", "stacks")
+        # without a token the job's own user is an operator or nobody
+        reads = reading and bool(master.reader or not master.operator)
+        role = Role.READER if reads else Role.OPERATOR
+        token = master.reader if role is Role.READER else master.operator
+        try:
+            protobuf.report_to_wire(request)
+        except WireError as wrong:  # what was typed is no name of a node
+            raise NotAnswered(str(wrong)) from None
+        try:
+            pem = None if master.files is None else auth.read_pem(master.files)
+            asking = ask_for(
+                master.endpoint, ANSWER_LIMIT, request, token=token, role=role, tls=pem
+            )
+            reply = self._runner.run(asking)
+        except LinkError as error:
+            verb = "refuses" if error.rejected else "does not answer"
+            raise NotAnswered(f"the master at {master.endpoint} {verb}: {error}") from None
+        except auth.TlsError as wrong:
+            raise NotAnswered(str(wrong)) from None
+        if not reply.ok:
+            raise NotAnswered(reply.reason)
+        return reply
+
+    def picture(self, verb: str = "picture", *, live: bool = False) -> Picture:
+        """All that the master knows; `live`, and for stacks, what the ranks do at this moment."""
+        reply = self.reply(Request(verb, live=live, who=who()))
+        try:
+            return msgspec.json.decode(reply.body, type=Picture)
+        except msgspec.DecodeError as wrong:
+            where = self._master.endpoint
+            raise NotAnswered(f"the master at {where} is of another version: {wrong}") from None
+
+    @property
+    def run(self) -> RunFolder | None:
+        """The job's run folder, where it is known."""
+        return RunFolder(Path(self._master.run)) if self._master.run else None
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass; ^C ends it."""
+        self._runner.run(asyncio.sleep(seconds))
+
+
+def who() -> str:
+    """`user@host`, for the events of a job."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"[:200]
+
+
+def master_of(run: RunFolder) -> JobMaster:
+    """Whom to ask about the job of a run folder: by what its master has left for its user on this
+    host, else by where the folder says it is and the token in it. NotAnswered."""
+    job = run.job()
+    if job is None:
+        raise NotAnswered(f"{run.path} has no job.json yet")
+    with contextlib.suppress(OSError):
+        for one in published(user_folder(os.environ)):
+            if one.run and os.path.realpath(one.run) == os.path.realpath(run.path):
+                return JobMaster(one.endpoint, one.reader, one.operator, run=one.run)
+    host, _, port = job.endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise NotAnswered(f"job {job.name} has no master yet: its nodes have not met")
+    secret = token(run)
+    endpoint = Endpoint(host.removeprefix("[").removesuffix("]"), int(port))
+    if not secret:
+        return JobMaster(endpoint, run=str(run.path))
+    proofs = auth.reader_token(secret), auth.operator_token(secret)
+    return JobMaster(endpoint, *proofs, run=str(run.path))

@@ -1,0 +1,247 @@
+"""Jobs on this host: agents in sessions of their own, which outlive the terminal.
+
+A job of one node is a standalone one. Of several nodes each has an agent here, which meet on
+loopback, and the host's GPUs are shared out among them: for trying out what happens when nodes come
+and go. Agents are known by pid and start time, so that no other process is taken for one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+from msgspec.structs import replace
+
+from elasticrun.core.words import names, some
+from elasticrun.jobs.backend import (
+    CONSOLE,
+    LocalAgent,
+    NotDone,
+    Submission,
+    make_token,
+    submission,
+    write_submission,
+)
+from elasticrun.runs import layout
+from elasticrun.runs.layout import JobRow, RunFolder
+from elasticrun.system.processes import boot_id, start_time
+from elasticrun.wire.messages import Reply, Request
+
+LEAVE_LIMIT: Final = 600.0
+"""Seconds that a job may take to save and leave, whatever its --departure-grace."""
+
+END_LIMIT: Final = 60.0
+"""Seconds from SIGTERM to SIGKILL of a job that is deleted."""
+
+
+class LocalJobs:
+    """This host. `gpus`: the devices that ranks may use, as CUDA_VISIBLE_DEVICES names them."""
+
+    def __init__(self, environ: Mapping[str, str], gpus: Sequence[str] = ()) -> None:
+        self._environ = environ
+        self._gpus = gpus
+
+    def submit(self, run: RunFolder, wanted: Submission) -> str:
+        """One agent a node, all at once."""
+        if wanted.max_nodes > 1:
+            wanted = replace(wanted, port=wanted.port or _free_port())
+        self._start(run, replace(wanted, agents=(), boot_id=boot_id()), wanted.max_nodes)
+        nodes = f", with {wanted.max_nodes} agents as its nodes" if wanted.max_nodes > 1 else ""
+        return f"job {wanted.name} is started on this host{nodes}"
+
+    def resume(self, run: RunFolder) -> str:
+        """The same command in the same folder, with the environment of who resumes it."""
+        known, state = submission(run), run.state(time.time())
+        if _living(run):
+            raise NotDone(f"job {known.name} runs: there is nothing to resume")
+        if state == "succeeded":
+            raise NotDone(f"job {known.name} has succeeded: submit it again to run it again")
+        try:
+            (run.path / layout.RESULT).unlink(missing_ok=True)
+            if job := run.job():
+                run.write_job(replace(job, pid=0, started=0, formed=0.0, began=time.time()))
+        except OSError as wrong:
+            raise NotDone(f"the run folder cannot be written: {wrong}") from None
+        return self.submit(run, known)
+
+    def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
+        """The master sets the number; agents that are missing are started."""
+        said = ask(wanted).reason
+        known = submission(run)
+        missing = wanted.number - len(_living(run))
+        if known.port and missing > 0:
+            self._start(run, known, missing)
+            said += f"; {some(missing, 'agent')} more started here"
+        return said
+
+    def suspend(self, run: RunFolder, reason: str) -> str:
+        """SIGTERM, upon which agents save a step and leave."""
+        name = submission(run).name
+        if not _signal(_living(run), signal.SIGTERM):
+            raise NotDone(f"job {name} does not run: {run.state(time.time())}")
+        if left := _await_end(_living(run), LEAVE_LIMIT):
+            raise NotDone(f"job {name} is leaving yet: {names([one.node for one in left])}")
+        again = f"elasticrun resume {name} goes on"
+        if run.state(time.time()) == "saved":
+            step = run.last_step()
+            return f"job {name} is suspended{f' at step {step}' if step >= 0 else ''}; {again}"
+        return f"job {name} is suspended; it had saved no step when it ended; {again}"
+
+    def stop(self, run: RunFolder) -> str:
+        """SIGTERM, for one whose master does not answer."""
+        if not _signal(_living(run), signal.SIGTERM):
+            raise NotDone(f"job {_named(run)} does not run: {run.state(time.time())}")
+        return f"job {_named(run)} has no master that answers: its agents were told to end"
+
+    def end(self, run: RunFolder) -> None:
+        """SIGTERM, and SIGKILL for what takes too long."""
+        living = _living(run)
+        _signal(living, signal.SIGTERM)
+        left = _await_end(living, END_LIMIT)
+        _signal(left, signal.SIGKILL)
+        if left := _await_end(left, END_LIMIT):
+            raise NotDone(f"process {left[0].pid} cannot be ended")
+
+    def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
+        """In the working directory and with the environment of the node's agent."""
+        living = _living(run)
+        one = _the_node(living, node, _named(run))
+        try:
+            with open(f"/proc/{one.pid}/environ", "rb") as file:
+                pairs = [pair.partition(b"=") for pair in file.read().split(b"\0") if pair]
+            environ = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+            cwd = os.readlink(f"/proc/{one.pid}/cwd")
+            return subprocess.run(command, env=environ, cwd=cwd, check=False).returncode
+        except OSError as wrong:
+            raise NotDone(f"{command[0]} cannot be run: {wrong.strerror}") from None
+
+    def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
+        """Run folders and masters are all there is of jobs of this host."""
+        return list(rows)
+
+    def _start(self, run: RunFolder, known: Submission, count: int) -> None:
+        """So many agents more, on record before this returns. NotDone where none can be."""
+        here = {one.node for one in _living(run)}
+        free = [node for at in range(known.max_nodes + count) if (node := f"node{at}") not in here]
+        started = [one for one in known.agents if one.node in here]
+        try:
+            for node in free[:count]:
+                started.append(self._agent(run, known, node))
+            write_submission(run, replace(known, agents=tuple(started), boot_id=boot_id()))
+        except OSError as wrong:
+            _signal(started, signal.SIGTERM)
+            raise NotDone(f"the job cannot be started: {wrong}") from None
+
+    def _agent(self, run: RunFolder, known: Submission, node: str) -> LocalAgent:
+        words = [f"--run-dir={run.path}", *meeting(known, node, known.port)]
+        environ = {**self._environ, **known.env}
+        if known.port:
+            if not any(word.startswith("--token-file=") for word in known.flags):
+                words += [f"--token-file={make_token(run)}"]
+            at, nodes = int(node.removeprefix("node")), known.max_nodes
+            if share := self._gpus[at % nodes :: nodes]:
+                environ["CUDA_VISIBLE_DEVICES"] = ",".join(share)
+        # -P: the folder the job runs in is not on the path of the command elasticrun either
+        command = [sys.executable, "-P", "-m", "elasticrun", *words, *known.flags, *known.program]
+        with open(run.path / CONSOLE, "ab") as console:
+            process = subprocess.Popen(
+                command,
+                cwd=known.workdir,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                start_new_session=True,
+            )
+        return LocalAgent(node, process.pid, start_time(process.pid) or 0)
+
+
+def meeting(known: Submission, node: str, port: int) -> list[str]:
+    """The flags by which the agent of a node finds the others."""
+    words = [f"--name={known.name}", f"--rdzv-id={known.name}"]
+    if known.max_nodes == 1:
+        return [*words, "--standalone"]
+    words += [f"--nnodes={known.min_nodes}:{known.max_nodes}", f"--node-id={node}"]
+    return [*words, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+
+
+# ---------------------------------------------------------------- its processes
+
+
+def _living(run: RunFolder) -> list[LocalAgent]:
+    """The agents that run; of a job that was typed, the one that started it."""
+    job = run.job()
+    if job is not None and job.host not in ("", os.uname().nodename):
+        raise NotDone(f"job {job.name} runs on {job.host}: type this there")
+    try:
+        known = submission(run)
+        found: Iterable[LocalAgent] = known.agents if known.boot_id == boot_id() else ()
+    except NotDone:
+        if job is None or not job.pid:
+            raise
+        found = [LocalAgent(job.host, job.pid, job.started)] if job.is_alive() else ()
+    return [one for one in found if start_time(one.pid) == one.started]
+
+
+def _signal(agents: Iterable[LocalAgent], number: int) -> int:
+    """How many were still there."""
+    told = 0
+    for one in agents:
+        try:
+            fd = os.pidfd_open(one.pid)
+        except OSError:
+            continue
+        try:
+            if start_time(one.pid) == one.started:
+                signal.pidfd_send_signal(fd, number)
+                told += 1
+        except OSError:
+            pass
+        finally:
+            os.close(fd)
+    return told
+
+
+def _await_end(agents: Sequence[LocalAgent], limit: float) -> list[LocalAgent]:
+    """Those that still run when the time is over."""
+    end = time.monotonic() + limit
+    for one in agents:
+        try:
+            fd = os.pidfd_open(one.pid)
+        except OSError:
+            continue
+        try:
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            if start_time(one.pid) == one.started:
+                poll.poll(max(0.0, end - time.monotonic()) * 1000)
+        finally:
+            os.close(fd)
+    return [one for one in agents if start_time(one.pid) == one.started]
+
+
+def _the_node(living: Sequence[LocalAgent], node: str, job: str) -> LocalAgent:
+    if not living:
+        raise NotDone(f"job {job} does not run, so there is no node to run a command on")
+    named = [one for one in living if one.node == node] if node else living
+    if len(named) == 1 or (named and not node):
+        return named[0]
+    raise NotDone(f"job {job} has no node {node}: it has {names([one.node for one in living])}")
+
+
+def _named(run: RunFolder) -> str:
+    job = run.job()
+    return job.name if job else run.path.name
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

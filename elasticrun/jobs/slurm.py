@@ -1,0 +1,214 @@
+"""Jobs of Slurm: a batch script, as `elasticrun render slurm` prints it, in the run folder, which
+is on a disk that the nodes share. What runs is asked of its master; the queue is asked of squeue.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from elasticrun.core.words import some
+from elasticrun.jobs.backend import NotDone, Submission, submission, write_submission
+from elasticrun.runs.layout import ENDED, RESULT, JobRow, RunFolder, RunResult, replace_file
+from elasticrun.wire.messages import Reply, Request
+
+SCRIPT: Final = "batch.sh"
+
+CALL_LIMIT: Final = 60.0
+"""Seconds for one command of Slurm's; a busy controller takes some."""
+
+LEAVE_LIMIT: Final = 600.0
+"""Seconds that a job may take to save and leave; Slurm's KillWait ends it sooner."""
+
+LOOK_EVERY: Final = 0.5
+"""Seconds between two looks at the queue, which tells nobody of itself."""
+
+FORM: Final = "%i|%T|%D|%r"
+"""Of squeue's lines, the same in all versions: number, state, nodes, reason."""
+
+
+class Queued(NamedTuple):
+    """A job that the queue has."""
+
+    state: str
+    nodes: int
+    reason: str
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it waits until somebody releases it."""
+        return self.state == "PENDING" and self.reason.startswith(
+            ("JobHeld", "job_requeued_in_held")
+        )
+
+
+class SlurmJobs:
+    """The cluster whose commands are here."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def submit(self, run: RunFolder, wanted: Submission) -> str:
+        """Hand the script to sbatch. The job may be requeued, or it could not be suspended."""
+        path = run.path / SCRIPT
+        try:
+            replace_file(path, wanted.script.encode())
+            path.chmod(0o700)
+        except OSError as wrong:
+            raise NotDone(f"the run folder cannot be written: {wrong}") from None
+        words = ("--parsable", "--requeue", f"--comment=elasticrun:{wanted.name}", str(path))
+        number = self._call("sbatch", *words, cwd=wanted.workdir).split(";")[0]
+        write_submission(run, replace(wanted, number=number))
+        return f"job {wanted.name} is submitted as Slurm job {number}"
+
+    def resume(self, run: RunFolder) -> str:
+        """Release it, or, where Slurm has it no more, submit the same script again."""
+        known = submission(run)
+        queued = self._queue().get(known.number)
+        if queued is None:
+            result = run.result()
+            if result is not None and result.state == "succeeded":
+                raise NotDone(f"job {known.name} has succeeded: submit it again to run it again")
+            (run.path / RESULT).unlink(missing_ok=True)
+            if job := run.job():
+                run.write_job(replace(job, pid=0, formed=0.0, began=time.time()))
+            return self.submit(run, known)
+        if not queued.is_held:
+            raise NotDone(f"job {known.name} is not suspended: Slurm has it as {queued.state}")
+        self._call("scontrol", "release", known.number)
+        return f"job {known.name} is released (Slurm job {known.number})"
+
+    def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
+        """The master sets the number. Slurm gives a job that runs no more nodes."""
+        said = ask(wanted).reason
+        known = submission(run)
+        has = queued.nodes if (queued := self._queue().get(known.number)) else 0
+        if 0 < has < wanted.number:
+            said += f"; its allocation has {some(has, 'node')}, and Slurm adds none"
+        return said
+
+    def suspend(self, run: RunFolder, reason: str) -> str:
+        """Back into the queue, and held there: Slurm sends SIGTERM, upon which nodes save and
+        leave."""
+        known = submission(run)
+        queued = self._queue().get(known.number)
+        if queued is None:
+            raise NotDone(f"Slurm has no job {known.number} ({known.name}) any more")
+        again = f"elasticrun resume {known.name} goes on"
+        if queued.state == "PENDING":
+            self._call("scontrol", "hold", known.number)
+            return f"job {known.name} is held before it has begun; {again}"
+        self._call("scontrol", "requeuehold", known.number)
+        if not self._until(known.number, lambda now: now is None or now.is_held, LEAVE_LIMIT):
+            raise NotDone(f"job {known.name} is leaving yet: elasticrun list shows it")
+        step = run.last_step()
+        return f"job {known.name} is suspended{f' at step {step}' if step >= 0 else ''}; {again}"
+
+    def stop(self, run: RunFolder) -> str:
+        """scancel, for one whose master does not answer, or that has none yet."""
+        known = submission(run)
+        if known.number not in self._queue():
+            raise NotDone(f"Slurm has no job {known.number} ({known.name}) any more")
+        self._call("scancel", known.number)
+        self._note_end(run, known)
+        return f"job {known.name} is cancelled (Slurm job {known.number})"
+
+    def end(self, run: RunFolder) -> None:
+        """scancel; Slurm kills after its KillWait what does not end."""
+        known = submission(run)
+        if known.number in self._queue():
+            self._call("scancel", known.number)
+            if not self._until(known.number, lambda now: now is None, LEAVE_LIMIT):
+                raise NotDone(f"Slurm job {known.number} does not end: scancel --signal=KILL it")
+        self._note_end(run, known)
+
+    def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
+        """As a step beside the job's own."""
+        known = submission(run)
+        where = f"--nodelist={node}" if node else "--relative=0"
+        words = ["srun", f"--jobid={known.number}", "--overlap", "-N1", "-n1", where, *command]
+        try:
+            done = subprocess.run(words, cwd=known.workdir, env=self._environ, check=False)
+        except OSError as wrong:
+            raise NotDone(f"srun cannot be run: {wrong.strerror}") from None
+        return done.returncode
+
+    def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
+        """By squeue; as they are where it cannot be asked."""
+        try:
+            queue = self._queue()
+        except NotDone:
+            return list(rows)
+        return [_by_queue(row, queue) for row in rows]
+
+    # ------------------------------------------------------------ Slurm's commands
+
+    def _queue(self) -> dict[str, Queued]:
+        """Our jobs that have not ended, by number."""
+        found = {}
+        for line in self._call("squeue", "--me", "-h", "-o", FORM).splitlines():
+            number, state, nodes, reason = (line.split("|", 3) + [""] * 3)[:4]
+            count = int(nodes) if nodes.isdecimal() else 0
+            found[number] = Queued(state, count, reason)
+        return found
+
+    def _until(self, number: str, good: Callable[[Queued | None], bool], limit: float) -> bool:
+        end = time.monotonic() + limit
+        while not good(self._queue().get(number)):
+            if time.monotonic() > end:
+                return False
+            time.sleep(LOOK_EVERY)
+        return True
+
+    def _call(self, *words: str, cwd: str | None = None) -> str:
+        """What it prints. NotDone, in its own words."""
+        try:
+            done = subprocess.run(
+                words,
+                cwd=cwd or None,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=CALL_LIMIT,
+                check=False,
+            )
+        except FileNotFoundError:
+            raise NotDone(f"there is no {words[0]} here: is this a login node of Slurm?") from None
+        except (OSError, subprocess.TimeoutExpired) as wrong:
+            raise NotDone(f"{words[0]} cannot be asked: {wrong}") from None
+        if done.returncode:
+            why = " ".join(done.stderr.split())[:500]
+            raise NotDone(f"{words[0]} refuses: {why or f'exit code {done.returncode}'}")
+        return done.stdout.strip()
+
+    def _note_end(self, run: RunFolder, known: Submission) -> None:
+        """A job that was cancelled before its master could say how it ended."""
+        if run.result() is None:
+            result = RunResult(
+                job=known.name, state="stopped", reason="cancelled in Slurm", ended=time.time()
+            )
+            replace_file(run.path / RESULT, msgspec.json.encode(result))
+
+
+def _by_queue(row: JobRow, queue: Mapping[str, Queued]) -> JobRow:
+    try:
+        number = submission(RunFolder(Path(row.run))).number
+    except NotDone:
+        return row
+    queued = queue.get(number)
+    if queued is None:
+        gone = row.state not in ENDED
+        return replace(row, state="lost", reason="Slurm has it no more") if gone else row
+    if queued.is_held:
+        return replace(row, state="suspended", reason=f"held in Slurm as job {number}")
+    if queued.state == "PENDING":
+        return replace(row, state="submitted", reason=f"waits in Slurm: {queued.reason}")
+    return replace(row, state="waiting") if row.state in (*ENDED, "submitted") else row

@@ -1,0 +1,183 @@
+"""A job of this host from submit to delete, by the words that people type; what is refused."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+
+from tests.harness import LIMIT, World, await_true, ran, until_file
+from tests.snapshots.conftest import TRAIN, starts, told, until_printed
+
+LAST_CALL = ("--rdzv-conf", "last_call_timeout=1,heartbeat_timeout=60")
+
+
+class Person:
+    """Who types the verbs in one folder."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.environ = world.environment({"OMP_NUM_THREADS": "1"})
+
+    def types(self, *words: str) -> str:
+        """What a verb prints that ends well."""
+        done = ran(*words, env=self.environ)
+        assert (done.returncode, done.stderr) == (0, ""), (words, done.stdout, done.stderr)
+        return done.stdout
+
+    def hears(self, *words: str) -> tuple[int, str]:
+        """How a verb ends, and its sentence."""
+        done = ran(*words, env=self.environ)
+        assert done.stderr.count("\n") == 1, done.stderr
+        return done.returncode, done.stderr
+
+    def row(self, name: str) -> dict[str, Any]:
+        """What `list` says of a job."""
+        rows = json.loads(self.types("list", "-o", "json"))
+        return next(row for row in rows if row["name"] == name)
+
+    def until(self, name: str, **values: object) -> None:
+        """Wait until `list` shows these of a job."""
+        await_true(
+            lambda: values.items() <= self.row(name).items(), f"{name} {values}", limit=LIMIT
+        )
+
+
+@pytest.fixture
+def person(world: World) -> Person:
+    return Person(world)
+
+
+def training(folder: Path) -> list[str]:
+    """A training without an end: script and arguments."""
+    (folder / "out").mkdir()
+    words = ["--steps", "1000000000", "--every", "5", "--print-at", "5"]
+    return [str(TRAIN), *words, "--out", str(folder / "out"), "--ckpt", str(folder / "ckpt")]
+
+
+def on_a_terminal(person: Person, words: Sequence[str]) -> str:
+    """What a verb prints on a terminal that is closed as soon as it has ended."""
+    typed = shlex.join([sys.executable, "-m", "elasticrun", *words])
+    shell = pexpect.spawn(
+        "bash", ["-c", f"{typed}; echo over $?; cat"], env=person.environ, encoding="utf-8",
+        timeout=LIMIT,
+    )  # fmt: skip
+    shell.expect("over 0")
+    said = str(shell.before)
+    shell.close(force=True)
+    return said
+
+
+@pytest.mark.slow
+def test_a_job_from_submit_to_delete(person: Person) -> None:
+    folder, out = person.world.scratch, person.world.scratch / "out"
+    program = training(folder)
+    words = ("submit", "--name", "tr", "--nodes", "1:2", *LAST_CALL, "--", *program)
+    said = on_a_terminal(person, words)
+    assert "job tr is started on this host, with 2 agents as its nodes" in said
+    assert "elasticrun logs tr -f" in said
+    for rank in (0, 1):
+        until_printed(out, rank)  # the terminal has gone
+    person.until("tr", state="running", nodes=2)
+    assert "2 ranks on 2 nodes" in person.types("status", "t")
+    code, why = person.hears("submit", "--name", "tr", "--", str(TRAIN))
+    assert code == 1
+    assert "a job tr is there already (running)" in why
+    assert person.types("exec", "tr", "--node", "node1", "--", "pwd").strip() == str(Path.cwd())
+
+    person.types("scale", "tr", "1", "--reason", "a guest")
+    person.until("tr", nodes=1)
+    assert "1 agent more started here" in person.types("scale", "3", "tr")
+    person.until("tr", nodes=3)
+    until_file(out / "rank-2.jsonl", lambda text: '"start"' in text)
+    begins = told(out, 2)[0]["start"]
+    await_true(lambda: person.row("tr")["step"] > begins + 10, "snapshots of three")
+
+    said = person.types("suspend", "tr")
+    assert "job tr is suspended at step" in said
+    assert not person.world.survivors()
+    assert person.row("tr")["state"] == "saved"
+    assert starts(out, 0)[0] == 0
+    lives = len(starts(out, 0))
+    person.types("resume", "tr")
+    await_true(lambda: len(starts(out, 0)) > lives, "another life")
+    assert starts(out, 0)[-1] > 0
+    person.until("tr", state="running")
+    assert "the job ends: stopped by" in person.types("stop", "tr", "--wait")
+    person.world.nothing_left()
+
+    assert person.row("tr")["state"] == "stopped"
+    assert "stopped by" in person.types("status", "tr")
+    person.types("logs", "tr", "--tail", "1")
+    code, why = person.hears("suspend", "tr")
+    assert (code, "job tr does not run: stopped" in why) == (1, True)
+    run = person.row("tr")["run"]
+    assert f"{run} is removed" in person.types("delete", "tr")
+    assert person.types("list", "-o", "json").strip() == "[]"
+    assert not Path(run).exists()
+
+
+PRINTS = """
+import os, signal
+print("rank", os.environ["RANK"], "is here", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Person) -> None:
+    (person.world.scratch / "prints.py").write_text(PRINTS)
+    script = str(person.world.scratch / "prints.py")
+    made = json.loads(person.types("submit", "-o", "json", "--nproc-per-node=2", "--", script))
+    assert made["name"] == "prints"
+    reader = person.world.command(
+        [sys.executable, "-m", "elasticrun", "logs", "prints", "-f"], env=person.environ
+    )
+    for rank in (0, 1):
+        reader.until_text(f"[{rank}] rank {rank} is here\n", stream="stdout")
+    assert "had saved no step" in person.types("suspend", "prints")
+    assert reader.wait() == 0
+    (line,) = person.types("logs", "pri", "--rank=1", "-o", "json").splitlines()
+    assert json.loads(line) == {"rank": 1, "stream": "stdout", "line": "rank 1 is here"}
+    assert person.types("logs", "prints", "--node=elsewhere") == ""
+    assert "did you mean prints?" in person.hears("logs", "prnts")[1]
+    (console,) = Path(made["run_dir"]).glob("console.log")
+    assert "rank 0 is here" in console.read_text()
+    person.types("delete", "prints", "--keep-files")
+    assert Path(made["run_dir"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [
+        (["submit"], 2, "name the script behind --"),
+        (["submit", "train.py"], 2, "stand behind --"),
+        (["submit", "--wrong", "--", "train.py"], 2, "--wrong is no flag of this verb"),
+        (["submit", "--on", "k8s", "--", "train.py"], 2, "nothing is submitted there yet"),
+        (["submit", "--on", "moon", "--", "train.py"], 2, "local, ssh, slurm, k8s"),
+        (["submit", "--nodes", "3:2", "--", "train.py"], 1, "not above the largest"),
+        (["submit", "--", "missing.py"], 1, "there is no script missing.py"),
+        (["submit", "--rdzv-endpoint", "a:1", "--", "train.py"], 2, "settles that"),
+        (["submit", "--env", "ELASTICRUN_TOKEN=x", "--", "t.py"], 2, "put the secret into"),
+        (["suspend"], 2, "required: JOB"),
+        (["resume", "tr"], 1, "no job tr has a run folder"),
+        (["exec", "tr"], 2, "name the command behind --"),
+        (["exec", "tr", "--", "true"], 1, "no job tr"),
+        (["scale", "tr", "x"], 2, "is not a number of nodes"),
+        (["delete", "tr", "-o", "yaml"], 2, "invalid choice"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be_is_one_sentence_and_starts_nothing(
+    person: Person, words: list[str], code: int, part: str
+) -> None:
+    (person.world.scratch / "train.py").touch()
+    said = person.hears(*words)
+    assert (said[0], part in said[1]) == (code, True), said
+    assert not (person.world.scratch / "runs").exists()
