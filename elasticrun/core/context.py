@@ -53,9 +53,9 @@ class JobContext:
         self.scaled = self.changed = True
         self.rdzv.scale(self.spec)
 
-    def note(self, text: str, level: str = "info") -> None:
-        """A line for the operator."""
-        self.out.append(fx.Note(text, level))
+    def note(self, text: str, level: str = "info", *, told: bool = False) -> None:
+        """A line for the operator. `told`: nodes print it, too."""
+        self.out.append(fx.Note(text, level, told))
 
     def tell(self, session: int, order: m.Order) -> None:
         """An order to one stream."""

@@ -35,6 +35,7 @@ class Note(Struct, frozen=True):
 
     text: str
     level: str = "info"  # info, warning, error
+    told: bool = False  # to the nodes of the round, each of which prints it
 
 
 # ---------------------------------------------------------------- the master's: Job

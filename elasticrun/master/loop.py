@@ -340,7 +340,8 @@ class Loop:
             case events.Hangup():
                 self._hang_up(effect.session)
             case events.Note():
-                logger.log(LEVELS.get(effect.level, logging.INFO), "%s", effect.text)
+                level = LEVELS.get(effect.level, logging.INFO)
+                logger.log(logging.INFO if effect.told else level, "%s", effect.text)
                 self.on_noted(effect)
             case events.JobOver():
                 self.on_over(effect)

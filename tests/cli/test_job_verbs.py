@@ -72,6 +72,9 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
     fits("status", verb("status", "--json")[1])
     code, out, err = verb("stacks")
     assert ("reduces.py:" in out) is (code == 0), (out, err)
+    code, out, err = verb("stacks", "--rank", "9")
+    assert (code, out) == (1, "")
+    assert err.endswith("no stack of rank 9 could be had: the job has 4 ranks, from 0 on\n")
     assert verb("exclude", "node-9", endpoint)[2].startswith("elasticrun exclude: the job has no")
 
     for number, world_size in ((1, 2), (2, 4)):  # the node that is over stays as a spare
@@ -105,7 +108,9 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
         assert code == 0, err
         out = fits("order", out)["reason"]
         assert "the job ends: stopped by" in out
-        assert events.wait(60) in (0, 1)
+        last = events.stdout.read().decode().splitlines()[-1]
+        assert last.endswith(f"the job has ended (failed): stopped by {asking.who()}: enough")
+        assert events.wait(60) == 0
     assert job.result().exit_codes[0] == 1
     assert f"stopped by {line.who()}: enough" in job.output(0)
     code, out, err = verb("top")

@@ -117,6 +117,11 @@ def test_a_single_job_is_shown_whole_and_of_several_why_they_wait(
     assert "7 8" not in several
     assert "\njob: waits: reason; all of it: elasticrun status h:1\n" in several
     assert "\nother: all of it: elasticrun status h:2\n" in several
+    hung = page(reason="", verdict="rank 1 is idle")
+    verb._show([("h:1", hung)])
+    assert "\nheld up: rank 1 is idle\n" in capsys.readouterr().out
+    verb._show([("h:1", hung), ("h:2", page())])
+    assert "\njob: held up: rank 1 is idle; all of it" in capsys.readouterr().out
 
 
 def test_the_list_fits_80_columns_and_breaks_no_name() -> None:

@@ -194,16 +194,19 @@ def test_the_commit_is_known_where_there_is_git(tmp_path: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{40}", git_commit(str(tmp_path / "below")))
 
 
-def test_the_table_fits_into_80_columns() -> None:
+def test_the_table_fits_into_the_terminal_and_says_what_holds_the_job_up() -> None:
     long = msgspec.structs.replace(ROW, number=8, over=False, sentence="x" * 200)
-    lines = table([ROW, long]).splitlines()
+    lines = table([ROW, long], 80).splitlines()
     assert (
         lines[1]
         == "   7  67 min rank_failed    1.8 s     12  rank 3 on node b failed (ValueError: …"
     )
     assert "(open) xxx" in lines[2]
     assert max(map(len, lines)) == 80
+    assert table([long]).splitlines()[1].endswith("x" * 200), "a pipe is given all of it"
     assert table([]) == NOTHING
+    assert table([], now="rank 1 is idle") == "no incident yet; held up now: rank 1 is idle\n"
+    assert table([ROW], now="rank 1 is idle").endswith("\nheld up now: rank 1 is idle\n")
 
 
 def test_a_command_reads_each_event_and_is_tried_again(tmp_path: Path) -> None:

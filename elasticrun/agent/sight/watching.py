@@ -163,6 +163,8 @@ class LocalSight:
 
     def _tell(self, life: _Watched) -> None:
         news = life.quiet.news(asyncio.get_running_loop().time())
+        if news is not None and news.seconds > 0.0:
+            self._progress.last_words()
         if news is not None and life.tells and self._node.link.offer(news):
             life.quiet.told()
 

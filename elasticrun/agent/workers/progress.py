@@ -256,8 +256,8 @@ class Progress:
     # ------------------------------------------------------------ reports out
 
     def last_words(self) -> None:
-        """A rank has failed: say what was not due yet, or steps that are done again would be
-        fewer than they are."""
+        """A rank has failed, or all stand still: say what was not due yet, or steps that are done
+        again would be fewer than they are."""
         left = [window for window in self._windows.values() if window.steps]
         if left and self._start is not None:
             self._say(self._start, left, asyncio.get_running_loop().time())

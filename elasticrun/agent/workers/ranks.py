@@ -227,6 +227,8 @@ class Ranks:
             life.signalled[local_rank] = signum
             self._sent_at[signum] = time.monotonic()
             child.signal(signum)
+            if signum in (signal.SIGTERM, signal.SIGINT):
+                child.signal(signal.SIGCONT)  # one that is stopped does not end before
             if self._is_put_off(local_rank, signum):  # it would end by it, but for us
                 self._sent_at[signal.SIGKILL] = time.monotonic()
                 child.signal(signal.SIGKILL, alone=True)

@@ -88,15 +88,15 @@ def _pick(job: str, here: Sequence[Published]) -> Published:
     shown = ", ".join(listed[:MOST_NAMED]) + (", ..." if len(listed) > MOST_NAMED else "")
     if found:
         raise NotAnswered(f"several jobs are meant: {shown}; name one, or its host:port")
-    if job and (ended := _ended(job)):
-        raise NotAnswered(ended)
+    if job and (end := ended(job)):
+        raise NotAnswered(end)
     if not job:
         raise NotAnswered("no job of yours runs on this host: name its master's host:port")
     hint = nearest(job, [one.job_id for one in here])
     raise NotAnswered(f"no job {job} of yours runs on this host{hint or _running(shown)}")
 
 
-def _ended(job: str) -> str:
+def ended(job: str) -> str:
     """What its run folder says of a job that does not run here; "" where there is none."""
     try:
         folder = index.find(index.runs_root(os.environ), job)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -44,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
         made.error("a job, and the number of one of its incidents")
     job, number = _meant(ns.words)
     try:
-        rows = _rows(job, Asked(ns, variables))
-        print(_shown(rows, number, as_text=ns.output == "text"), end="")
+        rows, now = _rows(job, Asked(ns, variables))
+        print(_shown(rows, number, now, as_text=ns.output == "text"), end="")
     except NotAnswered as why:
         print(f"{made.prog}: {why}", file=sys.stderr)
         return 1
@@ -61,14 +62,16 @@ def _meant(words: Sequence[str]) -> tuple[str, int]:
     return (words[0] if words else ""), 0
 
 
-def _rows(job: str, asked: Asked) -> Sequence[IncidentRow]:
-    """From the master of one that runs, else from files."""
+def _rows(job: str, asked: Asked) -> tuple[Sequence[IncidentRow], str]:
+    """From the master of one that runs, with what holds it up now, else from files."""
     folder = _left_by(job)
     if folder is not None:
-        return read(folder, time.time())
+        return read(folder, time.time()), ""
     master = find(job, trust.token(asked), trust.tls(asked))
     with asyncio.Runner() as runner:
-        return JobLine(master, runner).picture().incidents
+        picture = JobLine(master, runner).picture()
+    verdict = picture.verdict
+    return picture.incidents, f"{verdict.sentence}; {verdict.then}" if verdict is not None else ""
 
 
 def _left_by(job: str) -> Path | None:
@@ -84,9 +87,10 @@ def _left_by(job: str) -> Path | None:
     return None if found is None else found.path / INCIDENTS
 
 
-def _shown(rows: Sequence[IncidentRow], number: int, *, as_text: bool) -> str:
+def _shown(rows: Sequence[IncidentRow], number: int, now: str, *, as_text: bool) -> str:
     if not number:
-        return table(rows) if as_text else as_json(list(rows)) + "\n"
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+        return table(rows, columns, now) if as_text else as_json(list(rows)) + "\n"
     for row in rows:
         if row.number == number:
             return page(row) if as_text else as_json(row) + "\n"

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from elasticrun.cli.job.asking import as_json, parser, run
+from elasticrun.cli.job.asking import as_json, ended, parser, run
+from elasticrun.cli.job.top import is_off
+from elasticrun.cli.verbs.status import name_of
 from elasticrun.core.sight.picture import EventRow, Picture, StackRow
 from elasticrun.core.words import some
-from elasticrun.jobs.line import JobLine
+from elasticrun.jobs.line import JobLine, NotAnswered
 from elasticrun.wire.messages import MAX_RANKS
 from elasticrun.wire.types import read_ranges
 
@@ -29,7 +31,7 @@ def stacks(argv: Sequence[str]) -> int:
     """The verb of this name."""
     made = parser("stacks", "Show where the ranks of a running job are, grouped by their stacks.")
     text = "of this rank alone"
-    made.add_argument("--rank", type=int, default=-1, metavar="R", help=text)
+    made.add_argument("--rank", type=rank_number, default=-1, metavar="R", help=text)
 
     def show(line: JobLine, ns: argparse.Namespace) -> int:
         picture = line.picture("stacks")
@@ -37,16 +39,27 @@ def stacks(argv: Sequence[str]) -> int:
         if ns.output == "json":
             shown = {"stacks": groups, "stacks_missing": picture.stacks_missing}
             print(as_json(shown))
-        else:
-            print("\n".join(stack_lines(picture, groups)))
+        elif lines := stack_lines(picture, groups):
+            print("\n".join(lines))
         if groups:
             return 0
-        of = f"of rank {ns.rank}" if ns.rank >= 0 else "of any rank"
+        of, size = "of any rank" if ns.rank < 0 else f"of rank {ns.rank}", picture.status.world_size
         why = picture.stacks_missing or picture.status.outcome or picture.status.reason
+        if is_off(picture):
+            why = "nobody looks at the ranks (--on-hang=off)"
+        elif 0 < size <= ns.rank:
+            why = f"the job has {some(size, 'rank')}, from 0 on"
         print(f"{made.prog}: no stack {of} could be had{why and f': {why}'}", file=sys.stderr)
         return 1
 
     return run(made, argv, show)
+
+
+def rank_number(text: str) -> int:
+    """A rank as it is typed. ValueError."""
+    if not text.isdecimal():
+        raise ValueError
+    return int(text)
 
 
 def has_rank(group: StackRow, rank: int) -> bool:
@@ -82,18 +95,21 @@ def events(argv: Sequence[str]) -> int:
     made.add_argument("-f", "--follow", action="store_true", help=text)
 
     def show(line: JobLine, ns: argparse.Namespace) -> int:
-        last = 0
+        last, job = 0, ""
         while True:
-            picture = line.picture()
+            try:
+                picture = line.picture()
+            except NotAnswered:
+                if not last:
+                    raise
+                line.pause(POLL)  # its result is written behind its last answer
+                if not (end := ended(job)):
+                    raise
+                _print([EventRow(last + 1, 0.0, "", end, "info")], ns)
+                return 0
+            job = name_of(picture.status.job_id, "")
             new = unseen(picture.events, last)
-            if ns.output == "json" and not ns.follow:
-                print(as_json(new))
-            elif ns.output == "json":
-                for row in new:
-                    print(msgspec.json.encode(row).decode())
-            else:
-                for text in event_lines(new, time.time()):
-                    print(text)
+            _print(new, ns)
             last = picture.events[-1].number if picture.events else last
             if not ns.follow or picture.status.outcome:
                 return 0
@@ -104,6 +120,17 @@ def events(argv: Sequence[str]) -> int:
         return run(made, argv, show)
     except KeyboardInterrupt:  # how `-f` is ended
         return 0
+
+
+def _print(rows: list[EventRow], ns: argparse.Namespace) -> None:
+    if ns.output == "json" and not ns.follow:
+        print(as_json(rows))
+    elif ns.output == "json":
+        for row in rows:
+            print(msgspec.json.encode(row).decode())
+    else:
+        for text in event_lines(rows, time.time()):
+            print(text)
 
 
 def unseen(rows: Sequence[EventRow], last: int) -> list[EventRow]:

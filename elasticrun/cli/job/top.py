@@ -92,8 +92,14 @@ def page(picture: Picture, columns: int) -> list[str]:
     if picture.ranks:
         lines += ["", *table(picture.ranks, columns)]
     elif not picture.status.outcome:
-        lines += ["", "nobody has looked at the ranks yet"]
+        off = "nobody looks at the ranks (--on-hang=off)"
+        lines += ["", off if is_off(picture) else "nobody has looked at the ranks yet"]
     return lines
+
+
+def is_off(picture: Picture) -> bool:
+    """Whether the job was started with --on-hang=off."""
+    return any((one.name, one.value) == ("on_hang", '"off"') for one in picture.settings)
 
 
 def _wrapped(line: str, columns: int) -> list[str]:

@@ -317,6 +317,7 @@ def _brief(pages: Sequence[tuple[str, JobStatus]]) -> list[str]:
     for where, page in pages:
         name = name_of(page.job_id, where)
         why = f"waits: {page.reason}" if page.reason and not page.outcome else page.outcome
+        why = why or (f"held up: {page.verdict}" if page.verdict else "")
         said.append(f"{name}: {why + '; ' if why else ''}all of it: elasticrun status {where}")
     return ["", *said] if said else []
 
@@ -351,6 +352,7 @@ def _lines(page: JobStatus) -> list[str]:
         "last failure: ": page.last_failure,
         "": page.check,
         "snapshots: ": page.snapshot,
+        "held up: ": page.verdict,
         "time: ": page.goodput,
         "outcome: ": page.outcome,
     }

@@ -53,6 +53,9 @@ NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic
 MAX_QUOTED = 200
 """Characters of a rank's error that a sentence quotes; the summary at the end has all of it."""
 
+HAD_ENDED = " had ended with 0 before; "
+"""Between the ranks that were through and the error of one that lost its connection then."""
+
 STOP_SIGNALS = frozenset({1, 2, 3, 9, 10, 12, 15})
 """HUP, INT, QUIT, KILL, USR1, USR2, TERM: what agents, schedulers and people stop ranks with."""
 
@@ -174,7 +177,8 @@ def what_happened(failure: Failure) -> str:
     if kind is FailureKind.HUNG:
         return message  # a sentence of the master's own, which is not too long
     if kind is FailureKind.PEER_LOST:
-        return "lost its connection to another rank"
+        who, ended, _ = message.partition(HAD_ENDED)
+        return f"lost its connection to another rank{ended and f'; {who} had ended with 0'}"
     if kind in (FailureKind.SPAWN, FailureKind.SPAWNER):
         return cut(message) or "could not be started"
     if code < 0:

@@ -115,7 +115,7 @@ def _of_a_failure(ctx: JobContext, failure: Failure) -> Origin:
     alone = ctx.round is None or len(ctx.round.seats) < 2
     where = f"rank {failure.rank}" + ("" if alone or not node else f" on node {node}")
     if failure.kind is FailureKind.HUNG:
-        sentence = f"{where} hung ({failure.message})" if failure.message else f"{where} hung"
+        sentence = failure.message or f"{where} hung"  # the verdict names the rank
     else:
         sentence = f"{where} failed ({what_happened(failure)})"
     cause = _OF_A_RANK.get(failure.kind, "rank_failed")

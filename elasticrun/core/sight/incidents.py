@@ -7,7 +7,7 @@ of those, the record stays open after all ranks run, until the next one, or the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -31,6 +31,15 @@ MOST_CHARS = 4096
 
 MOST_FOLLOWED = 8
 """Further ends of rounds in one record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stood:
+    """How a round stood when it was over."""
+
+    quiet: float = 0.0  # seconds since anything moved in it
+    hang: str = ""  # that was told of
+    stacks: tuple[StackRow, ...] = ()  # of the last look at its ranks
 
 
 @dataclass(slots=True)
@@ -57,6 +66,7 @@ class _Open:
     first_told: bool = False  # a node has told of its first collective or step
     last_lines: str = ""
     stacks: tuple[StackRow, ...] = ()
+    hang: str = ""
 
     def to(self, phase: str, now: float) -> None:
         """The next part of the way back begins."""
@@ -88,6 +98,7 @@ class _Open:
             exitcode=self.origin.exitcode,
             step=self.newest,
             verdict=self.origin.verdict,
+            hang=self.hang,
         )
 
 
@@ -141,9 +152,8 @@ class Incidents:
                 one.to("warm", now)
                 self._file(one.row(now, over=False))
 
-    def round_over(self, reason: str, quiet: float = 0.0, stacks: Sequence[StackRow] = ()) -> None:
-        """The round is closed for this reason. `quiet`: seconds since anything moved in it;
-        `stacks`: of the last look at its ranks."""
+    def round_over(self, reason: str, stood: Callable[[], Stood] = Stood) -> None:
+        """The round is closed for this reason."""
         ctx, one = self._ctx, self._open
         if ctx.rdzv.succeeded or ctx.round is None:
             return
@@ -151,7 +161,7 @@ class Incidents:
             self._close(moves=False)
             one = None
         if one is None:
-            self._begin(reason, quiet, stacks)
+            self._begin(reason, stood())
             return
         if len(one.followed) < MOST_FOLLOWED:
             one.followed.append(reason)
@@ -184,11 +194,11 @@ class Incidents:
             one.to("spawn", self._ctx.now)
         self._known_out = out
 
-    def settle(self) -> None:
+    def settle(self, stood: Callable[[], Stood]) -> None:
         """After every event that was decided on."""
         ctx, one = self._ctx, self._open
         if ctx.outcome is not None:
-            self._end(ctx.outcome)
+            self._end(ctx.outcome, stood)
         elif one is not None and one.phase == "stop" and not ctx.rdzv.awaits_survivors:
             one.to("gather", ctx.now)
 
@@ -202,7 +212,7 @@ class Incidents:
 
     # ------------------------------------------------------------ beginning and end
 
-    def _begin(self, reason: str, quiet: float, stacks: Sequence[StackRow] = ()) -> None:
+    def _begin(self, reason: str, stood: Stood) -> None:
         ctx, round_ = self._ctx, self._ctx.round
         now = ctx.now
         assert round_ is not None
@@ -219,12 +229,13 @@ class Incidents:
             since=now,
             awaited=self._members(),
         )
-        if (detect := quiet or self._detected(culprit)) > 0.0:
+        if (detect := stood.quiet or self._detected(culprit)) > 0.0:
             one.spent["detect"] = detect
         if culprit.rank >= 0:
             one.last_lines = ctx.restarts.window.failures[0].traceback[-MOST_CHARS:]
-        if culprit.cause == "hang":
-            one.stacks = tuple(stacks[:MOST_STACKS])
+        one.hang = stood.hang if culprit.cause != "hang" else ""
+        if stood.hang or culprit.cause == "hang":
+            one.stacks = stood.stacks[:MOST_STACKS]
         self._file(one.row(now, over=False))
 
     def _detected(self, culprit: Origin) -> float:
@@ -259,14 +270,14 @@ class Incidents:
             ctx.note(f"incident {row.number}: {row.sentence}, {back}{lost}")
         self._file(row)
 
-    def _end(self, outcome: m.End) -> None:
+    def _end(self, outcome: m.End, stood: Callable[[], Stood]) -> None:
         if self._ended:
             return
         self._ended = True
         if self._open is None:
             if outcome.exit_code == EXIT_OK or self._ctx.round is None:
                 return
-            self._begin(outcome.reason, 0.0)
+            self._begin(outcome.reason, stood())
         one = self._open
         assert one is not None
         if not one.decision and (follow := followers(self._ctx)):

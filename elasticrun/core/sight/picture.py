@@ -132,6 +132,7 @@ class IncidentRow(Struct, frozen=True):
     steps_lost: int = 0
     slot_seconds: float = 0.0
     cost: float = 0.0  # of these, at --slot-price; 0.0: no price is set
+    hang: str = ""  # that stood when it began, where it is not the cause itself
     last_lines: str = ""
     stacks: tuple[StackRow, ...] = ()
     exitcode: int = 0  # of the rank that failed first; negative: the signal that ended it

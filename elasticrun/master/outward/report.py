@@ -1,5 +1,4 @@
-"""One incident as a page of Markdown for people and as a line, and all of them as a table of 80
-columns."""
+"""One incident as a page of Markdown for people and as a line, and all of them as a table."""
 
 from __future__ import annotations
 
@@ -10,8 +9,6 @@ from typing import Final
 from elasticrun.core.rounds.failures import SIGNALS
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.core.words import some
-
-WIDTH: Final = 80
 
 PHASES: Final = {
     "detect": "from the last sign of life until it was noticed",
@@ -45,6 +42,8 @@ def page(row: IncidentRow) -> str:
     state = "" if row.over else " It is not over yet."
     lines += [f"{_capital(WORDS.get(row.cause, row.cause))}, in round {row.round}.{state}", ""]
     lines += [f"- **First**: {_plain(row.sentence)}"]
+    if row.hang:
+        lines.append(f"- **Hang before it**: {_plain(row.hang)}")
     if row.followed:
         lines.append(f"- **Then**: {_plain(row.followed)}")
     if row.decision:
@@ -103,16 +102,18 @@ def line(row: IncidentRow) -> str:
     return f"incident {row.number}: {_plain(row.sentence)}; {what}"
 
 
-def table(rows: Iterable[IncidentRow]) -> str:
-    """A line each, the newest last."""
+def table(rows: Iterable[IncidentRow], columns: int = 0, now: str = "") -> str:
+    """A line each, the newest last, cut to `columns` (0: whole). `now`: what holds the job up."""
     lines = [
         _row(row) + (_plain(row.sentence) if row.over else f"(open) {_plain(row.sentence)}")
         for row in rows
     ]
+    now = f"held up now: {_plain(now)}\n" if now else ""
     if not lines:
-        return NOTHING
+        return now.replace("held up now", "no incident yet; held up now") or NOTHING
     head = f"{'NO':>4} {'AGO':>7} {'CAUSE':<11} {'DOWN':>8} {'STEPS':>6}  WHAT"
-    return "\n".join([head, *map(_cut, lines)]) + "\n"
+    cut = [line if not 0 < columns < len(line) else f"{line[: columns - 1]}…" for line in lines]
+    return "\n".join([head, *cut]) + "\n" + now
 
 
 def span(seconds: float) -> str:
@@ -168,7 +169,3 @@ def _plain(text: str) -> str:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"

@@ -74,7 +74,9 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
             fatal=pytest.fail,
             link=said,
         )
+        flushed: list[bool] = []
         progress = SimpleNamespace(
+            last_words=lambda: flushed.append(True),
             seen=lambda rank: (7, 0.5) if rank else (-1, 0.0),
             word=lambda rank: ("judge", 60.0) if rank else ("", 0.0),
         )
@@ -89,6 +91,7 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
             quiet = await said.until(lambda one: isinstance(one, m.Quiet) and one.waiting == 1)
             assert quiet.counted
             assert quiet.seconds >= 0.5
+            assert flushed, "the newest steps are told when nothing follows them"
             sight.obey(m.Inspect(ROUND, 1, stacks=True))
             _look(await said.until(lambda one: isinstance(one, m.Inspected)))
             stacks = await said.until(lambda one: isinstance(one, m.Stacks))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from msgspec.structs import replace
 
 from elasticrun.core import events as fx
 from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.master.outward import report
 from elasticrun.trace.words import incident_in_words
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import SPEC, Master, failure, hello
+from tests.core.sight import worlds
 
 
 def filed(master: Master) -> IncidentRow:
@@ -93,9 +96,26 @@ def test_a_hang_counts_from_the_last_move_and_keeps_the_stacks() -> None:
     new = starts(master)
     master.hear(2, m.Quiet(new, 0.0, first=1.0))
     row = filed(master)
-    assert (row.cause, row.sentence) == ("hang", "rank 0 on node a hung (all wait for it)")
+    assert (row.cause, row.sentence) == ("hang", "all wait for it")
     assert [one.text for one in row.stacks] == ["train.py:88 load_shard"]
     assert row.over
+
+
+@pytest.mark.parametrize("verb", ["stop", "restart"])
+def test_what_ends_a_round_that_hangs_keeps_the_hang_and_its_stacks(verb: str) -> None:
+    def plan(rank: int, step: int) -> list[tuple[str, float]]:
+        load = 500.0 if (step, rank) == (8, 3) else 0.1
+        return [("compute", 0.5), ("load", load), ("world", 0.0)]
+
+    master = worlds.Training(plan).run(100.0).master
+    master.feed(fx.Requested(1, m.Request(verb, who="me@here")))
+    row = filed(master)
+    assert (row.cause, row.sentence) == ("operator", f"{verb}{'p' * (verb == 'stop')}ed by me@here")
+    assert row.hang.startswith("strong: rank 3 (node a) is idle at train.py:41 load for ")
+    assert (row.phases[0].name, row.phases[0].seconds > 60.0) == ("detect", True)
+    assert row.slot_seconds > 60.0
+    assert row.stacks
+    assert "- **Hang before it**: strong: rank 3" in report.page(row)
 
 
 def test_a_lost_node_counts_from_its_last_word() -> None:

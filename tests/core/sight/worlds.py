@@ -214,7 +214,8 @@ class Training:
         seen = tuple(self.see(self.ranks[rank]) for rank in RANKS if rank // EACH == session - 1)
         self._tell((session, m.Inspected(order.round, order.number, 0, GROUPS, seen)))
         if order.stacks:
-            told = m.Stacks(order.round, order.number, (), folder=f"logs/{node}")
+            groups = (m.StackGroup("k", f"{seen[0].rank}", 1, "", "train.py:41 load"),)
+            told = m.Stacks(order.round, order.number, groups, folder=f"logs/{node}")
             self._tell((session, told))
 
     def see(self, one: _Rank) -> m.RankSeen:

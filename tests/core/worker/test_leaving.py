@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_SAVED
 from elasticrun.core import events as fx
+from elasticrun.core.rounds.failures import what_happened
 from elasticrun.core.worker.leaving import RESCUE_WITHIN, SAID_AGAIN, WAIT_FOR_SAVED
 from elasticrun.core.worker.ranks import SIGNAL_MEMORY, LocalRanks
 from elasticrun.core.worker.states import State
@@ -179,6 +180,20 @@ def test_a_rank_that_dies_of_the_agents_signal_was_stopped(signum: int, shell: b
         ranks.signalled(signum, 10.0)
         failure = ranks.failed(fx.RankExited(1, code, None), 10.0 + late)
         assert (failure.kind is m.FailureKind.STOPPED) == stopped
+
+
+def test_a_rank_that_loses_a_peer_names_those_that_were_through() -> None:
+    lost = m.Failure("h", 6, 2, 1, 1, 0, m.FailureKind.PEER_LOST, "closed by peer", "", "")
+    for through, told in (((0, 1), "; ranks 4,5 had ended with 0"), ((), "")):
+        ranks = LocalRanks(3, "here")
+        ranks.begin(4)
+        for local_rank in range(3):
+            ranks.spawned(local_rank, 100 + local_rank)
+        for local_rank in (*through, 2):
+            del ranks.live[local_rank]
+        failure = ranks.failed(fx.RankExited(2, 1, lost), 10.0)
+        assert what_happened(failure) == f"lost its connection to another rank{told}"
+        assert failure.message.endswith("closed by peer")
 
 
 # ---------------------------------------------------------------- where no rank runs

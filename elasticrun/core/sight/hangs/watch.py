@@ -481,7 +481,7 @@ class Watch:
 
     def _warn(self, text: str, level: str = "warning") -> None:
         """To whoever looks at the master or at a node of the round."""
-        self._ctx.note(text, level)
+        self._ctx.note(text, level, told=True)
         self._ctx.broadcast(self._members, m.Warn(text))
 
     def _then(self, verdict: Impasse) -> str:
@@ -496,6 +496,8 @@ class Watch:
                 parts[0] += ", as a person is at work"
             elif ctx.spec.watch.on_hang == "tell":
                 parts[0] += " (--on-hang=tell)"
+            elif verdict.kind == "stopped":
+                parts[0] += ", until somebody sends it SIGCONT (--on-hang=restart ends it)"
             elif verdict.klass is Klass.STRONG:
                 parts[0] += ", as it may wait for something (--on-hang=restart ends it)"
             elif verdict.klass is Klass.WEAK:
