@@ -6,7 +6,10 @@ Pure functions; the file is `writer.py`, who reads it is `replay.py`.
 
 from __future__ import annotations
 
+import base64
+import json
 import typing
+import zlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -29,8 +32,11 @@ from elasticrun.core.words import some
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import plain, typed
 
-TRACE_VERSION: Final = 1
-"""Raised with every change of the lines that an older reader cannot read."""
+TRACE_VERSION: Final = 2
+"""Raised with every change of the lines that an older reader cannot read; those of 1 are read."""
+
+MAX_EVENT: Final = 16 * 1024 * 1024
+"""Bytes of an event that was packed."""
 
 MOST_NAMED: Final = 8
 """Sessions that an effect in words lists; of more it says how many."""
@@ -43,15 +49,22 @@ _REPORTS: Final[dict[str, type]] = {kind.__name__: kind for kind in typing.get_a
 
 
 def event_to_plain(event: JobEvent) -> dict[str, Any]:
-    """An event as JSON takes it: {"Heard": {"session": 3, "report": {"Stopped": {...}}}}."""
+    """An event as JSON takes it: {"Heard": {"session": 3, "report": {"Stopped": {...}}}}. What a
+    node answers to a look is packed: the same words for each rank, every few seconds."""
     body = plain(event)
     if isinstance(event, Heard):
         body["report"] = {type(event.report).__name__: body["report"]}
-    return {type(event).__name__: body}
+    found = {type(event).__name__: body}
+    if isinstance(event, Heard) and isinstance(event.report, m.Inspected | m.Stacks):
+        data = zlib.compress(json.dumps(found, separators=(",", ":")).encode())
+        return {"packed": base64.b64encode(data).decode()}
+    return found
 
 
 def event_from_plain(value: Any) -> JobEvent:
     """The event that was written; ValueError if it is none."""
+    if isinstance(value, dict) and value.keys() == {"packed"}:
+        value = _unpacked(value["packed"])
     kind, body = _tagged(value, _EVENTS)
     if kind is not Heard:
         event: JobEvent = typed(body, kind)
@@ -60,6 +73,17 @@ def event_from_plain(value: Any) -> JobEvent:
         raise ValueError("a Heard without its session and report")
     report, said = _tagged(body["report"], _REPORTS)
     return Heard(typed(body["session"], int), typed(said, report))
+
+
+def _unpacked(text: Any) -> Any:
+    unpacking = zlib.decompressobj()
+    try:
+        data = unpacking.decompress(base64.b64decode(typed(text, str), validate=True), MAX_EVENT)
+    except zlib.error as wrong:
+        raise ValueError(f"an event cannot be unpacked: {wrong}") from None
+    if not unpacking.eof:
+        raise ValueError("an event is cut, or too long")
+    return json.loads(data)
 
 
 def _tagged(value: Any, kinds: dict[str, type]) -> tuple[type, Any]:

@@ -16,8 +16,10 @@ from elasticrun.core.nodes.membership import Death, Membership
 from elasticrun.core.persisted import Facts
 from elasticrun.trace import writer as trace_writer
 from elasticrun.trace.replay import DIFFERS, SAME, Wanted, replay
+from elasticrun.trace.words import event_from_plain
 from elasticrun.trace.writer import Life, TraceWriter
 from elasticrun.wire.messages import JobSpec
+from elasticrun.wire.types import plain
 from tests.further import cases
 from tests.master.people import LIMIT
 from tests.simulator import master as sim_master
@@ -101,6 +103,31 @@ def test_the_story_is_told_with_times_and_reasons(traced: Path) -> None:
     assert "node a is dead" in text
     decisions = [line for line in lines if not line.startswith(("==", "--"))]
     assert all(line[:10].strip() == "" or float(line[:10]) >= 0 for line in decisions)
+    older = traced / "trace"
+    older.write_text(older.read_text().replace('"trace":2', '"trace":1'))
+    assert _replayed(traced)[0] == SAME, "one without packed looks"
+
+
+HANG = """# a rank waits for its data
+job 128:128 max_restarts=0
+world beats=1
+0 node NODES nproc=8
+10 hang n3 1 idle
+100 end
+"""
+
+
+def test_looks_are_packed_and_say_the_same_again(traced: Path) -> None:
+    """1,024 ranks are looked at: less than a third of what their answers are as text."""
+    _told(HANG.replace("NODES", " ".join(f"n{number}" for number in range(128))))
+    code, lines = _replayed(traced)
+    assert code == SAME, "\n".join(lines[-40:])
+    assert "hang (strong): rank " in "\n".join(lines)
+    rows = [line for line in (traced / "trace").read_text().splitlines() if '"packed"' in line]
+    events = [event_from_plain(json.loads(row)["e"]) for row in rows]
+    assert len(events) >= 3 * 128
+    bare = sum(len(json.dumps(plain(event), separators=(",", ":"))) for event in events)
+    assert sum(map(len, rows)) < bare / 3
 
 
 def test_only_what_was_asked_for(traced: Path) -> None:
