@@ -68,7 +68,7 @@ LOOKS: Final = ("stacks", "top", "events", "incidents")
 ORDERS: Final = ("stop", "restart", "exclude", "include", "scale")
 OF_A_SUBMITTED: Final = ("suspend", "resume", "delete")
 VERBS: Final = (
-    *("master", "status", "doctor", "replay", "render", "warm", "logs", "convert"),
+    *("master", "status", "doctor", "replay", "render", "warm", "logs", "convert", "operator"),
     *("list", "prune"),
     *("submit", "exec"),
     *LOOKS,
@@ -290,6 +290,10 @@ def _verb(verb: str, words: Sequence[str]) -> int:
         from elasticrun.cli.jobs import listing
 
         return _printed(lambda: (listing.main if verb == "list" else listing.prune)(words))
+    if verb == "operator":
+        from elasticrun.cli.jobs import operator
+
+        return operator.main(words)
     if verb == "convert":
         from elasticrun.cli.jobs import convert
 

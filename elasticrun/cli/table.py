@@ -66,7 +66,7 @@ subcommands, each with its own --help (JOB: a name, or its beginning):
   elasticrun exclude, include NODE  keep a node out of it; let it in again
   elasticrun doctor                 what is wrong with this machine
   elasticrun render, convert        what Kubernetes or Slurm is to be given
-  elasticrun master, warm           a master by hand; torch kept imported
+  elasticrun master, warm, operator a master by hand; torch kept; ElasticJobs
   elasticrun replay TRACE           a master's decisions again, with reasons
 """
 """What --help prints: one screen. `--help-all` prints all there is."""
@@ -94,7 +94,8 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun doctor             say what is wrong with this machine, and what to do about it
   elasticrun master             run a job master by hand, on a host without ranks
   elasticrun replay TRACE       run the decisions of a master's trace again, each with its reason
-  elasticrun render TARGET      print the manifest for Kubernetes, or the script for Slurm
+  elasticrun render TARGET      print manifests for Kubernetes, or the script for Slurm
+  elasticrun operator           see to the ElasticJobs of a Kubernetes cluster
   elasticrun convert FILE       print a job of another operator as an ElasticJob or a Slurm script
   elasticrun warm               keep a process that has torch imported, for later jobs
 

@@ -1,4 +1,5 @@
-"""`elasticrun render k8s | jobset | slurm`: print what a scheduler is to be told; nothing is sent.
+"""`elasticrun render k8s | jobset | slurm | operator`: print what a scheduler is to be told.
+Nothing is sent.
 
 The launcher's own flags may stand among those of the verb and are handed on; what is printed is
 checked as far as it can be here: by the launcher's own reading of the command, too, as a node will
@@ -179,6 +180,10 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
     if target in ("-h", "--help"):
         sys.stdout.write(render_flags.overview())
         return EXIT_OK
+    if target == "operator":
+        from elasticrun.cli.jobs import operator
+
+        return operator.render(rest, say)
     if target not in render_flags.TARGETS:
         known = ", ".join(render_flags.TARGETS)
         what = f"{target!r} cannot be rendered" if target else "nothing to render"

@@ -33,6 +33,7 @@ TARGETS: Final = {
     "k8s": "An Indexed Job of Kubernetes and its headless Service",
     "jobset": "The same as a JobSet, where its controller is installed",
     "slurm": "A script for Slurm's sbatch",
+    "operator": "What installs the operator of ElasticJobs in a cluster",
 }
 
 

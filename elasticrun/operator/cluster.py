@@ -1,0 +1,194 @@
+"""The talk with the API server, by lightkube's client (decision 035): plain objects, a kind each.
+
+Reads are lists and gets without a version, which a server answers from its store and not from a
+cache that lags. Pods are made with strict validation: a misspelt field of a template is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import httpx2
+from lightkube.config.client_adapter import ConnectionParams
+from lightkube.config.kubeconfig import KubeConfig
+from lightkube.core.exceptions import ApiError, ConfigError
+from lightkube.core.generic_client import ALL_NS, GenericAsyncClient
+from lightkube.generic_resource import create_namespaced_resource
+from lightkube.types import PatchType
+
+from elasticrun.operator.crd import API_VERSION, KIND, Json
+from elasticrun.operator.objects import JOB
+
+NAME: Final = "elasticrun-operator"
+"""Of the operator's own objects: its Secret, its Lease, and what Events name as their source."""
+
+
+@functools.cache
+def kind_of(api_version: str, kind: str) -> Any:
+    """lightkube's class for a kind whose plural is made by an s."""
+    group, _, version = api_version.rpartition("/")
+    return create_namespaced_resource(group, version, kind, f"{kind.lower()}s")
+
+
+JOBS: Final = kind_of(API_VERSION, KIND)
+PODS: Final = kind_of("v1", "Pod")
+SECRETS: Final = kind_of("v1", "Secret")
+EVENTS: Final = kind_of("v1", "Event")
+LEASES: Final = kind_of("coordination.k8s.io/v1", "Lease")
+
+CALL_LIMIT: Final = 10.0
+"""Seconds for a call."""
+
+WATCH_LIMIT: Final = 300
+"""Seconds after which the server ends a watch, which is then begun again."""
+
+GONE: Final = 404
+THERE: Final = 409
+REFUSED: Final = (400, 403, 422)
+"""What is asked for cannot be, whoever asks again: fields, quotas, rights, webhooks."""
+
+Key = tuple[str, str]
+"""Namespace and name."""
+
+
+class Clash(Exception):
+    """An object of that name is there, and is another's; the text is a sentence."""
+
+
+def code_of(error: ApiError) -> int:
+    """The HTTP status of an answer."""
+    return int(error.status.code or error.response.status_code)
+
+
+class Cluster:
+    """One API server. Calls raise ApiError, or httpx2.HTTPError where none answers."""
+
+    def __init__(self, namespace: str = "") -> None:
+        """`namespace`: the one whose jobs are seen to, "" for all. ConfigError where neither a
+        pod's account nor a kubeconfig says where the server is."""
+        config = KubeConfig.from_env().get()
+        if config is None:
+            raise ConfigError("the kubeconfig has no current context")
+        params = ConnectionParams(timeout=httpx2.Timeout(CALL_LIMIT), trust_env=True)
+        self._client: Any = GenericAsyncClient(params, config, field_manager=NAME)
+        self.namespace = namespace or ALL_NS
+        self.own = config.namespace
+        """The namespace of the operator itself."""
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def version(self) -> tuple[int, int]:
+        """Of the cluster, as (1, 37)."""
+        answer = await self._client.send(self._client._client.build_request("GET", "version"))
+        found = answer.json()
+        return int(found["major"]), int(found["minor"].rstrip("+"))
+
+    async def jobs(self) -> list[Json]:
+        request = self._client.prepare_request("list", JOBS, namespace=self.namespace)
+        return [job async for job in self._client.list(request)]
+
+    async def watch(self, kind: Any) -> AsyncIterator[tuple[str, Json]]:
+        """What changes among `kind`, beginning with all that there is."""
+        params = {"resourceVersion": "0", "timeoutSeconds": WATCH_LIMIT}
+        if kind is PODS:
+            params["labelSelector"] = JOB
+        request = self._client.prepare_request(
+            "list", kind, namespace=self.namespace, watch=True, params=params
+        )
+        async for change, found in self._client.watch(request):
+            yield change, found
+
+    async def get(self, kind: Any, key: Key) -> Json | None:
+        """An object; None where there is none."""
+        try:
+            found: Json = await self._client.request("get", kind, namespace=key[0], name=key[1])
+        except ApiError as error:
+            if code_of(error) == GONE:
+                return None
+            raise
+        return found
+
+    async def pods(self, key: Key, uid: str) -> list[Json]:
+        """The pods of a job, and of no other of that name."""
+        selector = {"labelSelector": f"{JOB}={key[1]}"}
+        request = self._client.prepare_request("list", PODS, namespace=key[0], params=selector)
+        return [pod async for pod in self._client.list(request) if _owner(pod) == uid]
+
+    async def make(self, body: Json) -> bool:
+        """Make an object of a job; False where it is there already. Clash where that is another's,
+        which for a job that was made anew passes by itself."""
+        kind, meta = kind_of(body["apiVersion"], body["kind"]), body["metadata"]
+        strict = {"fieldValidation": "Strict"}
+        try:
+            await self._client.request(
+                "post", obj=kind(body), namespace=meta["namespace"], params=strict
+            )
+        except ApiError as error:
+            if code_of(error) != THERE:
+                raise
+            what = f"{body['kind']} {meta['name']}"
+            there = (
+                None if kind is SECRETS else await self.get(kind, (meta["namespace"], meta["name"]))
+            )
+            if there is not None and _owner(there) != _owner(body):
+                raise Clash(f"a {what} is there that is not this job's: delete it") from None
+            return False
+        return True
+
+    async def remove(self, kind: Any, key: Key) -> bool:
+        """Delete an object, with its grace; False where it has gone."""
+        try:
+            await self._client.request("delete", kind, namespace=key[0], name=key[1])
+        except ApiError as error:
+            if code_of(error) != GONE:
+                raise
+            return False
+        return True
+
+    async def set_status(self, key: Key, patch: Json) -> None:
+        await self._client.request(
+            "patch", JOBS.Status, obj=patch, namespace=key[0], name=key[1],
+            headers={"Content-Type": PatchType.MERGE.value},
+        )  # fmt: skip
+
+    async def tell(self, event: Json) -> None:
+        """Make an Event."""
+        namespace = event["metadata"]["namespace"]
+        await self._client.request("post", obj=EVENTS(event), namespace=namespace)
+
+    async def put_lease(self, body: Json, *, new: bool) -> bool:
+        """Make or replace a Lease; False where somebody else was faster."""
+        try:
+            await self._client.request(
+                "post" if new else "put", obj=LEASES(body), namespace=self.own, name=NAME
+            )
+        except ApiError as error:
+            if code_of(error) != THERE:
+                raise
+            return False
+        return True
+
+    async def key(self) -> bytes:
+        """What tokens are made from; made once, and kept in a Secret of the operator's own."""
+        for _ in range(3):
+            if found := await self.get(SECRETS, (self.own, NAME)):
+                return base64.b64decode(found["data"]["key"])
+            made = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": NAME}}
+            made["stringData"] = {"key": secrets.token_hex(32)}
+            try:
+                await self._client.request("post", obj=SECRETS(made), namespace=self.own)
+            except ApiError as error:  # the other replica was faster
+                if code_of(error) != THERE:
+                    raise
+        raise ConfigError(f"the Secret {NAME} in {self.own} can neither be read nor made")
+
+
+def _owner(body: Json) -> str:
+    """The uid of what it belongs to."""
+    owners = body["metadata"].get("ownerReferences") or [{}]
+    return str(owners[0].get("uid", ""))

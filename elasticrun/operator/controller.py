@@ -1,0 +1,358 @@
+"""The operator's loop: look at a job, ask its master, have it planned, do it.
+
+Watches only wake it, and so do a list of all jobs every RELIST seconds and the time that a plan
+names. Each pass reads afresh what there is, so that nothing depends on what was seen before. A pass
+that fails is tried again, later and later; one job's trouble holds up no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from typing import Any, Final
+
+import httpx2
+import msgspec
+from lightkube.core.exceptions import ApiError
+
+from elasticrun import __version__
+from elasticrun.operator import objects
+from elasticrun.operator.cluster import (
+    JOBS,
+    LEASES,
+    NAME,
+    PODS,
+    REFUSED,
+    Clash,
+    Cluster,
+    Key,
+    code_of,
+)
+from elasticrun.operator.crd import API_VERSION, KIND, Json
+from elasticrun.operator.objects import JOB, MASTER_INDEX, JobObject, OwnedPod, stamp
+from elasticrun.operator.plan import (
+    Discard,
+    JobEvent,
+    Make,
+    MakeSecret,
+    Order,
+    Remove,
+    Resize,
+    Seen,
+    patch,
+    plan,
+)
+from elasticrun.render.wanted import MASTER_PORT
+from elasticrun.wire.auth import operator_token, reader_token
+from elasticrun.wire.messages import JobStatus, Request, Role
+from elasticrun.wire.rpc.channel import LinkError, ask_for, get_status
+from elasticrun.wire.types import Endpoint
+
+POLL: Final = 10.0
+"""Seconds between two passes of a job that is not over."""
+
+RELIST: Final = 30.0
+"""Seconds between two lists of all jobs."""
+
+ASK_LIMIT: Final = 1.5
+"""Seconds for a master to answer: a pod that has died is replaced before one has fallen silent."""
+
+SILENT_FOR: Final = 5.0
+"""Seconds for which a master that did not answer is not asked again."""
+
+MOST_PASSES: Final = 64
+"""Passes at once."""
+
+FIRST_RETRY: Final = 0.2
+LAST_RETRY: Final = 30.0
+"""Seconds until a failed pass is tried again: at first, and at most."""
+
+LEASE: Final = 15
+"""Seconds for which the operator that leads leads on without renewing it."""
+
+RENEW: Final = 3.0
+
+logger = logging.getLogger("elasticrun")
+
+Trouble = ApiError, httpx2.HTTPError, TimeoutError, OSError
+
+
+class LeadLost(Exception):
+    """Another operator leads."""
+
+
+class Controller:
+    """Sees to the jobs of one namespace, or of all."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._key = b""
+        self._version = (1, 0)
+        self._due: dict[Key, float] = {}
+        self._busy: set[Key] = set()
+        self._failures: dict[Key, int] = {}
+        self._refused: dict[Key, str] = {}
+        self._silent: dict[Key, float] = {}
+        self._change = asyncio.Event()
+
+    async def run(self) -> None:
+        """For ever. ApiError where the operator's own Secret can neither be read nor made."""
+        self._key = await self._cluster.key()
+        self._version = await self._cluster.version()
+        logger.info("the operator sees to the jobs of %s", self._cluster.namespace)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch(JOBS))
+            group.create_task(self._watch(PODS))
+            group.create_task(self._relist())
+            while True:
+                self._change.clear()
+                for key in self._ready():
+                    self._busy.add(key)
+                    group.create_task(self._visit(key))
+                waits = [due for key, due in self._due.items() if key not in self._busy]
+                left = min(waits, default=_clock() + RELIST) - _clock()
+                try:
+                    await asyncio.wait_for(self._change.wait(), max(0.0, left))
+                except TimeoutError:
+                    continue
+
+    # ------------------------------------------------------------ who is next
+
+    def _ready(self) -> list[Key]:
+        now, room = _clock(), MOST_PASSES - len(self._busy)
+        ready = [key for key, due in self._due.items() if due <= now and key not in self._busy]
+        for key in ready[:room]:
+            del self._due[key]
+        return ready[:room]
+
+    def _wake(self, key: Key, after: float = 0.0) -> None:
+        due = _clock() + after
+        self._due[key] = min(due, self._due.get(key, due))
+        self._change.set()
+
+    async def _watch(self, kind: Any) -> None:
+        tries = 0
+        while True:
+            try:
+                async for _, found in self._cluster.watch(kind):
+                    tries = 0
+                    meta = found["metadata"]
+                    name = meta["labels"][JOB] if kind is PODS else meta["name"]
+                    self._wake((meta["namespace"], name))
+            except Trouble as error:
+                tries += 1
+                if tries > 1:
+                    logger.info("a watch broke: %s", _words(error))
+            await asyncio.sleep(_later(tries))
+
+    async def _relist(self) -> None:
+        tries = 0
+        while True:
+            try:
+                for job in await self._cluster.jobs():
+                    self._wake((job["metadata"]["namespace"], job["metadata"]["name"]))
+                tries = 0
+            except Trouble as error:
+                tries += 1
+                logger.warning("the jobs cannot be listed: %s", _words(error))
+            await asyncio.sleep(_later(tries) if tries else RELIST)
+
+    # ------------------------------------------------------------ a pass
+
+    async def _visit(self, key: Key) -> None:
+        try:
+            again = await self._pass(key)
+            self._failures.pop(key, None)
+            if again is not None:
+                self._wake(key, again)
+        except (*Trouble, Clash) as error:
+            tries = self._failures[key] = self._failures.get(key, 0) + 1
+            if isinstance(error, Clash) or (
+                isinstance(error, ApiError) and code_of(error) in REFUSED
+            ):
+                self._refused[key] = _words(error)
+            if tries in (1, 5) or tries % 50 == 0:
+                logger.warning("job %s/%s, try %d: %s", *key, tries, _words(error))
+            self._wake(key, _later(tries))
+        except msgspec.ValidationError as error:
+            logger.warning("job %s/%s is of another version of its schema: %s", *key, error)
+        except Exception:  # one job's trouble is not the others'
+            logger.exception("job %s/%s", *key)
+            self._wake(key, LAST_RETRY)
+        finally:
+            self._busy.discard(key)
+            self._change.set()
+
+    async def _pass(self, key: Key) -> float | None:
+        """One look at a job, and what follows; seconds until the next, None for not before it
+        changes."""
+        found = await self._cluster.get(JOBS, key)
+        if found is None or "deletionTimestamp" in found["metadata"]:
+            for book in (self._failures, self._refused, self._silent):
+                book.pop(key, None)
+            return None
+        job = objects.wanted(found)
+        read = map(objects.read, await self._cluster.pods(key, job.uid))
+        pods = tuple(pod for pod in read if pod is not None)
+        said, why = await self._ask(job, key, pods)
+        refused = self._refused.get(key, "")
+        todo = plan(job, Seen(pods, said, why, refused, self._version), time.time())
+        if (made := patch(found.get("status") or {}, todo.status)) is not None:
+            await self._cluster.set_status(key, made)
+        for notice in todo.notices:
+            await self._tell(job, notice)
+        for order in todo.orders:
+            await self._do(job, order, pods)
+        if refused:  # it is not any more
+            del self._refused[key]
+            return 0.0
+        wait = todo.again if todo.status.over else min(POLL, todo.again or POLL)
+        return 0.5 if any(isinstance(order, Resize) for order in todo.orders) else wait
+
+    async def _do(self, job: JobObject, order: Order, pods: tuple[OwnedPod, ...]) -> None:
+        where = job.namespace
+        match order:
+            case Make(body, notice):
+                if await self._cluster.make(body) and notice:
+                    await self._tell(job, notice)
+            case MakeSecret():
+                await self._cluster.make(objects.secret(job, self._token(job)))
+            case Remove(pod, notice):
+                if await self._cluster.remove(PODS, (where, pod)):
+                    await self._tell(job, notice)
+            case Resize(nodes):
+                await self._resize(job, nodes, pods)
+            case Discard():
+                await self._cluster.remove(JOBS, (where, job.name))
+
+    async def _tell(self, job: JobObject, notice: JobEvent) -> None:
+        """An Event; the job goes on without it."""
+        now = stamp(time.time())
+        about = {"apiVersion": API_VERSION, "kind": KIND, "name": job.name, "uid": job.uid}
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": f"{job.name}.", "namespace": job.namespace},
+            "involvedObject": {**about, "namespace": job.namespace},
+            "type": "Warning" if notice.warning else "Normal",
+            "reason": notice.reason,
+            "message": notice.message[:1000],
+            "source": {"component": NAME},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        logger.info("%s/%s: %s", job.namespace, job.name, notice.message)
+        try:
+            await self._cluster.tell(event)
+        except Trouble as error:
+            logger.info("an Event of %s is lost: %s", job.name, _words(error))
+
+    # ------------------------------------------------------------ the job's master
+
+    def _token(self, job: JobObject) -> str:
+        """Of the job: nobody has to keep it."""
+        return hmac.digest(self._key, f"elasticrun job {job.uid}".encode(), hashlib.sha256).hex()
+
+    async def _ask(
+        self, job: JobObject, key: Key, pods: tuple[OwnedPod, ...]
+    ) -> tuple[JobStatus | None, str]:
+        """What the master says; else why it does not."""
+        master = _master(pods)
+        if master is None or job.status.over:
+            return None, ""
+        if _clock() < self._silent.get(key, 0.0):
+            return None, job.status.condition("MasterReachable").message
+        try:
+            token = reader_token(self._token(job))
+            said = await get_status(master, ASK_LIMIT, token=token, version=__version__)
+        except LinkError as error:
+            self._silent[key] = _clock() + SILENT_FOR
+            verb = "refuses to answer" if error.rejected else "does not answer"
+            return None, f"the master at {master} {verb}: {error}"
+        self._silent.pop(key, None)
+        return said, ""
+
+    async def _resize(self, job: JobObject, nodes: int, pods: tuple[OwnedPod, ...]) -> None:
+        master = _master(pods)
+        if master is None:
+            return
+        request = Request("scale", number=nodes, who=NAME, reason="spec.nodes")
+        token = operator_token(self._token(job))
+        try:
+            reply = await ask_for(master, ASK_LIMIT, request, token=token, role=Role.OPERATOR)
+        except LinkError as error:
+            raise TimeoutError(f"the master at {master} was not told of {nodes}: {error}") from None
+        if not reply.ok:
+            raise Clash(f"the master does not take {nodes} nodes: {reply.reason}")
+
+
+def _master(pods: tuple[OwnedPod, ...]) -> Endpoint | None:
+    for pod in pods:
+        if pod.index == MASTER_INDEX and pod.phase == "Running" and pod.address:
+            return Endpoint(pod.address, MASTER_PORT)
+    return None
+
+
+def _clock() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _later(tries: int) -> float:
+    return min(FIRST_RETRY * 2.0 ** min(tries, 10), LAST_RETRY)
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400] or type(error).__name__
+
+
+# ---------------------------------------------------------------- one of several leads
+
+
+async def lead(cluster: Cluster, me: str, controller: Controller) -> None:
+    """Wait for the Lease, then run for as long as it is ours. LeadLost when it is not."""
+    task: asyncio.Task[None] | None = None
+    seen, since, renewed = "", _clock(), _clock()
+    try:
+        while task is None or not task.done():
+            try:
+                held, version = await _hold(cluster, me, stolen=_clock() - since > LEASE)
+                if version != seen:
+                    seen, since = version, _clock()
+                if held:
+                    renewed = _clock()
+                    task = task or asyncio.create_task(controller.run())
+                elif task is not None:
+                    raise LeadLost("another operator leads")
+            except Trouble as error:
+                logger.warning("the Lease cannot be renewed: %s", _words(error))
+            if task is not None and _clock() - renewed > LEASE - RENEW:
+                raise LeadLost(f"the Lease was not renewed for {LEASE - RENEW:g} s")
+            if task is None:
+                await asyncio.sleep(RENEW)
+            else:
+                await asyncio.wait([task], timeout=RENEW)
+        await task
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _hold(cluster: Cluster, me: str, *, stolen: bool) -> tuple[bool, str]:
+    """Whether the Lease is ours now, and a word that changes when somebody renews it."""
+    found: Json | None = await cluster.get(LEASES, (cluster.own, NAME))
+    renewed = f"{stamp(time.time())[:-1]}.{int(time.time() % 1 * 1e6):06d}Z"
+    spec = {"holderIdentity": me, "leaseDurationSeconds": LEASE, "renewTime": renewed}
+    body: Json = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+    body |= {"metadata": {"name": NAME, "namespace": cluster.own}, "spec": spec}
+    if found is None:
+        return await cluster.put_lease(body, new=True), renewed
+    old, version = found.get("spec") or {}, found["metadata"]["resourceVersion"]
+    if old.get("holderIdentity") not in (me, "", None) and not stolen:
+        return False, str(old.get("renewTime"))
+    body["metadata"]["resourceVersion"] = version
+    return await cluster.put_lease(body, new=False), renewed

@@ -1,0 +1,304 @@
+"""ElasticJob: the structs of its spec and status, and the CustomResourceDefinition made of them.
+
+What `plan` reads are these structs, and the schema that an API server checks is generated from the
+same: a field that nothing reads cannot be written, and a misspelt one is refused. Names are
+Kubernetes' own (`minNodes`); `kubectl explain ej.spec` shows the descriptions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+Json = dict[str, Any]
+
+GROUP: Final = "elasticrun.dev"
+VERSION: Final = "v1alpha1"
+KIND: Final = "ElasticJob"
+PLURAL: Final = "elasticjobs"
+API_VERSION: Final = f"{GROUP}/{VERSION}"
+
+LONGEST_NAME: Final = 50
+"""Characters of a job's name: its pods' host names and its objects are made of it."""
+
+Many = Annotated[int, Meta(ge=1, le=10_000)]
+Seconds = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+
+def _about(text: str) -> Meta:
+    return Meta(description=text)
+
+
+class RunPolicy(Struct, frozen=True, rename="camel"):
+    """How a job ends, and what is left of it."""
+
+    clean_pod_policy: Annotated[
+        Literal["None", "Running", "All"],
+        _about("Which pods are deleted when the job is over: none, those that still run, or all."),
+    ] = "Running"
+    active_deadline_seconds: Annotated[
+        Seconds | None,
+        _about("Seconds after which the job is ended as failed; suspended time is free."),
+    ] = None
+    ttl_seconds_after_finished: Annotated[
+        Annotated[int, Meta(ge=0, le=2**31 - 1)] | None,
+        _about("Seconds after its end until the job is removed; it stays where nothing is said."),
+    ] = None
+    backoff_limit: Annotated[
+        Annotated[int, Meta(ge=0, le=1000)],
+        _about(
+            "Failed pods that do not yet end the job. Free of charge are those that were "
+            "disrupted, deleted, killed (137, 143), on a bad node (75) or had saved (99)."
+        ),
+    ] = 10
+    pending_timeout_seconds: Annotated[
+        Seconds,
+        _about(
+            "Seconds after which pods are given back where fewer than minNodes could be placed; a "
+            "minute later it is tried again."
+        ),
+    ] = 900
+
+
+class GangWanted(Struct, frozen=True, rename="camel"):
+    """Who places minNodes pods together or none."""
+
+    scheduler: Annotated[
+        Literal["volcano", "coscheduling", "kueue", "koordinator", "native"],
+        _about("The gang scheduler."),
+    ]
+    queue: Annotated[str, _about("Queue of volcano or kueue.")] = ""
+
+
+class MasterWanted(Struct, frozen=True, rename="camel"):
+    """The pod of the job's master."""
+
+    resources: Annotated[
+        Json, _about("Requests and limits of the master's pod, in Kubernetes' form.")
+    ] = msgspec.field(default_factory=lambda: {"requests": {"cpu": "100m", "memory": "128Mi"}})
+
+
+class ElasticSpec(Struct, frozen=True, rename="camel"):
+    """The spec of an ElasticJob."""
+
+    template: Annotated[
+        Json, _about("Of every pod. Its first container runs elasticrun; its exit code counts.")
+    ]
+    nodes: Annotated[Many, _about("Nodes that the job has; `kubectl scale` changes it live.")] = 1
+    min_nodes: Annotated[
+        Many | None, _about("Fewest nodes that train; nodes, where nothing is said.")
+    ] = None
+    spares: Annotated[
+        Annotated[int, Meta(ge=0, le=1000)],
+        _about("Pods on top, which take the place of lost ones."),
+    ] = 0
+    node_unit: Annotated[Many, _about("Training has a multiple of so many nodes.")] = 1
+    suspend: Annotated[bool, _about("Save, and take all pods away until it is unset.")] = False
+    run_policy: Annotated[RunPolicy, _about("How the job ends, and what is left of it.")] = (
+        RunPolicy()
+    )
+    success_policy: Annotated[
+        Literal["Rank0", "AllWorkers", ""],
+        _about(
+            'When the job has succeeded: the pod of index 0 is done ("" says the same), or all.'
+        ),
+    ] = "AllWorkers"
+    gang: Annotated[GangWanted | None, _about("Who places minNodes pods together or none.")] = None
+    master: Annotated[MasterWanted, _about("The pod of the job's master.")] = msgspec.field(
+        default_factory=MasterWanted
+    )
+
+    @property
+    def least(self) -> int:
+        """The fewest nodes that train."""
+        return min(self.min_nodes or self.nodes, self.nodes)
+
+
+class JobCondition(Struct, frozen=True, rename="camel"):
+    """One of the seven that a job has, in Kubernetes' form."""
+
+    type: str
+    status: str
+    reason: str = ""
+    message: str = ""
+    last_transition_time: str = ""
+
+
+class Avoided(Struct, frozen=True, rename="camel"):
+    """A node of the cluster that new pods keep away from."""
+
+    node: str
+    reason: str = ""
+    since: str = ""
+
+
+CONDITIONS: Final = (
+    "Admitted", "Scheduled", "MasterReachable", "Training", "Recovering", "Succeeded", "Failed",
+)  # fmt: skip
+
+
+class ElasticStatus(Struct, frozen=True, rename="camel"):
+    """The status of an ElasticJob; of what is None nothing is known."""
+
+    phase: str = ""
+    nodes: str = ""
+    running: int = 0
+    selector: str = ""
+    restarts: int | None = None
+    step: int | None = None
+    observed_generation: int | None = None
+    start_time: str | None = None
+    completion_time: str | None = None
+    excluded_nodes: tuple[Avoided, ...] = ()
+    conditions: tuple[JobCondition, ...] = ()
+
+    def condition(self, kind: str) -> JobCondition:
+        """The condition of that type; one that is not true where there is none."""
+        return next(
+            (one for one in self.conditions if one.type == kind), JobCondition(kind, "False")
+        )
+
+    @property
+    def over(self) -> bool:
+        """Whether it has succeeded or failed, for good."""
+        return self.phase in ("Succeeded", "Failed")
+
+
+# ---------------------------------------------------------------- the schema
+
+_OPEN: Final = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+_TEMPLATE: Final[Json] = {
+    **_OPEN,
+    "required": ["spec"],
+    "properties": {
+        "metadata": _OPEN,
+        "spec": {
+            **_OPEN,
+            "required": ["containers"],
+            "properties": {
+                "containers": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {**_OPEN, "required": ["name", "image"]},
+                }
+            },
+        },
+    },
+}
+
+_RULES: Final = (
+    ("!has(self.minNodes) || self.minNodes <= self.nodes", "minNodes is larger than nodes"),
+    ("self.nodes % self.nodeUnit == 0", "nodes is no multiple of nodeUnit"),
+    (
+        "!has(self.minNodes) || self.minNodes % self.nodeUnit == 0",
+        "minNodes is no multiple of nodeUnit",
+    ),
+    (
+        "!has(self.gang) || !has(self.gang.queue) || self.gang.queue == '' || "
+        "self.gang.scheduler in ['volcano', 'kueue']",
+        "gang.queue belongs to volcano and kueue",
+    ),
+    (
+        "!has(self.gang) || self.gang.scheduler != 'kueue' || "
+        "(has(self.gang.queue) && self.gang.queue != '')",
+        "gang.scheduler kueue needs gang.queue, a LocalQueue of the namespace",
+    ),
+)
+
+_NAME_RULE: Final = (
+    f"self.metadata.name.size() <= {LONGEST_NAME} && "
+    "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+    f"the name of an ElasticJob has {LONGEST_NAME} characters at most: lower case letters, digits "
+    "and dashes, with a letter first",
+)
+
+
+def _rules(*pairs: tuple[str, str]) -> list[Json]:
+    return [{"rule": rule, "message": message} for rule, message in pairs]
+
+
+def schema_of(struct: type[Struct]) -> Json:
+    """The structural schema of a struct: all in one place, without null."""
+    made = msgspec.json.schema(struct)
+    names = made["$defs"]
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, list):
+            return [plain(one) for one in part]
+        if not isinstance(part, dict):
+            return part
+        rest = {key: part[key] for key in part if key not in ("$ref", "anyOf", "title")}
+        if ref := part.get("$ref"):
+            rest = names[ref.rpartition("/")[2]] | rest
+            rest.pop("title", None)
+        elif kinds := part.get("anyOf"):
+            (kind,) = (one for one in kinds if one != {"type": "null"})
+            return plain(kind | {key: rest[key] for key in rest if key != "default"})
+        found = {key: plain(value) for key, value in rest.items() if value != []}
+        if "enum" in found:
+            found["type"] = "string"
+        if isinstance(found.get("default"), dict):  # what is in it has defaults of its own
+            found["default"] = {}
+        return found
+
+    whole: Json = plain({"$ref": made["$ref"]})
+    return whole
+
+
+def crd() -> Json:
+    """The CustomResourceDefinition."""
+    spec = schema_of(ElasticSpec)
+    about = spec["properties"]["template"].get("description", "")
+    spec["properties"]["template"] = {**_TEMPLATE, "description": about}
+    resources = spec["properties"]["master"]["properties"]["resources"]
+    resources |= {"x-kubernetes-preserve-unknown-fields": True}
+    spec["x-kubernetes-validations"] = _rules(*_RULES)
+    status = schema_of(ElasticStatus)
+    for field in status["properties"].values():
+        field.pop("default", None)
+    status["properties"]["conditions"] |= {
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["type"],
+    }
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.nodes",
+                "statusReplicasPath": ".status.running",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": [
+            _column("Phase", "string", ".status.phase"),
+            _column("Nodes", "string", ".status.nodes"),
+            _column("Restarts", "integer", ".status.restarts"),
+            _column("Step", "integer", ".status.step"),
+            _column("Age", "date", ".metadata.creationTimestamp"),
+        ],
+        "schema": {
+            "openAPIV3Schema": {
+                "type": "object",
+                "required": ["spec"],
+                "properties": {"spec": spec, "status": status},
+                "x-kubernetes-validations": _rules(_NAME_RULE),
+            }
+        },
+    }
+    names = {"plural": PLURAL, "singular": "elasticjob", "kind": KIND, "shortNames": ["ej"]}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {"group": GROUP, "scope": "Namespaced", "names": names, "versions": [version]},
+    }
+
+
+def _column(name: str, kind: str, path: str) -> Json:
+    return {"name": name, "type": kind, "jsonPath": path}

@@ -1,0 +1,369 @@
+"""The objects that are made for an ElasticJob, and what is read of its pods.
+
+Names are stable where others have to find them: the master is `JOB-master.JOB`, the node of index 1
+`JOB-1.JOB`, by one headless Service, whichever pod that is at the moment. A pod's own name ends
+with its attempt (`JOB-1-0`), so that whoever makes it twice is told that it is there. What an agent
+has to know stands in its environment; the template's command stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+
+from elasticrun.config import EXIT_BAD_NODE, EXIT_FINAL, EXIT_SAVED, EXIT_USAGE
+from elasticrun.operator.crd import API_VERSION, GROUP, KIND, ElasticSpec, ElasticStatus, Json
+from elasticrun.render import pods as rendered
+from elasticrun.render.wanted import GRACE, MASTER_PORT, Launch, Pods
+
+JOB: Final = f"{GROUP}/job"
+ROLE: Final = f"{GROUP}/role"
+INDEX: Final = f"{GROUP}/index"
+"""Labels of a pod: its job's name; NODE or MASTER; the index of a node."""
+
+MASTER: Final = "master"
+NODE: Final = "node"
+MASTER_INDEX: Final = -1
+
+HOPELESS: Final = (EXIT_USAGE, EXIT_FINAL)
+"""Exit codes that end the job: another pod cannot do better."""
+
+KILLED: Final = (128 + 9, 128 + 15)
+FREE: Final = (*KILLED, EXIT_BAD_NODE, EXIT_SAVED)
+"""Exit codes by which a pod is replaced free of charge."""
+
+LOST_AFTER: Final = 30.0
+"""Seconds after the end of its grace in which a deleted pod is taken for living: then its node has
+gone, and nobody is left to say so."""
+
+
+def moment(text: str | None) -> float:
+    """Seconds since 1970 of a time in Kubernetes' form; 0.0 for none."""
+    return datetime.fromisoformat(text).timestamp() if text else 0.0
+
+
+def stamp(now: float) -> str:
+    """A time in Kubernetes' form."""
+    return datetime.fromtimestamp(int(now), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedPod:
+    """What is read of a pod; `index` is MASTER_INDEX for the master's."""
+
+    name: str
+    index: int
+    attempt: int
+    phase: str
+    node: str  # of the cluster, "" before it is placed
+    address: str
+    created: float
+    deleted: float  # when it is to have gone, 0.0 for one that nobody has deleted
+    ended: float  # when its container ended, 0.0 where nobody knows
+    code: int | None  # exit code of its first container, None where there is none
+    disrupted: bool  # evicted, preempted, drained; or its node is lost
+    no_memory: bool
+    single: bool  # started for one node alone, where no other can reach it
+    waits: str  # why it does not run, as the cluster says it
+
+    @property
+    def done(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
+
+    def lives(self, now: float) -> bool:
+        """Whether it runs, will run, or may not have gone yet."""
+        return not self.done and not (self.deleted and now > self.deleted + LOST_AFTER)
+
+    @property
+    def free(self) -> bool:
+        """Whether its failure is not its own: no code at all means that it was taken away."""
+        if self.disrupted or self.deleted or self.code is None:
+            return True
+        return self.code in FREE and not self.no_memory
+
+    @property
+    def run_over(self) -> bool:
+        """Of the master's pod: it has ended because the job has, not because it was killed."""
+        return self.done and not self.disrupted and self.code is not None and self.code < 128
+
+
+def read(pod: Json) -> OwnedPod | None:
+    """What is read of a pod; None for one whose labels are none of ours."""
+    meta, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
+    labels, attempt = meta.get("labels") or {}, meta["name"].rpartition("-")[2]
+    index = labels.get(INDEX, MASTER if labels.get(ROLE) == MASTER else "")
+    if not (index == MASTER or index.isdecimal()) or not attempt.isdecimal():
+        return None
+    container = (spec.get("containers") or [{}])[0]
+    found = {one.get("name"): one for one in status.get("containerStatuses") or ()}
+    state = (found.get(container.get("name")) or {}).get("state") or {}
+    ended = state.get("terminated") or {}
+    conditions = {one["type"]: one for one in status.get("conditions") or ()}
+    sizes = [one.get("value") for one in container.get("env") or () if one["name"] == NNODES]
+    return OwnedPod(
+        name=meta["name"],
+        index=MASTER_INDEX if index == MASTER else int(index),
+        attempt=int(attempt),
+        phase=status.get("phase") or "Pending",
+        node=spec.get("nodeName") or "",
+        address=status.get("podIP") or "",
+        created=moment(meta.get("creationTimestamp")),
+        deleted=moment(meta.get("deletionTimestamp")),
+        ended=moment(ended.get("finishedAt")),
+        code=ended.get("exitCode"),
+        disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
+        no_memory=ended.get("reason") == "OOMKilled",
+        single=sizes == ["1:1"],
+        waits=_why(state.get("waiting") or {}, conditions.get("PodScheduled", {})),
+    )
+
+
+def _why(waiting: Json, scheduled: Json) -> str:
+    if scheduled.get("status") == "False" and scheduled.get("message"):
+        return str(scheduled["message"])
+    reason, message = waiting.get("reason") or "", waiting.get("message") or ""
+    return f"{reason}: {message}" if message else reason
+
+
+# ---------------------------------------------------------------- the job
+
+
+NNODES: Final = "ELASTICRUN_NNODES"
+TOKEN: Final = "ELASTICRUN_TOKEN"
+
+
+@dataclass(frozen=True, slots=True)
+class JobObject:
+    """An ElasticJob: its spec, and what is written into everything that is made for it."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    spec: ElasticSpec
+    status: ElasticStatus
+
+    @property
+    def run_id(self) -> str:
+        """Under which its nodes meet: a job that is made anew under its name is another."""
+        return f"{self.name}-{self.uid[:8]}"
+
+    @property
+    def selector(self) -> str:
+        """Of its nodes' pods."""
+        return f"{JOB}={self.name},{ROLE}={NODE}"
+
+    @property
+    def secret(self) -> str:
+        """The Secret with its token; one that goes with an older job of its name is another."""
+        return f"{self.run_id}-token"
+
+
+def wanted(job: Json) -> JobObject:
+    """The job of an object. msgspec.ValidationError for one that no schema has checked."""
+    meta = job["metadata"]
+    return JobObject(
+        name=meta["name"],
+        namespace=meta.get("namespace") or "default",
+        uid=meta["uid"],
+        generation=meta.get("generation") or 0,
+        spec=msgspec.convert(job["spec"], ElasticSpec),
+        status=msgspec.convert(job.get("status") or {}, ElasticStatus),
+    )
+
+
+def pod_name(job: JobObject, index: int, attempt: int) -> str:
+    """The name of one try at an index."""
+    return f"{job.name}-{MASTER if index == MASTER_INDEX else index}-{attempt}"
+
+
+def host_name(job: JobObject, index: int) -> str:
+    """The host name of the pod of an index, whichever try it is."""
+    return f"{job.name}-{MASTER if index == MASTER_INDEX else index}"
+
+
+def _metadata(job: JobObject, name: str, **labels: str) -> Json:
+    owner = {"apiVersion": API_VERSION, "kind": KIND, "name": job.name, "uid": job.uid}
+    ours = {JOB: job.name, "app.kubernetes.io/managed-by": "elasticrun"}
+    return {
+        "name": name,
+        "namespace": job.namespace,
+        "labels": ours | labels,
+        "ownerReferences": [{**owner, "controller": True}],
+    }
+
+
+def common(job: JobObject, version: tuple[int, int]) -> list[Json]:
+    """What is made before the first pod: the Service, and what a gang scheduler wants."""
+    ports = [{"name": MASTER, "port": MASTER_PORT}]
+    service = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {JOB: job.name},
+        "ports": ports,
+    }
+    documents = [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": _metadata(job, job.name),
+            "spec": service,
+        }
+    ]
+    return [*documents, *_gang(job, version).documents]
+
+
+def secret(job: JobObject, token: str) -> Json:
+    """The Secret with the job's token."""
+    metadata = _metadata(job, job.secret)
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata,
+        "stringData": {"token": token},
+    }
+
+
+def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:
+    """As `render k8s` has it; Kueue is told of a group of plain pods."""
+    asked = job.spec.gang
+    if asked is None:
+        return rendered.Gang()
+    if asked.scheduler == "kueue":
+        labels = {
+            "kueue.x-k8s.io/queue-name": asked.queue,
+            "kueue.x-k8s.io/pod-group-name": job.name,
+        }
+        total = {"kueue.x-k8s.io/pod-group-total-count": str(job.spec.nodes + job.spec.spares)}
+        return rendered.Gang(pod_labels=labels, pod_annotations=total)
+    least = job.spec.least
+    launch = Launch("-", min_nodes=least, max_nodes=max(least, job.spec.nodes))
+    group = Pods(
+        job.name,
+        "-",
+        launch,
+        gang=asked.scheduler,
+        queue=asked.queue,
+        version=max(version, (1, 36)),
+    )
+    return rendered.gang(group, _metadata(job, job.name))
+
+
+def _env(kept: list[Json], ours: Json, defaults: list[Json]) -> list[Json]:
+    """The template's variables, but for `ours`; `defaults` only where it does not set them."""
+    names = {one["name"] for one in kept}
+    return [
+        *(one for one in kept if one["name"] not in ours),
+        *({"name": key, "value": value} for key, value in ours.items()),
+        *(one for one in defaults if one["name"] not in names),
+    ]
+
+
+def _token(job: JobObject) -> Json:
+    return {
+        "name": TOKEN,
+        "valueFrom": {"secretKeyRef": {"name": job.secret, "key": "token"}},
+    }
+
+
+def node_pod(
+    job: JobObject, index: int, attempt: int, avoided: list[str], version: tuple[int, int]
+) -> Json:
+    """The pod of an index: the template, with its name, its place and its agent's environment.
+    `avoided`: nodes of the cluster on which it must not run."""
+    gang = _gang(job, version)
+    template = copy.deepcopy(job.spec.template)
+    spec: Json = {**template["spec"], "restartPolicy": "Never"}
+    spec |= {"hostname": host_name(job, index), "subdomain": job.name, **gang.pod_spec}
+    spec.setdefault("automountServiceAccountToken", False)
+    spec.setdefault("terminationGracePeriodSeconds", GRACE)
+    if gang.scheduler:
+        spec.setdefault("schedulerName", gang.scheduler)
+    container = spec["containers"][0]
+    container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    least, most = job.spec.least, job.spec.nodes
+    ours = {
+        NNODES: f"{least}:{most}",
+        "ELASTICRUN_NODE_RANK": str(index),
+        "ELASTICRUN_NODE_UNIT": str(job.spec.node_unit),
+        "ELASTICRUN_RDZV_ID": job.run_id,
+        "ELASTICRUN_RDZV_BACKEND": "c10d",
+        "ELASTICRUN_RDZV_ENDPOINT": f"{host_name(job, MASTER_INDEX)}.{job.name}:{MASTER_PORT}",
+    }
+    defaults = [
+        {"name": "ELASTICRUN_EXIT_CODES", "value": "scheduler"},
+        {"name": "ELASTICRUN_RDZV_CONF", "value": "is_host=false"},
+        _token(job),
+    ]
+    container["env"] = _env(container.get("env") or [], ours, defaults)
+    _shared_memory(spec, container)
+    if avoided:
+        _keep_away(spec, avoided)
+    given = template.get("metadata") or {}
+    metadata = _metadata(job, pod_name(job, index, attempt))
+    metadata["labels"] = {**(given.get("labels") or {}), **metadata["labels"], **gang.pod_labels}
+    metadata["labels"] |= {ROLE: NODE, INDEX: str(index)}
+    metadata["annotations"] = {**(given.get("annotations") or {}), **gang.pod_annotations}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _shared_memory(spec: Json, container: Json) -> None:
+    """A /dev/shm of its own, where the template has none: a container's 64 MiB hold no snapshot."""
+    mounts = container.setdefault("volumeMounts", [])
+    if any(one.get("mountPath") == "/dev/shm" for one in mounts):
+        return
+    mounts.append({"name": "elasticrun-shm", "mountPath": "/dev/shm"})
+    spec.setdefault("volumes", []).append(
+        {"name": "elasticrun-shm", "emptyDir": {"medium": "Memory"}}
+    )
+
+
+def _keep_away(spec: Json, nodes: list[str]) -> None:
+    """Every term is one way to be placed, so each is told."""
+    required = (
+        spec.setdefault("affinity", {})
+        .setdefault("nodeAffinity", {})
+        .setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    )
+    for term in required.setdefault("nodeSelectorTerms", [{}]):
+        term.setdefault("matchExpressions", []).append(
+            {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": sorted(nodes)}
+        )
+
+
+_OF_THE_TEMPLATE: Final = (
+    "nodeSelector", "tolerations", "imagePullSecrets", "securityContext", "priorityClassName",
+)  # fmt: skip
+"""Fields of the template's spec that the master's pod has as well."""
+
+
+def master_pod(job: JobObject, attempt: int) -> Json:
+    """The pod of the job's master: the template's image, and none of its devices."""
+    template = job.spec.template["spec"]
+    first = template["containers"][0]
+    its_address = {"fieldRef": {"fieldPath": "status.podIP"}}
+    container = {
+        "name": MASTER,
+        **{key: first[key] for key in ("image", "imagePullPolicy") if key in first},
+        "command": ["elasticrun", MASTER],
+        "args": ["--host=$(POD_IP)", f"--port={MASTER_PORT}", f"--rdzv-id={job.run_id}"],
+        "env": [{"name": "POD_IP", "valueFrom": its_address}, _token(job)],
+        "ports": [{"name": MASTER, "containerPort": MASTER_PORT}],
+        "resources": job.spec.master.resources,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    spec: dict[str, Any] = {
+        **{key: template[key] for key in _OF_THE_TEMPLATE if key in template},
+        "hostname": host_name(job, MASTER_INDEX),
+        "subdomain": job.name,
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": 10,
+        "containers": [container],
+    }
+    metadata = _metadata(job, pod_name(job, MASTER_INDEX, attempt), **{ROLE: MASTER})
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

@@ -1,0 +1,648 @@
+"""What is to be done for an ElasticJob: one pure function of what there is, `plan`.
+
+Level-triggered: the same sight leads to the same orders, whoever looks and however often; nothing
+is counted up. What cannot be found in the cluster stands in the job's status (since when something
+is so, which nodes to avoid). A failed pod that counts is kept as the record of that; one that does
+not goes when its successor has a successor.
+
+An exit of 0 says that all ranks of the last round have ended with 0, so no pod is made after the
+first one. Where a run ends otherwise, its pods end first, and then master and nodes begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import msgspec
+
+from elasticrun.config import EXIT_BAD_NODE
+from elasticrun.core.words import some
+from elasticrun.operator import objects
+from elasticrun.operator.crd import CONDITIONS, Avoided, ElasticStatus, JobCondition, Json
+from elasticrun.operator.objects import HOPELESS, MASTER_INDEX, JobObject, OwnedPod, moment, stamp
+from elasticrun.wire.messages import JobStatus
+
+HEALTHY: Final = 60.0
+"""Seconds of life after which a pod that ends is replaced at once, however many there were."""
+
+LONGEST_WAIT: Final = 60.0
+"""The longest wait for the next of pods that end one soon after the other."""
+
+PAUSE: Final = 60.0
+"""Seconds for which a job holds nothing after it has given its pods back."""
+
+SETTLE: Final = 10.0
+"""Seconds for pods to end by themselves, with their last words, when the job is over."""
+
+STRAGGLER: Final = 120.0
+"""Seconds after the end of a run in which its last pods have to have ended."""
+
+AVOIDED_FOR: Final = 3600.0
+"""Seconds for which a node is avoided; the master's own exclusions last as long by default."""
+
+MOST_AVOIDED: Final = 50
+GAVE_UP: Final = "GaveUp"
+"""Reason of Scheduled while the job holds nothing."""
+
+
+class JobEvent(NamedTuple):
+    """An Event of the job."""
+
+    reason: str
+    message: str
+    warning: bool = False
+
+
+class Make(NamedTuple):
+    """Make an object; that it is there already is as good."""
+
+    body: Json
+    notice: JobEvent | None = None
+
+
+class MakeSecret(NamedTuple):
+    """Make the Secret with the job's token."""
+
+
+class Remove(NamedTuple):
+    """Delete a pod, with its grace."""
+
+    pod: str
+    notice: JobEvent
+
+
+class Resize(NamedTuple):
+    """Have the job's master take so many nodes."""
+
+    nodes: int
+
+
+class Discard(NamedTuple):
+    """Delete the job itself, and all that belongs to it."""
+
+
+Order = Make | MakeSecret | Remove | Resize | Discard
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What there is of a job. `master` is what its master says, None where it does not;
+    `unreachable`: why. `refused`: what the API server or the master did not want last time."""
+
+    pods: tuple[OwnedPod, ...] = ()
+    master: JobStatus | None = None
+    unreachable: str = ""
+    refused: str = ""
+    version: tuple[int, int] = (1, 37)  # of the cluster
+
+
+class ToDo(NamedTuple):
+    """Orders in their order, the new status, Events; `again`: in so many seconds at the latest,
+    None where nothing but a change calls for it."""
+
+    orders: tuple[Order, ...]
+    status: ElasticStatus
+    notices: tuple[JobEvent, ...] = ()
+    again: float | None = None
+
+
+class JobEnd(NamedTuple):
+    phase: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A sight of a job at a moment, and what follows from it at once."""
+
+    job: JobObject
+    sight: Seen
+    now: float
+
+    @cached_property
+    def nodes(self) -> list[OwnedPod]:
+        return sorted(
+            (pod for pod in self.sight.pods if pod.index != MASTER_INDEX),
+            key=lambda pod: (pod.index, pod.attempt),
+        )
+
+    @cached_property
+    def living(self) -> list[OwnedPod]:
+        """Pods of nodes that may run now or later."""
+        return [pod for pod in self.nodes if pod.lives(self.now)]
+
+    @cached_property
+    def running(self) -> list[OwnedPod]:
+        return [pod for pod in self.living if pod.phase == "Running" and not pod.deleted]
+
+    def of(self, index: int) -> list[OwnedPod]:
+        """All pods of an index, the newest last."""
+        found = (pod for pod in self.sight.pods if pod.index == index)
+        return sorted(found, key=lambda pod: pod.attempt)
+
+    @cached_property
+    def last_master(self) -> OwnedPod | None:
+        return next(reversed(self.of(MASTER_INDEX)), None)
+
+    @property
+    def succeeding(self) -> bool:
+        """Whether all ranks have ended with 0."""
+        last = self.last_master
+        by_master = last is not None and last.run_over and last.code == 0
+        return by_master or any(pod.phase == "Succeeded" for pod in self.nodes)
+
+    @property
+    def run_over(self) -> bool:
+        """Whether this run of the job has ended, in whatever way."""
+        last, said = self.last_master, self.sight.master
+        return (last is not None and last.run_over) or (said is not None and bool(said.outcome))
+
+    @property
+    def counted(self) -> list[OwnedPod]:
+        return [pod for pod in self.nodes if pod.phase == "Failed" and not pod.free]
+
+    @property
+    def training(self) -> bool:
+        """Whether ranks run; where the master cannot be asked, as long as enough pods do."""
+        said, spec = self.sight.master, self.job.spec
+        if said is not None:
+            return said.phase == "running"
+        trained = self.job.status.condition("Training").status == "True"
+        return trained and len(self.running) >= spec.least
+
+    @property
+    def gave_up(self) -> float:
+        """Seconds for which the job still holds nothing."""
+        found = self.job.status.condition("Scheduled")
+        if found.reason != GAVE_UP:
+            return 0.0
+        return max(0.0, moment(found.last_transition_time) + PAUSE - self.now)
+
+
+def plan(job: JobObject, sight: Seen, now: float) -> ToDo:
+    """What is to be done for `job` at `now` (seconds since 1970), and its status."""
+    look = JobView(job, sight, now)
+    old = job.status
+    if old.over:
+        return _finished(look, None)
+    if end := _end(look):
+        return _finished(look, end)
+    waits: list[float] = []
+    gives_up = False
+    if job.spec.suspend:
+        orders = _take_away(look, "Suspended", "the job is suspended")
+    else:
+        patience = _patience(look)
+        gives_up = patience is not None and patience <= 0
+        if patience is not None and not gives_up:
+            waits.append(patience)
+        given_back = _give_back(look) if gives_up else []
+        orders = given_back or [*_master(look, waits), *_nodes(look, waits)]
+        if limit := job.spec.run_policy.active_deadline_seconds:
+            waits.append((moment(old.start_time) or now) + limit - now)
+    status = _status(look, gives_up=gives_up)
+    notices = _notices(old, status)
+    return ToDo(tuple(orders), status, notices, min(waits, default=None))
+
+
+# ---------------------------------------------------------------- the end
+
+
+def _end(look: JobView) -> JobEnd | None:
+    """Whether the job is over, and how."""
+    job, spec, now = look.job, look.job.spec, look.now
+    for pod in look.sight.pods:
+        if pod.done and not pod.disrupted and pod.code in HOPELESS:
+            return JobEnd(
+                "Failed", "NotToBeRetried",
+                f"{pod.name} ended with {pod.code}: another pod cannot do better",
+            )  # fmt: skip
+    if look.succeeding:
+        first = [pod for pod in look.living if pod.index == 0]
+        rank0 = spec.success_policy != "AllWorkers"
+        left = first if rank0 else [pod for pod in look.living if pod.phase != "Pending"]
+        if not left:
+            return JobEnd("Succeeded", "Done", "all ranks ended with 0")
+        return None
+    limit = spec.run_policy.active_deadline_seconds
+    began = job.status.start_time
+    if limit and began and now - moment(began) >= limit:
+        return JobEnd("Failed", "DeadlineExceeded", f"the job has run for {limit} s")
+    failed, limit = len(look.counted), spec.run_policy.backoff_limit
+    if failed > limit:
+        worst = look.counted[-1]
+        return JobEnd(
+            "Failed", "BackoffLimitExceeded",
+            f"{some(failed, 'pod')} failed, and runPolicy.backoffLimit is {limit}; the last of "
+            f"them, {worst.name}, ended with {worst.code}",
+        )  # fmt: skip
+    return None
+
+
+def _finished(look: JobView, end: JobEnd | None) -> ToDo:
+    """A job that is over, since `end` or for longer: what is left of it is cleaned up."""
+    job, old, now = look.job, look.job.status, look.now
+    policy, waits = job.spec.run_policy, []
+    over = moment(old.completion_time) if old.completion_time else now
+    failed = (end.phase if end else old.phase) == "Failed"
+    if policy.clean_pod_policy == "All":
+        leaving = [pod for pod in look.nodes if not pod.deleted]
+    elif failed or policy.clean_pod_policy == "Running":
+        leaving = [pod for pod in look.living if not pod.deleted]
+    else:
+        leaving = []
+    master = look.last_master
+    all_of_it = policy.clean_pod_policy == "All"
+    if master and not (look.living or master.deleted) and (all_of_it or master.lives(now)):
+        leaving = [*leaving, master]
+    settled = over + SETTLE
+    if now < settled and leaving:
+        waits.append(settled - now)
+        leaving = []
+    orders: list[Order] = [
+        Remove(pod.name, JobEvent("Cleaned", f"deleted pod {pod.name}: the job is over"))
+        for pod in leaving
+    ]
+    if (ttl := policy.ttl_seconds_after_finished) is not None:
+        if now >= over + ttl:
+            orders = [Discard()]
+        else:
+            waits.append(over + ttl - now)
+    status = _status(look, end=end)
+    return ToDo(tuple(orders), status, _notices(old, status), min(waits, default=None))
+
+
+# ---------------------------------------------------------------- pods
+
+
+def _take_away(look: JobView, reason: str, why: str) -> list[Order]:
+    """All nodes, so that they save; then the master, by which they agree on the step."""
+    leaving = [pod for pod in look.living if not pod.deleted]
+    if not look.living:
+        leaving = [p for p in look.of(MASTER_INDEX) if p.lives(look.now) and not p.deleted]
+    return [Remove(p.name, JobEvent(reason, f"deleted pod {p.name}: {why}")) for p in leaving]
+
+
+def _patience(look: JobView) -> float | None:
+    """Seconds until fewer pods than train are given back; None where enough run."""
+    found = look.job.status.condition("Scheduled")
+    enough = len(look.running) >= look.job.spec.least
+    if enough or look.succeeding or not look.living or found.reason != "Waiting":
+        return None
+    limit = look.job.spec.run_policy.pending_timeout_seconds
+    return moment(found.last_transition_time) + limit - look.now
+
+
+def _give_back(look: JobView) -> list[Order]:
+    why = "too few pods could be placed, and those that were held their devices"
+    return [
+        Remove(pod.name, JobEvent(GAVE_UP, f"deleted pod {pod.name}: {why}", warning=True))
+        for pod in look.living
+        if not pod.deleted
+    ]
+
+
+def _due(dead: list[OwnedPod], now: float) -> float:
+    """Seconds until the next pod of an index may be made. `dead`: those there were."""
+    if not dead or dead[-1].deleted:
+        return 0.0
+    last = dead[-1]
+    ended = last.ended or last.created
+    if last.attempt == 0 or ended - last.created >= HEALTHY:
+        return 0.0
+    return max(0.0, ended + min(2.0 ** min(last.attempt - 1, 10), LONGEST_WAIT) - now)
+
+
+def _master(look: JobView, waits: list[float]) -> list[Order]:
+    """The master's pod: there is one, until the job is over."""
+    pods = look.of(MASTER_INDEX)
+    alive = [pod for pod in pods if pod.lives(look.now)]
+    orders = _doubles(alive)
+    if alive or look.succeeding or look.gave_up:
+        return orders
+    if pods and pods[-1].run_over and look.living:  # the run has ended: its nodes end first
+        return _stragglers(look, pods[-1], waits)
+    if wait := _due(pods, look.now):
+        waits.append(wait)
+        return []
+    attempt = pods[-1].attempt + 1 if pods else 0
+    body = objects.master_pod(look.job, attempt)
+    before = _outcome_of(pods[-1]) if pods else ""
+    first = [Make(one) for one in objects.common(look.job, look.sight.version)]
+    old = [Remove(p.name, JobEvent("Cleaned", f"deleted pod {p.name}")) for p in pods[:-1]]
+    return [*first, MakeSecret(), *old, Make(body, _made(body, before))]
+
+
+def _stragglers(look: JobView, master: OwnedPod, waits: list[float]) -> list[Order]:
+    left = (master.ended or look.now) + STRAGGLER - look.now
+    if left > 0:
+        waits.append(left)
+        return []
+    why = f"the run ended {STRAGGLER:g} s ago"
+    return _take_away(look, "Straggler", why)
+
+
+def _nodes(look: JobView, waits: list[float]) -> list[Order]:
+    """A pod for every index; none above what is wanted."""
+    if look.succeeding:
+        why = "the job is about to be done"
+        pending = [p for p in look.living if p.phase == "Pending" and not p.deleted]
+        return [
+            Remove(p.name, JobEvent("Cleaned", f"deleted pod {p.name}: {why}")) for p in pending
+        ]
+    if pause := look.gave_up:
+        waits.append(pause)
+        return []
+    if look.run_over and (look.living or not _master_anew(look)):
+        return []
+    orders: list[Order] = []
+    for index in range(look.job.spec.nodes + look.job.spec.spares):
+        orders += _node(look, index, waits)
+    resize = _resize(look)
+    return [*resize, *orders, *_surplus(look, resized=not resize), *_stale(look)]
+
+
+def _master_anew(look: JobView) -> bool:
+    """Whether the next run may begin: the last one's master has ended."""
+    last = look.last_master
+    return last is None or last.done
+
+
+def _node(look: JobView, index: int, waits: list[float]) -> list[Order]:
+    pods = look.of(index)
+    alive = [pod for pod in pods if pod.lives(look.now)]
+    if len(alive) > 1:
+        return _doubles(alive)
+    if alive:
+        (one,) = alive
+        if one.single and look.job.spec.nodes > 1 and not one.deleted:
+            why = "it was started for one node alone"
+            return [Remove(one.name, JobEvent("Scaled", f"deleted pod {one.name}: {why}"))]
+        return []
+    if wait := _due(pods, look.now):
+        waits.append(wait)
+        return []
+    attempt = pods[-1].attempt + 1 if pods else 0
+    avoided = [one.node for one in _avoided(look)]
+    body = objects.node_pod(look.job, index, attempt, avoided, look.sight.version)
+    return [Make(body, _made(body, _outcome_of(pods[-1]) if pods else ""))]
+
+
+def _doubles(alive: list[OwnedPod]) -> list[Order]:
+    """All but the oldest: it is the one that others know."""
+    return [
+        Remove(pod.name, JobEvent("Double", f"deleted pod {pod.name}: {alive[0].name} lives"))
+        for pod in alive[1:]
+        if not pod.deleted
+    ]
+
+
+def _made(body: Json, before: str) -> JobEvent:
+    name = body["metadata"]["name"]
+    if not before:
+        return JobEvent("Created", f"created pod {name}")
+    return JobEvent("Replaced", f"created pod {name}: {before}")
+
+
+def _outcome_of(pod: OwnedPod) -> str:
+    cost = "free of charge" if pod.free else "counted"
+    if pod.deleted:
+        return f"{pod.name} has not been heard of since it was deleted, {cost}"
+    if pod.no_memory:
+        return f"{pod.name} was out of memory, {cost}"
+    if pod.disrupted or pod.code is None:
+        return f"{pod.name} was disrupted, {cost}"
+    return f"{pod.name} ended with {pod.code}, {cost}"
+
+
+def _resize(look: JobView) -> list[Order]:
+    said, nodes = look.sight.master, look.job.spec.nodes
+    if said is None or said.outcome or said.max_nodes in (0, nodes):
+        return []
+    if any(pod.single for pod in look.living):
+        return []  # they go first
+    return [Resize(nodes)]
+
+
+def _surplus(look: JobView, *, resized: bool) -> list[Order]:
+    """Pods of indices that are no more wanted. The master leaves them out of the next round first,
+    so that their going disturbs nobody."""
+    wanted = look.job.spec.nodes + look.job.spec.spares
+    over = [pod for pod in look.living if pod.index >= wanted and not pod.deleted]
+    if not over or not resized:
+        return []
+    said = look.sight.master
+    hosts = (
+        {one.host.partition(".")[0] for one in said.nodes if one.group_rank >= 0} if said else ()
+    )
+    there = {pod.index for pod in look.running}
+    settled = look.training and len(hosts) <= look.job.spec.nodes
+    replaced = settled and all(index in there for index in range(wanted))
+    why = f"the job has {some(look.job.spec.nodes, 'node')} now"
+    return [
+        Remove(pod.name, JobEvent("Scaled", f"deleted pod {pod.name}: {why}"))
+        for pod in over
+        if replaced or objects.host_name(look.job, pod.index) not in hosts
+    ]
+
+
+def _stale(look: JobView) -> list[Order]:
+    """Failed pods that are no record of anything, but for the last two of each index."""
+    newest = {pod.index: pod.attempt for pod in look.nodes}
+    return [
+        Remove(pod.name, JobEvent("Cleaned", f"deleted pod {pod.name}: it was replaced"))
+        for pod in look.nodes
+        if pod.done and pod.free and not pod.deleted and pod.attempt + 2 <= newest[pod.index]
+    ]
+
+
+# ---------------------------------------------------------------- the status
+
+
+def _avoided(look: JobView) -> tuple[Avoided, ...]:
+    """Nodes of the cluster that new pods keep away from: those that the master excludes, those that
+    a pod found bad, and what the status still remembers of both."""
+    known = {one.node: one for one in look.job.status.excluded_nodes}
+    host_to_node = {objects.host_name(look.job, pod.index): pod.node for pod in look.nodes}
+    found = [
+        (pod.node, f"{pod.name} found it bad (exit code {pod.code})", pod.ended)
+        for pod in look.nodes
+        if pod.phase == "Failed" and pod.code == EXIT_BAD_NODE
+    ]
+    for one in look.sight.master.excluded if look.sight.master else ():
+        found.append((host_to_node.get(one.host.partition(".")[0], ""), one.reason, look.now))
+    for node, reason, since in found:
+        if node and node not in known and look.now - since < AVOIDED_FOR:
+            known[node] = Avoided(node, reason, stamp(since or look.now))
+    fresh = [one for one in known.values() if look.now - moment(one.since) < AVOIDED_FOR]
+    return tuple(sorted(fresh, key=lambda one: (one.since, one.node))[-MOST_AVOIDED:])
+
+
+def _status(look: JobView, *, end: JobEnd | None = None, gives_up: bool = False) -> ElasticStatus:
+    job, said, old = look.job, look.sight.master, look.job.status
+    over = end is not None or old.over
+    suspended = job.spec.suspend and not over
+    training = look.training and not over and not suspended
+    trained = any(old.condition(kind).status == "True" for kind in ("Training", "Recovering"))
+    recovering = trained and not (training or over or suspended or look.succeeding)
+    if over:
+        phase = end.phase if end else old.phase
+    elif suspended:
+        phase = "Suspended"
+    elif training or look.succeeding or recovering:
+        phase = "Recovering" if recovering else "Running"
+    else:
+        phase = "Starting" if len(look.running) >= job.spec.least else "Pending"
+    placed = sum(one.group_rank >= 0 for one in said.nodes) if said and training else None
+    count = len(look.running) if placed is None else placed
+    truths = {
+        "Admitted": _admitted(look),
+        "Scheduled": _scheduled(look, suspended=suspended, gives_up=gives_up),
+        "MasterReachable": _reachable(look, over=over),
+        "Training": _training(look, training),
+        "Recovering": _recovering(look, recovering),
+        "Succeeded": _over(old, end, "Succeeded"),
+        "Failed": _over(old, end, "Failed"),
+    }
+    return ElasticStatus(
+        phase=phase,
+        nodes=old.nodes if over else f"{min(count, job.spec.nodes)}/{job.spec.nodes}",
+        running=len(look.running),
+        selector=job.selector,
+        restarts=said.restart_count if said else old.restarts,
+        step=said.step if said and said.step >= 0 else old.step,
+        observed_generation=job.generation,
+        start_time=None if suspended else old.start_time or stamp(look.now),
+        completion_time=(old.completion_time or stamp(look.now)) if over else None,
+        excluded_nodes=_avoided(look) if not over else old.excluded_nodes,
+        conditions=tuple(_since(old, kind, truths[kind], look.now) for kind in CONDITIONS),
+    )
+
+
+Truth = tuple[bool, str, str]
+"""Of a condition: whether it is so, the reason in a word, a sentence."""
+
+
+def _since(old: ElasticStatus, kind: str, truth: Truth, now: float) -> JobCondition:
+    status, reason, message = "True" if truth[0] else "False", truth[1], truth[2]
+    before = old.condition(kind)
+    same = (before.status, before.reason) == (status, reason) and before.last_transition_time
+    return JobCondition(
+        kind, status, reason, message, before.last_transition_time if same else stamp(now)
+    )
+
+
+def _admitted(look: JobView) -> Truth:
+    if look.sight.refused:
+        return False, "Refused", look.sight.refused
+    return True, "Accepted", "the job is as it should be"
+
+
+def _scheduled(look: JobView, *, suspended: bool, gives_up: bool) -> Truth:
+    spec, count = look.job.spec, len(look.running)
+    if suspended:
+        return False, "Suspended", "spec.suspend is set"
+    if gives_up or look.gave_up:
+        limit = spec.run_policy.pending_timeout_seconds
+        least = some(spec.least, "pod")
+        return False, GAVE_UP, (
+            f"{least} could not be placed in {limit} s (runPolicy.pendingTimeoutSeconds): all were "
+            f"given back, and are made again after {PAUSE:g} s"
+        )  # fmt: skip
+    run = "runs" if count == 1 else "run"
+    waiting = next((pod for pod in look.living if pod.waits and pod.phase == "Pending"), None)
+    why = f"; {waiting.name}: {waiting.waits}" if waiting else ""
+    enough = count >= spec.least
+    reason = "Placed" if enough else "Waiting"
+    return enough, reason, f"{count} of {some(spec.nodes + spec.spares, 'pod')} {run}{why}"
+
+
+def _reachable(look: JobView, *, over: bool) -> Truth:
+    last = look.last_master
+    if over:
+        return False, "Over", "the job is over"
+    if last is None or last.done:
+        return False, "NoPod", "the master has no pod"
+    if last.phase != "Running":
+        why = f": {last.waits}" if last.waits else ""
+        return False, "Starting", f"{last.name} does not run yet{why}"
+    if look.sight.master is None:
+        return False, "Silent", look.sight.unreachable or f"{last.name} has not answered yet"
+    return True, "Answers", f"{last.name} answers"
+
+
+def _training(look: JobView, training: bool) -> Truth:
+    said = look.sight.master
+    if training and said is None:
+        count = some(len(look.running), "pod")
+        return True, "Unasked", f"{count} run; what they do their master alone knows"
+    if training and said is not None:
+        placed = sum(one.group_rank >= 0 for one in said.nodes)
+        number = f"round {said.round.number}, " if said.round else ""
+        size = some(said.world_size, "rank")
+        return True, "Round", f"{number}{size} on {some(placed, 'node')}"
+    if said is not None and (said.outcome or said.reason):
+        return False, "NoRound", said.outcome or said.reason
+    return False, "NoRound", "no ranks run"
+
+
+def _recovering(look: JobView, recovering: bool) -> Truth:
+    said = look.sight.master
+    if not recovering:
+        return False, "NothingLost", "nothing is to be recovered from"
+    missing = look.job.spec.nodes - len(look.running)
+    if missing > 0:
+        return True, "PodsLost", f"{some(missing, 'pod')} of {look.job.spec.nodes} missing"
+    return True, "Restarting", (said.last_failure if said else "") or "the ranks start again"
+
+
+def _over(old: ElasticStatus, end: JobEnd | None, kind: str) -> Truth:
+    if end is not None and end.phase == kind:
+        return True, end.reason, end.message
+    before = old.condition(kind)
+    if old.over and before.status == "True":
+        return True, before.reason, before.message
+    return False, "NotOver" if end is None and not old.over else "Otherwise", ""
+
+
+def _notices(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
+    """What happened between two statuses."""
+    known = {one.node for one in old.excluded_nodes}
+    made = [
+        JobEvent("Excluded", f"new pods keep away from {one.node}: {one.reason}", warning=True)
+        for one in new.excluded_nodes
+        if one.node not in known
+    ]
+    for kind, warning in (("Succeeded", False), ("Failed", True)):
+        now = new.condition(kind)
+        if now.status == "True" and old.condition(kind).status != "True":
+            made.append(JobEvent(kind, f"{now.reason}: {now.message}", warning))
+    before, after = old.condition("Scheduled").reason, new.condition("Scheduled")
+    if after.reason == GAVE_UP != before:
+        made.append(JobEvent(GAVE_UP, after.message, warning=True))
+    if "Suspended" in (after.reason, before) and after.reason != before and not new.over:
+        suspended = after.reason == "Suspended"
+        made.append(JobEvent(*_SUSPENDED if suspended else _RESUMED))
+    return tuple(made)
+
+
+_SUSPENDED: Final = ("Suspended", "all pods are taken away, after they have saved")
+_RESUMED: Final = ("Resumed", "pods are made again")
+
+
+def patch(old: Json, new: ElasticStatus) -> Json | None:
+    """What is to be merged into a status for it to be `new`; None where it is."""
+    wanted = msgspec.to_builtins(new)
+    if all(old.get(key) == value for key, value in wanted.items()):
+        return None
+    return {"status": wanted}
+
+
+def names(orders: Iterable[Order]) -> list[str]:
+    """Of the pods that are made, for tests and log lines."""
+    made = [one.body for one in orders if isinstance(one, Make)]
+    return [body["metadata"]["name"] for body in made if body["kind"] == "Pod"]
