@@ -215,6 +215,7 @@ class FunctionSpawner:
             cpus=order.cpus,
             # A rank of the start method forkserver is the child of multiprocessing's own server.
             parent=0 if self._method == "forkserver" else os.getpid(),
+            agent=self._agent.process.pid,
             monitor=order.monitor,
             handlers=dict(self.handlers) if forked else {},
         )

@@ -25,8 +25,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from elasticrun.forkserver.program import write_error_file
-from elasticrun.monitor import monitor
-from elasticrun.system.processes import die_with_parent
+from elasticrun.monitor import monitor, recorder
+from elasticrun.system.processes import die_with_parent, let_trace
 
 MODULE = "torch.distributed"
 """Objects of its types are not destroyed in a fork that a thread among several makes."""
@@ -95,6 +95,7 @@ class RankPlan:
     error_file: str
     cpus: tuple[int, ...]
     parent: int  # pid whose death ends this rank, 0 where the kernel cannot watch it
+    agent: int  # its pid
     monitor: str  # where it answers its agent (wire.progress), "" nowhere
     handlers: Mapping[int, Any]  # to restore; empty where the rank did not inherit ours
 
@@ -115,6 +116,7 @@ def run_rank(
     if close_inherited is not None:
         close_inherited()
     if plan.monitor:
+        recorder.keep(getattr(sys.modules.get("torch"), "__version__", ""))
         monitor.start(plan.monitor)
 
     def call() -> bytes:
@@ -133,6 +135,7 @@ def _become_a_rank(plan: RankPlan) -> None:
         die_with_parent(signal.SIGKILL)
         if os.getppid() != plan.parent:  # it died before the kernel was asked
             os._exit(1)
+    let_trace(plan.agent)  # the caller is our ancestor, and the agent is not
     for name in plan.unset:
         os.environ.pop(name, None)
     os.environ.update(plan.env)
