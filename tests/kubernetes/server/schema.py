@@ -211,7 +211,8 @@ def validate(kind: Kind, obj: Obj, old: Obj | None) -> None:
         raise Refusal(400, "BadRequest", message)
     causes = [_sentence(error) for error in errors]
     if not causes and kind.schema is not None:
-        causes = _rules(kind.schema, body, None if old is None else old, "")
+        whole = {**body, "metadata": {"name": obj["metadata"].get("name", "")}}
+        causes = _rules(kind.schema, whole, None if old is None else old, "")
     if not causes:
         causes = _own_rules(kind, obj, old)
     if causes:
