@@ -29,7 +29,7 @@ def write(parent: str, number: int, texts: Mapping[int, str]) -> str:
             os.replace(partial, folder / f"rank-{rank}.txt")
     except OSError:
         return ""
-    return str(folder)
+    return str(folder.absolute())  # who reads of it is in another directory, or on another host
 
 
 def describe(

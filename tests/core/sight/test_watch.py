@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from msgspec.structs import replace
+
 from elasticrun.core import events as fx
 from elasticrun.core.sight.hangs.look import RollCall
 from elasticrun.wire import messages as m
@@ -28,7 +30,7 @@ def test_stacks_of_all_nodes_come_together_the_rarest_first() -> None:
     assert [(row.ranks, row.count) for row in call.stacks()] == [("6", 1), ("0-5", 6)]
     assert call.stack_of(5) == "train.py:4 step"
     assert call.missing() == "rank 7: no; no word from c"
-    assert call.folder() == "logs/hang-1"
+    assert call.folder("a") == call.folder("b") == ("logs/hang-1", "a")
     assert not call.done
 
 
@@ -108,3 +110,17 @@ def test_a_verdict_is_told_of_once_and_once_more_when_it_is_over() -> None:
     assert (first.place, first.folder) == ("train.py:41 load", "logs/a")
     assert "left as it is" in first.then
     assert 60.0 <= first.since < 72.0 < 198.0 < last.since < 202.0
+
+
+def test_the_hang_limit_counts_from_the_last_movement_whatever_was_seen_since() -> None:
+    """A rank works for half a minute and idles then; --on-hang=restart itself would wait longer."""
+
+    def plan(rank: int, step: int) -> list[tuple[str, float]]:
+        return [("compute", float("inf") if (step, rank) == (8, 3) else 0.5), ("world", 0.0)]
+
+    watch = m.WatchSpec(on_hang="restart", hang_limit=40.0)
+    world = worlds.Training(plan, spec=replace(by_hand.SPEC, watch=watch)).run(25.0)
+    world.ranks[3].does = worlds.LOADS
+    world.run(400.0)
+    assert world.over_at is not None
+    assert 40.0 <= world.over_at - 4.0 < 46.0

@@ -78,8 +78,9 @@ class Training:
         plan: Callable[[int, int], list[tuple[str, float]]],
         stuck: m.RankSeen = COMPUTES,
         silent: float = 0.0,
+        spec: m.JobSpec = by_hand.SPEC,
     ) -> None:
-        self.master = by_hand.Master()
+        self.master = by_hand.Master(spec)
         self.stuck = stuck
         self._silent = silent
         self._draw = random.Random(0)

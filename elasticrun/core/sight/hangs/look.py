@@ -85,10 +85,11 @@ class RollCall:
             found += one.seen
         return found
 
-    def folder(self) -> str:
-        """Where it was written, "" for nowhere."""
-        told = (one.stacks.folder for one in self.answers.values() if one.stacks)
-        return next((folder for folder in told if folder), "")
+    def folder(self, of: str) -> tuple[str, str]:
+        """Where it was written, "" for nowhere, and by which node: `of`, if that has."""
+        told = {node: one.stacks.folder for node, one in self.answers.items() if one.stacks}
+        nodes = [node for node in (of, *told) if told.get(node)]
+        return (told[nodes[0]], nodes[0]) if nodes else ("", "")
 
     def missing(self) -> str:
         """Which stacks could not be had, and why."""

@@ -219,7 +219,7 @@ class Watch:
         told = self._told
         if told is None:
             return None
-        folder = self._with_stacks.folder() if self._with_stacks is not None else ""
+        folder, _ = self._with_stacks.folder(told.node) if self._with_stacks else ("", "")
         return VerdictRow(
             klass=told.klass.value,
             kind=told.kind,
@@ -311,6 +311,9 @@ class Watch:
         verdict = self._verdict if not self._acted else None
         acts = None if verdict is None else self._ends_at(verdict)
         dump_by = None if self._dumped else self._dump_by
+        limit, before = self._ctx.spec.watch.hang_limit, self._opinion
+        if limit > 0.0 and self._verdict is None and before is not None:
+            acts = max(self._since + limit, before.at + SECOND)  # to agree with what was seen last
         return earliest(self._since + self._next(), acts, dump_by)
 
     def _next(self) -> float:
@@ -437,15 +440,13 @@ class Watch:
         if watch.on_hang not in ("auto", "restart") or impasse.held:
             return None
         hard = watch.on_hang == "restart"
-        limits = []
+        limits: list[float] = []
         if impasse.klass is Klass.CERTAIN:
             limits.append(CERTAIN_ENDS)
         elif impasse.klass is Klass.STRONG and hard:
             limits.append(self._places.limit(_place(impasse), first=not self._has_moved))
         elif impasse.klass is Klass.STILL and hard:
             limits.append(STILL_ENDS)
-        if watch.hang_limit > 0.0 and impasse.klass is not Klass.STILL:
-            limits.append(max(watch.hang_limit, FIRST_LOOK + SECOND))
         return min(limits, default=None)
 
     def _begins(self, verdict: Impasse) -> float:
@@ -456,9 +457,15 @@ class Watch:
         return max(self._since, self._row_at - FIRST_LOOK) if by_activity else self._since
 
     def _ends_at(self, verdict: Impasse) -> float | None:
-        """When the round is ended for it; None: never."""
-        limit = self._limit(verdict)
-        return None if limit is None else self._begins(verdict) + limit
+        """When the round is ended for it; None: never. --hang-limit counts from the last movement,
+        whatever ranks were seen to do."""
+        limit, watch = self._limit(verdict), self._ctx.spec.watch
+        ends = None if limit is None else self._begins(verdict) + limit
+        if watch.hang_limit <= 0.0 or verdict.klass is Klass.STILL or verdict.held:
+            return ends
+        if watch.on_hang not in ("auto", "restart") or self._since is None:
+            return ends
+        return earliest(ends, self._since + max(watch.hang_limit, FIRST_LOOK + SECOND))
 
     def _tell(self, verdict: Impasse, at: float) -> None:
         """Once for each verdict. `at`: when it was found again."""
@@ -473,8 +480,10 @@ class Watch:
             return
         self._noted = verdict
         then = self._then(verdict)
-        folder = self._with_stacks.folder() if self._dumped and self._with_stacks else ""
+        look = self._with_stacks if self._dumped else None
+        folder, node = look.folder(verdict.node) if look is not None else ("", "")
         where = f"; stacks are in {folder}" if folder else ""
+        where += f" on node {node}" if folder and len(self._ctx.rdzv.last.stages) > 1 else ""
         told_by = "still" if verdict.klass is Klass.STILL else f"hang ({verdict.klass.value})"
         told_by = "no hang" if verdict.kind == SAID else told_by
         self._warn(f"{told_by}: {verdict.sentence}; {then}{where}")
