@@ -90,6 +90,16 @@ def with_children(world: World, rank: Peer) -> list[int]:
     return pids
 
 
+def test_a_stopped_rank_ends_as_the_others_do(world: World) -> None:
+    """SIGTERM waits in a process that is stopped, until something sends SIGCONT."""
+    job, ranks = puppets(world)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    job.process.terminate()
+    assert job.wait() == 1
+    assert "forcefully exiting via 9" not in job.stderr
+    world.nothing_left()
+
+
 # ---------------------------------------------------------------- kill -9
 
 
