@@ -311,6 +311,8 @@ class RunPlan:
     command: tuple[str, ...] = ()
     nproc: str = ""  # as it was asked for
     where: str = "local"  # local, ssh, slurm, k8s
+    workdir: str = ""  # where it was typed; "": here
+    git_commit: str = ""  # of --git; "": what is checked out there
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Final
 
 from elasticrun.cli.flags import PROG, get_args_parser
 from elasticrun.cli.settings import Asked, NoProgram, NothingToDo, UsageError, look
-from elasticrun.cli.trust import notes, withdraw
+from elasticrun.cli.trust import GIT_SECRETS, notes, withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig, MasterPlace
 from elasticrun.core.words import nearest
 from elasticrun.wire.types import EntryKind, Entrypoint
@@ -157,7 +157,11 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     from elasticrun.cli.devices import facts, this_machine
     from elasticrun.cli.resolve import resolve
 
-    environ = withdraw()
+    environ = withdraw(*(GIT_SECRETS if ns.git else ()))
+    if ns.git:
+        from elasticrun.cli.jobs import code
+
+        words = code.with_commit(words, ns, environ)
     if ns.srun:
         from elasticrun.cli.place import become_srun
 
@@ -179,6 +183,8 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     if done := _already(config):
         say(done)
         return EXIT_OK
+    if ns.git:
+        config = code.enter(config, ns.git, environ, say)
     hint = _check(config)
     for note in (*config.notes, hint):
         if note:

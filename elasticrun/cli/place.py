@@ -54,10 +54,9 @@ def become_srun(
         print(shlex.join(command))
         return EXIT_OK
     say(f"--srun: {shlex.join(command)}")
-    for name in _OF_A_SHELL:
-        os.environ.pop(name, None)
+    variables = {name: value for name, value in environ.items() if name not in _OF_A_SHELL}
     try:
-        os.execvp(command[0], command)
+        os.execvpe(command[0], command, variables)
     except OSError as error:
         raise UsageError(f"--srun: srun cannot be started: {error.strerror}", EXIT_USAGE) from None
 

@@ -142,7 +142,7 @@ def run_plan(asked: Asked) -> RunPlan:
         raise UsageError("--fresh is for a job with --run-dir: name its folder")
     stem = str(asked.ns.training_script).rstrip("/").rpartition("/")[2].removesuffix(".py")
     own = asked.text("rdzv_id") if asked.explicitly("rdzv_id") else ""
-    on = {"SLURM_JOB_ID": "slurm", "KUBERNETES_SERVICE_HOST": "k8s"}
+    on = {env.BY_SSH: "ssh", "SLURM_JOB_ID": "slurm", "KUBERNETES_SERVICE_HOST": "k8s"}
     return RunPlan(
         folder=folder,
         name=settings.name(asked.text("name"), "--name") or own or stem,
@@ -394,7 +394,7 @@ def _unread(environ: Mapping[str, str]) -> list[str]:
     begins = "ELASTICRUN_"
     known = {value for value in vars(env).values() if isinstance(value, str)}
     known |= {f"{begins}{flag.dest.upper()}" for flag in table.FLAGS if flag.env == "*"}
-    known |= {flag.variable for flag in table.FLAGS} | {trust.TOKEN_VARIABLE}
+    known |= {flag.variable for flag in table.FLAGS} | {trust.TOKEN_VARIABLE, *trust.GIT_SECRETS}
     names = sorted(n for n in environ if n.startswith(begins) and n not in known)
     names = [name for name in names if not _OF_OTHERS.match(name)]
     if not names:

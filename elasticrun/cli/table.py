@@ -215,6 +215,8 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
     "program": (
         _switch("--module", "The script is a module, as for python -m.", short="-m"),
         _switch("--no-python", "The script is a program of its own and is run as it is."),
+        _flag("--git", _TEXT, "URL[@REF]", "", "Run this repository's code, at a branch, tag or "
+            "commit, checked out once a node in code/REPO; the script's path begins there.", OURS),
         _switch("--run-path", "Run the script by runpy.run_path in a child of multiprocessing."),
         _flag("--start-method", _TEXT, "", "spawn", "How multiprocessing starts ranks whose "
             "program is a function or --run-path; scripts are not concerned.",

@@ -9,8 +9,11 @@ from typing import Final
 from elasticrun.cli.settings import Asked, NotHere, UsageError
 from elasticrun.config import MasterPlace, Tls
 from elasticrun.system.network import names_this_host_only
+from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 
 TOKEN_VARIABLE: Final = "ELASTICRUN_TOKEN"
+GIT_SECRETS: Final = (*GIT_USERNAMES, *GIT_PASSWORDS)
+"""Variables that git alone is to have (--git)."""
 MAX_TOKEN: Final = 4096
 """Longest secret in characters; one of 32 random bytes has 64."""
 
@@ -18,21 +21,19 @@ SHORT_TOKEN: Final = 16
 """A secret of fewer characters can be guessed: whoever reaches the master may try offline, since
 the master proves itself first."""
 
-_withdrawn = ""
+_withdrawn: dict[str, str] = {}
 
 
-def withdraw() -> dict[str, str]:
-    """This process' environment, out of which the secret is taken: no child inherits it from now
-    on, and /proc/<pid>/environ does not show it. The result has it, at later calls as well."""
-    global _withdrawn
-    whole = dict(os.environ)
-    if TOKEN_VARIABLE in whole:
-        _withdrawn = whole[TOKEN_VARIABLE]
-        _blot(TOKEN_VARIABLE)
-        del os.environ[TOKEN_VARIABLE]
-    elif _withdrawn:
-        whole[TOKEN_VARIABLE] = _withdrawn
-    return whole
+def withdraw(*names: str) -> dict[str, str]:
+    """This process' environment, out of which the secret is taken, and what these variables hold:
+    no child inherits them from now on, and /proc/<pid>/environ does not show them. The result has
+    them, at later calls as well."""
+    for name in (TOKEN_VARIABLE, *names):
+        if name in os.environ:
+            _withdrawn[name] = os.environ[name]
+            _blot(name)
+            del os.environ[name]
+    return {**os.environ, **_withdrawn}
 
 
 def _blot(name: str) -> None:

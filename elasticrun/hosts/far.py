@@ -30,6 +30,7 @@ from elasticrun import __version__
 from elasticrun.system.inotify import IN_MOVED_TO, Inotify
 from elasticrun.system.processes import boot_id, die_with_parent, start_time
 from elasticrun.system.title import set_title
+from elasticrun.wire.env import BY_SSH
 
 GREETING: Final = f"elasticrun-far 1 {__version__}"
 """Our first line; whatever comes before it is a shell profile's."""
@@ -262,6 +263,7 @@ def _start(folder: Path, order: Mapping[str, Any]) -> None:
 def _variables(order: Mapping[str, Any]) -> dict[str, str]:
     """This host's, those that go along, and the token, which the agent takes out at once."""
     environ = {**os.environ, **order["variables"], "ELASTICRUN_TOKEN": order["token"]}
+    environ[BY_SSH] = "1"
     here = os.path.dirname(sys.executable)  # as where the environment is activated
     environ["PATH"] = f"{here}:{environ['PATH']}" if environ.get("PATH") else here
     return environ

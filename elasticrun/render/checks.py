@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from elasticrun.wire.env import GIT_PASSWORDS
+
 MAX_LABEL: Final = 63
 MAX_SUBDOMAIN: Final = 253
 MAX_TEXT: Final = 128 * 1024
@@ -137,8 +139,8 @@ def setting(key: str, value: str, place: str) -> None:
     come to lie, and what to do instead."""
     variable(key, "--env")
     plain(value, f"--env {key}")
-    if key == "ELASTICRUN_TOKEN":
-        raise Invalid(f"--env ELASTICRUN_TOKEN would put the secret into the {place}")
+    if key == "ELASTICRUN_TOKEN" or key in GIT_PASSWORDS:
+        raise Invalid(f"--env {key} would put the secret into the {place}")
 
 
 def path(text: str, what: str) -> str:

@@ -206,6 +206,9 @@ def _env(wanted: Pods) -> list[dict[str, Any]]:
     if wanted.token_secret:
         by_key = {"secretKeyRef": {"name": wanted.token_secret, "key": wanted.token_key}}
         env.append({"name": "ELASTICRUN_TOKEN", "valueFrom": by_key})
+    for part in ("username", "password") if wanted.git_secret else ():
+        by_key = {"secretKeyRef": {"name": wanted.git_secret, "key": part}}
+        env.append({"name": f"GIT_SYNC_{part.upper()}", "valueFrom": by_key})
     return env + [{"name": key, "value": literal(value)} for key, value in wanted.env.items()]
 
 

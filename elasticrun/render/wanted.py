@@ -139,6 +139,7 @@ class Pods:
     env: Mapping[str, str] = field(default_factory=dict)
     token_secret: str = ""
     token_key: str = "token"
+    git_secret: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
     selector: Mapping[str, str] = field(default_factory=dict)
@@ -209,7 +210,8 @@ def _check_names(wanted: Pods) -> None:
         checks.label_value(value, f"--selector {checks.label_key(key, '--selector')}")
     _check_tolerations(wanted.tolerations)
     named = (("--service-account", wanted.service_account), ("--priority", wanted.priority),
-             ("--token-secret", wanted.token_secret))  # fmt: skip
+             ("--token-secret", wanted.token_secret),
+             ("--git-secret", wanted.git_secret))  # fmt: skip
     for flag, text in (*named, *(("--image-pull-secret", text) for text in wanted.pull_secrets)):
         if text:
             checks.subdomain(text, flag)

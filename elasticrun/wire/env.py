@@ -121,6 +121,13 @@ TRACE_DIR: Final = "ELASTICRUN_TRACE_DIR"
 """Where masters that agents host leave their traces for good, a folder for each launch; without it
 a trace goes with the record when the job ends."""
 
+GIT_USERNAMES: Final = ("ELASTICRUN_GIT_USERNAME", "GIT_SYNC_USERNAME")
+GIT_PASSWORDS: Final = ("ELASTICRUN_GIT_PASSWORD", "GIT_SYNC_PASSWORD")
+"""Credentials of --git; the first that is set counts. The second ones are git-sync's."""
+
+BY_SSH: Final = "ELASTICRUN_BY_SSH"
+"""Set where --hosts has started this agent."""
+
 CALLER: Final = "ELASTICRUN_CALLER"
 """In ranks whose program is a function: by this mark their caller knows what they left behind."""
 

@@ -14,7 +14,7 @@ from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.place import srun_command
 from elasticrun.cli.settings import UsageError
 from tests.detection.environments import BATCH, INTERACTIVE, PTY, SALLOC, SRUN
-from tests.harness import clean_environment
+from tests.harness import clean_environment, ran
 
 OURS = [sys.executable, "-P", "-m", "elasticrun"]
 ALWAYS = ["--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
@@ -111,3 +111,13 @@ def test_sentences_of_the_real_command(tmp_path: Path) -> None:
     assert missing.returncode == 2
     assert "srun cannot be started: No such file" in missing.stderr
     assert "Traceback" not in missing.stderr
+
+
+def test_srun_gets_the_token(tmp_path: Path) -> None:
+    """It is taken out of our own environment before anything is started."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$ELASTICRUN_TOKEN"\n')
+    srun.chmod(0o755)
+    environ = {**clean_environment(), **BATCH, "ELASTICRUN_TOKEN": "secret-of-sixteen"}
+    environ["PATH"] = f"{tmp_path}:{environ['PATH']}"
+    assert ran("--srun", "train.py", env=environ).stdout == "secret-of-sixteen\n"

@@ -99,16 +99,18 @@ def test_ranks_are_as_many_as_gpus_where_nobody_says() -> None:
     assert "--nproc-per-node=1" in render(*LEAST, "--gpus", "0", *RUN).container["args"]
 
 
-def test_a_token_is_named_and_never_shown() -> None:
-    (env,) = (
-        one
-        for one in render(*LEAST, "--token-secret", "s:k", *RUN).container["env"]
-        if one["name"] == "ELASTICRUN_TOKEN"
-    )
-    assert env == {"name": "ELASTICRUN_TOKEN",
-                   "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}  # fmt: skip
-    with pytest.raises(UsageError, match="--token-secret"):
-        render(*LEAST, "--env", "ELASTICRUN_TOKEN=x", *RUN)
+def test_secrets_are_named_and_never_shown() -> None:
+    words = ("--token-secret", "s:k", "--git-secret", "g")
+    env = {one["name"]: one for one in render(*LEAST, *words, *RUN).container["env"]}
+    for name, secret, key in (
+        ("ELASTICRUN_TOKEN", "s", "k"),
+        ("GIT_SYNC_USERNAME", "g", "username"),
+        ("GIT_SYNC_PASSWORD", "g", "password"),
+    ):
+        assert env[name]["valueFrom"] == {"secretKeyRef": {"name": secret, "key": key}}
+    for flag, variable in (("--token-secret", "ELASTICRUN_TOKEN"), ("", "GIT_SYNC_PASSWORD")):
+        with pytest.raises(UsageError, match=flag or "would put the secret into"):
+            render(*LEAST, "--env", f"{variable}=x", *RUN)
 
 
 @pytest.mark.parametrize(("version", "stage"), [("1.36", "v1alpha2"), ("1.37", "v1beta1")])

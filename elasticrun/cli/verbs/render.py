@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any, Final
 from elasticrun.cli import settings, trust
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.jobs.code import pinned
 from elasticrun.cli.resolve import resolve, shutdown_timeout
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
@@ -105,6 +107,8 @@ def read(
     node is asked for, 0 for none said; `signal`: the one by which the scheduler has nodes leave, ""
     for none. UsageError, Invalid."""
     low, high = settings.nodes(ns.nnodes)
+    if ns.git:
+        ns.git = pinned(ns.git, os.environ)
     given = render_flags.handed_on(ns)
     asked = Asked(get_args_parser({}).parse_args([*given, "script"]), {})
     ranks, notes = _ranks(ns.nproc_per_node, gpus)

@@ -16,7 +16,8 @@ SAID_HERE: Final = ("nnodes", "nproc_per_node", "rdzv_id", "name")
 
 SETTLED: Final = (
     "standalone", "auto_config", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port",
-    "node_rank", "node_id", "local_addr", "srun", "dry_run", "version", "print_completion",
+    "node_rank", "node_id", "local_addr", "srun", "hosts", "hostfile", "ssh",
+    "dry_run", "version", "print_completion",
 )  # fmt: skip
 """Flags that have one value in what is printed, or no place in it."""
 
@@ -163,6 +164,9 @@ def _pods(target: Parser) -> None:
     _many(group, "--volume", "NAME=...", f"A volume, may be repeated: {VOLUME_FORM}; two commas "
           "stand for one in a VALUE.")  # fmt: skip
     _text(group, "--token-secret", "NAME[:KEY]", "Secret with the job's token (its key `token`).")
+    _text(
+        group, "--git-secret", "NAME", "Secret for --git, with the keys `username` and `password`."
+    )
     _number(group, "--port", f"Port of the job's master. [default {MASTER_PORT}]", MASTER_PORT)
     _where(target)
     _lifetime(target)

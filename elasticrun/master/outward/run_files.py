@@ -128,7 +128,7 @@ class RunFiles:
             run.job,
             endpoint=endpoint,
             formed=run.job.formed or now,
-            git_commit=git_commit(run.job.workdir),
+            git_commit=run.job.git_commit or git_commit(run.job.workdir),
             versions=versions(),
         )
         run.change(job)
