@@ -126,6 +126,10 @@ class Loop:
         """Called with each line about what has happened."""
         self.on_formed: Callable[[], object] = lambda: None
         """Called when the ranks of the first round of this master are started."""
+        self.on_metrics: Callable[[m.Metrics], object] = lambda _: None
+        """Called with what the first rank of the present round says of its steps."""
+        self.on_stepped: Callable[[int, int], object] = lambda *_: None
+        """Called with the round's number and the newest step, where that is a newer one."""
         self.on_filed: Callable[[IncidentRow], object] = lambda _: None
         """Called with each record of an incident, as often as it changes."""
         self.on_judged: Callable[[VerdictRow, bool], object] = lambda *_: None
@@ -264,11 +268,17 @@ class Loop:
             self._step(events.Overslept(now - deadline), now)
         for _ in range(min(len(self._inbox), MAX_BATCH)):
             event = self._inbox.popleft()
+            if isinstance(event, events.Heard) and isinstance(event.report, m.Metrics):
+                if self.figures.told(event.report):  # nothing is decided by it
+                    self.on_metrics(event.report)
+                continue
             self._step(event, self._clock())
             if isinstance(event, events.Detached):
                 self._boxes.pop(event.session, None)
             elif isinstance(event, events.Heard):
-                self.figures.heard(event.report)
+                newer = self.figures.heard(event.report)
+                if newer and isinstance(event.report, m.Steps):
+                    self.on_stepped(event.report.round.number, event.report.step)
                 if isinstance(event.report, m.Beat):  # says that this loop turns, as the Beat did
                     self._tell((event.session,), m.Echo(event.report.number, self._pace()))
         deadline, now = self._brain.next_deadline(), self._clock()
@@ -498,8 +508,15 @@ class Figures:
             self._round, self._since = name, self._clock()
             self.rounds += 1
 
-    def heard(self, report: m.Report) -> None:
-        """A report reached the brain."""
+    def told(self, report: m.Metrics) -> bool:
+        """What rank 0 says of its steps; whether it is of the present round."""
+        for row in report.rows:
+            self._came_to(report.round, row.step)
+        return self._round in (None, report.round)
+
+    def heard(self, report: m.Report) -> bool:
+        """A report reached the brain; whether training has come to a newer step by it."""
+        before = (self._stepped_in, self._step)
         if isinstance(report, m.Probed):
             self.probes += 1
         elif isinstance(report, m.Steps):
@@ -507,8 +524,11 @@ class Figures:
         elif isinstance(report, m.Holdings):
             for held in report.held:
                 self._came_to(held.round, held.step)
-        if not isinstance(report, m.RanksFailed):
-            return
+        elif isinstance(report, m.RanksFailed):
+            self._ranks_failed(report)
+        return before != (self._stepped_in, self._step)
+
+    def _ranks_failed(self, report: m.RanksFailed) -> None:
         if report.round != self._failed_in:
             self._failed_in = report.round
             self._failed.clear()

@@ -344,6 +344,8 @@ class Master:
         """Tell the loop who listens to it, and what only the configuration knows."""
         endpoint = f"{reachable(self._config.host)}:{port}"
         loop.on_noted = life.outward.noted
+        loop.on_metrics = life.outward.metrics
+        loop.on_stepped = life.outward.stepped
         loop.on_formed = lambda: life.outward.formed(endpoint)
         loop.on_filed = life.outward.filed
         loop.on_judged = life.outward.judged

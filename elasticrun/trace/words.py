@@ -142,6 +142,7 @@ _FORMS: Final[dict[type, str]] = {
     m.Leaving: "Leaving: {0.reason}",
     m.Beat: "Beat {0.number}",
     m.Steps: "Steps {0.round.number}: {0.step}, {0.seconds:.3g} s each, {0.own:.3g} s its own",
+    m.Metrics: "Metrics {0.round.number}",
     m.WhereIs: "WhereIs rank {0.rank} at step {0.step}",
     m.ShardBad: "ShardBad rank {0.rank} at step {0.step}: {0.reason}",
     m.NotReplicated: "NotReplicated step {0.step}: {0.reason}",

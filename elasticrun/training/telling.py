@@ -16,23 +16,31 @@ import socket
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from elasticrun.training import recorder
 from elasticrun.wire import env
 from elasticrun.wire.progress import (
     LONGEST_WORD,
+    MAX_COLUMNS,
+    MAX_ROWS,
+    MAX_VALUE,
     Own,
+    RankRows,
     RankSteps,
     RankWord,
     address,
     encode,
+    is_column,
     read_place,
 )
 
 TELL_EVERY: Final = 0.1
 """Seconds between two datagrams; steps in between go together into the next one."""
+
+BURST: Final = 20
+"""Datagrams of rows that go at once, before there is one each TELL_EVERY."""
 
 LOOK_EVERY: Final = 1
 """Seconds between two looks at the recorder at first, doubled when a look costs more than ..."""
@@ -58,6 +66,60 @@ MAX_MARKS: Final = 2048
 """Steps that are remembered until the next look; of faster ones the oldest are forgotten."""
 
 
+TAKEN: Final = ("time", "round", "step")
+"""Columns that are ours; a metric of such a name has a "_" behind it."""
+
+
+class MetricRows:
+    """What the script says of its steps, until it is sent: at once as long as that is seldom, then
+    ten times a second, in datagrams of all rows that wait. Of more than MAX_ROWS the oldest go."""
+
+    def __init__(self, local_rank: int) -> None:
+        self._local_rank = local_rank
+        self._rows: deque[tuple[int, float, dict[str, str]]] = deque(maxlen=MAX_ROWS)
+        self._dropped = 0
+        self._may_send = float(BURST)
+        self._since = time.monotonic()
+
+    def add(self, step: int, metrics: Mapping[str, object]) -> bytes:
+        """Keep them; what is to be sent now, b"" for nothing. TypeError, ValueError for what is no
+        number."""
+        said = {name: _number(value) for name, value in metrics.items() if is_column(name)}
+        if taken := [name for name in TAKEN if name in said]:
+            said |= {f"{name}_": said.pop(name) for name in taken}
+        self._dropped += len(self._rows) == MAX_ROWS
+        self._rows.append((step, time.time(), said))
+        now = time.monotonic()
+        self._may_send = min(BURST, self._may_send + (now - self._since) / TELL_EVERY)
+        self._since = now
+        return self._datagram() if self._may_send >= 1.0 else b""
+
+    def _datagram(self) -> bytes:
+        names: dict[str, None] = {}
+        for _, _, said in self._rows:
+            names.update(dict.fromkeys(said))
+        columns = tuple(names)[:MAX_COLUMNS]
+        rows = tuple(
+            (step, at, tuple(said.get(name, "") for name in columns))
+            for step, at, said in self._rows
+        )
+        return encode(RankRows(self._local_rank, columns, rows, self._dropped))
+
+    def sent(self) -> None:
+        """The agent has them."""
+        self._may_send -= 1.0
+        self._rows.clear()
+
+
+def _number(value: Any) -> str:
+    """As text that is a number again; the value of a tensor of one element, too, for which that
+    must be on the host: one of a GPU is waited for."""
+    if type(value) is int:
+        text = repr(value)
+        return text if len(text) <= MAX_VALUE else repr(float(value))
+    return repr(float(value))
+
+
 class Teller:
     """One rank's line to its agent. Times: seconds, monotonic where nothing else is said."""
 
@@ -81,6 +143,15 @@ class Teller:
         self._split = recorder.Split()
         self._knows = Own.LATER
         self._in_vain = 0
+        self._rows = MetricRows(self._local_rank) if os.environ.get("RANK") == "0" else None
+
+    def metrics(self, number: int, said: Mapping[str, object]) -> None:
+        """What the script says of step `number`; the first rank's is kept."""
+        if self._rows is None or not (data := self._rows.add(number, said)):
+            return
+        with contextlib.suppress(OSError):  # a full queue: the next one has these rows too
+            self._socket.sendto(data, self._address)
+            self._rows.sent()
 
     def step(self, number: int) -> None:
         """Step `number` is done."""
@@ -145,11 +216,12 @@ _begun = False
 _warned = False
 
 
-def progress(step: int) -> None:
-    """Say that this rank has done step `step`; once a step, after the optimizer's.
+def progress(step: int, **metrics: float) -> None:
+    """Say that this rank has done step `step`; once a step, after the optimizer's. `metrics` of the
+    first rank are a row of the job's `progress.csv`: `progress(step, loss=0.25, lr=1e-4)`.
 
-    Without an agent (or below torchrun) it does nothing. It never raises and never waits; what is
-    no number gets a warning, once."""
+    Without an agent (or below torchrun) it does nothing. It never raises and, given numbers, never
+    waits (a tensor on a GPU is waited for); what is no number gets a warning, once."""
     global _teller, _begun
     if type(step) is not int and not hasattr(step, "__index__"):
         _warn(step)
@@ -160,21 +232,35 @@ def progress(step: int) -> None:
             _begun = True  # not at import: that may have been in the process that forks the ranks
             _teller = _begin()
         if _teller is not None:
+            if metrics:
+                _tell_metrics(_teller, step, metrics)
             _teller.step(step)
+
+
+def _tell_metrics(teller: Teller, step: int, metrics: Mapping[str, object]) -> None:
+    try:
+        teller.metrics(int(step), metrics)
+    except (TypeError, ValueError, OverflowError) as wrong:
+        _complain(f"progress() is given {metrics!r:.100}: it takes numbers ({wrong})", 4)
 
 
 def _warn(step: object) -> None:
     """A script that is wrong everywhere learns of it also where there is no agent."""
+    kind = type(step).__name__
+    _complain(
+        f"progress() is given {step!r:.100} (a {kind}): it takes the number of the step, and tells "
+        "the job nothing until it gets one",
+        4,
+    )
+
+
+def _complain(sentence: str, level: int) -> None:
+    """Once."""
     global _warned
-    if _warned:
-        return
-    _warned = True
-    with contextlib.suppress(Warning):  # where warnings are errors
-        warnings.warn(
-            f"elasticrun: progress() is given {step!r:.100} (a {type(step).__name__}): it takes "
-            "the number of the step, and tells the job nothing until it gets one",
-            stacklevel=3,
-        )
+    if not _warned:
+        _warned = True
+        with contextlib.suppress(Warning):  # where warnings are errors
+            warnings.warn(f"elasticrun: {sentence}", stacklevel=level)
 
 
 def _begin() -> Teller | None:

@@ -44,7 +44,7 @@ from elasticrun.wire.types import (
     tail,
 )
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 """Raised with every change of the wire that an older peer cannot read."""
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
@@ -92,6 +92,12 @@ MAX_STACKS: Final = 8
 
 MAX_SAID: Final = 10
 """Lines of its ranks' output that one node tells of, the newest."""
+
+MAX_METRICS: Final = 32
+"""Names of metrics that a job may have; of more the first are kept."""
+
+MAX_METRIC_ROWS: Final = 64
+"""Steps that one Metrics tells of."""
 
 MAX_ANSWER: Final = 8 * 1024 * 1024
 """Bytes of an answer to a Request, as JSON; it does not travel on `Attend`."""
@@ -542,6 +548,29 @@ class LastLines(Struct, frozen=True):
     text: Annotated[str, tail]
 
 
+MetricName = Annotated[str, OneLine(1, 64)]
+MetricValue = Annotated[str, OneLine(0, 24)]
+
+
+class MetricRow(Struct, frozen=True):
+    """What rank 0 has said of a step. `age`: seconds before the report. `values`: numbers as text,
+    in the order of the names; "" where it has said nothing of one."""
+
+    step: int
+    age: float
+    values: Annotated[tuple[MetricValue, ...], AtMost(MAX_METRICS)]
+
+
+class Metrics(Struct, frozen=True):
+    """Report: rows for the run folder, by what rank 0 has handed to `progress`; nothing is decided
+    by them. `dropped`: rows of this life so far that were not kept."""
+
+    round: RoundName
+    names: Annotated[tuple[MetricName, ...], AtMost(MAX_METRICS)]
+    rows: Annotated[tuple[MetricRow, ...], AtMost(MAX_METRIC_ROWS)]
+    dropped: Count = 0
+
+
 class ReachMe(Struct, frozen=True):
     """A reader asks the master to dial `port` at the address its stream comes from, and to read
     `nonce` there (elasticrun doctor)."""
@@ -671,7 +700,7 @@ SaveReport = Holdings | WhereIs | ShardBad | NotReplicated | Persisted | Departi
 """About snapshots."""
 
 RankReport = Join | Running | RanksFailed | Stopping | Stopped | Finished | Leaving
-HealthReport = Probed | Steps | ReachMe
+HealthReport = Probed | Steps | Metrics | ReachMe
 SightReport = Quiet | Inspected | Stacks | LastLines
 """About what the ranks are doing."""
 

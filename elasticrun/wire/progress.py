@@ -33,8 +33,15 @@ MAX_WORD: Final = 64
 
 _WORD: Final = struct.Struct(f"<BxHd{MAX_WORD}s")
 
-DATAGRAM_BYTES: Final = _WORD.size
-"""No datagram is longer, and each kind has a length of its own; anything else is none of ours."""
+DATAGRAM_BYTES: Final = 64 * 1024
+"""No datagram is longer. Rows are JSON; each other kind has a length of its own; anything else is
+none of ours."""
+
+MAX_ROWS: Final = 64
+MAX_COLUMNS: Final = 32
+MAX_COLUMN_NAME: Final = 64
+MAX_VALUE: Final = 24
+"""Rows of a datagram, their columns, and the characters of a column's name and of a number."""
 
 LONGEST_WORD: Final = 86400.0
 """Seconds for which a rank's word holds at most."""
@@ -86,6 +93,18 @@ class RankWord:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class RankRows:
+    """What the script says of its steps. `rows`: step, moment (seconds since 1970), and numbers as
+    text in the order of `names`, "" where there is none. `dropped`: rows that were not kept, of
+    this process so far."""
+
+    local_rank: int
+    names: tuple[str, ...]
+    rows: tuple[tuple[int, float, tuple[str, ...]], ...]
+    dropped: int = 0
+
+
 def mint_name() -> str:
     """A fresh name for a socket."""
     return f"elasticrun-{os.urandom(16).hex()}"
@@ -108,13 +127,15 @@ def read_place(text: str) -> tuple[str, int]:
     return name, int(local_rank)
 
 
-RankTold = RankSteps | RankCosts | RankWord
+RankTold = RankSteps | RankCosts | RankWord | RankRows
 
 
 def encode(said: RankTold) -> bytes:
     """The datagram. struct.error for numbers that do not fit."""
     if isinstance(said, RankWord):
         return _WORD.pack(VERSION, said.local_rank, said.seconds, said.what.encode()[:MAX_WORD])
+    if isinstance(said, RankRows):
+        return json.dumps(asdict(said), separators=(",", ":")).encode("ascii")
     if isinstance(said, RankCosts):
         sums = (said.saves, said.step, said.saved, said.restored)
         return _COSTS.pack(VERSION, said.local_rank, *sums)
@@ -132,6 +153,8 @@ def encode(said: RankTold) -> bytes:
 
 def decode(datagram: bytes) -> RankTold | None:
     """Back from `encode`; None for what is no such datagram or cannot be true."""
+    if datagram[:1] == b"{":
+        return _rows(datagram)
     if len(datagram) == _WORD.size:
         version, local_rank, seconds, word = _WORD.unpack(datagram)
         what = word.rstrip(b"\0").decode(errors="ignore")
@@ -154,6 +177,37 @@ def decode(datagram: bytes) -> RankTold | None:
     if not known:
         own = waited = math.nan
     return RankSteps(local_rank, step, steps, seconds, own, waited, Own(knows))
+
+
+def _rows(datagram: bytes) -> RankRows | None:
+    import msgspec  # a script that tells its steps goes without
+
+    try:
+        said = msgspec.json.decode(datagram, type=RankRows)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    known = len(said.names)
+    sound = (
+        known <= MAX_COLUMNS
+        and len(said.rows) <= MAX_ROWS
+        and said.local_rank >= 0
+        and said.dropped >= 0
+        and all(is_column(name) for name in said.names)
+        and all(
+            step >= 0 and math.isfinite(at) and len(values) == known and all(map(_is_value, values))
+            for step, at, values in said.rows
+        )
+    )
+    return said if sound else None
+
+
+def is_column(name: str) -> bool:
+    """Whether a column may be called so."""
+    return 0 < len(name) <= MAX_COLUMN_NAME and name.isprintable()
+
+
+def _is_value(text: str) -> bool:
+    return len(text) <= MAX_VALUE and text.isprintable()
 
 
 def hear_at(made: socket.socket, name: str) -> None:

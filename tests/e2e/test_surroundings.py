@@ -144,7 +144,7 @@ def test_status_and_an_agent_of_another_version(world: World) -> None:
 
 def test_a_master_of_another_version(world: World) -> None:
     """An agent that is refused ends with the master's sentence and its code."""
-    sentence = "this master speaks protocol 7, the agent another"
+    sentence = "this master speaks another protocol than the agent"
 
     async def refuse_all() -> int:
         async def attend(context: object) -> None:

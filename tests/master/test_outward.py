@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import http.server
 import json
 import re
@@ -28,8 +29,8 @@ from elasticrun.core.sight.picture import (
     StackRow,
     VerdictRow,
 )
-from elasticrun.master.outward import notify
-from elasticrun.master.outward.appended import Appended
+from elasticrun.master.outward import appended, notify
+from elasticrun.master.outward.appended import Appended, ProgressFile, ProgressRow
 from elasticrun.master.outward.notify import Notifier
 from elasticrun.master.outward.outward import Outward
 from elasticrun.master.outward.record import git_commit, result_of
@@ -38,6 +39,8 @@ from elasticrun.master.outward.run_files import RunFiles, read
 from elasticrun.operator_log import NOTICE
 from elasticrun.runs.layout import JobRecord, RunFolder
 from elasticrun.runs.opening import OpenRun
+from elasticrun.wire import messages as m
+from elasticrun.wire.types import RoundName
 
 ROW = IncidentRow(
     number=7,
@@ -159,7 +162,7 @@ def test_a_disk_that_refuses_is_told_once(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_what_failed_first_is_a_page_by_itself() -> None:
-    row = msgspec.structs.replace(ROW, exitcode=-11, step=412, verdict="script")
+    row = msgspec.structs.replace(ROW, exitcode=-11, step=412, kind="signal")
     text = error_page(row, 0.0)
     assert text.startswith("rank 3 on node b failed (ValueError: bad)\n\nwhen:       1970-01-01 ")
     for line in ("ended with: signal SIGSEGV", "last step:  412", "verdict:    script"):
@@ -176,6 +179,61 @@ def test_a_file_that_lines_are_added_to_does_not_grow_without_end(tmp_path: Path
     assert lines[-1] == "00000199"
     assert 50 < len(lines) < 112
     assert [int(line) for line in lines] == list(range(200 - len(lines), 200))
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_columns_of_progress_grow(tmp_path: Path) -> None:
+    path = tmp_path / "progress.csv"
+    file = ProgressFile(path)
+    assert file.add([ProgressRow(1.0, 1, 0, {})]) == ""
+    assert file.add([ProgressRow(2.0, 1, 1, {"loss": "0.5"})]) == ""
+    with path.open("a") as torn:
+        torn.write("3.0,1,2,0.")  # by a master that was killed in mid-row
+    file = ProgressFile(path)
+    file.add([ProgressRow(3.0, 2, 2, {"a, b": "nan"}), ProgressRow(4.0, 2, 3, {"loss": "0.25"})])
+    assert [tuple(row.values()) for row in _rows(path)] == [
+        ("1.000", "1", "0", "", ""),
+        ("2.000", "1", "1", "0.5", ""),
+        ("3.0", "1", "2", "0.", ""),
+        ("3.000", "2", "2", "", "nan"),
+        ("4.000", "2", "3", "0.25", ""),
+    ]
+    assert list(_rows(path)[0]) == ["time", "round", "step", "loss", "a, b"]
+    assert RunFolder(tmp_path).last_step() == 3
+    many = {f"m{number}": "1" for number in range(40)}
+    assert file.add([ProgressRow(5.0, 2, 4, many)]) == "m30"
+    assert len(_rows(path)[-1]) == 3 + 32
+
+
+def test_a_long_progress_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appended, "MOST_PROGRESS", 2000)
+    file = ProgressFile(tmp_path / "progress.csv")
+    for step in range(400):
+        file.add([ProgressRow(1.0, 1, step, {"loss": "0.5"})])
+    steps = [int(row["step"]) for row in _rows(tmp_path / "progress.csv")]
+    assert steps == sorted(steps)
+    assert (steps[-1], len(steps) < 130) == (399, True)
+    assert min(steps) < 60, "the beginning of the curve is there yet"
+
+
+def test_a_step_is_a_row_where_rank_0_says_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = RunFiles(lambda: _opened(tmp_path), "")
+    files.stepped(0, 9)
+    files.stepped(1, 10)  # before rank 0 of this round could say anything
+    rows = (m.MetricRow(11, 5.0, ("0.5", "=cmd()")), m.MetricRow(12, 0.0, ("nan", "1")))
+    files.metrics(m.Metrics(RoundName(1, 1, "x"), ("loss", "lr"), rows, 7))
+    files.stepped(1, 12)
+    files.stepped(2, 13)
+    files.close(10.0)
+    told = [tuple(row.values())[1:] for row in _rows(tmp_path / "progress.csv")]
+    assert told == [("0", "9", "", ""), ("1", "11", "0.5", ""), ("1", "12", "nan", "1")]
+    assert "progress.csv has not all rows" in caplog.text
 
 
 def test_the_commit_is_known_where_there_is_git(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from elasticrun.training import telling
 from elasticrun.training.telling import Teller
-from elasticrun.wire.progress import Own, RankWord, place
+from elasticrun.wire.progress import Own, RankRows, RankWord, place
 from tests.further import further
 from tests.harness import LIMIT, World, clean_environment, program
 from tests.training.ranks import Listener, listening, start_ranks
@@ -68,6 +68,10 @@ def test_a_planted_slowness_makes_the_own_part_longer(world: World, listener: Li
     [
         ("1", []),
         (
+            "1, loss=0.5",
+            [],
+        ),
+        (
             "'x'",  # once; there is nobody else who could tell the script
             [
                 "<string>:4: UserWarning: elasticrun: progress() is given 'x' (a str): it takes "
@@ -87,6 +91,33 @@ def test_without_an_agent_nothing_is_done_and_nothing_imported(step: str, told: 
     code = "import sys; early = set(sys.modules)\n" + code
     done = program("-c", code, env=clean_environment())
     assert (done.returncode, done.stderr.splitlines()) == (0, told)
+
+
+def test_metrics_of_the_first_rank_are_rows(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    teller = Teller(place(listener.name, 0))
+    teller.metrics(3, {"loss": 0.25, "acc": True, "step": 7, "bad\n": 1, "big": 10**40})
+    said = listener.next()
+    assert isinstance(said, RankRows)
+    assert said.names == ("loss", "acc", "big", "step_")
+    ((step, _, values),) = said.rows
+    assert (step, values) == (3, ("0.25", "1.0", "1e+40", "7"))
+    with pytest.raises(ValueError, match="could not convert"):
+        teller.metrics(3, {"loss": "low"})
+    for step in range(1000):  # more than goes: the newest are kept, and what was not is counted
+        teller.metrics(step, {"loss": float("nan")})
+    sent = [said for said in listener.waiting() if isinstance(said, RankRows)]
+    assert len(sent) <= telling.BURST + 5
+    assert [row[0] for said in sent for row in said.rows][:10] == list(range(10))
+    assert teller._rows is not None
+    assert teller._rows._rows[-1][:1] == (999,)
+    assert teller._rows._dropped > 500
+    monkeypatch.setenv("RANK", "1")
+    Teller(place(listener.name, 1)).metrics(3, {"loss": 0.25})
+    assert listener.waiting() == []
+    teller.close()
 
 
 QUIET = """

@@ -11,16 +11,27 @@ import asyncio
 import math
 import os
 import socket
+import time
+from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.agent.runtime import Once, Timer
-from elasticrun.wire.messages import Start, Steps
+from elasticrun.wire.messages import (
+    MAX_METRIC_ROWS,
+    MAX_METRICS,
+    MetricRow,
+    Metrics,
+    Start,
+    Steps,
+)
 from elasticrun.wire.progress import (
     CREDENTIALS_BYTES,
     DATAGRAM_BYTES,
     Own,
     RankCosts,
+    RankRows,
     RankSteps,
     RankTold,
     RankWord,
@@ -30,7 +41,7 @@ from elasticrun.wire.progress import (
     place,
     sender_of,
 )
-from elasticrun.wire.types import INT32
+from elasticrun.wire.types import INT32, RoundName
 
 if TYPE_CHECKING:
     from elasticrun.agent.link.link import Link
@@ -48,6 +59,9 @@ SAY_SELDOM: Final = 20.0
 PATIENCE: Final = 5.0
 """So many seconds after a rank had something new to report the others are not waited for any
 longer: they have become silent."""
+
+MOST_ROWS: Final = 128
+"""Rows that wait for the master; of more the oldest go."""
 
 MOST_AT_ONCE: Final = 64
 """Datagrams that are read in one turn of the loop."""
@@ -103,6 +117,73 @@ class _Told:
     steps: int  # datagrams so far that told a step
 
 
+class MetricReports:
+    """Rows that rank 0 has told, on their way to the master: one report a second at most."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._round: RoundName | None = None
+        self._rows: deque[tuple[int, float, dict[str, str]]] = deque(maxlen=MOST_ROWS)
+        self._by_rank = self._dropped = 0  # rows that were not kept, by the rank and here
+        self._said_at = -math.inf
+        self._timer = Timer()
+
+    def begin(self, start: Start) -> None:
+        """A new life of the ranks."""
+        self._round = start.round
+        self._rows.clear()
+        self._by_rank = self._dropped = 0
+
+    def heard(self, said: RankRows) -> None:
+        """Send them when that is due."""
+        self._by_rank = said.dropped
+        self._dropped += max(0, len(self._rows) + len(said.rows) - MOST_ROWS)
+        for step, at, values in said.rows:
+            told = zip(said.names, values, strict=True)
+            self._rows.append((step, at, {name: value for name, value in told if value}))
+        self._await()
+
+    def _await(self) -> None:
+        if self._rows and not self._timer.is_set:
+            every = max(SAY_EVERY, self._link.beat_interval)
+            wait = self._said_at + every - asyncio.get_running_loop().time()
+            if wait > 0.0:
+                self._timer.after(wait, self._send)
+            else:
+                self._send()
+
+    def _send(self) -> None:
+        self._said_at = asyncio.get_running_loop().time()
+        self.flush(once=True)
+        if self._rows:
+            self._timer.after(max(SAY_EVERY, self._link.beat_interval), self._send)
+
+    def flush(self, *, once: bool = False) -> None:
+        """Send all that is here, or (`once`) as much as one report holds."""
+        while self._rows and self._round is not None:
+            rows = list(islice(self._rows, MAX_METRIC_ROWS))
+            names = tuple(dict.fromkeys(name for *_, said in rows for name in said))[:MAX_METRICS]
+            now = time.time()
+            told = tuple(
+                MetricRow(step, max(0.0, now - at), tuple(said.get(name, "") for name in names))
+                for step, at, said in rows
+            )
+            report = Metrics(self._round, names, told, self._by_rank + self._dropped)
+            if not once:
+                self._link.say(report)
+            elif not self._link.offer(report):
+                return  # kept: the master may be away
+            for _ in rows:
+                self._rows.popleft()
+            if once:
+                return
+
+    def end(self) -> None:
+        """Send no more."""
+        self._timer.cancel()
+        self._rows.clear()
+
+
 class Progress:
     """The socket of the present life, and the folding."""
 
@@ -124,6 +205,7 @@ class Progress:
         self._read_in_second = 0
         self._pause = Timer()
         self._told = Once()
+        self._metrics = MetricReports(link)
         self.newest = -1
         """The newest step that a rank of this life has told; -1: none."""
 
@@ -131,6 +213,7 @@ class Progress:
         """A new life of the ranks: what ranks of the last one still say is not heard."""
         self.end()
         self._start = start
+        self._metrics.begin(start)
         self.newest = -1
         self._windows, self._latest = {}, {}
         self._tell, self._costs, self._words = set(), {}, {}
@@ -164,6 +247,7 @@ class Progress:
     def end(self) -> None:
         """Hear nobody any more; harmless if that is so already."""
         self._pause.cancel()
+        self._metrics.end()
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
@@ -220,6 +304,10 @@ class Progress:
     def _heard(self, said: RankTold | None, now: float) -> None:
         if said is None or said.local_rank >= self._nproc:
             return
+        if isinstance(said, RankRows):
+            if self._start is not None and self._start.first_rank + said.local_rank == 0:
+                self._metrics.heard(said)
+            return
         if isinstance(said, RankWord):
             self._words[said.local_rank] = (said.what, now + said.seconds)
             return
@@ -256,8 +344,11 @@ class Progress:
     # ------------------------------------------------------------ reports out
 
     def last_words(self) -> None:
-        """A rank has failed, or all stand still: say what was not due yet, or steps that are done
-        again would be fewer than they are."""
+        """A rank has failed, all stand still, or all have finished: say what was not due yet, or
+        steps that are done again would be fewer than they are."""
+        if self._socket is not None:
+            self._readable()
+        self._metrics.flush()
         left = [window for window in self._windows.values() if window.steps]
         if left and self._start is not None:
             self._say(self._start, left, asyncio.get_running_loop().time())

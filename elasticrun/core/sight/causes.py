@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from elasticrun.core.context import JobContext
 from elasticrun.core.nodes.admission import ASKED, SLOW
-from elasticrun.core.rounds.failures import is_of_its_own, what_happened
+from elasticrun.core.rounds.failures import what_happened
 from elasticrun.core.words import some
 from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import write_ranges
 
 MOST_KINDS = 4
 """Different ends of other ranks that are told apart."""
-
-_NETWORK = re.compile(
-    r"network is unreachable|no route to host|connection (?:refused|timed out|reset)"
-    r"|name or service not known|temporary failure in name resolution|stale file handle",
-    re.IGNORECASE,
-)
-_HARDWARE = re.compile(
-    r"uncorrectable ecc|no cuda-capable device|unspecified launch failure|input/output error"
-    r"|no space left on device|devices? (?:is|are) busy or unavailable",
-    re.IGNORECASE,
-)
 
 _OF_A_RANK = {FailureKind.HUNG: "hang", FailureKind.FINAL: "script"}
 
@@ -38,32 +26,14 @@ class Origin:
     node: str = ""
     rank: int = -1
     exitcode: int = 0
-    verdict: str = ""
-
-
-_OF_A_CAUSE = {"preempted": "preempted", "node_slow": "hardware", "rank_failed": "hardware"}
-"""Of what befell a node; one whose ranks alone fail again and again is left out for it."""
-
-
-def verdict_on(failure: Failure) -> str:
-    """Whose doing a rank's failure was, as far as it shows: script, hardware, network or preempted;
-    "" where it does not."""
-    kind, message = failure.kind, failure.message
-    if kind is FailureKind.PEER_LOST or _NETWORK.search(message):
-        return "network"
-    if kind is FailureKind.STOPPED:
-        return "preempted"
-    if _HARDWARE.search(message):
-        return "hardware"
-    return "script" if kind is FailureKind.OOM or is_of_its_own(failure) else ""
+    kind: str = ""
 
 
 def origin_of(ctx: JobContext, reason: str) -> Origin:
     """Of the last round, which was over for this reason. O(members), once an incident."""
     node = _named(ctx, reason)
     if node:
-        cause = _of_a_node(ctx, node, reason)
-        return Origin(cause, reason, node, verdict=_OF_A_CAUSE.get(cause, ""))
+        return Origin(_of_a_node(ctx, node, reason), reason, node)
     window = ctx.restarts.window
     failures = window.failures
     if failures and not window.excused:
@@ -119,4 +89,4 @@ def _of_a_failure(ctx: JobContext, failure: Failure) -> Origin:
     else:
         sentence = f"{where} failed ({what_happened(failure)})"
     cause = _OF_A_RANK.get(failure.kind, "rank_failed")
-    return Origin(cause, sentence, node, failure.rank, failure.exitcode, verdict_on(failure))
+    return Origin(cause, sentence, node, failure.rank, failure.exitcode, failure.kind)

@@ -97,7 +97,7 @@ class _Open:
             stacks=self.stacks,
             exitcode=self.origin.exitcode,
             step=self.newest,
-            verdict=self.origin.verdict,
+            kind=self.origin.kind,
             hang=self.hang,
         )
 

@@ -137,7 +137,7 @@ class IncidentRow(Struct, frozen=True):
     stacks: tuple[StackRow, ...] = ()
     exitcode: int = 0  # of the rank that failed first; negative: the signal that ended it
     step: int = -1  # the newest that was told before it; -1: none
-    verdict: str = ""  # script, hardware, network, preempted: whose doing; "": nobody's, or unknown
+    kind: str = ""  # of the failure of that rank (wire.messages.FailureKind); "": none failed
 
 
 class EventRow(Struct, frozen=True):

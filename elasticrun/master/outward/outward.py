@@ -14,6 +14,7 @@ from elasticrun.core.sight.picture import IncidentRow, Picture, VerdictRow
 from elasticrun.master.outward.record import open_fresh, open_placed, result_of, where
 from elasticrun.master.outward.run_files import RunFiles
 from elasticrun.runs.opening import OpenRun, RunRefused
+from elasticrun.wire.messages import Metrics
 
 if TYPE_CHECKING:
     from elasticrun.master.outward.notify import Notifier
@@ -81,6 +82,14 @@ class Outward:
     def noted(self, note: Note) -> None:
         """Something has happened."""
         self._files.noted(note)
+
+    def metrics(self, report: Metrics) -> None:
+        """What rank 0 says of its steps."""
+        self._files.metrics(report)
+
+    def stepped(self, number: int, step: int) -> None:
+        """Training has come to this step in round `number`."""
+        self._files.stepped(number, step)
 
     def filed(self, row: IncidentRow) -> None:
         """An incident has begun, goes on or is over."""

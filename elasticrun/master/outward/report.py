@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from elasticrun.core.rounds.failures import SIGNALS
+from elasticrun.core.rounds.failures import SIGNALS, is_of_its_own
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.core.words import some
+from elasticrun.wire.messages import Failure, FailureKind
 
 PHASES: Final = {
     "detect": "from the last sign of life until it was noticed",
@@ -32,6 +34,19 @@ WORDS: Final = {
     "script": "the script gave up",
 }
 """Causes, for people."""
+
+_OF_A_NODE: Final = {"preempted": "preempted", "node_slow": "hardware"}
+
+_NETWORK: Final = re.compile(
+    r"network is unreachable|no route to host|connection (?:refused|timed out|reset)"
+    r"|name or service not known|temporary failure in name resolution|stale file handle",
+    re.IGNORECASE,
+)
+_HARDWARE: Final = re.compile(
+    r"uncorrectable ecc|no cuda-capable device|unspecified launch failure|input/output error"
+    r"|no space left on device|devices? (?:is|are) busy or unavailable",
+    re.IGNORECASE,
+)
 
 NOTHING: Final = "no incident: nothing has stopped the training\n"
 
@@ -63,6 +78,20 @@ def page(row: IncidentRow) -> str:
     return "\n".join(lines) + "\n"
 
 
+def verdict(row: IncidentRow) -> str:
+    """Whose doing it was, as far as it shows: script, hardware, network or preempted; else
+    "unknown"."""
+    if row.cause in _OF_A_NODE or not row.kind:
+        return _OF_A_NODE.get(row.cause, "unknown")
+    kind, text = FailureKind(row.kind), row.sentence
+    if kind is FailureKind.PEER_LOST or _NETWORK.search(text):
+        return "network"
+    if _HARDWARE.search(text):
+        return "hardware"
+    own = is_of_its_own(Failure("", row.rank, -1, 0, row.exitcode, 0, kind, "", "", ""))
+    return "script" if own or kind is FailureKind.OOM else "unknown"
+
+
 def error_page(row: IncidentRow, when: float) -> str:
     """What failed first, for people who read it by eye: the sentence, the facts, what it wrote
     last; "" where nothing has failed. `when`: seconds since 1970."""
@@ -77,7 +106,7 @@ def error_page(row: IncidentRow, when: float) -> str:
         "ended with": end if code else "",
         "last step": str(row.step) if row.step >= 0 else "",
         "round": str(row.round),
-        "verdict": row.verdict or "unknown",
+        "verdict": verdict(row),
         "then": row.followed,
         "decision": row.decision,
     }

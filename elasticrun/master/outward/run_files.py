@@ -21,13 +21,14 @@ from msgspec.structs import replace
 
 from elasticrun.core.events import Note
 from elasticrun.core.sight.picture import IncidentRow
-from elasticrun.master.outward.appended import Appended
+from elasticrun.master.outward.appended import NUMBER, Appended, ProgressFile, ProgressRow
 from elasticrun.master.outward.record import git_commit, versions
 from elasticrun.master.outward.report import error_page, line, page
 from elasticrun.operator_log import NOTICE
 from elasticrun.runs import layout
 from elasticrun.runs.layout import RunResult, replace_file
 from elasticrun.runs.opening import OpenRun
+from elasticrun.wire.messages import MAX_METRIC_ROWS, MAX_METRICS, Metrics
 
 MAX_QUEUED: Final = 1024
 """Things that wait for the disk; one more is dropped."""
@@ -53,6 +54,10 @@ class RunFiles:
         self._run: OpenRun | None = None
         self._events: Appended | None = None
         self._numbered = 0
+        self._progress: ProgressFile | None = None
+        self._held: ProgressRow | None = None  # until it is clear that rank 0 says no more
+        self._told_in = -1  # the round in which rank 0 has told of its steps
+        self._dropped = self._crowded = False
         self._wrong = False
         self._closed = False
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED)
@@ -77,12 +82,29 @@ class RunFiles:
         """Something has happened."""
         self._later(partial(self._write_note, note, time.time()))
 
+    def metrics(self, report: Metrics) -> None:
+        """Rows of `progress.csv`."""
+        self._told_in, self._held = report.round.number, None
+        self._later(partial(self._write_metrics, report, time.time()))
+
+    def stepped(self, number: int, step: int) -> None:
+        """Training has come to this step in round `number`: a row, where rank 0 says no more."""
+        if number != self._told_in:
+            self._release()
+            self._held = ProgressRow(time.time(), number, step, {})
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._later(partial(self._write_progress, [self._held]))
+            self._held = None
+
     def filed(self, row: IncidentRow) -> None:
         """An incident, in place of an older state of the same one."""
         self._later(partial(self._write_incident, row))
 
     def over(self, result: RunResult) -> None:
         """The job has ended."""
+        self._release()
         self._later(partial(self._write_result, result))
 
     def close(self, limit: float) -> None:
@@ -139,6 +161,27 @@ class RunFiles:
         self._numbered += 1
         row = {"number": self._numbered, "time": now, "level": note.level, "text": note.text}
         self._events.add(msgspec.json.encode(row) + b"\n")
+
+    def _write_metrics(self, report: Metrics, now: float) -> None:
+        rows = []
+        for row in report.rows:
+            said = zip(report.names, row.values, strict=False)
+            values = {name: value for name, value in said if NUMBER.fullmatch(value)}
+            rows.append(ProgressRow(now - row.age, report.round.number, row.step, values))
+        self._write_progress(rows)
+        if report.dropped and not self._dropped:
+            self._dropped = True
+            logger.warning(
+                "progress.csv has not all rows: the script tells more than %d a second",
+                MAX_METRIC_ROWS,
+            )
+
+    def _write_progress(self, rows: list[ProgressRow]) -> None:
+        if self._progress is None:
+            self._progress = ProgressFile(self._open().folder.path / layout.PROGRESS)
+        if (over := self._progress.add(rows)) and not self._crowded:
+            self._crowded = True
+            logger.warning("progress.csv has %d columns, and none for %s", MAX_METRICS, over)
 
     def _write_incident(self, row: IncidentRow) -> None:
         folder = self._incidents(self._open())

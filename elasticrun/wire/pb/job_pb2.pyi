@@ -1374,6 +1374,63 @@ class LastLines(_message.Message):
 Global___LastLines: _TypeAlias = LastLines  # noqa: Y015
 
 @_typing.final
+class MetricRow(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    age: _builtins.float
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        age: _builtins.float = ...,
+        values: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "step", b"step", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MetricRow: _TypeAlias = MetricRow  # noqa: Y015
+
+@_typing.final
+class Metrics(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    dropped: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricRow]: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        rows: _abc.Iterable[Global___MetricRow] | None = ...,
+        dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "names", b"names", "round", b"round", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Metrics: _TypeAlias = Metrics  # noqa: Y015
+
+@_typing.final
 class Request(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1437,6 +1494,7 @@ class Report(_message.Message):
     STACKS_FIELD_NUMBER: _builtins.int
     LAST_LINES_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -1489,6 +1547,8 @@ class Report(_message.Message):
     def last_lines(self) -> Global___LastLines: ...
     @_builtins.property
     def request(self) -> Global___Request: ...
+    @_builtins.property
+    def metrics(self) -> Global___Metrics: ...
     def __init__(
         self,
         *,
@@ -1518,12 +1578,13 @@ class Report(_message.Message):
         stacks: Global___Stacks | None = ...,
         last_lines: Global___LastLines | None = ...,
         request: Global___Request | None = ...,
+        metrics: Global___Metrics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me", "holdings", "where_is", "shard_bad", "persisted", "departing", "missed", "not_replicated", "quiet", "inspected", "stacks", "last_lines", "request"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me", "holdings", "where_is", "shard_bad", "persisted", "departing", "missed", "not_replicated", "quiet", "inspected", "stacks", "last_lines", "request", "metrics"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

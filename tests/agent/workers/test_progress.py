@@ -11,6 +11,7 @@ import signal
 import socket
 import struct
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -22,10 +23,11 @@ import pytest
 from elasticrun.agent.workers import progress as module
 from elasticrun.agent.workers.progress import MOST_PER_RANK, Progress
 from elasticrun.agent.workers.ranks import rank_environment
-from elasticrun.wire.messages import Steps
+from elasticrun.wire.messages import MAX_MESSAGE_BYTES, MAX_METRIC_ROWS, Metrics, Steps
 from elasticrun.wire.progress import (
     Own,
     RankCosts,
+    RankRows,
     RankSteps,
     RankWord,
     address,
@@ -45,17 +47,21 @@ class Ear:
 
     def __init__(self, nproc: int) -> None:
         self.said: list[Steps] = []
+        self.rows: list[Metrics] = []
         self.busy = False
         self.beat_interval = 0.0
         self.progress = Progress(nproc, self)
         self.progress.begin(start())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
 
-    def offer(self, steps: Steps) -> bool:
+    def offer(self, report: Steps | Metrics) -> bool:
         if self.busy:
             return False
-        self.said.append(steps)
+        self.say(report)
         return True
+
+    def say(self, report: Steps | Metrics) -> None:
+        (self.rows if isinstance(report, Metrics) else self.said).append(report)
 
     @property
     def name(self) -> str:
@@ -236,6 +242,29 @@ async def test_whatever_ranks_tell_can_be_sent_to_the_master(ear: Ear) -> None:
     assert max(sizes) < 1000
 
 
+async def test_what_rank_0_says_of_its_steps_goes_to_the_master(two: Ear) -> None:
+    """What of the link is busy is kept; the end of the ranks waits for nothing."""
+    at = time.time() - 5.0
+    two.progress.begin(start(first_rank=0))
+    rows = tuple((step, at, ("0.25", "" if step else "nan")) for step in range(MAX_METRIC_ROWS))
+    said = RankRows(0, ("loss", "acc"), rows, dropped=3)
+    two.busy = True
+    await two.tell(said, replace(said, local_rank=1))
+    assert two.rows == []
+    await two.tell(replace(said, rows=((99, at, ("inf", "")),)))
+    two.progress.last_words()
+    first, last = two.rows
+    assert (first.names, last.names, first.dropped) == (("loss", "acc"), ("loss",), 3)
+    assert [row.values for row in first.rows[:2]] == [("0.25", "nan"), ("0.25", "")]
+    assert first.rows[0].age == pytest.approx(5.0, abs=4.0)
+    assert [(row.step, row.values) for row in last.rows] == [(99, ("inf",))]
+    two.busy = False
+    names = tuple(f"{number:064}" for number in range(32))
+    await two.tell(RankRows(0, names, ((2**62, at, ("9" * 24,) * 32),) * 64))
+    two.progress.last_words()
+    assert len(report_to_wire(two.rows[2])) < MAX_MESSAGE_BYTES
+
+
 async def test_a_rank_of_an_older_life_reaches_nobody(ear: Ear) -> None:
     old = ear.name
     ear.progress.begin(start(round=RoundName(7, 4, "m")))
@@ -249,6 +278,7 @@ async def test_a_rank_of_an_older_life_reaches_nobody(ear: Ear) -> None:
 
 async def test_what_is_no_report_of_a_local_rank_is_ignored(two: Ear) -> None:
     good = encode(SAID)
+    rows = RankRows(0, ("loss",), ((1, 1.0, ("1",)),))
     wrong = [
         b"",
         b"x" * 5000,
@@ -263,9 +293,16 @@ async def test_what_is_no_report_of_a_local_rank_is_ignored(two: Ear) -> None:
         encode(replace(SAID, seconds=-1.0)),
         encode(replace(SAID, own=float("inf"))),
         encode(replace(SAID, waited=-0.1)),
+        b"{}",
+        encode(replace(rows, rows=((1, 1.0, ("9" * 25,)),))),
+        encode(replace(rows, rows=((1, 1.0, ()),))),
+        encode(replace(rows, names=("a\nb",))),
+        encode(replace(rows, rows=rows.rows * 65)),
+        encode(replace(rows, rows=((-1, 1.0, ("1",)),))),
+        encode(replace(rows, local_rank=7)),
     ]
     await two.tell(*wrong)
-    assert two.said == []
+    assert (two.said, two.rows) == ([], [])
     await two.tell(good)
     assert len(two.said) == 1
 

@@ -1,0 +1,145 @@
+"""Whole jobs and their run folders: what they hold, the same folder again, two jobs, a lost one."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun.runs.index import all_runs, runs_root
+from elasticrun.runs.layout import RunFolder
+from tests.harness import await_true, free_port
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os, sys, time
+from elasticrun import training
+for step in range(int(os.environ.get("STEPS", "4"))):
+    extra = {"lr": 1e-4} if step > 1 else {}
+    training.progress(step, loss=1 / (step + 1), **extra)
+    time.sleep(float(os.environ.get("PAUSE", "0")))
+if os.environ.get("BAD") and os.environ["RANK"] == "0":
+    raise ValueError("bad luck")
+"""
+
+ELASTICRUN = (sys.executable, "-m", "elasticrun")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("ELASTICRUN_RUNS", str(tmp_path / "runs"))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def _run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*ELASTICRUN, *words], env={**os.environ, **variables}, timeout=120, capture_output=True,
+        text=True,
+    )  # fmt: skip
+
+
+def _begin(*words: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*ELASTICRUN, *words], env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True
+    )
+
+
+def _progress(folder: RunFolder) -> list[dict[str, Any]]:
+    with (folder.path / "progress.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_failed_job_leaves_all_of_it(place: Path) -> None:
+    done = _run("--nproc-per-node=2", "--run-dir=r", "train.py", BAD="1")
+    assert done.returncode == 1
+    (folder,) = all_runs(runs_root(os.environ))
+    job, result = folder.job(), folder.result()
+    assert job is not None
+    assert result is not None
+    assert (job.name, job.nproc, job.where, job.attempt) == ("train", "2", "local", 1)
+    assert job.command[0] == "elasticrun"
+    assert job.versions["torch"]
+    assert (result.state, result.step, result.world_size) == ("failed", 3, 2)
+    assert [(row["step"], row["lr"]) for row in _progress(folder)] == [
+        ("0", ""), ("1", ""), ("2", "0.0001"), ("3", "0.0001"),
+    ]  # fmt: skip
+    text = (place / "r" / "error.txt").read_text()
+    assert text.startswith("rank 0 failed (ValueError: bad luck)\n")
+    for line in ("ended with: exit code 1", "verdict:    script", "    ValueError: bad luck"):
+        assert f"\n{line}\n" in text, text
+    events = [json.loads(line) for line in (place / "r" / "events.jsonl").open()]
+    assert events[-1]["text"].startswith("the job is over: ")
+    assert (place / "r" / "incidents" / "0001.md").is_file()
+    assert "bad luck" in next((place / "r" / "logs").rglob("0/stderr.log")).read_text()
+
+
+def test_the_same_folder_again(place: Path) -> None:
+    assert _run("--run-dir=r", "train.py", BAD="1").returncode == 1
+    other = _begin("--run-dir=r", "train.py", STEPS="1000", PAUSE="0.1")
+    folder = RunFolder(place / "r")
+    await_true(lambda: folder.state(0.0) == "running", "the second attempt")
+    done = _run("--run-dir=r", "train.py")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert f"job train (process {other.pid} of " in done.stderr
+    await_true(lambda: folder.last_step() > 3, "its steps")
+    other.kill()
+    other.communicate(timeout=60)
+    shown = json.loads(_run("list", "-o", "json").stdout)
+    assert [(row["state"], row["step"] > 3) for row in shown] == [("lost", True)]
+    await_true(lambda: _run("--run-dir=r", "train.py").returncode == 0, "its master's end")
+    job = folder.job()
+    assert job is not None
+    assert job.attempt >= 3
+    assert len(_progress(folder)) >= 4 + 4 + 4, "rows of every attempt"
+    done = _run("--run-dir=r", "train.py")
+    said = f"job train has already succeeded at step 3 (in {place}/r); --fresh runs it again"
+    assert (done.returncode, done.stderr) == (0, f"elasticrun: {said}\n")
+    assert _run("--run-dir=r", "--fresh", "train.py").returncode == 0
+    assert len(_progress(folder)) == 4
+    assert RunFolder(place / "r/previous/1").job() == job
+
+
+def test_all_nodes_hear_that_the_job_has_succeeded(place: Path) -> None:
+    """By the master of the one that has the folder: the other's is not there."""
+    assert _run("--run-dir=r", "train.py").returncode == 0
+    flags = ("--nnodes=2", "--rdzv-id=x", "--rdzv-backend=c10d")
+    where = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    first = _begin(*flags, where, "--rdzv-conf=is_host=1", "--run-dir=r", "train.py", BAD="1")
+    second = _begin(*flags, where, "--rdzv-conf=is_host=0", "--run-dir=r2", "train.py", BAD="1")
+    told = [job.communicate(timeout=120)[1] for job in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), told
+    assert "job train has already succeeded at step 3" in told[0]
+
+
+def test_rank_0_elsewhere_than_the_master(place: Path) -> None:
+    """Its rows come by way of its agent; nothing else of the folder is there."""
+    port = free_port()
+    words = ("master", f"--port={port}", "--host=127.0.0.1", "--rdzv-id=x", "--run-dir=mine")
+    master = _begin(*words)
+    flags = ("--rdzv-id=x", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
+    done = _run("--nnodes=1:1", *flags, "--rdzv-conf=is_host=0", "train.py")
+    assert done.returncode == 0, done.stderr
+    master.communicate(timeout=60)
+    folder = RunFolder(place / "mine")
+    result = folder.result()
+    assert result is not None
+    assert (result.state, result.step) == ("succeeded", 3)
+    assert [row["loss"][:4] for row in _progress(folder)] == ["1.0", "0.5", "0.33", "0.25"]
+
+
+def test_a_home_that_cannot_be_written_to(place: Path) -> None:
+    (place / "file").write_text("")
+    done = _run("train.py", ELASTICRUN_RUNS=str(place / "file" / "runs"))
+    assert done.returncode == 0
+    (line,) = (line for line in done.stderr.splitlines() if "run folder" in line)
+    assert "the run folder of this job cannot be written: " in line
