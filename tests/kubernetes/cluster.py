@@ -13,6 +13,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import copy
+import ctypes
+import socket
 import ssl
 import subprocess
 import sys
@@ -24,20 +26,35 @@ from typing import Any, TypeVar
 import yaml
 from aiohttp import web
 
+from elasticrun.testing.hosts import Lab
 from tests.certificates import Authority
 from tests.harness import LIMIT, clean_environment
 from tests.kubernetes.nodes.garbage import Garbage
+from tests.kubernetes.nodes.kubelet import Ground, PodRun, PodsOfAllNodes
+from tests.kubernetes.nodes.scheduler import Scheduler
+from tests.kubernetes.nodes.streams import Streams
 from tests.kubernetes.server import rbac
-from tests.kubernetes.server.apiserver import ApiServer
+from tests.kubernetes.server.apiserver import ApiServer, disrupt
 from tests.kubernetes.server.kinds import Obj
-from tests.kubernetes.server.registry import Registry
+from tests.kubernetes.server.registry import FINAL, Registry
 from tests.kubernetes.server.store import Store, place_of
 
+CLONE_NEWNET = 0x40000000
 T = TypeVar("T")
-IN_LAB = "192.0.2.254"
-"""Where hosts of a lab find the server."""
-
 KUBECTL = str(Path(sys.executable).with_name("kubectl"))
+
+
+def listener(address: str, netns: str) -> socket.socket:
+    """A socket that listens in another network, which it stays in; for a thread of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/thread-self/ns/net") as own:
+        try:
+            if netns:
+                with open(netns) as other:
+                    assert libc.setns(other.fileno(), CLONE_NEWNET) == 0, ctypes.get_errno()
+            return socket.create_server((address, 0), backlog=1024)
+        finally:
+            libc.setns(own.fileno(), CLONE_NEWNET)
 
 
 class Client:
@@ -84,44 +101,80 @@ class Client:
 
 
 class StandIn:
-    """The cluster: an event loop in a thread of its own. `close` it."""
+    """The cluster: an event loop in a thread of its own. `close` it.
 
-    def __init__(self, scratch: Path, *, seed: int = 0) -> None:
+    `lab`: each pod is a host of it, and so is the API server (`inside`), beside its socket on
+    loopback; without one pods share the machine's network, at loopback addresses of their own.
+    `env`: variables that each pod has. `hollow`: pods have no processes; `finish` ends them."""
+
+    def __init__(
+        self,
+        scratch: Path,
+        *,
+        lab: Lab | None = None,
+        env: dict[str, str] | None = None,
+        hollow: bool = False,
+        seed: int = 0,
+    ) -> None:
         self.scratch = scratch
+        self.url = self.inside = ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stand-in", daemon=True)
         self._thread.start()
-        self.url = ""
-        self.call(self._start(seed))
+        self.call(self._start(lab, dict(env or {}), hollow, seed))
 
-    async def _start(self, seed: int) -> None:
+    async def _start(self, lab: Lab | None, env: dict[str, str], hollow: bool, seed: int) -> None:
         self.store = Store()
         self.registry = Registry(self.store, seed)
         self.server = ApiServer(self.registry)
+        self.faults = self.server.faults
+        ground = Ground(self.server, self.scratch, lab, env, hollow)
+        self.kubelet = PodsOfAllNodes(ground)
+        streams = Streams(self.kubelet)
+        self.server.pods |= {"log": streams.log, "exec": streams.execute}
         self._runner = web.AppRunner(self.server.app(), access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
+        sockets = [await ground.off(lambda: listener("127.0.0.1", ""))]
+        if lab is not None:
+            host = await ground.off(lambda: lab.add("kube-apiserver"))
+            sockets.append(await ground.off(lambda: listener(host.address, host.netns)))
+        addresses = [one.getsockname() for one in sockets]
+        context = self._certified([host for host, _ in addresses])
+        for one in sockets:
+            await web.SockSite(self._runner, one, ssl_context=context).start()
+        self.url, self.inside = (
+            f"https://{host}:{port}" for host, port in (addresses[0], addresses[-1])
+        )
+        host, port = addresses[-1]
+        env |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": str(port)}
+        ground.authority = self.authority
         self._watchers = asyncio.create_task(self._see())
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=self._certified())
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"https://{host}:{port}"
 
     async def _see(self) -> None:
         """The controllers hear of each change, one after the other."""
         version = 0
-        garbage = Garbage(self.registry)
+        garbage, scheduler = Garbage(self.registry), Scheduler(self.registry)
         while True:
             for change in self.store.since(version or self.store.oldest):
                 version = change.version
                 garbage.see(change)
+                self.kubelet.see(change)
+            scheduler.look()
             if version == self.store.version:
                 await self.store.changed()
 
-    def _certified(self) -> ssl.SSLContext:
+    def _raise(self) -> None:
+        """What a controller or a kubelet has run into."""
+        if self._watchers.done():
+            self._watchers.result()
+        if self.kubelet.errors:
+            raise self.kubelet.errors[0]
+
+    def _certified(self, addresses: list[str]) -> ssl.SSLContext:
         """kubectl sends no token to a server without TLS."""
         authority = Authority(self.scratch, "kube-ca").create()
         self.authority = authority.cert
-        tls = authority.sign("kube", "IP:127.0.0.1", f"IP:{IN_LAB}", "DNS:kubernetes.default.svc")
+        tls = authority.sign("kube", *(f"IP:{one}" for one in sorted(set(addresses))))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(tls.cert, tls.key)
         return context
@@ -137,14 +190,19 @@ class StandIn:
 
     # ------------------------------------------------------------ users
 
-    def client(self, user: str = "admin", namespace: str = "default") -> Client:
+    def client(
+        self, user: str = "admin", namespace: str = "default", *, inside: bool = False
+    ) -> Client:
         """Who is called `admin` may do all; others what their roles say; with a colon
-        (`default:operator`) it is a service account."""
+        (`default:operator`) it is a service account. `inside`: on a host of the lab."""
         if user == "admin":
             who = rbac.Who(user, (rbac.MASTERS,))
         else:
             who = rbac.account(*user.split(":")) if ":" in user else rbac.Who(user)
-        cluster = {"server": self.url, "certificate-authority": self.authority}
+        cluster = {
+            "server": self.inside if inside else self.url,
+            "certificate-authority": self.authority,
+        }
         config = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -155,7 +213,7 @@ class StandIn:
             "clusters": [{"name": "it", "cluster": cluster}],
             "users": [{"name": "me", "user": {"token": self.server.token(who)}}],
         }
-        path = self.scratch / f"kubeconfig-{user.replace(':', '-')}-{namespace}"
+        path = self.scratch / f"kubeconfig-{user.replace(':', '-')}-{namespace}{'-inside' * inside}"
         path.write_text(yaml.safe_dump(config))
         path.chmod(0o600)
         return Client(path, self.scratch, namespace)
@@ -185,6 +243,7 @@ class StandIn:
         async def wait() -> list[Obj]:
             while not holds(found := copy.deepcopy(list(self.store.all((group, plural))))):
                 await self.store.changed()
+                self._raise()
             return found
 
         async def bounded() -> list[Obj]:
@@ -192,6 +251,7 @@ class StandIn:
                 return await asyncio.wait_for(wait(), limit)
             except TimeoutError:
                 seen = {place_of(one): one.get("status") for one in self.store.all((group, plural))}
+                self._raise()
                 raise TimeoutError(f"{plural}: {seen}") from None
 
         return self.call(bounded())
@@ -203,6 +263,66 @@ class StandIn:
             return what(self.registry)
 
         return self.call(done())
+
+    # ------------------------------------------------------------ nodes and pods
+
+    def node(self, name: str, *, gpus: int = 0, cpu: int = 64, labels: Obj | None = None) -> None:
+        """A node that is ready."""
+        room = {"cpu": str(cpu), "memory": "256Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
+        labels = {"kubernetes.io/hostname": name, **(labels or {})}
+        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
+        status = {"capacity": room, "allocatable": room, "conditions": [ready]}
+
+        def made(registry: Registry) -> None:
+            kind = registry.kind("nodes")
+            registry.create(kind, "", {"metadata": {"name": name, "labels": labels}})
+            registry.edit(kind, ("", name), lambda obj: obj.update(status=status), "status")
+
+        self.do(made)
+
+    def lose_node(self, name: str) -> None:
+        """It loses its power: what ran there says nothing more, and its pods are being deleted for
+        as long as the node stands in the API (`kubectl delete node` ends that)."""
+
+        def lost(registry: Registry) -> None:
+            self.kubelet.lose(name)
+            kind, pods = registry.kind("nodes"), registry.kind("pods")
+            unreachable = {"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}
+            registry.edit(kind, ("", name), lambda obj: obj.update(spec={"taints": [unreachable]}))
+            unknown = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}
+            registry.edit(
+                kind, ("", name), lambda obj: obj["status"].update(conditions=[unknown]), "status"
+            )
+            for pod in list(self.store.all(("", "pods"))):
+                if pod["spec"].get("nodeName") == name and pod["status"]["phase"] not in FINAL:
+                    told = "Taint manager: deleting due to NoExecute taint"
+                    disrupt(registry, place_of(pod), "DeletionByTaintManager", told)
+                    registry.delete(pods, place_of(pod), {})
+
+        self.do(lost)
+
+    def kill(self, pod: str, namespace: str = "default", *, reason: str = "") -> None:
+        """SIGKILL to a pod's containers; `reason`: as `OOMKilled`."""
+        self.do(lambda registry: self._run(registry, namespace, pod).kill(reason))
+
+    def finish(self, pod: str, code: int, namespace: str = "default") -> None:
+        """A hollow pod ends by itself."""
+        self.do(lambda registry: self._run(registry, namespace, pod).codes.put_nowait(code))
+
+    def preempt(self, pod: str, namespace: str = "default") -> None:
+        """The scheduler takes a pod away for a more important one."""
+
+        def preempted(registry: Registry) -> None:
+            disrupt(
+                registry, (namespace, pod), "PreemptionByScheduler", "preempting to accommodate"
+            )
+            registry.delete(registry.kind("pods"), (namespace, pod), {})
+
+        self.do(preempted)
+
+    def _run(self, registry: Registry, namespace: str, pod: str) -> PodRun:
+        found = registry.get(registry.kind("pods"), namespace, pod)
+        return self.kubelet.runs[found["metadata"]["uid"]]
 
     def cut_watches(self) -> int:
         async def cut() -> int:
@@ -225,6 +345,7 @@ class StandIn:
         self._watchers.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._watchers
+        await self.kubelet.end()
         await self._runner.cleanup()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:  # requests whose clients have been cut off

@@ -28,6 +28,10 @@ class Garbage:
             if not any(one["uid"] in self._store.uids for one in refs):
                 self._delete(key, place)
         self._release(change.obj)
+        if change.key == ("", "nodes"):
+            for pod in list(self._store.all(("", "pods"))):
+                if pod["spec"].get("nodeName") == meta["name"]:
+                    self._delete(("", "pods"), place_of(pod), {"gracePeriodSeconds": 0})
 
     def _below(self, owner: Obj) -> list[tuple[tuple[str, str], Place]]:
         """What has to be gone before an object may go."""
@@ -69,8 +73,8 @@ class Garbage:
                     self._registry.edit(kind, place_of(owner), freed)
                 return
 
-    def _delete(self, key: tuple[str, str], place: Place) -> None:
+    def _delete(self, key: tuple[str, str], place: Place, asked: Obj | None = None) -> None:
         try:
-            self._registry.delete(self._registry.by_key[key], place, {})
+            self._registry.delete(self._registry.by_key[key], place, asked or {})
         except Refusal:  # it is gone
             pass

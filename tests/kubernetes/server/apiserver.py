@@ -30,6 +30,9 @@ LIMIT = 3 << 20
 WRITES = {"create", "update", "patch", "delete", "deletecollection"}
 
 
+Served = Callable[[web.Request, Obj], Awaitable[web.StreamResponse]]
+
+
 class Asked(NamedTuple):
     """A request for objects, understood."""
 
@@ -44,7 +47,7 @@ class Asked(NamedTuple):
 
 
 class ApiServer:
-    """Answers requests from a registry. `sub`: what serves further subresources of pods."""
+    """Answers requests from a registry."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry, self.store = registry, registry.store
@@ -53,7 +56,7 @@ class ApiServer:
         self.used: Counter[tuple[str, str, str, str]] = Counter()
         """User, verb, group, resource of every request for objects."""
 
-        self.pods: dict[str, Callable[[web.Request, Obj], Awaitable[web.StreamResponse]]] = {}
+        self.pods: dict[str, Served] = {}
         """How `log` and `exec` of a pod are served: the kubelet says."""
 
         self._watches: set[asyncio.Transport] = set()
