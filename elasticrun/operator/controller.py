@@ -54,6 +54,9 @@ from elasticrun.wire.types import Endpoint
 POLL: Final = 10.0
 """Seconds between two passes of a job that is not over."""
 
+BUSY_POLL: Final = 1.0
+"""The same while its pods run and its ranks do not, or not all: then its master has news."""
+
 RELIST: Final = 30.0
 """Seconds between two lists of all jobs."""
 
@@ -209,8 +212,12 @@ class Controller:
         if refused:  # it is not any more
             del self._refused[key]
             return 0.0
-        wait = todo.again if todo.status.over else min(POLL, todo.again or POLL)
-        return 0.5 if any(isinstance(order, Resize) for order in todo.orders) else wait
+        if todo.status.over:
+            return todo.again
+        full = f"{job.spec.nodes}/{job.spec.nodes}"
+        trains = said is not None and said.phase == "running" and todo.status.nodes == full
+        calm = (trains or todo.status.phase in ("Suspended", "Pending")) and not todo.orders
+        return min(POLL if calm else BUSY_POLL, todo.again or POLL)
 
     async def _do(self, job: JobObject, order: Order, pods: tuple[OwnedPod, ...]) -> None:
         where = job.namespace
@@ -266,11 +273,13 @@ class Controller:
             return None, ""
         if _clock() < self._silent.get(key, 0.0):
             return None, job.status.condition("MasterReachable").message
+        began = _clock()
         try:
             token = reader_token(self._token(job))
             said = await get_status(master, ASK_LIMIT, token=token, version=__version__)
         except LinkError as error:
-            self._silent[key] = _clock() + SILENT_FOR
+            if _clock() > began + ASK_LIMIT / 2:  # one that is just starting refuses at once
+                self._silent[key] = _clock() + SILENT_FOR
             verb = "refuses to answer" if error.rejected else "does not answer"
             return None, f"the master at {master} {verb}: {error}"
         self._silent.pop(key, None)

@@ -331,7 +331,7 @@ def _master(look: JobView, waits: list[float]) -> list[Order]:
         return []
     attempt = pods[-1].attempt + 1 if pods else 0
     body = objects.master_pod(look.job, attempt)
-    before = _outcome_of(pods[-1]) if pods else ""
+    before = _outcome_of(pods[-1]).rpartition(",")[0] if pods else ""
     first = [Make(one) for one in objects.common(look.job, look.sight.version)]
     old = [Remove(p.name, JobEvent("Cleaned", f"deleted pod {p.name}")) for p in pods[:-1]]
     return [*first, MakeSecret(), *old, Make(body, _made(body, before))]
@@ -510,7 +510,9 @@ def _status(look: JobView, *, end: JobEnd | None = None, gives_up: bool = False)
     }
     return ElasticStatus(
         phase=phase,
-        nodes=old.nodes if over else f"{min(count, job.spec.nodes)}/{job.spec.nodes}",
+        nodes=old.nodes
+        if over or look.succeeding
+        else f"{min(count, job.spec.nodes)}/{job.spec.nodes}",
         running=len(look.running),
         selector=job.selector,
         restarts=said.restart_count if said else old.restarts,
