@@ -33,6 +33,7 @@ from tests.kubernetes.nodes.garbage import Garbage
 from tests.kubernetes.nodes.kubelet import Ground, PodRun, PodsOfAllNodes
 from tests.kubernetes.nodes.scheduler import Scheduler
 from tests.kubernetes.nodes.streams import Streams
+from tests.kubernetes.nodes.workloads import Workloads
 from tests.kubernetes.server import rbac
 from tests.kubernetes.server.apiserver import ApiServer, disrupt
 from tests.kubernetes.server.kinds import Obj
@@ -105,7 +106,8 @@ class StandIn:
 
     `lab`: each pod is a host of it, and so is the API server (`inside`), beside its socket on
     loopback; without one pods share the machine's network, at loopback addresses of their own.
-    `env`: variables that each pod has. `hollow`: pods have no processes; `finish` ends them."""
+    `env`: variables that each pod has. `hollow`: pods have no processes; `finish` ends them.
+    `pause`: seconds until a Job replaces a pod that has failed."""
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class StandIn:
         lab: Lab | None = None,
         env: dict[str, str] | None = None,
         hollow: bool = False,
+        pause: float = 10.0,
         seed: int = 0,
     ) -> None:
         self.scratch = scratch
@@ -121,9 +124,11 @@ class StandIn:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stand-in", daemon=True)
         self._thread.start()
-        self.call(self._start(lab, dict(env or {}), hollow, seed))
+        self.call(self._start(lab, dict(env or {}), hollow, pause, seed))
 
-    async def _start(self, lab: Lab | None, env: dict[str, str], hollow: bool, seed: int) -> None:
+    async def _start(
+        self, lab: Lab | None, env: dict[str, str], hollow: bool, pause: float, seed: int
+    ) -> None:
         self.store = Store()
         self.registry = Registry(self.store, seed)
         self.server = ApiServer(self.registry)
@@ -148,17 +153,20 @@ class StandIn:
         host, port = addresses[-1]
         env |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": str(port)}
         ground.authority = self.authority
-        self._watchers = asyncio.create_task(self._see())
+        self._watchers = asyncio.create_task(self._see(pause))
 
-    async def _see(self) -> None:
+    async def _see(self, pause: float) -> None:
         """The controllers hear of each change, one after the other."""
         version = 0
         garbage, scheduler = Garbage(self.registry), Scheduler(self.registry)
+        workloads = Workloads(self.registry, pause)
         while True:
             for change in self.store.since(version or self.store.oldest):
                 version = change.version
                 garbage.see(change)
                 self.kubelet.see(change)
+                workloads.see(change)
+            workloads.look()
             scheduler.look()
             if version == self.store.version:
                 await self.store.changed()
