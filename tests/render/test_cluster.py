@@ -1,47 +1,53 @@
-"""Where ELASTICRUN_TEST_KUBECONFIG names a cluster: the manifest applied there, and run.
+"""The manifest applied and run: by a stand-in for a cluster, whose pods are hosts; and by the
+cluster that ELASTICRUN_TEST_KUBECONFIG names, where there is one.
 
-The image must have Python, torch and elasticrun (ELASTICRUN_TEST_IMAGE).
+There the image must have Python, torch and elasticrun (ELASTICRUN_TEST_IMAGE).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.kubernetes.cluster import Client, StandIn
 from tests.render.rendered import render
 
 KUBECONFIG = os.environ.get("ELASTICRUN_TEST_KUBECONFIG", "")
 IMAGE = os.environ.get("ELASTICRUN_TEST_IMAGE", "")
+KINDS = ("job", "service", "role", "rolebinding", "serviceaccount")
 
-pytestmark = [
-    pytest.mark.skipif(not KUBECONFIG, reason="ELASTICRUN_TEST_KUBECONFIG names no cluster"),
-    pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed"),
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROGRAM = ("-c", "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
 
 
-def kubectl(*words: str, given: str = "") -> str:
-    """The output of a kubectl that ended well."""
-    command = ["kubectl", "--kubeconfig", KUBECONFIG, *words]
-    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture
-def name() -> Iterator[str]:
-    """The name of a job of this test, which is gone when the test is over."""
-    made = f"er-{uuid.uuid4().hex[:8]}"
-    yield made
-    for kind in ("job", "service", "role", "rolebinding", "serviceaccount"):
-        kubectl("delete", kind, made, "--ignore-not-found", "--wait=true")
+def name() -> str:
+    return f"er-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture(params=["stand-in", "real"])
+def kubectl(request: pytest.FixtureRequest, tmp_path: Path, name: str) -> Iterator[Client]:
+    """Who makes a job `name`, of which nothing is left when the test is over."""
+    if request.param == "real":
+        if not KUBECONFIG:
+            pytest.skip("ELASTICRUN_TEST_KUBECONFIG names no cluster")
+        if not IMAGE and "runs" in request.function.__name__:
+            pytest.skip("ELASTICRUN_TEST_IMAGE names no image with elasticrun in it")
+        client = Client(Path(KUBECONFIG), tmp_path)
+        yield client
+        for kind in KINDS:
+            client("delete", kind, name, "--ignore-not-found", "--wait=true")
+    else:
+        cluster = StandIn(tmp_path, lab=request.getfixturevalue("lab"))
+        for node in ("n0", "n1"):
+            cluster.node(node)
+        yield cluster.client()
+        cluster.close()
 
 
 def _manifest(name: str, *words: str) -> str:
@@ -51,14 +57,14 @@ def _manifest(name: str, *words: str) -> str:
     return render("k8s", *base, *words, *program).out
 
 
-def test_the_server_takes_it(name: str) -> None:
+def test_the_server_takes_it(kubectl: Client, name: str) -> None:
     manifest = _manifest(name, "--nnodes", "2:4", "--rbac")
     kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", given=manifest)
 
 
-@pytest.mark.skipif(not IMAGE, reason="ELASTICRUN_TEST_IMAGE names no image with elasticrun in it")
-def test_it_runs_there(name: str) -> None:
-    kubectl("apply", "-f", "-", given=_manifest(name, "--nnodes", "2", "--nproc-per-node", "2"))
+def test_it_runs_there(kubectl: Client, name: str) -> None:
+    manifest = _manifest(name, "--nnodes", "2", "--nproc-per-node", "2")
+    kubectl("apply", "-f", "-", given=manifest)
     kubectl("wait", f"job/{name}", "--for=condition=complete", "--timeout=500s")
     status = json.loads(kubectl("get", "job", name, "-o", "json"))["status"]
     assert status["succeeded"] == 2
