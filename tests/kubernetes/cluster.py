@@ -107,7 +107,8 @@ class StandIn:
     `lab`: each pod is a host of it, and so is the API server (`inside`), beside its socket on
     loopback; without one pods share the machine's network, at loopback addresses of their own.
     `env`: variables that each pod has. `hollow`: pods have no processes; `finish` ends them.
-    `pause`: seconds until a Job replaces a pod that has failed."""
+    `pause`: seconds until a Job replaces a pod that has failed. `workloads`: whether anybody makes
+    the pods of Jobs and Deployments."""
 
     def __init__(
         self,
@@ -117,10 +118,12 @@ class StandIn:
         env: dict[str, str] | None = None,
         hollow: bool = False,
         pause: float = 10.0,
+        workloads: bool = True,
         seed: int = 0,
     ) -> None:
         self.scratch = scratch
         self.url = self.inside = ""
+        self.has_workloads = workloads
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stand-in", daemon=True)
         self._thread.start()
@@ -166,7 +169,8 @@ class StandIn:
                 garbage.see(change)
                 self.kubelet.see(change)
                 workloads.see(change)
-            workloads.look()
+            if self.has_workloads:
+                workloads.look()
             scheduler.look()
             if version == self.store.version:
                 await self.store.changed()

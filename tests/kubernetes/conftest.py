@@ -12,6 +12,7 @@ from tests.kubernetes.cluster import StandIn
 
 @pytest.fixture
 def standin(tmp_path: Path) -> Iterator[StandIn]:
-    cluster = StandIn(tmp_path)
+    """Without nodes: what pods there are is what somebody has made."""
+    cluster = StandIn(tmp_path, workloads=False)
     yield cluster
     cluster.close()
