@@ -19,7 +19,6 @@ from elasticrun.wire.env import ON
 PLACES: Final = ("local", "ssh", "slurm", "k8s")
 
 _NOT_YET: Final = {
-    "slurm": "`elasticrun render slurm ... | sbatch` submits a job",
     "ssh": "jobs on other hosts are started by `elasticrun --hosts a,b train.py`",
     "k8s": "for Kubernetes, `elasticrun render k8s ... | kubectl apply -f -` makes the job",
 }

@@ -43,9 +43,8 @@ class Queued(NamedTuple):
     @property
     def is_held(self) -> bool:
         """Whether it waits until somebody releases it."""
-        return self.state == "PENDING" and self.reason.startswith(
-            ("JobHeld", "job_requeued_in_held")
-        )
+        # JobHeldUser, JobHeldAdmin, "job requeued in held state"
+        return self.state == "PENDING" and "held" in self.reason.lower()
 
 
 class SlurmJobs:
@@ -190,11 +189,10 @@ class SlurmJobs:
         return done.stdout.strip()
 
     def _note_end(self, run: RunFolder, known: Submission) -> None:
-        """A job that was cancelled before its master could say how it ended."""
-        if run.result() is None:
-            result = RunResult(
-                job=known.name, state="stopped", reason="cancelled in Slurm", ended=time.time()
-            )
+        """A job that was cancelled in the queue: no master has said, or will, that it is over."""
+        result = run.result() or RunResult(job=known.name, state="saved", ended=time.time())
+        if result.state == "saved":
+            result = replace(result, state="stopped", reason="cancelled in Slurm")
             replace_file(run.path / RESULT, msgspec.json.encode(result))
 
 

@@ -165,6 +165,7 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
         (["submit", "--", "missing.py"], 1, "there is no script missing.py"),
         (["submit", "--rdzv-endpoint", "a:1", "--", "train.py"], 2, "settles that"),
         (["submit", "--env", "ELASTICRUN_TOKEN=x", "--", "t.py"], 2, "put the secret into"),
+        (["submit", "--on=slurm", "--array", "0-3", "--", "t.py"], 2, "submit makes one job"),
         (["suspend"], 2, "required: JOB"),
         (["resume", "tr"], 1, "no job tr has a run folder"),
         (["exec", "tr"], 2, "name the command behind --"),

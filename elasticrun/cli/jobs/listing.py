@@ -7,25 +7,39 @@ Of a job that runs here its master is asked; of others their run folders tell.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from elasticrun.cli import trust
 from elasticrun.cli.flags import PROG, Parser, add_group
 from elasticrun.cli.job.asking import as_json
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import TRUST
-from elasticrun.cli.verbs.status import NoStatus, ask, duration, lines, published_here, question_to
+from elasticrun.cli.verbs.status import (
+    NoStatus,
+    Question,
+    ask,
+    duration,
+    lines,
+    published_here,
+    question_to,
+)
 from elasticrun.config import EXIT_USAGE, Tls
 from elasticrun.core.words import some
 from elasticrun.jobs.choosing import by_their_places
+from elasticrun.jobs.line import NotAnswered, master_of
 from elasticrun.runs import index
 from elasticrun.runs.layout import ENDED, JobRow, RunFolder, row_of
+
+if TYPE_CHECKING:
+    from elasticrun.wire.messages import JobStatus
+    from elasticrun.wire.types import Endpoint
 
 TITLES: Final = ("NAME", "STATE", "NODES", "STEP", "RESTARTS", "AGE", "WHERE")
 
@@ -73,56 +87,67 @@ def add_output(made: Parser) -> None:
 def local_rows(token: str = "", files: Tls | None = None) -> tuple[list[JobRow], list[str]]:
     """The jobs of this user on this host, those that run first, the newest of each first; and a
     sentence for each master that does not answer."""
-    now = time.time()
-    with asyncio.Runner() as runner:
-        rows, silent = _running(token, files, runner)
-    live = {os.path.realpath(row.run) for row in rows if row.run}
+    now, silent = time.time(), []
     try:
         folders = index.all_runs(index.runs_root(os.environ))
     except OSError as wrong:
         silent.append(f"the run folders cannot be read: {wrong}")
         folders = []
+    with asyncio.Runner() as runner:
+        rows, unheard = _running(token, files, [*_away(folders, now)], runner)
+    live = {os.path.realpath(row.run) for row in rows if row.run}
     left = [folder for folder in folders if os.path.realpath(folder.path) not in live]
     rows += [row_of(folder, job, now) for folder in left if (job := folder.job())]
     rows.sort(key=lambda row: (row.state in ENDED, row.age))
-    return rows, silent
+    return rows, [*silent, *unheard]
+
+
+def _away(folders: Iterable[RunFolder], now: float) -> Iterator[tuple[Question, str]]:
+    """The masters of jobs that run elsewhere, with their run folders."""
+    for folder in folders:
+        job = folder.job()
+        if job is None or job.where == "local" or folder.state(now) in ENDED:
+            continue
+        with contextlib.suppress(NotAnswered):
+            master = master_of(folder)
+            yield Question(master.endpoint, master.reader), str(folder.path)
 
 
 def _running(
-    token: str, files: Tls | None, runner: asyncio.Runner
+    token: str, files: Tls | None, away: Sequence[tuple[Question, str]], runner: asyncio.Runner
 ) -> tuple[list[JobRow], list[str]]:
-    """By what their masters say."""
-    rows = []
+    """By what their masters say. One elsewhere that does not answer may have gone with its nodes:
+    then its place knows."""
     try:
         masters = published_here()
-        if not masters:
-            return [], []
-        questions = [question_to(master, token, files) for master in masters]
-        pages, silent = ask(questions, runner)
+        asked = [(question_to(master, token, files), master.run) for master in masters]
+        pages, silent = ask([one for one, _ in asked], runner) if asked else ([], [])
     except NoStatus as wrong:
-        return [], [str(wrong)]
-    known = {master.endpoint: master for master in masters}
-    for endpoint, page in pages:
-        folder = RunFolder(Path(known[endpoint].run or os.devnull))
-        job = folder.job()
-        row = JobRow(
-            name=job.name if job else page.job_id,
-            state=page.phase,
-            where=job.where if job else "local",
-            id=page.job_id,
-            user=job.user if job else "",
-            host=os.uname().nodename,
-            endpoint=str(endpoint),
-            run=str(folder.path) if job else "",
-            nodes=sum(node.group_rank >= 0 for node in page.nodes),
-            max_nodes=page.max_nodes,
-            step=page.step,
-            restarts=page.restart_count,
-            age=page.age,
-            reason=page.outcome or page.reason,
-        )
-        rows.append(row)
-    return rows, silent
+        asked, pages, silent = [], [], [str(wrong)]
+    pages += ask([one for one, _ in away], runner)[0] if away else []
+    folders = {one.endpoint: run for one, run in (*away, *asked)}
+    return [_live(page, endpoint, folders[endpoint]) for endpoint, page in pages], silent
+
+
+def _live(page: JobStatus, endpoint: Endpoint, run: str) -> JobRow:
+    folder = RunFolder(Path(run or os.devnull))
+    job = folder.job()
+    return JobRow(
+        name=job.name if job else page.job_id,
+        state=page.phase,
+        where=job.where if job else "local",
+        id=page.job_id,
+        user=job.user if job else "",
+        host=job.host if job else os.uname().nodename,
+        endpoint=str(endpoint),
+        run=str(folder.path) if job else "",
+        nodes=sum(node.group_rank >= 0 for node in page.nodes),
+        max_nodes=page.max_nodes,
+        step=page.step,
+        restarts=page.restart_count,
+        age=page.age,
+        reason=page.outcome or page.reason,
+    )
 
 
 def shown(row: JobRow) -> tuple[str, ...]:
