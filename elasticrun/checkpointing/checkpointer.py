@@ -98,24 +98,24 @@ class Checkpointer:
     writes the checkpoints: in the background under torchrun, where its collectives have a process
     group of their own, and at once in plain python without a group.
 
-    `folder`: a path or a URL. `every_steps` or `every_seconds`: from one snapshot to the next;
-    with neither, at most one hundredth of the time goes into them. `persist_every_steps` or
-    `persist_every_seconds`: the same for checkpoints; None for both: none but after failures and
-    by `save_now`. `slots`: snapshots that have room in memory (2 to 4), or "auto": 3 where
-    checkpoints or replicas are made, if there is room, so that snapshots are taken meanwhile;
-    else 2. `on_busy`: whether to skip a snapshot while its slot is still needed, or to wait for
-    it, a minute at most. `verify`: compare a checkpoint with its hashes before it is loaded; the
-    ranks share that work. `replicas`: 1 keeps every part of the state in the memory of two nodes,
-    so that one may be lost; what two hold anyway (DDP) is not copied. It takes two slots more on
-    each node, and a snapshot is only followed by others once it was copied (`slots`: 3). `rng`:
-    the random states are part of a snapshot. `weights_only`: nothing but plain values, tensors
-    and what torch.serialization's add_safe_globals has named is made of the bytes of snapshots
-    and checkpoints. `every`, `persist_every`: old names, which took steps as int and seconds as
-    float."""
+    `folder`: a path or a URL; without one `checkpoints` in the job's run folder (`--run-dir`).
+    `every_steps` or `every_seconds`: from one snapshot to the next; with neither, at most one
+    hundredth of the time goes into them. `persist_every_steps` or `persist_every_seconds`: the same
+    for checkpoints; None for both: none but after failures and by `save_now`. `slots`: snapshots
+    that have room in memory (2 to 4), or "auto": 3 where checkpoints or replicas are made, if there
+    is room, so that snapshots are taken meanwhile; else 2. `on_busy`: whether to skip a snapshot
+    while its slot is still needed, or to wait for it, a minute at most. `verify`: compare a
+    checkpoint with its hashes before it is loaded; the ranks share that work. `replicas`: 1 keeps
+    every part of the state in the memory of two nodes, so that one may be lost; what two hold
+    anyway (DDP) is not copied. It takes two slots more on each node, and a snapshot is only
+    followed by others once it was copied (`slots`: 3). `rng`: the random states are part of a
+    snapshot. `weights_only`: nothing but plain values, tensors and what torch.serialization's
+    add_safe_globals has named is made of the bytes of snapshots and checkpoints. `every`,
+    `persist_every`: old names, which took steps as int and seconds as float."""
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | None = None,
         *,
         every_steps: int | None = None,
         every_seconds: float | None = None,
@@ -148,7 +148,7 @@ class Checkpointer:
         rank, world_size = _place()
         wanted, least = _slots(slots, persists, replicas)
         keep = keep or Keep()
-        url = os.fspath(folder)
+        url = os.fspath(_own_folder() if folder is None else folder)
         url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
         self._setting = RankOptions(
             *(Folder(url), rank, world_size, wanted, keep.last, keep.every, verify, replicas),
@@ -411,6 +411,14 @@ def _step(number: int) -> int:
     if not 0 <= found < MAX_STEP:
         raise ValueError(f"step {number!r} is none: steps are counted from 0, in whole numbers")
     return found
+
+
+def _own_folder() -> str:
+    """Where checkpoints are where nobody has said so. ValueError without a run folder."""
+    run = os.environ.get(env.RUN_FOLDER)
+    if not run:
+        raise ValueError("Checkpointer() needs a folder, or a job that is started with --run-dir")
+    return os.path.join(run, "checkpoints")
 
 
 def _place() -> tuple[int, int]:

@@ -17,6 +17,7 @@ from elasticrun.cli.settings import Asked, NoProgram, NothingToDo, UsageError, l
 from elasticrun.cli.trust import GIT_SECRETS, notes, withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig, MasterPlace
 from elasticrun.core.words import nearest
+from elasticrun.wire.env import RUN_FOLDER
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 
@@ -201,6 +202,8 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
         command = for_others(words, Asked(ns, environ), grow)
         config = dataclasses.replace(config, to_join=command)
     plan = dataclasses.replace(config.run, command=(PROG, *words))
+    if plan.folder:
+        config.env[RUN_FOLDER] = os.path.abspath(plan.folder)
     return run(dataclasses.replace(config, notes=(), run=plan))  # they have been printed
 
 

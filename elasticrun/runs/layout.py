@@ -8,6 +8,7 @@
     incidents/     a record of each thing that stopped the training
     logs/          what the ranks printed, where it is kept
     agents/        which files in logs/ are which rank's, a file each agent
+    checkpoints/   of a script that has not said where they are to be
     previous/      the files of an earlier run in the same folder, with `--fresh`
 
 
@@ -36,9 +37,10 @@ ERROR: Final = "error.txt"
 INCIDENTS: Final = "incidents"
 LOGS: Final = "logs"
 AGENTS: Final = "agents"
+CHECKPOINTS: Final = "checkpoints"
 PREVIOUS: Final = "previous"
 
-OF_A_RUN: Final = (JOB, EVENTS, PROGRESS, RESULT, ERROR, INCIDENTS, LOGS, AGENTS)
+OF_A_RUN: Final = (JOB, EVENTS, PROGRESS, RESULT, ERROR, INCIDENTS, LOGS, AGENTS, CHECKPOINTS)
 """All that a run leaves. A folder that a person has named may hold other things beside it."""
 
 MAX_BYTES: Final = 1024 * 1024

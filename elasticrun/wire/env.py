@@ -106,6 +106,8 @@ comes too late; ranks that are bound to cores are exec'd where one is set."""
 
 LAUNCH: Final = "ELASTICRUN_LAUNCH"
 PRELOAD: Final = "ELASTICRUN_PRELOAD"
+RUN_FOLDER: Final = "ELASTICRUN_RUN_FOLDER"
+"""What --run-dir names, for the ranks."""
 RUNS: Final = "ELASTICRUN_RUNS"
 """Where the run folders of this user are, in place of the state folder of the home."""
 ON: Final = "ELASTICRUN_ON"

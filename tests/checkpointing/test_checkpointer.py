@@ -406,6 +406,14 @@ def test_what_cannot_be_state_is_refused(tmp_path: Path) -> None:
         ckpt.per_rank("n", {}, on_resize=3)
 
 
+def test_a_folder_that_nobody_names_is_in_the_run_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ELASTICRUN_RUN_FOLDER", raising=False)
+    with pytest.raises(ValueError, match="needs a folder, or a job that is started with --run-dir"):
+        Checkpointer(x={"y": 1})
+    monkeypatch.setenv("ELASTICRUN_RUN_FOLDER", "/runs/a")
+    assert Checkpointer(x={"y": 1})._setting.folder.url == "/runs/a/checkpoints"
+
+
 def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
     wrongs: list[tuple[dict[str, Any], str]] = [
         ({"slots": 1}, "slots is 1"),

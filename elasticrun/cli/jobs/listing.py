@@ -48,6 +48,9 @@ MOST_ENDED: Final = 20
 
 COLUMNS: Final = 80
 
+_STATES: Final = {"gathering": "waiting", "stopping": "waiting", "running": "running"}
+"""By the phase of a round; one that is over has a result by now."""
+
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -134,7 +137,7 @@ def _live(page: JobStatus, endpoint: Endpoint, run: str) -> JobRow:
     job = folder.job()
     return JobRow(
         name=job.name if job else page.job_id,
-        state=page.phase,
+        state=_STATES.get(page.phase) or folder.state(time.time()),
         where=job.where if job else "local",
         id=page.job_id,
         user=job.user if job else "",
