@@ -34,7 +34,7 @@ def test_a_job_that_failed_twice(world: World) -> None:
     assert world.launch(ELASTICRUN, *words, "fails.py").wait() == 1
 
     newest = shown(world)
-    assert newest[0] == "== rank 1 failed: ValueError: bad luck 1 =="
+    assert newest[0] == "== rank 1 failed (ValueError: bad luck 1) =="
     assert newest[1:21] == [f"[1] rank 1 life 1 step {step}" for step in range(10, 30)]
     assert newest[-20:] == [f"[0] rank 0 life 1 step {step}" for step in range(10, 30)]
     assert "[1] ValueError: bad luck 1" in newest
@@ -42,14 +42,40 @@ def test_a_job_that_failed_twice(world: World) -> None:
     lives = [line for line in shown(world, "bad", "--all") if line.startswith("==")]
     assert [re.sub(", .* ==", " ==", line) for line in lives] == [
         "== attempt_0 ==",
-        "== rank 1 failed: ValueError: bad luck 0 ==",
+        "== rank 1 failed: ValueError: bad luck 0 (exit code 1) ==",
         "== attempt_1 ==",
-        "== rank 1 failed: ValueError: bad luck 1 ==",
+        "== rank 1 failed (ValueError: bad luck 1) ==",
     ]
     assert shown(world, "--rank=0", "--tail=1") == ["[0] rank 0 life 1 step 29"]
     grep = shown(world, "--rank=0", "--all", "--grep=step 2$")
     assert grep[1::3][:1] == ["[0] rank 0 life 0 step 2"]
     assert grep[-1] == "[0] rank 0 life 1 step 2"
+
+
+ENDS = """
+import os, signal, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # each ends by itself
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), 9) if sys.argv[1] == "kill" else os._exit(int(sys.argv[1]))
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("3", "exit code 3"), ("kill", "killed by SIGKILL")], ids=["exit", "signal"]
+)
+def test_who_ended_without_a_word_comes_first(world: World, how: str, why: str) -> None:
+    """And those that lost their connection to it stand under it."""
+    (world.scratch / "ends.py").write_text(ENDS)
+    words = ("--nproc-per-node=3", "-r3", "--log-dir=logs", "--rdzv-id=ends", "ends.py", how)
+    assert world.launch(ELASTICRUN, *words).wait() == 1
+    lines = shown(world, "ends", "--all")
+    then = "; then ranks 0,2 lost their connection =="
+    assert lines[0] == f"== rank 1 failed ({why}){then}"
+    assert sum(line.startswith("==") for line in lines) == 1
+    assert any(line.startswith("[2] ") for line in lines)
 
 
 @pytest.mark.parametrize("word", ["", "unknown"])

@@ -25,6 +25,7 @@ from typing import Final
 from elasticrun.agent.logs import whereabouts
 from elasticrun.agent.logs.whereabouts import LoggedLife, LoggedRun
 from elasticrun.cli.flags import Parser
+from elasticrun.cli.job.deaths import RankFiles, ToldLife, deaths, tell
 from elasticrun.cli.jobs.listing import add_output, span
 from elasticrun.cli.settings import UsageError
 from elasticrun.core.words import nearest
@@ -84,26 +85,6 @@ class Wish:
             sys.stdout.buffer.write(text + b"\n")
 
 
-@dataclass(frozen=True, slots=True)
-class RankFiles:
-    """The files of one rank in one life."""
-
-    rank: int
-    folder: Path
-
-    def failure(self) -> tuple[float, str]:
-        """When it failed and of what; the end of time and "" where it has described nothing."""
-        file = self.folder / "error.json"
-        try:
-            said = json.loads(file.read_bytes()[:BLOCK])["message"]
-            when = file.stat().st_mtime
-        except (OSError, ValueError, LookupError, TypeError):
-            return float("inf"), ""
-        if isinstance(said, dict):
-            said = said.get("message", "")
-        return when, " ".join(str(said).split())[:1000]
-
-
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """`elasticrun logs` with its own arguments; UsageError."""
     asked = _asked(argv)
@@ -125,7 +106,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         words = f"there are no log files of {what} on this host; --tee or --redirects writes them"
         print(f"elasticrun logs: {words}{_hint(variables, asked.job)}", file=sys.stderr)
         return 1
-    seen = _show(found, asked)
+    seen = _show(found, asked, folder or _folder(variables, found[0].job_id))
     if asked.follow:
         _follow(found, asked, seen, partial(_runs, variables, asked.job, folder), folder)
     return 0
@@ -210,39 +191,43 @@ def _last_written(run: LoggedRun) -> float:
     return max(times)
 
 
-def _lives(runs: Iterable[LoggedRun], *, everything: bool) -> list[tuple[str, list[RankFiles]]]:
+def _lives(
+    runs: Iterable[LoggedRun], folder: RunFolder | None, *, everything: bool
+) -> list[tuple[str, ToldLife]]:
     """The lives in order, each with its ranks: those that failed first, as they failed."""
     found: dict[str, list[tuple[LoggedRun, LoggedLife]]] = {}
     for run in runs:
         for life in run.lives:
             found.setdefault(life.folder, []).append((run, life))
-    ordered = sorted(found.items(), key=lambda item: min(life.began for _, life in item[1]))
+    began_of = {name: min(life.began for _, life in parts) for name, parts in found.items()}
+    ordered = sorted(found, key=lambda name: began_of[name])
+    why = dict(zip(ordered, deaths(folder, [began_of[name] for name in ordered]), strict=True))
     shown = []
-    for name, parts in ordered if everything else ordered[-1:]:
+    for name in ordered if everything else ordered[-1:]:
         ranks = [
             RankFiles(rank, Path(run.path, life.folder, str(local_rank)))
-            for run, life in parts
+            for run, life in found[name]
             for local_rank, rank in life.ranks.items()
         ]
-        ranks.sort(key=lambda files: (files.failure()[0], files.rank))
-        began = min(life.began for _, life in parts)
-        shown.append((f"{name}, {time.strftime('%F %T', time.localtime(began))}", ranks))
+        began = time.strftime("%F %T", time.localtime(began_of[name]))
+        shown.append((f"{name}, {began}", tell(ranks, why[name])))
     return shown
 
 
-def _show(runs: Iterable[LoggedRun], asked: Wish) -> dict[Path, int]:
+def _show(runs: Iterable[LoggedRun], asked: Wish, folder: RunFolder | None) -> dict[Path, int]:
     """Print what is there; how far each file was read."""
     seen: dict[Path, int] = {}
-    lives = _lives(filter(asked.takes, runs), everything=asked.everything)
-    for title, ranks in lives:
+    lives = _lives(filter(asked.takes, runs), folder, everything=asked.everything)
+    for title, life in lives:
         if len(lives) > 1:
             _title(title, asked)
-        for files in ranks:
+        if life.why and asked.rank is None:
+            _title(life.why, asked)
+        for files in life.ranks:
             if asked.rank not in (None, files.rank):
                 continue
-            reason = files.failure()[1]
-            if reason:
-                _title(f"rank {files.rank} failed: {reason}", asked)
+            if said := life.titles.get(files.rank):
+                _title(said, asked)
             for stream in STREAMS:
                 path = files.folder / stream
                 try:
@@ -306,8 +291,8 @@ def _follow(
 ) -> None:
     """Go on until all agents have ended: lines as they come, of lives that begin later too."""
     held: dict[Path, bytes] = {}
-    for _, ranks in _lives(runs, everything=True):
-        for path in (files.folder / stream for files in ranks for stream in STREAMS):
+    for _, life in _lives(runs, None, everything=True):
+        for path in (files.folder / stream for files in life.ranks for stream in STREAMS):
             if path not in seen and path.exists():
                 seen[path] = path.stat().st_size  # of an earlier life
     waiting = threading.Event()
@@ -315,8 +300,8 @@ def _follow(
         ending = not any(run.is_alive for run in runs)
         ending = ending or (folder is not None and _is_over(folder))
         runs = [run for run in look() if run.began >= min(old.began for old in runs)] or runs
-        for _, ranks in _lives(filter(asked.takes, runs), everything=True):
-            for files in ranks:
+        for _, life in _lives(filter(asked.takes, runs), None, everything=True):
+            for files in life.ranks:
                 for stream in STREAMS if asked.rank in (None, files.rank) else ():
                     _go_on(files, files.folder / stream, seen, held, asked)
                     if ending and (rest := held.get(files.folder / stream)):
