@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elasticrun import __version__
 from elasticrun.core.events import Heard, Judged, Replied, Requested, Tell
-from elasticrun.core.sight.picture import LedgerRow, VerdictRow
+from elasticrun.core.sight.picture import IncidentRow, LedgerRow, RankRow, VerdictRow
 from elasticrun.master.loop import Loop
 from elasticrun.master.page import http as page_module, stream
 from elasticrun.master.page.http import MAX_CONNECTIONS, StatusPage, page_url
@@ -388,6 +388,31 @@ def test_a_stranger_is_not_shown_paths_arguments_and_what_was_said() -> None:
     assert "judge" not in msgspec.json.encode(told).decode()
 
 
+def test_a_stranger_is_shown_no_text_but_names_and_words_of_ours() -> None:
+    """Whatever texts a record has, and later ones too."""
+
+    def texts(kind: type) -> dict[str, Any]:
+        every = {one.encode_name: one.type for one in structs.fields(kind)}
+        return {name: f"~{name}~" if type_ is str else 1 for name, type_ in every.items()
+                if type_ in (str, int, float)}  # fmt: skip
+
+    told = for_strangers(
+        structs.replace(
+            hung(),
+            verdict=VerdictRow(**texts(VerdictRow)),
+            incidents=(IncidentRow(**texts(IncidentRow)),),
+            ranks=(RankRow(**texts(RankRow)),),
+        )
+    )
+    for row, shown in (
+        (told.verdict, "klass kind ranks node then"),
+        (told.incidents[0], "cause node kind"),
+        (told.ranks[0], "node state waits_for call"),
+    ):
+        said = msgspec.json.encode(row).decode()
+        assert set(re.findall(r"~(\w+)~", said)) == set(shown.split())
+
+
 SECRET = operator_token("a token")
 
 
@@ -427,6 +452,7 @@ async def test_a_stranger_who_watches_has_no_rank_looked_at(
         (True, "127.0.0.1", "", False, False),
         (True, "127.0.0.1", "new", True, False),
         (True, "127.0.0.1", "old", False, False),
+        (True, "127.0.0.1", "of a master before", False, False),
         (True, "127.0.0.1", "another job's", False, False),
         (True, "127.0.0.1", "fffffffff.x.\ufffd", False, False),
     ],
@@ -437,6 +463,7 @@ def test_who_may_see_all(guarded: bool, peer: str, key: str, enters: bool, trust
     keys = {
         "new": page_key(SECRET, now),
         "old": page_key(SECRET, now - PAGE_KEY_LIFE - 1),
+        "of a master before": page_key(SECRET, now - 1),
         "another job's": page_key(operator_token("another"), now),
     }
     key = keys.get(key, key)

@@ -219,7 +219,11 @@ def for_strangers(picture: Picture) -> Picture:
         events=(),
         ranks=tuple(_rank_for_strangers(row) for row in picture.ranks),
         incidents=tuple(_incident_for_strangers(row) for row in picture.incidents),
-        verdict=replace(verdict, sentence=verdict.kind, folder="", says=says) if verdict else None,
+        verdict=(
+            replace(verdict, sentence=verdict.kind, folder="", says=says, place="")
+            if verdict
+            else None
+        ),
         goodput=replace(spent, rows=without_words(spent.rows)) if spent else None,
         stacks=(),
         stacks_missing=NO_LINK,
@@ -234,7 +238,7 @@ def _rank_for_strangers(row: RankRow) -> RankRow:
 
 def _incident_for_strangers(row: IncidentRow) -> IncidentRow:
     what = WORDS.get(row.cause, row.cause)
-    return replace(row, sentence=what, followed="", decision="", last_lines="", stacks=())
+    return replace(row, sentence=what, followed="", decision="", hang="", last_lines="", stacks=())
 
 
 def status_for_strangers(status: JobStatus) -> JobStatus:
