@@ -148,7 +148,8 @@ class Loop:
         self._whole = _Seldom[Picture](clock)
         self._asked: dict[int, asyncio.Future[m.Reply]] = {}
         self._numbers = itertools.count(1)
-        self.status_url = ""
+        self.page_link: Callable[[], str] = lambda: ""
+        """Of the job's page, for who is welcomed now: its key is good from then on."""
         """Told to agents in Welcome; "" without a status page."""
         self.sources: Mapping[str, str] = {}
         """Who has set the settings of the job that somebody has set, for people."""
@@ -375,7 +376,7 @@ class Loop:
             return  # asked at the last moment: we may have been stopped since we decided
         if isinstance(order, m.Welcome) and not order.status_url:
             clock_us = time.time_ns() // 1000  # for the agent's checkup, which compares clocks
-            order = replace(order, status_url=self.status_url, clock_us=clock_us)
+            order = replace(order, status_url=self.page_link(), clock_us=clock_us)
         elif isinstance(order, m.Start):
             if not self.figures.rounds:
                 self.on_formed()

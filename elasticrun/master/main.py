@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -316,7 +317,8 @@ class Master:
         )
         page = StatusPage(loop, Readers(operator, guarded=bool(config.token)))
         status_port = self._open(page)
-        loop.status_url = page.url(status_port) if status_port else ""
+        if status_port:
+            loop.page_link = partial(page.url, status_port)
         await server.start()
         if config.ready_fd >= 0:
             _say(config.ready_fd, {"port": port, "status_port": status_port})
@@ -459,7 +461,7 @@ class Listing:
             job_id=config.job_id,
             host=reachable(config.host),
             port=port,
-            status_url=loop.status_url.partition("?")[0],
+            status_url=loop.page_link().partition("?")[0],
             pid=os.getpid(),
             started=start_time(os.getpid()) or 0,
             reader=reader_token(config.token),

@@ -89,7 +89,7 @@ class Link:
         self._warned = ""
         self._session: Session | None = None
         self._tasks = Tasks(owner.fatal)
-        self._page = ""
+        self._page = (0, "")
         self._strange = 0
         self._nudge = asyncio.Event()
         self._moved = asyncio.Event()
@@ -286,9 +286,10 @@ class Link:
     def _welcomed(self, welcome: Welcome) -> None:
         self._strange = 0
         self._warned = ""
-        if welcome.status_url not in ("", self._page):
-            self._page = welcome.status_url
-            logger.log(self._page_level, "the job's page: %s", self._page)
+        page = (welcome.term, welcome.status_url.partition("?")[0])  # each welcome has a new key
+        if welcome.status_url and page != self._page:
+            self._page = page
+            logger.log(self._page_level, "the job's page: %s", welcome.status_url)
 
     def _warn(self, reason: str) -> None:
         """A running job is not ended by whoever has taken its master's port meanwhile; told once

@@ -14,15 +14,15 @@ import time
 from typing import Any, Final
 from urllib.parse import parse_qs
 
-from elasticrun.wire.auth import key_until, page_key
+from elasticrun.wire.auth import PAGE_KEY_LIFE, key_until, page_key
 
 MAX_SPENT: Final = 1024
 """Keys that were used and have time left. While there are more no key opens the page; who can make
 one has the token, or is the job's user."""
 
 NO_KEY: Final = (
-    "this link has been used, or is older than 15 minutes; for a new one run on the master's host: "
-    "elasticrun status\n"
+    "this link has been used, or is older than 15 minutes or than the job's master; for a new one "
+    "run on the master's host: elasticrun status\n"
 )
 
 
@@ -34,6 +34,7 @@ class Readers:
         self._secret = secret or secrets.token_hex(32)
         self._guarded = guarded
         self._spent: dict[str, float] = {}
+        self._began = int(time.time())  # which keys the master before this one took, nobody knows
         # One browser may look at several jobs, and a cookie is for all ports of a host.
         self._cookie = f"elasticrun-{secrets.token_hex(4)}={secrets.token_urlsafe(16)}"
 
@@ -62,7 +63,8 @@ class Readers:
         now = time.time()
         until = key_until(self._secret, key)
         self._spent = {one: end for one, end in self._spent.items() if end > now}
-        if until <= now or key in self._spent or len(self._spent) >= MAX_SPENT:
+        fresh = until > now and until - PAGE_KEY_LIFE >= self._began
+        if not fresh or key in self._spent or len(self._spent) >= MAX_SPENT:
             return False
         self._spent[key] = until
         return True
