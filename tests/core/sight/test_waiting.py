@@ -320,6 +320,21 @@ def test_of_ranks_without_a_thread_the_kernel_names_the_one_that_does_not_go_on(
     assert words in verdict.sentence
 
 
+def test_one_that_says_it_takes_long_is_not_named_for_what_the_kernel_says() -> None:
+    bare = {"forked": False, "answers": False}
+    verdict = found(rank(0, **bare), rank(1, being=Being.DISK, says="judge", **bare))
+    assert verdict is not None
+    assert (verdict.kind, verdict.sentence.count("judge")) == ("said", 1)
+    assert "; no rank has used its CPU" in verdict.sentence
+
+
+def test_nothing_is_ended_beside_a_debugger_where_nobody_tells_whom_it_waits_for() -> None:
+    bare = {"forked": False, "answers": False}
+    verdict = found(rank(0, being=Being.TRACED, **bare), rank(1, being=Being.STOPPED, **bare))
+    assert verdict is not None
+    assert (verdict.kind, verdict.held) == ("stopped", True)
+
+
 def test_what_has_moved_is_seen() -> None:
     before, after = look(rank(0, inside(30))), look(rank(0, inside(31)))
     assert fingerprint(before) == fingerprint(look(rank(0, inside(30), cpu=1.0)))
@@ -345,3 +360,14 @@ def test_a_thousand_ranks_are_judged_at_once() -> None:
     assert verdict.odd == (700,)
     assert "1023 ranks wait for it" in verdict.sentence
     assert spent < 0.05, f"{spent:.3f} s"
+
+
+def test_thousands_of_which_torch_counts_nothing_are_judged_at_once() -> None:
+    inside = {"place": "train.py:34 step", "library": "torch.distributed.x"}
+    scene = Scene(look(*(rank(one, **inside) for one in range(4096)), rank(4096, place=LINE)), 71.0)
+    began = time.process_time()
+    verdict = judge(scene)
+    spent = time.process_time() - began
+    assert verdict is not None
+    assert verdict.odd == (4096,)
+    assert spent < 0.2, f"{spent:.3f} s"

@@ -456,7 +456,9 @@ def _halted(scene: Scene) -> Impasse | None:
     do not go on. One that sleeps there may only be reading, unless nobody does anything."""
     idle = not any(is_busy(one.seen) for one in scene.ranks.values())
     beings = {Being.STOPPED, Being.FROZEN, *([Being.DISK] if idle else [])}
-    halted = sorted(rank for rank, one in scene.ranks.items() if one.seen.being in beings)
+    halted = sorted(
+        rank for rank, one in scene.ranks.items() if one.seen.being in beings and not one.seen.says
+    )
     if not halted:
         return None
     one = scene.ranks[halted[0]]
@@ -473,6 +475,7 @@ def _halted(scene: Scene) -> Impasse | None:
         of_node=one.node if kind in ("disk", "frozen") else "",
         place=one.seen.place,
         library=one.seen.library,
+        held=any(is_held(other.seen) for other in scene.ranks.values()),
     )
 
 
@@ -482,16 +485,18 @@ def _still(scene: Scene) -> Impasse | None:
     living = [one for one in scene.ranks.values() if one.seen.being is not Being.ENDED]
     if not living or any(is_busy(one.seen) for one in living):
         return None
-    inside = [one for one in living if one.seen.library.startswith(COLLECTIVES)]
-    if any(one.seen.at for one in living):
-        inside = []
-    outside = [one for one in living if one.seen.place and one.seen.answers and one not in inside]
+    inside, outside = 0, []
+    for one in () if any(one.seen.at for one in living) else living:
+        if one.seen.library.startswith(COLLECTIVES):
+            inside += 1
+        elif one.seen.place and one.seen.answers:
+            outside.append(one)
     named = outside if inside and outside else living
     first = min(named, key=lambda one: one.seen.rank)
     where = f"; {scene.name(first.seen.rank)} is at {first.seen.place}" if first.seen.place else ""
     what = "and none waits for another"
     if inside:
-        what = f"and {some(len(inside), 'rank')} may wait in torch.distributed for another"
+        what = f"and {some(inside, 'rank')} may wait in torch.distributed for another"
     return Impasse(
         Klass.STILL,
         "still",
