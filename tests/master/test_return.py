@@ -78,7 +78,7 @@ def next_master(world: World, old: published.Published | None = None) -> publish
         watcher.add_watch(folder, flags.MOVED_TO | flags.DELETE)
         while True:
             files = folder.glob("master-*.json")
-            listed = [published._read(path, published.Published) for path in files]
+            listed = [published._read(path) for path in files]
             found = [m for m in listed if m is not None and (old is None or m.pid != old.pid)]
             found = [m for m in found if start_time(m.pid) == m.started]
             if found:
