@@ -14,7 +14,7 @@ import pytest
 
 from elasticrun.agent.workers.checkout import GitError, GitSource, check_out, parsed, pinned
 from tests import needs
-from tests.harness import World, free_port
+from tests.harness import World, free_port, ran, until_file
 
 USER, SECRET = "me", "a-secret-for-git-0123456789"
 
@@ -221,3 +221,20 @@ def test_two_agents_of_a_host_run_one_checkout(origin: Origin, world: World) -> 
     (record,) = [path for path in kept if path.name == "job.json"]
     assert origin.first in record.read_text()
     assert f'"workdir": "{work}"' in record.read_text()
+
+
+@pytest.mark.slow
+def test_a_job_that_is_submitted_has_the_commit_of_that_moment(
+    origin: Origin, world: World
+) -> None:
+    work, run = world.scratch / "work", world.scratch / "kept"
+    work.mkdir()
+    env = {**world.environment(), "GIT_SYNC_USERNAME": USER, "GIT_SYNC_PASSWORD": SECRET}
+    flags = (f"--working-dir={work}", f"--run-dir={run}", "--name=g", f"--git={origin.url}")
+    said = ran("submit", *flags, "--", "main.py", env=env)
+    assert (said.returncode, said.stderr.count("\n")) == (0, 0), said.stderr
+    assert origin.second in (run / "job.json").read_text()
+    until_file(run / "result.json", lambda text: '"succeeded"' in text)
+    assert "second True [] []" in (run / "console.log").read_text()
+    assert not [path for path in run.rglob("*") if path.is_file() and SECRET in path.read_text()]
+    assert not origin.seen

@@ -18,10 +18,11 @@ from typing import Final
 from elasticrun.cli import settings
 from elasticrun.cli.devices import shared_folder, this_machine
 from elasticrun.cli.flags import PROG, FlagHelp, Parser, get_args_parser
+from elasticrun.cli.jobs.code import pinned
 from elasticrun.cli.jobs.jobs import finished
 from elasticrun.cli.resolve import resolve
 from elasticrun.cli.settings import UsageError
-from elasticrun.cli.trust import TOKEN_VARIABLE, withdraw
+from elasticrun.cli.trust import GIT_SECRETS, TOKEN_VARIABLE, withdraw
 from elasticrun.cli.verbs import render, render_flags
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.jobs import choosing
@@ -123,6 +124,8 @@ def _submit(
             os.chdir(ns.working_dir)
         except OSError as wrong:
             raise NotDone(f"--working-dir={ns.working_dir}: {wrong.strerror}") from None
+    if ns.git:
+        ns.git = pinned(ns.git, withdraw(*GIT_SECRETS))
     known, place = wanted(ns, program, run.path, say)
     try:
         make_run(root, ns.name, launch, at)
@@ -174,7 +177,7 @@ def _of_this_host(
     seen = {**environ, **known.env}
     words = [*meeting(known, "node0", 29400), *known.flags, *program]
     config = resolve(get_args_parser(seen).parse_args(words), seen, this_machine(seen, say))
-    hint = check_program(config.entry)
+    hint = "" if ns.git else check_program(config.entry)  # it is not here yet
     for note in (*config.notes, hint):
         if note and not (high > 1 and TOKEN_VARIABLE in note):
             say(note)
@@ -244,6 +247,7 @@ def _record(known: Submission, ns: argparse.Namespace) -> JobRecord:
         began=time.time(),
         command=(PROG, *known.flags, *known.program),
         workdir=known.workdir,
+        git_commit=ns.git.rpartition("@")[2],
         where=known.on,
         nodes=f"{low}:{high}",
         nproc=ns.nproc_per_node,

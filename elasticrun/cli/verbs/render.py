@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -108,7 +107,7 @@ def read(
     for none. UsageError, Invalid."""
     low, high = settings.nodes(ns.nnodes)
     if ns.git:
-        ns.git = pinned(ns.git, os.environ)
+        ns.git = pinned(ns.git, trust.withdraw())
     given = render_flags.handed_on(ns)
     asked = Asked(get_args_parser({}).parse_args([*given, "script"]), {})
     ranks, notes = _ranks(ns.nproc_per_node, gpus)
