@@ -312,6 +312,7 @@ class RunPlan:
     nproc: str = ""  # as it was asked for
     where: str = "local"  # local, ssh, slurm, k8s
     workdir: str = ""  # where it was typed; "": here
+    tensorboard: str = ""  # the folder that TensorBoard shows beside the master; "": none
     git_commit: str = ""  # of --git; "": what is checked out there
 
 

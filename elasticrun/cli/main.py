@@ -9,11 +9,12 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from elasticrun.cli import settings
 from elasticrun.cli.flags import PROG, get_args_parser
-from elasticrun.cli.settings import Asked, NoProgram, NothingToDo, UsageError, look
+from elasticrun.cli.settings import Asked, NoProgram, NotHere, NothingToDo, UsageError, look
 from elasticrun.cli.trust import GIT_SECRETS, notes, withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig, MasterPlace
 from elasticrun.core.words import nearest
@@ -63,6 +64,18 @@ def _check_script(path: str) -> str:
         program = first[2:].decode(errors="replace").strip()
         return f"{path} is meant for {program}; if it is not Python, add --no-python"
     return ""
+
+
+def check_data(folders: Mapping[str, str]) -> None:
+    """Raise `NotHere` where one of the folders of --data cannot be read here."""
+    for name, path in folders.items():
+        if not os.path.isdir(path):
+            what = "is no folder" if os.path.exists(path) else "is not there"
+        elif not os.access(path, os.R_OK | os.X_OK):
+            what = "may not be read"
+        else:
+            continue
+        raise NotHere(f"--data={name}:{path}: {path} {what} on this host ({os.uname().nodename})")
 
 
 LOOKS: Final = ("stacks", "top", "events", "incidents")
@@ -184,6 +197,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     if done := _already(config):
         say(done)
         return EXIT_OK
+    check_data(settings.data(ns.data))
     if ns.git:
         config = code.enter(config, ns.git, environ, say)
     hint = _check(config)

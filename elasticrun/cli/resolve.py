@@ -140,6 +140,9 @@ def run_plan(asked: Asked) -> RunPlan:
     folder, fresh = asked.text("run_dir"), asked.switch("fresh")
     if fresh and not folder:
         raise UsageError("--fresh is for a job with --run-dir: name its folder")
+    logdir, shows = asked.text("logdir"), asked.switch("tensorboard")
+    if shows != bool(logdir):
+        raise UsageError("--tensorboard and --logdir DIR belong together: give both")
     stem = str(asked.ns.training_script).rstrip("/").rpartition("/")[2].removesuffix(".py")
     own = asked.text("rdzv_id") if asked.explicitly("rdzv_id") else ""
     on = {env.BY_SSH: "ssh", "SLURM_JOB_ID": "slurm", "KUBERNETES_SERVICE_HOST": "k8s"}
@@ -147,6 +150,7 @@ def run_plan(asked: Asked) -> RunPlan:
         folder=folder,
         name=settings.name(asked.text("name"), "--name") or own or stem,
         fresh=fresh,
+        tensorboard=logdir,
         nproc=asked.text("nproc_per_node"),
         where=next((place for name, place in on.items() if name in asked.environ), "local"),
     )

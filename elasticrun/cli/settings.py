@@ -125,6 +125,22 @@ def host_name(text: str, flag: str) -> str:
     return bare
 
 
+def data(text: str) -> dict[str, str]:
+    """`NAME:/PATH,...` of --data: where each folder is."""
+    found: dict[str, str] = {}
+    for item in filter(None, map(str.strip, text.split(","))):
+        label, _, path = item.partition(":")
+        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", label) or not path.startswith("/"):
+            raise UsageError(
+                f"--data={item}: write NAME:/PATH, with a name of lower case letters, digits and -",
+                config.EXIT_USAGE,
+            )
+        if path in found.values() or label in found:
+            raise UsageError(f"--data={item} is given twice", config.EXIT_USAGE)
+        found[label] = path
+    return found
+
+
 def port(number: int, flag: str) -> int:
     """A TCP port."""
     if not 0 <= number <= 65535:

@@ -217,6 +217,8 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
         _switch("--no-python", "The script is a program of its own and is run as it is."),
         _flag("--git", _TEXT, "URL[@REF]", "", "Run this repository's code, at a branch, tag or "
             "commit, checked out once a node in code/REPO; the script's path begins there.", OURS),
+        _flag("--data", _TEXT, "NAME:/PATH,...", "", "Folders that the script reads, which must be "
+            "there before it starts (in Kubernetes a claim NAME, mounted there).", OURS),
         _switch("--run-path", "Run the script by runpy.run_path in a child of multiprocessing."),
         _flag("--start-method", _TEXT, "", "spawn", "How multiprocessing starts ranks whose "
             "program is a function or --run-path; scripts are not concerned.",
@@ -340,6 +342,9 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
     "own": (
         _flag("--status-port", _WHOLE, "PORT", 0, "Port of the job's status page; 0: one that is "
             "free.", OURS),
+        _switch("--tensorboard", "Run TensorBoard of --logdir beside the master, if it is "
+            "installed there.", OURS),
+        _flag("--logdir", _TEXT, "DIR", "", "What --tensorboard shows.", OURS),
         _flag("--on-event", _TEXT, "CMD|URL", "", "Told of each incident, each hang and the job's "
             "end: a command that reads one JSON from its stdin, or a URL for a POST.", OURS),
         _switch("--dry-run", "Print what would run, and where each setting comes from.", OURS,

@@ -75,6 +75,7 @@ class JobRecord(Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}  # of elasticrun, python, torch
     log_dir: str = ""  # "": its ranks' logs are not kept
     endpoint: str = ""  # host:port of its master
+    tensorboard: str = ""  # URL; "": there is none
     attempt: int = 1  # counts the starts in this folder
     formed: float = 0.0  # when its first round was; 0.0: not yet
     pid: int = 0  # of the launching process; 0: there is none yet

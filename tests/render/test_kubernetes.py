@@ -99,6 +99,13 @@ def test_ranks_are_as_many_as_gpus_where_nobody_says() -> None:
     assert "--nproc-per-node=1" in render(*LEAST, "--gpus", "0", *RUN).container["args"]
 
 
+def test_data_is_a_claim_of_its_name_and_is_looked_at_in_the_pod() -> None:
+    printed = render(*LEAST, "--data", "corpus:/data,more:/more", *RUN).container
+    assert "--data=corpus:/data,more:/more" in printed["args"]
+    mounts = {one["name"]: one["mountPath"] for one in printed["volumeMounts"]}
+    assert mounts.items() >= {"corpus": "/data", "more": "/more"}.items()
+
+
 def test_secrets_are_named_and_never_shown() -> None:
     words = ("--token-secret", "s:k", "--git-secret", "g")
     env = {one["name"]: one for one in render(*LEAST, *words, *RUN).container["env"]}

@@ -54,6 +54,7 @@ def enter(
     run = dataclasses.replace(
         config.run,
         folder=here(config.run.folder),
+        tensorboard=here(config.run.tensorboard),
         workdir=str(workdir),
         git_commit=source.ref,
     )

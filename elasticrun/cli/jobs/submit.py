@@ -155,7 +155,7 @@ def _of_this_host(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
 ) -> tuple[Submission, Backend]:
     """Read as the launcher will read it on this host. UsageError."""
-    from elasticrun.cli.main import check_program
+    from elasticrun.cli.main import check_data, check_program
 
     environ = withdraw()
     low, high = settings.nodes(ns.nnodes)
@@ -177,6 +177,7 @@ def _of_this_host(
     seen = {**environ, **known.env}
     words = [*meeting(known, "node0", 29400), *known.flags, *program]
     config = resolve(get_args_parser(seen).parse_args(words), seen, this_machine(seen, say))
+    check_data(settings.data(ns.data))
     hint = "" if ns.git else check_program(config.entry)  # it is not here yet
     for note in (*config.notes, hint):
         if note and not (high > 1 and TOKEN_VARIABLE in note):

@@ -106,6 +106,7 @@ def read(
     node is asked for, 0 for none said; `signal`: the one by which the scheduler has nodes leave, ""
     for none. UsageError, Invalid."""
     low, high = settings.nodes(ns.nnodes)
+    settings.data(ns.data)
     if ns.git:
         ns.git = pinned(ns.git, trust.withdraw())
     given = render_flags.handed_on(ns)
@@ -273,6 +274,11 @@ def _same(ns: argparse.Namespace, kind: type[Pods | Batch]) -> dict[str, Any]:
     return {name: value for name, value in vars(ns).items() if name in names}
 
 
+def _claims(data: str) -> list[str]:
+    """--data as volumes: a claim of each name."""
+    return [f"{name}=pvc:{name}:{path}" for name, path in settings.data(data).items()]
+
+
 def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
     secret, _, key = ns.token_secret.partition(":")
     if secret and has(launch, "--token-file"):
@@ -281,7 +287,7 @@ def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
         "launch": launch,
         "gpus": _gpus(ns, launch.nproc_per_node),
         "gpu_resource": ns.gpu_resource or "nvidia.com/gpu",
-        "volumes": tuple(map(grammar.volume, ns.volume)),
+        "volumes": tuple(map(grammar.volume, [*ns.volume, *_claims(ns.data)])),
         "env": env(ns),
         "token_secret": secret,
         "token_key": key or "token",

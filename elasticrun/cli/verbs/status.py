@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -180,13 +181,23 @@ def question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
     return Question(endpoint, "", files)
 
 
-def _link(endpoint: Endpoint, page: JobStatus) -> str:
-    """A new link to this job's page, where its master has left us on this host what opens it."""
+def _links(endpoint: Endpoint, page: JobStatus) -> list[str]:
+    """A new link to this job's page, where its master has left us on this host what opens it, and
+    its TensorBoard's."""
+    from elasticrun.runs.layout import RunFolder
+
+    found = []
     with contextlib.suppress(NoStatus):
         for master in published_here():
-            if (master.port, master.job_id) == (endpoint.port, page.job_id) and master.status_url:
-                return f"{master.status_url}?key={page_key(master.operator, time.time())}"
-    return ""
+            if (master.port, master.job_id) != (endpoint.port, page.job_id):
+                continue
+            if master.status_url:
+                key = page_key(master.operator, time.time())
+                found.append(f"page: {master.status_url}?key={key}")
+            job = RunFolder(Path(master.run)).job() if master.run else None
+            if job is not None and job.tensorboard:
+                found.append(f"tensorboard: {job.tensorboard}")
+    return found
 
 
 def _named(job: str) -> Published | None:
@@ -288,8 +299,8 @@ def ask(
 # ---------------------------------------------------------------- the page
 
 
-def _show(pages: Sequence[tuple[str, JobStatus]], link: str = "") -> None:
-    """A line for each job. The page of a single one that runs, with the link to its page for
+def _show(pages: Sequence[tuple[str, JobStatus]], links: Sequence[str] = ()) -> None:
+    """A line for each job. The page of a single one that runs, with the links for
     browsers, else why each of them waits."""
     from rich.console import Console
     from rich.text import Text
@@ -302,8 +313,8 @@ def _show(pages: Sequence[tuple[str, JobStatus]], link: str = "") -> None:
         console.print(Text(line), soft_wrap=True)
     for line in _page(pages[0][1], console.width) if len(pages) == 1 else _brief(pages):
         console.print(Text(line), soft_wrap=True)
-    if link:
-        console.print(Text(f"page: {link}"), soft_wrap=True)
+    for link in links:
+        console.print(Text(link), soft_wrap=True)
 
 
 def _page(page: JobStatus, columns: int) -> list[str]:
@@ -443,8 +454,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         shown = [msgspec.to_builtins(page) for _, page in answers]
         print(json.dumps(shown[0] if not here and shown else shown, indent=1))
     elif answers:
-        link = _link(*answers[0]) if len(answers) == 1 else ""
-        _show([(str(where), page) for where, page in answers], link)
+        links = _links(*answers[0]) if len(answers) == 1 else ()
+        _show([(str(where), page) for where, page in answers], links)
     return 1 if silent else 0
 
 

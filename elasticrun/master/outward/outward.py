@@ -18,6 +18,7 @@ from elasticrun.wire.messages import Metrics
 
 if TYPE_CHECKING:
     from elasticrun.master.outward.notify import Notifier
+    from elasticrun.master.outward.tensorboard import TensorBoard
 
 END_LIMIT: Final = 1.0
 """Seconds that the master's end waits for each of them."""
@@ -38,6 +39,7 @@ class Outward:
             from elasticrun.master.outward.notify import Notifier  # few jobs ask for it
 
             self._notifier = Notifier(config.on_event, config.job_id)
+        self._tensorboard: TensorBoard | None = None
         self._told: tuple[int, bool] = (0, False)  # the newest incident, and whether it was over
         self._files = RunFiles(partial(open_fresh, config, hosted), config.log_dir, tells=hosted)
         self._run: OpenRun | None = None  # one that a person has named
@@ -74,6 +76,12 @@ class Outward:
     def begin(self) -> None:
         """The job's master serves."""
         self._files.begin()
+        if logdir := self._config.run.tensorboard:
+            from elasticrun.master.outward.tensorboard import TensorBoard
+
+            self._tensorboard = TensorBoard(
+                logdir, self._config.status_host, self._files.tensorboard
+            )
 
     def formed(self, endpoint: str) -> None:
         """The job's first round is formed."""
@@ -115,6 +123,8 @@ class Outward:
         self._files.close(END_LIMIT)
         if self._run is not None:
             self._run.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close(END_LIMIT)
         notifier, self._notifier = self._notifier, None
         if notifier is not None:
             notifier.close(END_LIMIT)

@@ -78,6 +78,10 @@ class RunFiles:
         """The job's first round is formed."""
         self._later(partial(self._write_formed, endpoint, time.time()))
 
+    def tensorboard(self, url: str) -> None:
+        """TensorBoard serves there; from any thread."""
+        self._later(partial(self._write_tensorboard, url))
+
     def noted(self, note: Note) -> None:
         """Something has happened."""
         self._later(partial(self._write_note, note, time.time()))
@@ -154,6 +158,10 @@ class RunFiles:
             versions=versions(),
         )
         run.change(job)
+
+    def _write_tensorboard(self, url: str) -> None:
+        run = self._open()
+        run.change(replace(run.job, tensorboard=url))
 
     def _write_note(self, note: Note, now: float) -> None:
         if self._events is None:

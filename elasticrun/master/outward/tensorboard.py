@@ -1,0 +1,105 @@
+"""TensorBoard beside the master (`--tensorboard --logdir DIR`): a process that ends with it.
+
+`python -m elasticrun.master.outward.tensorboard PID ...` is that process: it asks the kernel to end
+it with PID, its parent, and becomes TensorBoard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from elasticrun.operator_log import NOTICE
+from elasticrun.system.processes import die_with_parent
+
+_URL: Final = re.compile(r"http://\S+/")
+MOST_LINE: Final = 4096
+
+logger = logging.getLogger("elasticrun")
+
+
+class TensorBoard:
+    """One of them, on a free port of `host`."""
+
+    def __init__(self, logdir: str, host: str, tell: Callable[[str], None]) -> None:
+        """`tell` hears its URL once, in a thread."""
+        self._logdir = logdir
+        self._tell = tell
+        self._process: subprocess.Popen[str] | None = None
+        self._thread: threading.Thread | None = None
+        if importlib.util.find_spec("tensorboard") is None:
+            logger.warning(
+                "--tensorboard: there is no TensorBoard for %s: pip install tensorboard",
+                sys.executable,
+            )
+            return
+        words = ("-m", __name__, str(os.getpid()))
+        flags = ("--logdir", logdir, "--host", host, "--port", "0")
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", *words, *flags],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                text=True, errors="replace",
+            )  # fmt: skip
+        except OSError as wrong:
+            logger.warning("--tensorboard: it cannot be started: %s", wrong.strerror)
+            return
+        self._thread = threading.Thread(
+            target=self._read, name="elasticrun-tensorboard", daemon=True
+        )
+        self._thread.start()
+
+    def close(self, limit: float) -> None:
+        """End it, by force after `limit` seconds."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if self._thread is not None:
+            self._thread.join(limit)
+
+    def _read(self) -> None:
+        """In the thread, until it has ended."""
+        assert self._process is not None
+        process, last, url = self._process, "", ""
+        assert process.stderr is not None
+        while line := process.stderr.readline(MOST_LINE):
+            last = line.strip() or last
+            if not url and (found := _URL.search(line)):
+                url = found[0]
+                logger.log(NOTICE, "TensorBoard of %s: %s", self._logdir, url)
+                self._tell(url)
+        if self._process is not None:  # nobody has ended it
+            logger.warning("TensorBoard has ended: %s", last[:300] or "it has said nothing")
+
+
+def main() -> None:
+    """Become TensorBoard."""
+    parent, *flags = sys.argv[1:]
+    die_with_parent(signal.SIGKILL)  # at SIGTERM it would write to a pipe that nobody reads
+    if os.getppid() != int(parent):
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the job
+    sys.argv = ["tensorboard", *flags]
+    from tensorboard.main import run_main
+
+    with contextlib.suppress(KeyboardInterrupt):
+        run_main()
+
+
+if __name__ == "__main__":
+    main()
