@@ -115,9 +115,20 @@ def _convert(flag: Flag, kind: Callable[[str], Any], text: str) -> Any:
     return value
 
 
+class Described(Exception):
+    """A parser that was not to parse, but to be looked at."""
+
+    def __init__(self, parser: Parser) -> None:
+        super().__init__(parser.prog)
+        self.parser = parser
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one sentence, and in which only torchrun's flags may be
     abbreviated: what torchrun resolves means the same here whatever flags we add."""
+
+    describes = False
+    """Raise `Described` in the place of parsing: `elasticrun completion` wants parsers."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -139,6 +150,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
+        if Parser.describes:
+            raise Described(self)
         for sentence in self.bad_switches:
             self.error(sentence)
         return super().parse_known_args(args, Parsed() if namespace is None else namespace)

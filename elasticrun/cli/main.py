@@ -84,7 +84,7 @@ OF_A_SUBMITTED: Final = ("suspend", "resume", "delete")
 VERBS: Final = (
     *("master", "status", "doctor", "replay", "render", "warm", "logs", "convert", "operator"),
     *("list", "prune"),
-    *("submit", "exec"),
+    *("submit", "exec", "completion"),
     *LOOKS,
     *ORDERS,
     *OF_A_SUBMITTED,
@@ -313,6 +313,10 @@ def _verb(verb: str, words: Sequence[str]) -> int:
         from elasticrun.cli.jobs import listing
 
         return _printed(lambda: (listing.main if verb == "list" else listing.prune)(words))
+    if verb == "completion":
+        from elasticrun.cli.jobs import completion
+
+        return _printed(lambda: completion.main(words, VERBS, _verb))
     if verb == "operator":
         from elasticrun.cli.jobs import operator
 

@@ -67,7 +67,7 @@ subcommands, each with its own --help (JOB: a name, or its beginning):
   elasticrun doctor                 what is wrong with this machine
   elasticrun render, convert        what Kubernetes or Slurm is to be given
   elasticrun master, warm, operator a master by hand; torch kept; ElasticJobs
-  elasticrun replay TRACE           a master's decisions again, with reasons
+  elasticrun replay, completion     a master's decisions again; for your shell
 """
 """What --help prints: one screen. `--help-all` prints all there is."""
 
@@ -97,6 +97,7 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun render TARGET      print manifests for Kubernetes, or the script for Slurm
   elasticrun operator           see to the ElasticJobs of a Kubernetes cluster
   elasticrun convert FILE       print a job of another operator as an ElasticJob or a Slurm script
+  elasticrun completion SHELL   print what bash or zsh needs to complete all of these
   elasticrun warm               keep a process that has torch imported, for later jobs
 
 Every flag may be written with underscores; torchrun's may be abbreviated, as far as torchrun knows

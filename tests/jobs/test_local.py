@@ -86,6 +86,8 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
         until_printed(out, rank)  # the terminal has gone
     person.until("tr", state="running", nodes=2)
     assert "2 ranks on 2 nodes" in person.types("status", "t")
+    (host,) = json.loads(person.types("top", "nodes", "-o", "json"))
+    assert (host["jobs"], host["ranks"]) == (["tr"], 2)
     code, why = person.hears("submit", "--name", "tr", "--", str(TRAIN))
     assert code == 1
     assert "a job tr is there already (running)" in why
@@ -114,6 +116,7 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
 
     assert person.row("tr")["state"] == "stopped"
     assert "stopped by" in person.types("status", "tr")
+    assert json.loads(person.types("status", "tr", "-o", "json"))["state"] == "stopped"
     person.types("logs", "tr", "--tail", "1")
     code, why = person.hears("suspend", "tr")
     assert (code, "job tr does not run: stopped" in why) == (1, True)

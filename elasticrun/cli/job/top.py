@@ -37,8 +37,13 @@ SPARE: Final = ("DOES", "GPU", "MEMORY", "CPU", "STEP TIME", "NODE")
 
 
 def main(argv: Sequence[str]) -> int:
-    """The verb."""
-    made = parser("top", "Show what the ranks of a running job do, anew every two seconds.")
+    """The verb; `top nodes` is about hosts."""
+    if argv[:1] == ["nodes"]:
+        from elasticrun.cli.jobs import nodes
+
+        return nodes.main(argv[1:])
+    does = "Show what the ranks of a running job do, anew every two seconds; `top nodes`: what all "
+    made = parser("top", does + "jobs take of each host.")
     made.add_argument("--once", action="store_true", help="show it once, as a pipe is shown it")
 
     def show(line: JobLine, ns: argparse.Namespace) -> int:

@@ -225,15 +225,21 @@ def _away(job: str, files: Tls | None) -> Question | None:
     return None
 
 
-def _left(job: str) -> bool:
+def _left(job: str, *, as_json: bool) -> bool:
     """Print what the run folder says of a job that does not run here; whether there is one."""
     from elasticrun.cli.jobs.listing import left_lines
     from elasticrun.runs import index
+    from elasticrun.runs.layout import row_of
 
     try:
-        print(*left_lines(index.find(index.runs_root(os.environ), job)), sep="\n")
+        folder = index.find(index.runs_root(os.environ), job)
     except (OSError, index.NoRun):
         return False
+    record = folder.job()
+    if as_json and record is not None:
+        print(json.dumps(msgspec.to_builtins(row_of(folder, record, time.time())), indent=1))
+    else:
+        print(*left_lines(folder), sep="\n")
     return True
 
 
@@ -435,7 +441,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
                 questions = [question_to(named, token, files)]
             elif ns.endpoint and (away := _away(ns.endpoint, files)):
                 questions = [away]
-            elif ns.endpoint and ":" not in ns.endpoint and not ns.json and _left(ns.endpoint):
+            elif ns.endpoint and ":" not in ns.endpoint and _left(ns.endpoint, as_json=ns.json):
                 return 0
             elif ns.endpoint:
                 questions = [question(parse_endpoint(ns.endpoint), token, files)]
@@ -471,8 +477,12 @@ def _arguments(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Name
         "yours that run on this host"
     )
     parser.add_argument("endpoint", nargs="?", metavar="JOB", help=text)
-    parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
+    text = "json: in the place of a table"
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
+    parser.add_argument("--json", action="store_true", help="the same as -o json")
     add_group(parser, "of a job that has a token or TLS", TRUST, environ)
     rows = [flag for flag in FLAGS if flag.dest in ("master_store", "rdzv_id")]
     add_group(parser, "of a job whose master is found by way of etcd", rows, environ)
-    return parser.parse_args(argv)
+    ns = parser.parse_args(argv)
+    ns.json |= ns.output == "json"
+    return ns
