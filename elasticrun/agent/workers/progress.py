@@ -348,10 +348,10 @@ class Progress:
         steps that are done again would be fewer than they are."""
         if self._socket is not None:
             self._readable()
-        self._metrics.flush()
         left = [window for window in self._windows.values() if window.steps]
         if left and self._start is not None:
             self._say(self._start, left, asyncio.get_running_loop().time())
+        self._metrics.flush()
 
     def _report(self, now: float) -> None:
         """Say how the slowest rank does, if a report is due."""

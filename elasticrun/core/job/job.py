@@ -26,7 +26,7 @@ from elasticrun.core.nodes.node import Health
 from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.attribution import Cause
 from elasticrun.core.rounds.budget import Bill, Judgement
-from elasticrun.core.rounds.failures import Ending, code_of
+from elasticrun.core.rounds.failures import ALL_LEFT, Ending, code_of
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import Round, Stage, begin
 from elasticrun.core.sight.picture import Goodput, Picture
@@ -40,7 +40,6 @@ from elasticrun.wire.types import RoundName
 MAX_DECISIONS = 8
 """Decisions that may follow from one event; more would be a loop between two of them."""
 
-ALL_LEFT = "every node has left"
 NOBODY_YET = "no agent has attached yet"
 
 _OF_A_ROUND = m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished | m.Steps

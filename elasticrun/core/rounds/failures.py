@@ -23,6 +23,9 @@ from elasticrun.config import (
 )
 from elasticrun.wire.messages import MAX_FAILURES, Failure, FailureKind
 
+ALL_LEFT = "every node has left"
+"""Why a job ends whose nodes were all told to leave."""
+
 SIGABRT = 6
 SIGKILL = 9
 SIGNALS = {

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from elasticrun.core.rounds.failures import SIGNALS, is_of_its_own
+from elasticrun.core.rounds.failures import ALL_LEFT, SIGNALS, is_of_its_own
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.core.words import some
 from elasticrun.wire.messages import Failure, FailureKind
@@ -82,7 +82,8 @@ def verdict(row: IncidentRow) -> str:
     """Whose doing it was, as far as it shows: script, hardware, network or preempted; else
     "unknown"."""
     if row.cause in _OF_A_NODE or not row.kind:
-        return _OF_A_NODE.get(row.cause, "unknown")
+        left = row.sentence == ALL_LEFT  # each upon a signal
+        return _OF_A_NODE.get(row.cause, "preempted" if left else "unknown")
     kind, text = FailureKind(row.kind), row.sentence
     if kind is FailureKind.PEER_LOST or _NETWORK.search(text):
         return "network"
@@ -95,7 +96,7 @@ def verdict(row: IncidentRow) -> str:
 def error_page(row: IncidentRow, when: float) -> str:
     """What failed first, for people who read it by eye: the sentence, the facts, what it wrote
     last; "" where nothing has failed. `when`: seconds since 1970."""
-    if row.cause in ("scaled", "operator", "master"):
+    if row.cause in ("scaled", "operator"):
         return ""
     code = row.exitcode
     end = f"signal {SIGNALS.get(-code, str(-code))}" if code < 0 else f"exit code {code}"
