@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from elasticrun.core.sight.picture import EventRow, IncidentRow, Picture, StackRow
-from elasticrun.runs.layout import JobRecord, JobRow, RunResult
+from elasticrun.runs.layout import JobRecord, JobRow, KeptEvent, RunResult
 from elasticrun.wire.messages import JobStatus, Reply
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "schema.json"
@@ -42,6 +42,7 @@ OUTPUTS: dict[str, tuple[Any, str]] = {
     "order": (Reply, "elasticrun stop, restart, exclude, include, scale"),
     "result": (RunResult, "result.json"),
     "job": (JobRecord, "job.json"),
+    "kept_event": (KeptEvent, "a line of events.jsonl"),
     "list": (list[JobRow], "elasticrun list"),
 }
 """By the name in the schema: the type, and who prints it."""

@@ -26,7 +26,7 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from elasticrun.core.sight.picture import Goodput
+from elasticrun.core.sight.picture import EventRow, Goodput
 from elasticrun.system.processes import boot_id, start_time
 
 JOB: Final = "job.json"
@@ -121,6 +121,15 @@ class RunResult(Struct, frozen=True, kw_only=True):
     incidents: tuple[ShortRow, ...] = ()  # what stopped training, the newest last
 
 
+class KeptEvent(Struct, frozen=True):
+    """A line of `events.jsonl`. `time`: seconds since 1970."""
+
+    number: int  # counts from 1 with each master
+    time: float
+    level: str  # info, warning, error
+    text: str
+
+
 class RunFolder:
     """One such folder."""
 
@@ -162,6 +171,19 @@ class RunFolder:
                 rows = file.read(LAST_BYTES).rpartition(b"\n")[0].splitlines()
             return int(rows[-1].split(b",")[titles.index("step")]) if rows else -1
         return -1
+
+    def events(self, now: float) -> list[EventRow]:
+        """What has happened, the newest last, as far back as MAX_BYTES. `now`: seconds since 1970,
+        from which their ages are counted."""
+        rows = []
+        with contextlib.suppress(OSError), open(self.path / EVENTS, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_BYTES))
+            for line in file.read(MAX_BYTES).splitlines():
+                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                    one = msgspec.json.decode(line, type=KeptEvent)
+                    age = max(0.0, now - one.time)
+                    rows.append(EventRow(one.number, age, "", one.text, one.level))
+        return rows
 
     def error(self) -> str:
         """What failed last, for people; "" where nothing has."""

@@ -80,6 +80,9 @@ def test_a_failed_job_leaves_all_of_it(place: Path) -> None:
     events = [json.loads(line) for line in (place / "r" / "events.jsonl").open()]
     assert events[-1]["text"].startswith("the job is over: ")
     assert (place / "r" / "incidents" / "0001.md").is_file()
+    shown = _run("events", "train")
+    assert (shown.returncode, len(shown.stdout.splitlines())) == (0, len(events))
+    assert shown.stdout.splitlines()[-1].endswith(events[-1]["text"])
     assert "bad luck" in next((place / "r" / "logs").rglob("0/stderr.log")).read_text()
 
 

@@ -27,7 +27,7 @@ from elasticrun.config import Tls
 from elasticrun.core.words import nearest
 from elasticrun.jobs.line import JobLine, JobMaster, NotAnswered, master_of
 from elasticrun.runs import index
-from elasticrun.runs.layout import ENDED
+from elasticrun.runs.layout import ENDED, RunFolder
 from elasticrun.wire import auth
 from elasticrun.wire.types import Endpoint
 from elasticrun.wire.user_folder import Published, published, user_folder
@@ -94,6 +94,19 @@ def _pick(job: str, here: Sequence[Published]) -> Published:
         raise NotAnswered("no job of yours runs on this host: name its master's host:port")
     hint = nearest(job, [one.job_id for one in here])
     raise NotAnswered(f"no job {job} of yours runs on this host{hint or _running(shown)}")
+
+
+def left_by(job: str) -> RunFolder | None:
+    """The run folder of a job that has ended, "" for the last; None if it runs here, or is not
+    known."""
+    try:
+        here = published(user_folder(os.environ))
+        if any(one.job_id.startswith(job) or one.name.startswith(job) for one in here):
+            return None
+        root = index.runs_root(os.environ)
+        return index.find(root, job) if job else next(iter(index.all_runs(root)), None)
+    except (OSError, index.NoRun):
+        return None
 
 
 def ended(job: str) -> str:

@@ -5,25 +5,21 @@ job that has ended from the files that its master has left.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from elasticrun.cli import trust
 from elasticrun.cli.flags import PROG, Parser
-from elasticrun.cli.job.asking import add_way, as_json, find
+from elasticrun.cli.job.asking import add_way, as_json, find, left_by
 from elasticrun.cli.settings import Asked
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.jobs.line import JobLine, NotAnswered
 from elasticrun.master.outward.report import page, table
 from elasticrun.master.outward.run_files import read
-from elasticrun.runs import index
 from elasticrun.runs.layout import INCIDENTS
-from elasticrun.wire.user_folder import published, user_folder
 
 MOST_DIGITS: Final = 4
 """Of a number that stands alone and is an incident's rather than a job's."""
@@ -64,27 +60,14 @@ def _meant(words: Sequence[str]) -> tuple[str, int]:
 
 def _rows(job: str, asked: Asked) -> tuple[Sequence[IncidentRow], str]:
     """From the master of one that runs, with what holds it up now, else from files."""
-    folder = _left_by(job)
+    folder = left_by(job)
     if folder is not None:
-        return read(folder, time.time()), ""
+        return read(folder.path / INCIDENTS, time.time()), ""
     master = find(job, trust.token(asked), trust.tls(asked))
     with asyncio.Runner() as runner:
         picture = JobLine(master, runner).picture()
     verdict = picture.verdict
     return picture.incidents, f"{verdict.sentence}; {verdict.then}" if verdict is not None else ""
-
-
-def _left_by(job: str) -> Path | None:
-    """Where the incidents of a job are that has ended; None if it runs here, or is not known."""
-    try:
-        here = published(user_folder(os.environ))
-        if any(one.job_id.startswith(job) or one.name.startswith(job) for one in here):
-            return None
-        root = index.runs_root(os.environ)
-        found = index.find(root, job) if job else next(iter(index.all_runs(root)), None)
-    except (OSError, index.NoRun):
-        return None
-    return None if found is None else found.path / INCIDENTS
 
 
 def _shown(rows: Sequence[IncidentRow], number: int, now: str, *, as_text: bool) -> str:

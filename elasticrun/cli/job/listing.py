@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from elasticrun.cli.job.asking import as_json, ended, parser, run
+from elasticrun.cli.job.asking import as_json, ended, left_by, parsed, parser, reach, run
 from elasticrun.cli.job.top import is_off
 from elasticrun.cli.verbs.status import name_of
 from elasticrun.core.sight.picture import EventRow, Picture, StackRow
@@ -90,7 +90,7 @@ def stack_lines(picture: Picture, groups: Sequence[StackRow]) -> list[str]:
 
 def events(argv: Sequence[str]) -> int:
     """The verb of this name."""
-    made = parser("events", "Show what has happened to a running job.")
+    made = parser("events", "Show what has happened to a job, which runs or has ended.")
     text = "go on and show what happens, until the job ends"
     made.add_argument("-f", "--follow", action="store_true", help=text)
 
@@ -116,8 +116,15 @@ def events(argv: Sequence[str]) -> int:
             sys.stdout.flush()
             line.pause(POLL)
 
+    asked = parsed(made, argv)
+    if (left := left_by(asked.ns.job)) is not None:
+        _print(left.events(time.time()), asked.ns)
+        return 0
     try:
-        return run(made, argv, show)
+        return reach(asked, show)
+    except NotAnswered as why:
+        print(f"{made.prog}: {why}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:  # how `-f` is ended
         return 0
 

@@ -26,7 +26,7 @@ from elasticrun.master.outward.record import git_commit, versions
 from elasticrun.master.outward.report import error_page, line, page
 from elasticrun.operator_log import NOTICE
 from elasticrun.runs import layout
-from elasticrun.runs.layout import RunResult, replace_file
+from elasticrun.runs.layout import KeptEvent, RunResult, replace_file
 from elasticrun.runs.opening import OpenRun
 from elasticrun.wire.messages import MAX_METRIC_ROWS, MAX_METRICS, Metrics
 
@@ -167,7 +167,7 @@ class RunFiles:
         if self._events is None:
             self._events = Appended(self._open().folder.path / layout.EVENTS, MOST_EVENTS)
         self._numbered += 1
-        row = {"number": self._numbered, "time": now, "level": note.level, "text": note.text}
+        row = KeptEvent(self._numbered, now, note.level, note.text)
         self._events.add(msgspec.json.encode(row) + b"\n")
 
     def _write_metrics(self, report: Metrics, now: float) -> None:
