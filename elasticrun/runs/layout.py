@@ -6,7 +6,7 @@
     result.json    how the job ended (`RunResult`); there is none before that
     error.txt      the rank that failed first, for people
     incidents/     a record of each thing that stopped the training
-    logs/          what the ranks printed, where it is kept
+    logs/          what the ranks printed, where it is kept; what they did in a hang
     agents/        which files in logs/ are which rank's, a file each agent
     checkpoints/   of a script that has not said where they are to be
     previous/      the files of an earlier run in the same folder, with `--fresh`

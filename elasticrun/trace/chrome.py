@@ -1,4 +1,5 @@
-"""A trace as a timeline for chrome://tracing and Perfetto: rounds, incidents and their phases."""
+"""A trace as a timeline for chrome://tracing and Perfetto: rounds, incidents and their
+phases, and hangs that were told of."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from elasticrun.core import events
-from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.core.sight.picture import IncidentRow, VerdictRow
 from elasticrun.wire import messages as m
 
 MOST: Final = 100_000
 """Events that are written; later ones are left out."""
 
-ROUNDS, INCIDENTS, PHASES = 1, 2, 3
-ROWS: Final = {ROUNDS: "rounds", INCIDENTS: "incidents", PHASES: "the way back"}
+ROUNDS, INCIDENTS, PHASES, HANGS = 1, 2, 3, 4
+ROWS: Final = {ROUNDS: "rounds", INCIDENTS: "incidents", PHASES: "the way back", HANGS: "hangs"}
 
 
 class ChromeTrace:
@@ -27,6 +28,7 @@ class ChromeTrace:
             for row, name in ROWS.items()
         ]
         self._round: tuple[int, int, float] | None = None  # number, ranks, since
+        self._hang: tuple[VerdictRow, float] | None = None  # that is not over, and since when
         self._began: float | None = None
 
     def took(self, now: float, effects: Iterable[events.JobEffect]) -> None:
@@ -35,6 +37,9 @@ class ChromeTrace:
         for effect in effects:
             if isinstance(effect, events.Filed) and effect.incident.over:
                 self._incident(effect.incident, now)
+            elif isinstance(effect, events.Judged):
+                self._hang_over(now)
+                self._hang = None if effect.over else (effect.verdict, now - effect.verdict.since)
             elif isinstance(effect, events.JobOver):
                 self._over(now)
             elif isinstance(effect, events.Tell):
@@ -47,6 +52,7 @@ class ChromeTrace:
     def write(self, path: Path, now: float) -> None:
         """The whole of it. OSError."""
         self._over(now)
+        self._hang_over(now)
         path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))
 
     def _over(self, now: float) -> None:
@@ -54,6 +60,13 @@ class ChromeTrace:
             number, ranks, since = self._round
             self._span(ROUNDS, f"round {number}", since, now - since, {"ranks": ranks})
             self._round = None
+
+    def _hang_over(self, now: float) -> None:
+        if self._hang is not None:
+            found, since = self._hang
+            about = {"what": found.sentence, "ranks": found.ranks, "then": found.then}
+            self._span(HANGS, f"{found.kind} ({found.klass})", since, now - since, about)
+            self._hang = None
 
     def _incident(self, row: IncidentRow, now: float) -> None:
         at = now - sum(phase.seconds for phase in row.phases)

@@ -63,3 +63,4 @@ def test_a_failing_rank_leaves_a_record(tmp_path: Path) -> None:
     assert names >= {"round 1", "round 2", "incident 1", "stop", "spawn"}
     assert told.read_text().count('"event":"incident"') == 2
     assert told.read_text().count('"event":"end"') == 1
+    assert told.read_text().rindex('"event":"incident"') < told.read_text().index('"event":"end"')

@@ -16,13 +16,16 @@ from elasticrun.core.events import (
     Heard,
     JobEvent,
     JobOver,
+    Judged,
     Note,
     Overslept,
     Record,
     Tell,
     Tick,
 )
+from elasticrun.core.sight.picture import VerdictRow
 from elasticrun.trace import writer as trace_writer
+from elasticrun.trace.chrome import ChromeTrace
 from elasticrun.trace.words import effect_in_words, event_from_plain, event_to_plain
 from elasticrun.trace.writer import Life, TraceWriter
 from elasticrun.wire import messages as m
@@ -183,3 +186,19 @@ def test_no_disk_no_trace_and_no_harm(tmp_path: Path, caplog: pytest.LogCaptureF
     writer.close(LIMIT)
     assert caplog.text.count("the trace of this job ends here") == 2
     assert not (tmp_path / "trace").exists()
+
+
+def test_a_hang_that_was_told_is_a_span(tmp_path: Path) -> None:
+    """From its last movement until it is over, or until the trace ends."""
+    found = VerdictRow("strong", "idle", "rank 3 is idle", 60.0, "3", "", "it is left as it is")
+    chrome = ChromeTrace()
+    chrome.took(100.0, [])
+    for now, over in ((170.0, False), (180.0, True), (300.0, False)):
+        chrome.took(now, [Judged(found, over=over)])
+    chrome.write(tmp_path / "out.json", 310.0)
+    spans = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    hangs = [(one["name"], one["ts"], one["dur"]) for one in spans if one["ph"] == "X"]
+    assert hangs == [
+        ("idle (strong)", 10_000_000, 70_000_000),
+        ("idle (strong)", 140_000_000, 70_000_000),
+    ]

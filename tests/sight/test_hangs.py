@@ -178,3 +178,7 @@ def test_two_nodes_and_a_new_life(elastic_job: Any) -> None:
     said = re.compile(r"hang \(certain\): .*in all_reduce .* in broadcast")
     job.wait_for_output(0, said)
     job.wait_for(round=2)
+    (run,) = job.run_folders
+    assert {file.name for file in run.glob("logs/hang-1/*")} == {
+        f"rank-{rank}.txt" for rank in range(4)
+    }

@@ -111,6 +111,11 @@ class Link:
         return self._session is not None and self._session.offer(report)
 
     @property
+    def dialled(self) -> Endpoint | None:
+        """The master that was dialled last."""
+        return self._dialled
+
+    @property
     def beat_interval(self) -> float:
         """Seconds between two beats, as the master has asked for; 0.0 without a session."""
         return self._session.beat_interval if self._session is not None else 0.0

@@ -242,6 +242,12 @@ class RankOutput:
         some = plan.redirects_all | plan.tee_all | any(plan.redirects.values())
         return bool(self._run_dir) and bool(some | any(plan.tee.values()))
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether `run_dir` is there when the job has ended: a person has named it, or it has the
+        output of a rank."""
+        return self.has_files or (bool(self._run_dir) and self._plan.log_dir is not None)
+
     def prepare(self) -> None:
         """Make the folder of this run, or load the plug-in. Raises LogsUnusable; may be called
         early, so that a wrong --log-dir ends the launcher before anything is started."""

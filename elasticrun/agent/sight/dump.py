@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from elasticrun.agent.sight.stacks import Frame
+from elasticrun.runs.layout import LOGS
 from elasticrun.wire import messages as m
+from elasticrun.wire.types import Endpoint
+from elasticrun.wire.user_folder import published, user_folder
 
 MAX_DUMP: Final = 256 * 1024
 """Bytes of one rank's file; the stacks come first after the rank's own lines."""
@@ -30,6 +34,16 @@ def write(parent: str, number: int, texts: Mapping[int, str]) -> str:
     except OSError:
         return ""
     return str(folder.absolute())  # who reads of it is in another directory, or on another host
+
+
+def run_logs(environ: Mapping[str, str], job_id: str, master: Endpoint | None) -> str:
+    """The folder for logs of the job's run folder, where its master is on this host; else "". It
+    blocks, as a disk does."""
+    with contextlib.suppress(OSError):
+        for one in published(user_folder(environ)):
+            if master and one.run and (one.job_id, one.port) == (job_id, master.port):
+                return str(Path(one.run) / LOGS)
+    return ""
 
 
 def describe(

@@ -16,7 +16,7 @@ from elasticrun import accelerators
 from elasticrun.accelerators import Load
 from elasticrun.agent.logs.last_lines import LIMIT
 from elasticrun.agent.runtime import NodeContext, NoThread, Once, Tasks, in_thread
-from elasticrun.agent.sight import looked
+from elasticrun.agent.sight import dump, looked
 from elasticrun.agent.sight.activity import Activities, Activity
 from elasticrun.agent.sight.asking import Asking
 from elasticrun.agent.sight.pulse import PULSE_EVERY, LocalQuiet, RankBeat
@@ -237,11 +237,16 @@ class LocalSight:
             return ()
 
     async def _write_down(self, number: int, found: list[looked.RankLook]) -> str:
-        """The folder; "" where the disk does not answer, or there is none for logs."""
-        folder = self._ranks.log_folder
+        """The folder; "" where the disk does not answer, or there is none for logs and no run
+        folder here."""
+        folder, job_id = self._ranks.log_folder, self._node.config.spec.job_id
+        master = self._node.link.dialled
+
+        def work() -> str:
+            place = folder or dump.run_logs(os.environ, job_id, master)
+            return looked.write_down(place, number, found)
+
         try:
-            return await in_thread(
-                lambda: looked.write_down(folder, number, found), limit=WRITE_LIMIT, name="dump"
-            )
+            return await in_thread(work, limit=WRITE_LIMIT, name="dump")
         except TimeoutError:
             return ""

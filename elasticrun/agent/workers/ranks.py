@@ -178,8 +178,8 @@ class Ranks:
 
     @property
     def log_folder(self) -> str:
-        """Where the output of the newest life goes; "" where it goes to no file of ours."""
-        if self._life is None or not self._output.has_files:
+        """Of the newest life, in what a person has named or has files of ranks; "" for none."""
+        if self._life is None or not self._output.is_kept:
             return ""
         return os.path.join(self._output.run_dir, f"attempt_{self._life.attempt}")
 

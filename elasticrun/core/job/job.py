@@ -155,6 +155,7 @@ class Job:
         ctx, streams = self._ctx, self._streams
         ctx.now, ctx.out = now, out
         joined = node = reply = None
+        ended = ctx.outcome is not None
         match event:
             case fx.Attached():
                 streams.attached(event.session, event.hello)
@@ -192,6 +193,8 @@ class Job:
             if due is not None and now >= due:  # changed without an order, or grown old
                 self._recorder.record()
         self._sight.settle(node)
+        if ctx.outcome is not None and not ended:  # behind what was open, which is over with it
+            streams.say_over(ctx.outcome)
         if reply is not None:  # behind the record of what was done
             out.append(reply)
         return out
@@ -573,4 +576,3 @@ class Job:
         self._recorder.record()
         end = replace(ctx.outcome, goodput=self._sight.ledger.last_line())
         ctx.out.append(fx.Tell(tuple(ctx.membership.sessions), end))
-        self._streams.say_over(ctx.outcome)

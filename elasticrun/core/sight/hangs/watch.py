@@ -483,6 +483,8 @@ class Watch:
         look = self._with_stacks if self._dumped else None
         folder, node = look.folder(verdict.node) if look is not None else ("", "")
         where = f"; stacks are in {folder}" if folder else ""
+        if look is not None and not folder:
+            where = "; stacks are in no file (--log-dir DIR keeps them)"
         where += f" on node {node}" if folder and len(self._ctx.rdzv.last.stages) > 1 else ""
         told_by = "still" if verdict.klass is Klass.STILL else f"hang ({verdict.klass.value})"
         told_by = "no hang" if verdict.kind == SAID else told_by
