@@ -42,7 +42,8 @@ class Submission(Struct, frozen=True, kw_only=True):
     """A job as it was submitted, and what carries it now."""
 
     name: str
-    on: str  # local, slurm
+    on: str  # local, ssh, slurm
+    host: str = ""  # where it was submitted
     flags: tuple[str, ...] = ()  # of the launcher, the same on each node
     program: tuple[str, ...] = ()
     workdir: str = ""
@@ -50,8 +51,10 @@ class Submission(Struct, frozen=True, kw_only=True):
     min_nodes: int = 1
     max_nodes: int = 1
     port: int = 0  # where the nodes of this host meet; 0: there is one node
-    agents: tuple[LocalAgent, ...] = ()
+    agents: tuple[LocalAgent, ...] = ()  # under ssh: the process that follows them
     boot_id: str = ""  # names the time for which their start times mean anything
+    hosts: tuple[str, ...] = ()  # that ssh reaches, with users
+    ssh: tuple[str, ...] = ()  # what reaches them
     script: str = ""  # for sbatch
     number: str = ""  # of the job, by its scheduler
 

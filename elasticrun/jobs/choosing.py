@@ -7,26 +7,33 @@ what runs here differ too much for a guess.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
-from elasticrun.jobs.backend import Backend, NotDone
+from elasticrun.jobs.backend import Backend, NotDone, submission
 from elasticrun.jobs.local import LocalJobs
 from elasticrun.jobs.slurm import SlurmJobs
+from elasticrun.jobs.ssh import SshJobs
 from elasticrun.runs.layout import JobRow, RunFolder
 from elasticrun.wire.env import ON
 
 PLACES: Final = ("local", "ssh", "slurm", "k8s")
 
 _NOT_YET: Final = {
-    "ssh": "jobs on other hosts are started by `elasticrun --hosts a,b train.py`",
     "k8s": "for Kubernetes, `elasticrun render k8s ... | kubectl apply -f -` makes the job",
 }
 
 
-def chosen(on: str, environ: Mapping[str, str]) -> str:
-    """The place's name. NotDone for none that a job can be submitted to."""
+def chosen(on: str, environ: Mapping[str, str], *, hosts: bool = False) -> str:
+    """The place's name; `hosts`: some are named. NotDone for none that a job can be submitted
+    to."""
     word, source = (on, "--on") if on else (environ.get(ON, "") or "local", ON)
+    if hosts and not on:
+        return "ssh"
+    if hosts != (word == "ssh"):
+        raise NotDone(f"{source}={word}: --hosts (or --hostfile) and --on ssh belong together")
     if word not in PLACES:
         raise NotDone(f"{source}={word}: a job is submitted on one of {', '.join(PLACES)}")
     if word in _NOT_YET:
@@ -38,21 +45,34 @@ def backend(place: str, environ: Mapping[str, str], gpus: Sequence[str] = ()) ->
     """The place of that name. NotDone."""
     if place == "local":
         return LocalJobs(environ, gpus)
+    if place == "ssh":
+        return SshJobs(environ)
     if place == "slurm":
         return SlurmJobs(environ)
     raise NotDone(_NOT_YET.get(place, f"nothing is known of a place {place}"))
 
 
+def place_of(run: RunFolder) -> str:
+    """Where the job of a run folder was submitted, or else was started."""
+    with contextlib.suppress(NotDone):
+        return submission(run).on
+    job = run.job()
+    return job.where if job is not None else "local"
+
+
 def backend_of(run: RunFolder, environ: Mapping[str, str]) -> Backend:
     """The place of a job that is there. NotDone."""
-    job = run.job()
-    return backend(job.where if job is not None else "local", environ)
+    return backend(place_of(run), environ)
 
 
 def by_their_places(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[JobRow]:
-    """These rows, those of a place that keeps a list of its jobs by what that says."""
+    """These rows, those of a place that knows more of its jobs by what that says."""
     known: dict[str, JobRow] = {}
-    for place in sorted({row.where for row in rows} & {"slurm"}):
-        own = [row for row in rows if row.where == place and row.run]
-        known |= {row.run: row for row in backend(place, environ).jobs(own)}
+    own: dict[str, list[JobRow]] = {"ssh": [], "slurm": []}
+    for row in rows:
+        if (place := place_of(RunFolder(Path(row.run))) if row.run else row.where) in own:
+            own[place].append(row)
+    for place, theirs in own.items():
+        if theirs:
+            known |= {row.run: row for row in backend(place, environ).jobs(theirs)}
     return [known.get(row.run, row) for row in rows]

@@ -25,12 +25,13 @@ from elasticrun.jobs.backend import (
     LocalAgent,
     NotDone,
     Submission,
+    is_ours,
     make_token,
     submission,
     write_submission,
 )
 from elasticrun.runs import layout
-from elasticrun.runs.layout import JobRow, RunFolder
+from elasticrun.runs.layout import ENDED, JobRow, RunFolder
 from elasticrun.system.processes import boot_id, start_time
 from elasticrun.wire.messages import Reply, Request
 
@@ -50,16 +51,17 @@ class LocalJobs:
 
     def submit(self, run: RunFolder, wanted: Submission) -> str:
         """One agent a node, all at once."""
-        if wanted.max_nodes > 1:
+        count = 1 if wanted.hosts else wanted.max_nodes
+        if count > 1:
             wanted = replace(wanted, port=wanted.port or _free_port())
-        self._start(run, replace(wanted, agents=(), boot_id=boot_id()), wanted.max_nodes)
-        nodes = f", with {wanted.max_nodes} agents as its nodes" if wanted.max_nodes > 1 else ""
+        self._start(run, replace(wanted, agents=(), boot_id=boot_id()), count)
+        nodes = f", with {count} agents as its nodes" if count > 1 else ""
         return f"job {wanted.name} is started on this host{nodes}"
 
     def resume(self, run: RunFolder) -> str:
         """The same command in the same folder, with the environment of who resumes it."""
         known, state = submission(run), run.state(time.time())
-        if _living(run):
+        if living(run):
             raise NotDone(f"job {known.name} runs: there is nothing to resume")
         if state == "succeeded":
             raise NotDone(f"job {known.name} has succeeded: submit it again to run it again")
@@ -75,7 +77,7 @@ class LocalJobs:
         """The master sets the number; agents that are missing are started."""
         said = ask(wanted).reason
         known = submission(run)
-        missing = wanted.number - len(_living(run))
+        missing = wanted.number - len(living(run))
         if known.port and missing > 0:
             self._start(run, known, missing)
             said += f"; {some(missing, 'agent')} more started here"
@@ -84,35 +86,38 @@ class LocalJobs:
     def suspend(self, run: RunFolder, reason: str) -> str:
         """SIGTERM, upon which agents save a step and leave."""
         name = submission(run).name
-        if not _signal(_living(run), signal.SIGTERM):
+        if not _signal(living(run), signal.SIGTERM):
             raise NotDone(f"job {name} does not run: {run.state(time.time())}")
-        if left := _await_end(_living(run), LEAVE_LIMIT):
+        if left := _await_end(living(run), LEAVE_LIMIT):
             raise NotDone(f"job {name} is leaving yet: {names([one.node for one in left])}")
         again = f"elasticrun resume {name} goes on"
-        if run.state(time.time()) == "saved":
+        state = run.state(time.time())
+        if state not in ENDED:  # its hosts do not share the folder
+            return f"the agents of job {name} were told to save and have ended; {again}"
+        if state == "saved":
             step = run.last_step()
             return f"job {name} is suspended{f' at step {step}' if step >= 0 else ''}; {again}"
         return f"job {name} is suspended; it had saved no step when it ended; {again}"
 
     def stop(self, run: RunFolder) -> str:
         """SIGTERM, for one whose master does not answer."""
-        if not _signal(_living(run), signal.SIGTERM):
+        if not _signal(living(run), signal.SIGTERM):
             raise NotDone(f"job {_named(run)} does not run: {run.state(time.time())}")
         return f"job {_named(run)} has no master that answers: its agents were told to end"
 
     def end(self, run: RunFolder) -> None:
         """SIGTERM, and SIGKILL for what takes too long."""
-        living = _living(run)
-        _signal(living, signal.SIGTERM)
-        left = _await_end(living, END_LIMIT)
+        here = living(run)
+        _signal(here, signal.SIGTERM)
+        left = _await_end(here, END_LIMIT)
         _signal(left, signal.SIGKILL)
         if left := _await_end(left, END_LIMIT):
             raise NotDone(f"process {left[0].pid} cannot be ended")
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
         """In the working directory and with the environment of the node's agent."""
-        living = _living(run)
-        one = _the_node(living, node, _named(run))
+        here = living(run)
+        one = _the_node(here, node, _named(run))
         try:
             with open(f"/proc/{one.pid}/environ", "rb") as file:
                 pairs = [pair.partition(b"=") for pair in file.read().split(b"\0") if pair]
@@ -128,7 +133,7 @@ class LocalJobs:
 
     def _start(self, run: RunFolder, known: Submission, count: int) -> None:
         """So many agents more, on record before this returns. NotDone where none can be."""
-        here = {one.node for one in _living(run)}
+        here = {one.node for one in living(run)}
         free = [node for at in range(known.max_nodes + count) if (node := f"node{at}") not in here]
         started = [one for one in known.agents if one.node in here]
         try:
@@ -142,9 +147,10 @@ class LocalJobs:
     def _agent(self, run: RunFolder, known: Submission, node: str) -> LocalAgent:
         words = [f"--run-dir={run.path}", *meeting(known, node, known.port)]
         environ = {**self._environ, **known.env}
+        given = any(word.startswith("--token-file=") for word in known.flags)
+        if (known.port or known.hosts) and not given:
+            words += [f"--token-file={make_token(run)}"]
         if known.port:
-            if not any(word.startswith("--token-file=") for word in known.flags):
-                words += [f"--token-file={make_token(run)}"]
             at, nodes = int(node.removeprefix("node")), known.max_nodes
             if share := self._gpus[at % nodes :: nodes]:
                 environ["CUDA_VISIBLE_DEVICES"] = ",".join(share)
@@ -166,6 +172,8 @@ class LocalJobs:
 def meeting(known: Submission, node: str, port: int) -> list[str]:
     """The flags by which the agent of a node finds the others."""
     words = [f"--name={known.name}", f"--rdzv-id={known.name}"]
+    if known.hosts:
+        return words
     if known.max_nodes == 1:
         return [*words, "--standalone"]
     words += [f"--nnodes={known.min_nodes}:{known.max_nodes}", f"--node-id={node}"]
@@ -175,18 +183,22 @@ def meeting(known: Submission, node: str, port: int) -> list[str]:
 # ---------------------------------------------------------------- its processes
 
 
-def _living(run: RunFolder) -> list[LocalAgent]:
-    """The agents that run; of a job that was typed, the one that started it."""
-    job = run.job()
-    if job is not None and job.host not in ("", os.uname().nodename):
-        raise NotDone(f"job {job.name} runs on {job.host}: type this there")
-    try:
+def living(run: RunFolder) -> list[LocalAgent]:
+    """The agents that run; of a job that was typed, the one that started it. NotDone where that is
+    another host's business."""
+    job, own = run.job(), os.uname().nodename
+    if is_ours(run):
         known = submission(run)
+        host, name = known.host, known.name
         found: Iterable[LocalAgent] = known.agents if known.boot_id == boot_id() else ()
-    except NotDone:
-        if job is None or not job.pid:
-            raise
+    elif job is not None and job.pid:
+        host, name = job.host, job.name
         found = [LocalAgent(job.host, job.pid, job.started)] if job.is_alive() else ()
+    else:
+        submission(run)  # which says what is missing
+        return []
+    if host != own:
+        raise NotDone(f"job {name} was started on {host}: type this there")
     return [one for one in found if start_time(one.pid) == one.started]
 
 

@@ -17,11 +17,12 @@ from typing import Final
 
 from elasticrun.cli import settings
 from elasticrun.cli.devices import shared_folder, this_machine
-from elasticrun.cli.flags import PROG, FlagHelp, Parser, get_args_parser
+from elasticrun.cli.flags import PROG, FlagHelp, Parser, add_group, get_args_parser
 from elasticrun.cli.jobs.code import pinned
 from elasticrun.cli.jobs.jobs import finished
 from elasticrun.cli.resolve import resolve
-from elasticrun.cli.settings import UsageError
+from elasticrun.cli.settings import Asked, UsageError
+from elasticrun.cli.table import FLAGS
 from elasticrun.cli.trust import GIT_SECRETS, TOKEN_VARIABLE, withdraw
 from elasticrun.cli.verbs import render, render_flags
 from elasticrun.config import EXIT_OK, EXIT_USAGE
@@ -45,6 +46,8 @@ from elasticrun.wire.env import ON
 SAVES: Final = "--save-at-breakpoint"
 """Every job that is submitted has it: so `elasticrun stop` saves before it ends one."""
 
+OF_HOSTS: Final = ("hosts", "hostfile", "ssh")
+"""Flags of the launcher that only --on ssh takes."""
 
 Wanted = Callable[
     [argparse.Namespace, Sequence[str], Path, Callable[[str], None]], tuple[Submission, Backend]
@@ -56,7 +59,8 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
     """The verb; `say` hears what the user should know. UsageError."""
     flags, program = render.split(words)
     try:
-        where = choosing.chosen(_on(flags), os.environ)
+        on, hosts = _place(flags)
+        where = choosing.chosen(on, os.environ, hosts=hosts)
         made = parser(where)
         ns, extra = made.parse_known_args(flags)
         render.refuse(extra)
@@ -64,28 +68,32 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
             raise Invalid(
                 f"nothing to run: name the script behind --, as in `{PROG} submit -- train.py`"
             )
-        wanted = _of_slurm if where == "slurm" else _of_this_host
+        if ns.rdzv_id and where != "slurm":
+            raise Invalid("--rdzv-id: the nodes of a submitted job meet by its --name")
+        wanted = {"slurm": _of_slurm, "ssh": _of_hosts}.get(where, _of_this_host)
         return finished(lambda: _submit(where, ns, program, wanted, say))
     except (Invalid, UsageError, NotDone) as wrong:
         code = wrong.exit_code if isinstance(wrong, UsageError) else EXIT_USAGE
         raise UsageError(str(wrong), code) from None
 
 
-def _on(flags: Sequence[str]) -> str:
-    """What --on says, "" for nothing: the other flags depend on it."""
+def _place(flags: Sequence[str]) -> tuple[str, bool]:
+    """What --on says, "" for nothing, and whether hosts are named: the other flags depend on it."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--on", default="")
+    for flag in ("--on", "--hosts", "--hostfile"):
+        first.add_argument(flag, default="")
     try:
-        return str(first.parse_known_args(list(flags))[0].on)
+        found = first.parse_known_args(list(flags))[0]
     except argparse.ArgumentError:
-        return ""
+        return "", False
+    return str(found.on), bool(found.hosts or found.hostfile)
 
 
 def parser(where: str) -> Parser:
     """For one place: what it can be asked for, and the launcher's flags."""
     made = Parser(
         prog=f"{PROG} submit",
-        usage=f"{PROG} submit [--on local|slurm] [options] -- script [arguments ...]",
+        usage=f"{PROG} submit [--on local|ssh|slurm] [options] -- script [arguments ...]",
         description="Start a job that goes on without this terminal, on this host or in Slurm's "
         "queue (then this page shows what can be asked of Slurm).",
         epilog="Flags of the launcher (see elasticrun --help-all) are handed on to every node.",
@@ -101,6 +109,9 @@ def parser(where: str) -> Parser:
     render_flags.add_job(made, script=True)
     if where == "slurm":
         render_flags.add_slurm(made)
+    if where == "ssh":
+        rows = [flag for flag in FLAGS if flag.dest in OF_HOSTS]
+        add_group(made, "the hosts", rows, os.environ)
     render_flags.add_handed_on(made, ("run_dir",))
     return made
 
@@ -167,6 +178,7 @@ def _of_this_host(
     known = Submission(
         name=ns.name,
         on="local",
+        host=os.uname().nodename,
         flags=tuple(dict.fromkeys((*flags, SAVES))),
         program=tuple(program),
         workdir=os.getcwd(),
@@ -189,6 +201,45 @@ def _of_this_host(
             EXIT_USAGE,
         )
     return known, choosing.backend("local", environ, gpus)
+
+
+def _of_hosts(
+    ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
+) -> tuple[Submission, Backend]:
+    """Read as the launcher reads --hosts. UsageError."""
+    from elasticrun.cli.verbs.hosts import plan_of
+
+    environ = withdraw()
+    flags = render_flags.handed_on(ns)
+    flags += [f"--nproc-per-node={ns.nproc_per_node}"] if ns.nproc_per_node else []
+    flags += [f"--nnodes={ns.nnodes}"] if ns.nnodes != "1" else []
+    flags += [f"--{dest}={value}" for dest in OF_HOSTS if (value := getattr(ns, dest))]
+    words = [*flags, f"--rdzv-id={ns.name}", SAVES, *program]
+    seen = {**environ, **render.env(ns)}
+    plan = plan_of(words, Asked(get_args_parser(seen).parse_args(words), seen), seen)
+    if not shared_folder(str(run.parent), os.environ):
+        say(_not_shared(run.parent, "hosts"))
+    known = Submission(
+        name=ns.name,
+        on="ssh",
+        host=os.uname().nodename,
+        flags=tuple(dict.fromkeys((*flags, SAVES))),
+        program=tuple(program),
+        workdir=os.getcwd(),
+        env=render.env(ns),
+        min_nodes=plan.least,
+        max_nodes=len(plan.hosts),
+        hosts=tuple(host.for_ssh for host in plan.hosts),
+        ssh=plan.ssh,
+    )
+    return known, choosing.backend("ssh", environ)
+
+
+def _not_shared(folder: Path, who: str) -> str:
+    return (
+        f"{folder} is on no network file system that is known here: if the {who} do not share it, "
+        "name a folder that they do by --run-dir"
+    )
 
 
 def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -218,8 +269,7 @@ def _of_slurm(
     for note in notes:
         say(note)
     if not shared_folder(str(run.parent), os.environ):
-        say(f"{run.parent} is on no network file system that is known here: if the nodes do not "
-            "share it, name a folder that they do by --run-dir")  # fmt: skip
+        say(_not_shared(run.parent, "nodes"))
     known = Submission(
         name=ns.name,
         on="slurm",
