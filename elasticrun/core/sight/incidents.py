@@ -16,6 +16,7 @@ from elasticrun.config import EXIT_OK
 from elasticrun.core.context import JobContext
 from elasticrun.core.events import Filed
 from elasticrun.core.sight.causes import Origin, followers, origin_of
+from elasticrun.core.sight.hangs.watch import Stood
 from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
@@ -31,15 +32,6 @@ MOST_CHARS = 4096
 
 MOST_FOLLOWED = 8
 """Further ends of rounds in one record."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stood:
-    """How a round stood when it was over."""
-
-    quiet: float = 0.0  # seconds since anything moved in it
-    hang: str = ""  # that was told of
-    stacks: tuple[StackRow, ...] = ()  # of the last look at its ranks
 
 
 @dataclass(slots=True)
@@ -116,7 +108,7 @@ class Incidents:
         last = ctx.round
         if last is not None and last.inherited and last.why_stopped and not self._ended:
             ctx.incidents = max(0, ctx.incidents - 1)  # the master before this one has counted it
-            self.round_over(last.why_stopped)
+            self.round_over(last.why_stopped, Stood())
 
     # ------------------------------------------------------------ what happens
 
@@ -152,7 +144,7 @@ class Incidents:
                 one.to("warm", now)
                 self._file(one.row(now, over=False))
 
-    def round_over(self, reason: str, stood: Callable[[], Stood] = Stood) -> None:
+    def round_over(self, reason: str, stood: Stood) -> None:
         """The round is closed for this reason."""
         ctx, one = self._ctx, self._open
         if ctx.rdzv.succeeded or ctx.round is None:
@@ -161,7 +153,7 @@ class Incidents:
             self._close(moves=False)
             one = None
         if one is None:
-            self._begin(reason, stood())
+            self._begin(reason, stood)
             return
         if len(one.followed) < MOST_FOLLOWED:
             one.followed.append(reason)

@@ -17,7 +17,7 @@ from elasticrun.core.context import JobContext
 from elasticrun.core.deadlines import earliest
 from elasticrun.core.events import Judged, Note, Replied
 from elasticrun.core.sight.hangs.watch import Watch
-from elasticrun.core.sight.incidents import Incidents, Stood
+from elasticrun.core.sight.incidents import Incidents
 from elasticrun.core.sight.ledger import SlotLedger
 from elasticrun.core.sight.picture import EventRow, Picture, SettingRow, VerdictRow
 from elasticrun.wire import messages as m
@@ -113,7 +113,7 @@ class Sight:
             self.ledger.settle(node, 0.0, "")
         else:
             self.ledger.settle(node, verdict.since, verdict.klass, verdict.says)
-        self.incidents.settle(self._stood)
+        self.incidents.settle(self.watch.stood)
         self.history.settle()
         if self._ctx.outcome is not None and self._asked:  # nobody is looked at any more
             for number in self._asked:
@@ -141,18 +141,10 @@ class Sight:
 
     def round_over(self, reason: str) -> None:
         """The round is closed."""
-        self.ledger.round_over(reason, self.watch.quiet())
-        self.incidents.round_over(reason, self._stood)
+        stood = self.watch.stood()
+        self.ledger.round_over(reason, stood.quiet)
+        self.incidents.round_over(reason, stood)
         self.watch.round_over()
-
-    def _stood(self) -> Stood:
-        """What the record of what ends this round keeps of its ranks."""
-        quiet, verdict = self.watch.quiet(), self.watch.verdict()
-        if not quiet:
-            return Stood()
-        hangs = verdict is not None and not verdict.says
-        hang = f"{verdict.klass}: {verdict.sentence}" if verdict is not None and hangs else ""
-        return Stood(quiet, hang, self.watch.stacks()[0])
 
     def next_deadline(self) -> float | None:
         """When `pursue` is due at the latest."""

@@ -88,6 +88,15 @@ torch kills the ranks, and nobody would ever know what they did."""
 
 
 @dataclass(frozen=True, slots=True)
+class Stood:
+    """How a round stood when it was over."""
+
+    quiet: float = 0.0  # seconds since anything moved in it
+    hang: str = ""  # that was told of
+    stacks: tuple[StackRow, ...] = ()  # of the last look at its ranks
+
+
+@dataclass(frozen=True, slots=True)
 class _Opinion:
     """What a look has said."""
 
@@ -213,6 +222,14 @@ class Watch:
     def quiet(self) -> float:
         """Seconds since a counter or a step of any rank moved; 0.0 while they move."""
         return 0.0 if self._since is None else max(0.0, self._ctx.now - self._since)
+
+    def stood(self) -> Stood:
+        """What the record of the round's end keeps of its ranks; nothing while they move."""
+        if self._since is None:
+            return Stood()
+        told = self._told
+        hang = f"{told.klass.value}: {told.sentence}" if told is not None and not told.says else ""
+        return Stood(self.quiet(), hang, self.stacks()[0])
 
     def verdict(self) -> VerdictRow | None:
         """What has been told and is still so."""
