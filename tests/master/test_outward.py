@@ -20,6 +20,7 @@ from elasticrun import __version__
 from elasticrun.config import MasterConfig
 from elasticrun.core.events import JobOver, Note
 from elasticrun.core.job.views import nothing_yet
+from elasticrun.core.rounds.failures import HAD_ENDED, what_happened
 from elasticrun.core.sight.picture import (
     Goodput,
     IncidentRow,
@@ -34,7 +35,7 @@ from elasticrun.master.outward.appended import Appended, ProgressFile, ProgressR
 from elasticrun.master.outward.notify import Notifier
 from elasticrun.master.outward.outward import Outward
 from elasticrun.master.outward.record import git_commit, result_of
-from elasticrun.master.outward.report import NOTHING, error_page, page, table
+from elasticrun.master.outward.report import NOTHING, error_page, page, table, verdict
 from elasticrun.master.outward.run_files import RunFiles, read
 from elasticrun.operator_log import NOTICE
 from elasticrun.runs.layout import JobRecord, RunFolder
@@ -169,6 +170,25 @@ def test_what_failed_first_is_a_page_by_itself() -> None:
         assert f"\n{line}\n" in text
     assert "\n    step 9\n    \ufffd[31mValueError: bad\n" in text
     assert error_page(msgspec.structs.replace(row, cause="scaled"), 0.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "exitcode", "what", "whose"),
+    [
+        ("script", 1, "ValueError: bad luck", "script"),
+        ("script", 1, "OSError: [Errno 113] No route to host", "network"),
+        ("script", 1, "CUDA error: uncorrectable ECC error", "hardware"),
+        ("signal", -9, "killed by SIGKILL", "unknown"),
+        ("oom", -9, "killed by SIGKILL: the kernel was out of memory", "script"),
+        ("peer-lost", 1, "", "network"),
+        ("peer-lost", 1, f"ranks 4,5{HAD_ENDED}connection closed by peer", "script"),
+    ],
+)
+def test_whose_doing_it_was(kind: str, exitcode: int, what: str, whose: str) -> None:
+    failed = m.Failure("h", 6, 0, 1, exitcode, 0, m.FailureKind(kind), what, "", "")
+    sentence = f"rank 6 failed ({what_happened(failed)})"
+    row = msgspec.structs.replace(ROW, kind=kind, exitcode=exitcode, sentence=sentence)
+    assert verdict(row) == whose
 
 
 def test_a_file_that_lines_are_added_to_does_not_grow_without_end(tmp_path: Path) -> None:

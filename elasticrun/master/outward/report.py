@@ -85,6 +85,8 @@ def verdict(row: IncidentRow) -> str:
         left = row.sentence == ALL_LEFT  # each upon a signal
         return _OF_A_NODE.get(row.cause, "preempted" if left else "unknown")
     kind, text = FailureKind(row.kind), row.sentence
+    if kind is FailureKind.PEER_LOST and text.endswith(" had ended with 0)"):
+        return "script"  # whose ranks do not all do as many collectives
     if kind is FailureKind.PEER_LOST or _NETWORK.search(text):
         return "network"
     if _HARDWARE.search(text):
