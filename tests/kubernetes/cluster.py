@@ -321,6 +321,11 @@ class StandIn:
         """A hollow pod ends by itself."""
         self.do(lambda registry: self._run(registry, namespace, pod).codes.put_nowait(code))
 
+    def log(self, pod: str, namespace: str = "default") -> str:
+        """What a pod has printed, also one that is no more."""
+        found = self.kubelet.printed[namespace, pod].values()
+        return b"".join(line for one in found for _, line in one.lines).decode()
+
     def preempt(self, pod: str, namespace: str = "default") -> None:
         """The scheduler takes a pod away for a more important one."""
 

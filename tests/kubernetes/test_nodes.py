@@ -71,9 +71,10 @@ def test_a_pod_runs_and_ends(cluster: StandIn, monkeypatch: pytest.MonkeyPatch) 
     kubectl = cluster.client()
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"},
               "stringData": {"key": "hidden"}}  # fmt: skip
-    volumes = [{"name": "v", "secret": {"secretName": "s"}}]
-    mounts = [{"name": "v", "mountPath": "/run/v"}]
-    script = "echo $TOLD; hostname; cat /run/v/key; echo; env | grep -c FOREIGN; exit 3"
+    volumes = [{"name": "v", "secret": {"secretName": "s"}}, {"name": "e", "emptyDir": {}}]
+    mounts = [{"name": "v", "mountPath": "/run/v"}, {"name": "e", "mountPath": "/of-this-pod/e"}]
+    script = "echo $TOLD; hostname; cat /run/v/key; echo; env | grep -c FOREIGN; "
+    script += "cd /of-this-pod/e && exit 3"
     make(kubectl, SERVICE, manifest("p", script, volumes=volumes, mounts=mounts))
     waiting = cluster.until("pods", lambda pods: pods[0]["status"].get("containerStatuses"))[0][
         "status"
@@ -83,6 +84,7 @@ def test_a_pod_runs_and_ends(cluster: StandIn, monkeypatch: pytest.MonkeyPatch) 
     ended = until(cluster, "p", "Failed")["status"]["containerStatuses"][0]["state"]["terminated"]
     assert (ended["exitCode"], ended["reason"]) == (3, "Error")
     assert kubectl("logs", "p").split() == ["p-$(NOT)-$(ME)", "p", "hidden", "0"]
+    assert not Path("/of-this-pod").exists()
     assert kubectl("get", "pod", "p").splitlines()[1].split()[:3] == ["p", "0/1", "Error"]
 
     make(kubectl, manifest("q", STAYS), manifest("r", "until getent hosts q.svc; do :; done"))

@@ -154,16 +154,27 @@ def mounts(
     return made
 
 
+OVER_ALL = """mkdir -p "$ROOT" && mount -t tmpfs root "$ROOT" && for one in /*; do
+  if [ -L "$one" ]; then cp -P "$one" "$ROOT"
+  elif [ -d "$one" ]; then mkdir "$ROOT$one" && mount --rbind "$one" "$ROOT$one"; fi
+done"""
+
+
 def script(pairs: list[tuple[str, str]], hosts: str, name: str, folder: str) -> str:
-    """Shell that makes a mount namespace the container's own, and becomes its first process. A
-    place that the machine has not is made there and stays, but below /run, which is the pod's."""
+    """Shell that makes a mount namespace the container's own, and becomes its first process. Where
+    a volume's place has no top folder on this machine, it gets a root of its own: only places deep
+    in folders that are here are made, and stay; /run is the pod's."""
+    foreign = any(not Path("/", *Path(target).parts[1:2]).exists() for _, target in pairs)
+    root = str(Path(hosts).with_name("root")) if foreign else ""
     lines = ["mount -t tmpfs -o size=64m shm /dev/shm", "mount -t tmpfs run /run"]
-    for source, target in pairs:
-        made = "mkdir -p" if Path(source).is_dir() else "touch"
-        there = shlex.quote(target)
-        lines.append(f"{{ [ -e {there} ] || {made} {there}; }}")
-        lines.append(f"mount --bind {shlex.quote(source)} {there}")
     lines.append(f"mount --bind {shlex.quote(hosts)} /etc/hosts")
     lines.append(f"echo {shlex.quote(name)} >/proc/sys/kernel/hostname")
-    lines.append(f"cd {shlex.quote(folder)}")
-    return " && ".join([*lines, 'exec "$@"'])
+    lines += [f"ROOT={shlex.quote(root)}", OVER_ALL] if foreign else []
+    for source, target in pairs:
+        made = "mkdir -p" if Path(source).is_dir() else "touch"
+        there = shlex.quote(root + os.path.realpath(target))  # /var/run leads to /run
+        lines.append(f"{{ [ -e {there} ] || {made} {there}; }}")
+        lines.append(f"mount --bind {shlex.quote(source)} {there}")
+    inner = f'cd {shlex.quote(folder)} && exec "$@"'
+    chroot = f"chroot {shlex.quote(root)} " if foreign else ""
+    return " && ".join([*lines, f'exec {chroot}sh -c {shlex.quote(inner)} sh "$@"'])

@@ -87,6 +87,7 @@ class PodRun:
         self.folder = ground.scratch / "pods" / self.uid
         self.host = f"pod-{self.uid}"
         self.output: dict[str, parts.Output] = {}
+        self.previous: dict[str, parts.Output] = {}
         self.main: dict[str, asyncio.subprocess.Process] = {}
         self.states: dict[str, Obj] = {}
         self.address = self.netns = ""
@@ -130,6 +131,15 @@ class PodRun:
             if container in self.pod["spec"].get("initContainers", ()) and not code:
                 return code
             again += 1
+            name = container["name"]
+            self.previous[name] = self.output[name]
+            waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
+            self.states[name] = {
+                "state": waiting,
+                "again": again,
+                "last": self.states[name]["state"],
+            }
+            self._tell("Running")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stopping.wait(), RESTART_AFTER)
 
@@ -145,7 +155,9 @@ class PodRun:
                 os.close(pipe)
         except OSError as error:
             return self._ended(name, began, again, 128, "StartError", str(error))
-        self.states[name] = {"state": {"running": {"startedAt": began}}, "again": again}
+        last = self.states.get(name, {}).get("last", {})
+        running = {"running": {"startedAt": began}}
+        self.states[name] = {"state": running, "again": again, "last": last}
         self._tell("Running")
         if started is None:
             code = await self.codes.get()
@@ -286,6 +298,7 @@ class PodRun:
         running = "running" in known["state"]
         return {"name": container["name"], "image": container["image"], "imageID": "",
                 "ready": running, "started": running, "restartCount": known["again"],
+                "lastState": known.get("last", {}),
                 "state": known["state"]}  # fmt: skip
 
     def _names(self) -> None:
@@ -327,6 +340,9 @@ class PodsOfAllNodes:
     def __init__(self, ground: Ground) -> None:
         self.ground = ground
         self.runs: dict[str, PodRun] = {}
+        self.printed: dict[Place, dict[str, parts.Output]] = {}
+        """By pod, also those that are no more."""
+
         self._tasks: set[asyncio.Task[None]] = set()
         self.errors: list[BaseException] = []
 
@@ -359,6 +375,7 @@ class PodsOfAllNodes:
             registry.delete(registry.kind("pods"), place_of(pod), {"gracePeriodSeconds": 0})
             return
         run = self.runs[pod["metadata"]["uid"]] = PodRun(self.ground, pod)
+        self.printed[run.place] = run.output
         self._do(run.run())
 
     def _do(self, work: Any) -> None:

@@ -37,7 +37,10 @@ class Streams:
 
     async def log(self, request: web.Request, pod: Obj) -> web.StreamResponse:
         run, name = self._container(request, pod)
-        output = run.output.get(name) if run is not None else None
+        output = None
+        if run is not None:
+            before = request.query.get("previous") == "true"
+            output = (run.previous if before else run.output).get(name)
         if output is None:
             message = (
                 f'container "{name}" in pod "{pod["metadata"]["name"]}" is waiting to start: '
@@ -72,8 +75,8 @@ class Streams:
         env = dict(pair.split("=", 1) for pair in _environment(main.pid) if "=" in pair)
         command = request.query.getall("command")
         process = await asyncio.create_subprocess_exec(
-            "nsenter", f"--target={main.pid}", "--mount", "--uts", "--net", "--",
-            *command, env=env, cwd=run.folder, start_new_session=True,
+            "nsenter", f"--target={main.pid}", "--mount", "--uts", "--net", "--root", "--wd", "--",
+            *command, env=env, start_new_session=True,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
