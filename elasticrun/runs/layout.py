@@ -19,7 +19,10 @@ more than MAX_BYTES of a file: a longer one is not one of ours, or only its end 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import struct
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -43,6 +46,12 @@ PREVIOUS: Final = "previous"
 OF_A_RUN: Final = (JOB, EVENTS, PROGRESS, RESULT, ERROR, INCIDENTS, LOGS, AGENTS, CHECKPOINTS)
 """All that a run leaves. A folder that a person has named may hold other things beside it."""
 
+LOCK: Final = ".lock"
+"""Held by the job's master for as long as it lives."""
+
+_LOCK: Final = "hhqqi"
+"""struct flock: whole file, and no pid, since the lock is the open file's."""
+
 MAX_BYTES: Final = 1024 * 1024
 
 LAST_BYTES: Final = 64 * 1024
@@ -54,6 +63,9 @@ SUBMIT_LIMIT: Final = 60.0
 ENDED: Final = ("succeeded", "failed", "saved", "stopped", "lost")
 """States of jobs that run no more. Those before the end: submitted, waiting (for its nodes),
 running."""
+
+NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""What a file system says that has none."""
 
 Kept = TypeVar("Kept", bound=Struct)
 
@@ -144,10 +156,19 @@ class RunFolder:
         """None as long as the job has not ended, or where nobody has written how."""
         return self._read(RESULT, RunResult)
 
+    def is_held(self) -> bool:
+        """Whether a master of the job lives, as far as the file system tells: the launcher may have
+        gone before it."""
+        with contextlib.suppress(OSError), open(self.path / LOCK, "rb") as file:
+            wanted = struct.pack(_LOCK, fcntl.F_WRLCK, 0, 0, 0, 0)
+            found: int = struct.unpack(_LOCK, fcntl.fcntl(file, fcntl.F_OFD_GETLK, wanted))[0]
+            return found != fcntl.F_UNLCK
+        return False
+
     def state(self, now: float) -> str:
-        """How the job stands, in a word; `lost`: its launcher has gone without a result. `now`:
-        seconds since 1970. A job of another host runs until it has a result: only that host, or
-        its scheduler, knows better."""
+        """How the job stands, in a word; `lost`: launcher and master have gone without a result.
+        `now`: seconds since 1970. A job of another host runs until it has a result: only that host,
+        or its scheduler, knows better."""
         if result := self.result():
             return result.state
         job = self.job()
@@ -156,7 +177,7 @@ class RunFolder:
         if not job.pid:
             late = job.where == "local" and now - job.began > SUBMIT_LIMIT
             return "lost" if late else "submitted"
-        if job.is_alive() is False:
+        if job.is_alive() is False and not self.is_held():
             return "lost"
         return "running" if job.formed else "waiting"
 
@@ -241,6 +262,19 @@ def row_of(folder: RunFolder, job: JobRecord, now: float) -> JobRow:
         age=max(0.0, now - job.began),
         reason=result.reason if result else "",
     )
+
+
+def hold(path: Path) -> int:
+    """A descriptor by which the folder is held until it is closed, or its process ends.
+    BlockingIOError where another one holds it, OSError."""
+    fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_LOCK, fcntl.F_WRLCK, 0, 0, 0, 0))
+    except OSError as wrong:
+        if wrong.errno not in NO_LOCKS:
+            os.close(fd)
+            raise
+    return fd
 
 
 def replace_file(path: Path, data: bytes) -> None:

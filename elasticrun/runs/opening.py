@@ -1,29 +1,21 @@
 """A job begins in its run folder: a fresh one, or one that was there before.
 
-A folder that a person has named (`--run-dir`) belongs to one live job at a time: who has it holds a
-lock on a file in it. What an earlier run has left there is gone on with, or, with `--fresh`, moved
-into `previous/`.
+A master holds a lock on a file in it for as long as it lives: a folder that a person has named
+(`--run-dir`) belongs to one live job at a time. What an earlier run has left there is gone on with,
+or, with `--fresh`, moved into `previous/`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 from pathlib import Path
-from typing import Final
 
 from msgspec.structs import replace
 
 from elasticrun.runs import layout
 from elasticrun.runs.index import keep_newest, make_run
-from elasticrun.runs.layout import JobRecord, RunFolder
-
-LOCK: Final = ".lock"
-
-NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What a file system says that has none."""
+from elasticrun.runs.layout import JobRecord, RunFolder, hold
 
 
 class RunRefused(Exception):
@@ -64,7 +56,10 @@ def already(at: Path) -> str:
 
 def open_new(root: Path, job: JobRecord, launch: str) -> OpenRun:
     """A folder below `root` of this launch: of its first master, or of one after that. OSError."""
-    opened = _begin(RunFolder(make_run(root, job.name, launch)), job, goes_on=True)
+    folder, lock = RunFolder(make_run(root, job.name, launch)), -1
+    with contextlib.suppress(BlockingIOError):  # a master before this one dies hard
+        lock = hold(folder.path)
+    opened = _begin(folder, job, lock, goes_on=True)
     with contextlib.suppress(OSError):
         keep_newest(root)
     return opened
@@ -76,21 +71,36 @@ def open_named(
     """The folder `at`, listed below `root`. `goes_on`: another master of this very job was here
     before. RunRefused while another job runs in it, OSError where it cannot be used."""
     make_run(root, job.name, launch, at)
-    lock = _hold(at)
+    folder = RunFolder(at)
+    before = folder.job()
     try:
-        if fresh and not goes_on:
+        lock = hold(at)
+    except BlockingIOError:
+        who = f"job {before.name} (process {before.pid} of {before.host})" if before else "a job"
+        raise RunRefused(
+            f"{who} runs in {at}: stop it first, or name another folder (--run-dir)"
+        ) from None
+    try:
+        if fresh and not (goes_on or _same_launch(before, job)):
             _put_away(at)
-        return _begin(RunFolder(at), job, lock, goes_on=goes_on)
+        return _begin(folder, job, lock, goes_on=goes_on)
     except OSError:
         os.close(lock)
         raise
 
 
+def _same_launch(before: JobRecord | None, job: JobRecord) -> bool:
+    """Whether a master of the same process was here before."""
+    launched = (job.pid, job.started, job.boot_id)
+    return before is not None and (before.pid, before.started, before.boot_id) == launched
+
+
 def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool = False) -> OpenRun:
     before = folder.job()
     if before is not None:
-        same = (before.pid, before.started, before.boot_id) == (job.pid, job.started, job.boot_id)
-        if goes_on or same or not before.pid:  # a master after another, or one that was submitted
+        if (
+            goes_on or _same_launch(before, job) or not before.pid
+        ):  # a master after another, or one that was submitted
             job = replace(job, began=before.began, attempt=before.attempt, formed=before.formed)
         else:
             job = replace(job, attempt=before.attempt + 1)
@@ -98,25 +108,6 @@ def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool =
     opened = OpenRun(folder, job, lock)
     opened.change(job)
     return opened
-
-
-def _hold(at: Path) -> int:
-    """The lock. RunRefused, OSError."""
-    fd = os.open(at / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        job = RunFolder(at).job()
-        who = f"job {job.name} (process {job.pid} of {job.host})" if job else "another job"
-        raise RunRefused(
-            f"{who} runs in {at}: stop it first, or name another folder (--run-dir)"
-        ) from None
-    except OSError as wrong:
-        if wrong.errno not in NO_LOCKS:
-            os.close(fd)
-            raise
-    return fd
 
 
 def _put_away(at: Path) -> None:

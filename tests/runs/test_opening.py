@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from elasticrun.runs.index import all_runs
+from elasticrun.runs.index import all_runs, prune
 from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, replace_file
 from elasticrun.runs.opening import OpenRun, RunRefused, already, open_named, open_new
 
@@ -66,6 +66,23 @@ def test_one_live_job_and_attempts_that_count(tmp_path: Path) -> None:
     assert (at / "previous/1/events.jsonl").exists()
     (only,) = all_runs(root)
     assert only.path.resolve() == at
+
+
+def test_a_job_whose_launcher_has_gone_before_its_master_runs(tmp_path: Path) -> None:
+    gone = {"host": os.uname().nodename, "pid": os.getpid(), "started": 1}
+    run = open_new(tmp_path, JobRecord(name="train", **gone), "0" * 8)
+    assert run.folder.state(0.0) == "waiting"
+    assert prune(tmp_path, 0.0) == []
+    run.close()
+    assert run.folder.state(0.0) == "lost"
+    assert prune(tmp_path, 0.0) == ["train-00000000"]
+
+
+def test_a_master_after_another_does_not_begin_afresh_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        open_named(tmp_path, _job(1), "0" * 8, tmp_path, fresh=True, goes_on=False).close()
+        (tmp_path / "events.jsonl").touch()
+    assert not (tmp_path / "previous").exists()
 
 
 def test_one_that_was_submitted_is_the_same_job(tmp_path: Path) -> None:
