@@ -8,6 +8,7 @@ that fails is tried again, later and later; one job's trouble holds up no other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -102,9 +103,16 @@ class Controller:
         self._change = asyncio.Event()
 
     async def run(self) -> None:
-        """For ever. ApiError where the operator's own Secret can neither be read nor made."""
-        self._key = await self._cluster.key()
-        self._version = await self._cluster.version()
+        """For ever."""
+        tries = 0
+        while not self._key:
+            try:
+                self._version = await self._cluster.version()
+                self._key = await self._cluster.key()
+            except Trouble as error:
+                tries += 1
+                logger.warning("the operator cannot begin, try %d: %s", tries, _words(error))
+                await asyncio.sleep(_later(tries))
         logger.info("the operator sees to the jobs of %s", self._cluster.namespace)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch(JOBS))
@@ -117,10 +125,9 @@ class Controller:
                     group.create_task(self._visit(key))
                 waits = [due for key, due in self._due.items() if key not in self._busy]
                 left = min(waits, default=_clock() + RELIST) - _clock()
-                try:
-                    await asyncio.wait_for(self._change.wait(), max(0.0, left))
-                except TimeoutError:
-                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, left)):
+                        await self._change.wait()
 
     # ------------------------------------------------------------ who is next
 

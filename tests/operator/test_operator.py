@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import LIMIT
 from tests.kubernetes.cluster import Client, StandIn
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,10 @@ class Operator:
         """SIGTERM; its exit code, and what it has said."""
         assert self._life is not None
         self._life.terminate()
-        said = self._life.communicate()[1]
+        try:
+            said = self._life.communicate(timeout=LIMIT)[1]
+        except subprocess.TimeoutExpired:
+            said = f"it did not end on SIGTERM: {self.kill()}"
         return self._life.returncode, said
 
 
