@@ -101,7 +101,8 @@ def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool =
         if (
             goes_on or _same_launch(before, job) or not before.pid
         ):  # a master after another, or one that was submitted
-            job = replace(job, began=before.began, attempt=before.attempt, formed=before.formed)
+            known = ("began", "attempt", "formed", "git_commit", "versions", "endpoint")
+            job = replace(job, **{name: getattr(before, name) for name in known})
         else:
             job = replace(job, attempt=before.attempt + 1)
             (folder.path / layout.RESULT).unlink(missing_ok=True)

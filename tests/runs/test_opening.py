@@ -26,9 +26,9 @@ def _end(run: OpenRun, state: str) -> None:
 
 def test_masters_of_a_launch_share_a_folder_and_launches_do_not(tmp_path: Path) -> None:
     first = open_new(tmp_path, _job(1), "0" * 8)
-    first.change(msgspec.structs.replace(first.job, formed=1.5, attempt=2))
+    first.change(msgspec.structs.replace(first.job, formed=1.5, attempt=2, git_commit="c0ffee"))
     again = open_new(tmp_path, _job(1), "0" * 8)
-    assert (again.folder.path, again.job.formed, again.job.attempt) == (first.folder.path, 1.5, 2)
+    assert (again.folder.path, again.job) == (first.folder.path, first.job)
     other = open_new(tmp_path, _job(2), "1" * 8)
     assert other.folder.path != first.folder.path
     assert other.job.attempt == 1
