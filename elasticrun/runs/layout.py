@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import struct
 from pathlib import Path
@@ -213,8 +214,10 @@ class RunFolder:
         return ""
 
     def write_job(self, job: JobRecord) -> None:
-        """In place of the one that is there. OSError."""
-        replace_file(self.path / JOB, msgspec.json.format(msgspec.json.encode(job)) + b"\n")
+        """In place of the one that is there; bytes of arguments and paths that are no text become
+        "?". OSError."""
+        text = json.dumps(msgspec.to_builtins(job), indent=2, ensure_ascii=False)
+        replace_file(self.path / JOB, text.encode(errors="replace") + b"\n")
 
     def _read(self, name: str, kind: type[Kept]) -> Kept | None:
         try:

@@ -80,6 +80,12 @@ def test_a_file_that_is_none_of_ours_says_nothing(tmp_path: Path) -> None:
     assert RunFolder(tmp_path / "missing").state(0.0) == "lost"
 
 
+def test_an_argument_that_is_no_text_is_written_as_far_as_it_is(tmp_path: Path) -> None:
+    job = _run(tmp_path, "train", command=("train.py", os.fsdecode(b"a\xffb"), "né")).job()
+    assert job is not None
+    assert job.command == ("train.py", "a?b", "né")
+
+
 def test_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     root = tmp_path / ".local/state/elasticrun/runs"

@@ -138,7 +138,7 @@ class RunFiles:
         while (write := self._queue.get()) is not None:
             try:
                 write()
-            except OSError as wrong:
+            except (OSError, ValueError) as wrong:  # ValueError: of text that cannot be encoded
                 if not self._wrong:
                     logger.warning("the run folder of this job cannot be written: %s", wrong)
                 self._wrong = True
