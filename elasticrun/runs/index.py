@@ -30,6 +30,9 @@ MAX_WORD: Final = 64
 MOST_NAMED: Final = 8
 """Jobs that a sentence lists."""
 
+FINISHED: Final = tuple(state for state in ENDED if state != "saved")
+"""States of jobs that nobody goes on with."""
+
 _OURS: Final = re.compile(r".+-[0-9a-f]{8}")
 
 
@@ -105,13 +108,15 @@ def find(root: Path, wanted: str) -> RunFolder:
 
 def prune(root: Path, since: float, only: Collection[Path] | None = None) -> list[str]:
     """Remove the folders of jobs that have ended so many seconds ago or more; their names. `only`:
-    of these. One that is a link loses the link. OSError."""
+    of these, with those that have saved a step to go on from it. One that is a link loses the link.
+    OSError."""
     now = time.time()
     removed = []
     for folder in all_runs(root):
         if only is not None and folder.path not in only:
             continue
-        if folder.state(now) in ENDED and now - _ended(folder) >= since:
+        states = FINISHED if only is None else ENDED
+        if folder.state(now) in states and now - _ended(folder) >= since:
             _remove(folder.path)
             removed.append(folder.path.name)
     return removed
@@ -125,7 +130,7 @@ def keep_newest(root: Path) -> None:
         return
     runs = [(path, RunFolder(path)) for path in paths]
     ours = [(path, run) for path, run in runs if path.is_symlink() or run.job() is not None]
-    ended = [path for path, run in ours if run.state(now) in ENDED]
+    ended = [path for path, run in ours if run.state(now) in FINISHED]
     for path in ended[MOST_ENDED:]:
         _remove(path)
 

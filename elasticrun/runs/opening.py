@@ -82,7 +82,7 @@ def open_named(
         ) from None
     try:
         if fresh and not (goes_on or _same_launch(before, job)):
-            _put_away(at)
+            put_away(at)
         return _begin(folder, job, lock, goes_on=goes_on)
     except OSError:
         os.close(lock)
@@ -111,7 +111,7 @@ def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool =
     return opened
 
 
-def _put_away(at: Path) -> None:
+def put_away(at: Path) -> None:
     """What an earlier run has left goes to `previous/N`. OSError."""
     if not (at / layout.JOB).exists():
         return  # nobody has run here

@@ -125,13 +125,15 @@ def test_what_goes(tmp_path: Path) -> None:
     old = _run(root, "old", "failed", ended=now - 1000.0)
     new = _run(root, "new", "succeeded", ended=now - 10.0)
     lost = _run(root, "lost", started=1)
-    placed = _run(root, "placed", "saved", ended=now - 1000.0, at=tmp_path / "mine")
+    saved = _run(root, "saved", "saved", ended=now - 1000.0)
+    placed = _run(root, "placed", "stopped", ended=now - 1000.0, at=tmp_path / "mine")
     (root / "none-of-ours").mkdir()
     assert prune(root, 100.0, only=[old.path]) == [old.path.name]
     assert [name.rpartition("-")[0] for name in prune(root, 100.0)] == ["placed"]
     assert placed.result() is not None  # what a person has placed stays
     assert sorted(prune(root, 0.0)) == sorted([new.path.name, lost.path.name])
-    assert [folder.path for folder in all_runs(root)] == [running.path]
+    assert {folder.path for folder in all_runs(root)} == {running.path, saved.path}
+    assert prune(root, 0.0, only=[saved.path])
     assert (root / "none-of-ours").is_dir()
 
 

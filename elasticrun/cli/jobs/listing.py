@@ -169,9 +169,9 @@ def shown(row: JobRow) -> tuple[str, ...]:
 def left_lines(folder: RunFolder) -> list[str]:
     """What a job has left that does not run here, for people."""
     job = folder.job()
-    row = row_of(folder, job, time.time()) if job else None
-    if job is None or row is None:
+    if job is None:
         return [f"{folder.path} says nothing of a job"]
+    (row,) = by_their_places([row_of(folder, job, time.time())], os.environ)
     said = {
         "outcome": row.reason,
         "command": " ".join(job.command),

@@ -40,11 +40,15 @@ from elasticrun.jobs.local import meeting
 from elasticrun.render import checks, slurm
 from elasticrun.render.checks import Invalid
 from elasticrun.runs.index import all_runs, make_run, run_path, runs_root
-from elasticrun.runs.layout import ENDED, JobRecord, RunFolder
+from elasticrun.runs.layout import ENDED, RESULT, JobRecord, RunFolder, row_of
+from elasticrun.runs.opening import already, put_away
 from elasticrun.wire.env import ON
 
 SAVES: Final = "--save-at-breakpoint"
 """Every job that is submitted has it: so `elasticrun stop` saves before it ends one."""
+
+TO_FILES: Final = "--redirects=3"
+"""What ranks print goes to their own files alone, unless flags say otherwise: nobody looks on."""
 
 OF_HOSTS: Final = ("hosts", "hostfile", "ssh")
 """Flags of the launcher that only --on ssh takes."""
@@ -112,7 +116,9 @@ def parser(where: str) -> Parser:
     if where == "ssh":
         rows = [flag for flag in FLAGS if flag.dest in OF_HOSTS]
         add_group(made, "the hosts", rows, os.environ)
-    render_flags.add_handed_on(made, ("run_dir",))
+    text = "With --run-dir: from the beginning; what is there goes to previous/."
+    made.add_argument("--fresh", action="store_true", help=text)
+    render_flags.add_handed_on(made, ("run_dir", "fresh"))
     return made
 
 
@@ -137,9 +143,15 @@ def _submit(
             raise NotDone(f"--working-dir={ns.working_dir}: {wrong.strerror}") from None
     if ns.git:
         ns.git = pinned(ns.git, withdraw(*GIT_SECRETS))
+    if not ns.fresh and (said := already(run.path)):
+        say(said)
+        return EXIT_OK
     known, place = wanted(ns, program, run.path, say)
     try:
         make_run(root, ns.name, launch, at)
+        if ns.fresh:
+            put_away(run.path)
+        (run.path / RESULT).unlink(missing_ok=True)
         run.write_job(_record(known, ns))
         write_submission(run, known)
         if where == "slurm":
@@ -153,12 +165,13 @@ def _submit(
 
 def _refuse_taken(root: Path, name: str) -> None:
     now = time.time()
-    for run in all_runs(root):
-        job = run.job()
-        if job is not None and job.name == name and (state := run.state(now)) not in ENDED:
+    known = [(run, job) for run in all_runs(root) if (job := run.job()) and job.name == name]
+    rows = [row_of(run, job, now) for run, job in known]
+    for row in choosing.by_their_places(rows, withdraw()):
+        if row.state not in ENDED:
             raise NotDone(
-                f"a job {name} is there already ({state}): choose another --name, or end that one "
-                f"by `{PROG} stop {name}`"
+                f"a job {name} is there already ({row.state}): choose another --name, or end that "
+                f"one by `{PROG} stop {name}`"
             )
 
 
@@ -175,6 +188,7 @@ def _of_this_host(
         checks.setting(key, value, "run folder: set it where you type this, or give --token-file")
     flags = render_flags.handed_on(ns)
     flags += [f"--nproc-per-node={ns.nproc_per_node}"] if ns.nproc_per_node else []
+    flags += [TO_FILES] if _to_files(ns) else []
     known = Submission(
         name=ns.name,
         on="local",
@@ -235,6 +249,10 @@ def _of_hosts(
     return known, choosing.backend("ssh", environ)
 
 
+def _to_files(ns: argparse.Namespace) -> bool:
+    return not {"tee", "redirects", "log_dir", "logs_specs"} & set(ns.given)
+
+
 def _not_shared(folder: Path, who: str) -> str:
     return (
         f"{folder} is on no network file system that is known here: if the {who} do not share it, "
@@ -262,6 +280,8 @@ def _of_slurm(
     asked.save_at_breakpoint = True
     if "token_file" not in ns.given:
         asked.token_file, given["token_file"] = str(run / TOKEN), ""
+    if _to_files(ns):
+        asked.redirects, given["redirects"] = TO_FILES.partition("=")[2], ""
     asked.given = {**ns.given, **given}
     batch, notes = render.batch_of(asked, program)
     launch = batch.launch

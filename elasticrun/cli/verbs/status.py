@@ -228,6 +228,7 @@ def _away(job: str, files: Tls | None) -> Question | None:
 def _left(job: str, *, as_json: bool) -> bool:
     """Print what the run folder says of a job that does not run here; whether there is one."""
     from elasticrun.cli.jobs.listing import left_lines
+    from elasticrun.jobs.choosing import by_their_places
     from elasticrun.runs import index
     from elasticrun.runs.layout import row_of
 
@@ -237,7 +238,8 @@ def _left(job: str, *, as_json: bool) -> bool:
         return False
     record = folder.job()
     if as_json and record is not None:
-        print(json.dumps(msgspec.to_builtins(row_of(folder, record, time.time())), indent=1))
+        (row,) = by_their_places([row_of(folder, record, time.time())], os.environ)
+        print(json.dumps(msgspec.to_builtins(row), indent=1))
     else:
         print(*left_lines(folder), sep="\n")
     return True
