@@ -28,7 +28,8 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
     names = list(names)
     begun = sorted(name for name in names if len(word) > 3 and name.startswith(word))
-    found = begun[:1] or difflib.get_close_matches(word, names, 1, 0.75)
+    swapped = sorted(name for name in names if sorted(name) == sorted(word))
+    found = begun[:1] or swapped[:1] or difflib.get_close_matches(word, names, 1, 0.75)
     return f"; did you mean {found[0]}?" if found else ""
 
 

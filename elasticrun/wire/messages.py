@@ -998,6 +998,7 @@ class JobStatus(Struct, frozen=True):
     verdict: str = ""  # what keeps the ranks from going on, in a sentence; "": nothing is known to
     quiet: float = 0.0  # seconds since a collective or a step of any rank was complete
     goodput: str = ""  # where the time went, in a line; "" before the first round
+    hang: str = ""  # what the verdict is: certain, strong, weak, still; "": none, or on purpose
 
 
 class Reached(Struct, frozen=True):

@@ -119,6 +119,7 @@ def test_completion_without_shtab(tmp_path: Path) -> None:
         (["staus"], 1, "did you mean status?"),
         (["--warm", "nosuch.py"], 1, ")\n"),
         (["docter", "--json"], 1, "did you mean doctor?"),
+        (["tpo"], 1, "did you mean top?"),
         (["missing.py"], 1, "there is no script missing.py"),
         (["package.module"], 1, "for a module write -m"),
         (["empty"], 1, "without __main__.py"),

@@ -13,6 +13,8 @@ import pytest
 from msgspec import structs
 
 from elasticrun.cli.verbs import status as verb
+from elasticrun.runs import index
+from elasticrun.runs.layout import JobRecord, RunFolder
 from elasticrun.system.processes import start_time
 from elasticrun.wire import auth, user_folder
 from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, reader_token
@@ -117,9 +119,11 @@ def test_a_single_job_is_shown_whole_and_of_several_why_they_wait(
     assert "7 8" not in several
     assert "\njob: waits: reason; all of it: elasticrun status h:1\n" in several
     assert "\nother: all of it: elasticrun status h:2\n" in several
-    hung = page(reason="", verdict="rank 1 is idle")
+    hung = page(reason="", phase="running", verdict="rank 1 is idle", hang="strong")
     verb._show([("h:1", hung)])
-    assert "\nheld up: rank 1 is idle\n" in capsys.readouterr().out
+    alone = capsys.readouterr().out
+    assert alone.splitlines()[1].split()[:2] == ["job", "hangs"]
+    assert "\nheld up: rank 1 is idle\n" in alone
     verb._show([("h:1", hung), ("h:2", page())])
     assert "\njob: held up: rank 1 is idle; all of it" in capsys.readouterr().out
 
@@ -235,6 +239,15 @@ def test_nobody_there_is_one_sentence(home: Path) -> None:
     code, _, err = aio.run(_status())
     assert code == 1
     assert "no master of yours runs on this host" in err
+
+
+@pytest.mark.slow
+def test_a_mistyped_name_is_told_from_an_address(home: Path) -> None:
+    run = RunFolder(index.make_run(home.parent / "runs", "demo", "0badcafe"))
+    run.write_job(JobRecord(name="demo"))
+    code, out, err = aio.run(_status("dmo", ELASTICRUN_RUNS=str(home.parent / "runs")))
+    assert (code, out) == (1, "")
+    assert "there is no job dmo here; did you mean demo? (a master elsewhere is" in err
 
 
 def test_a_process_of_the_same_pid_is_not_the_master(home: Path) -> None:

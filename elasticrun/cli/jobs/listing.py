@@ -26,6 +26,7 @@ from elasticrun.cli.verbs.status import (
     Question,
     ask,
     duration,
+    hangs,
     lines,
     published_here,
     question_to,
@@ -137,7 +138,7 @@ def _live(page: JobStatus, endpoint: Endpoint, run: str) -> JobRow:
     job = folder.job()
     return JobRow(
         name=job.name if job else page.job_id,
-        state=_STATES.get(page.phase) or folder.state(time.time()),
+        state=_state(page, folder),
         where=job.where if job else "local",
         id=page.job_id,
         user=job.user if job else "",
@@ -149,8 +150,12 @@ def _live(page: JobStatus, endpoint: Endpoint, run: str) -> JobRow:
         step=page.step,
         restarts=page.restart_count,
         age=page.age,
-        reason=page.outcome or page.reason,
+        reason=page.outcome or page.reason or page.verdict,
     )
+
+
+def _state(page: JobStatus, folder: RunFolder) -> str:
+    return "hangs" if hangs(page) else _STATES.get(page.phase) or folder.state(time.time())
 
 
 def shown(row: JobRow) -> tuple[str, ...]:

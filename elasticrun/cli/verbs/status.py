@@ -28,7 +28,7 @@ import msgspec
 
 from elasticrun import __version__
 from elasticrun.config import ETCD_CALL_LIMIT, Tls
-from elasticrun.core.words import some
+from elasticrun.core.words import nearest, some
 from elasticrun.wire.auth import page_key, reader_token
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.rpc.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
@@ -91,12 +91,17 @@ def running(page: JobStatus, where: str) -> Row:
     placed = sum(node.group_rank >= 0 for node in page.nodes)
     return (
         name_of(page.job_id, where),
-        page.phase,
+        "hangs" if hangs(page) else page.phase,
         f"{placed}/{page.max_nodes}",
         *_step(page.step, page.step_age),
         f"{page.restart_count}/{page.max_restarts}",
         duration(page.age),
     )
+
+
+def hangs(page: JobStatus) -> bool:
+    """Whether a job that runs stands still; one whose rank works may well go on."""
+    return page.phase == "running" and page.hang not in ("", "weak")
 
 
 def _step(step: int, age: float) -> tuple[str, str]:
@@ -136,6 +141,8 @@ ANSWER_LIMIT: Final = 5.0
 
 GONE: Final = ("dead", "left")
 """States of nodes of which nobody knows what they do; what they last said is no news."""
+
+TO_FIND_OUT: Final = "; to find out why"
 
 DEFAULT_PORT: Final = 29400
 """torchrun's port for a rendezvous endpoint without one."""
@@ -225,6 +232,19 @@ def _away(job: str, files: Tls | None) -> Question | None:
     return None
 
 
+def _no_job(job: str) -> str:
+    """That there is none of this name, and what may have been meant."""
+    known = []
+    with contextlib.suppress(OSError, NoStatus):
+        from elasticrun.runs import index
+
+        runs = index.all_runs(index.runs_root(os.environ))
+        known = [one.name for run in runs if (one := run.job())]
+        known += [name for one in published_here() for name in (one.name, one.job_id)]
+    hint = nearest(job, sorted({*known} - {""}))
+    return f"there is no job {job} here{hint} (a master elsewhere is named by host:port)"
+
+
 def _left(job: str, *, as_json: bool) -> bool:
     """Print what the run folder says of a job that does not run here; whether there is one."""
     from elasticrun.cli.jobs.listing import left_lines
@@ -293,7 +313,7 @@ def ask(
         if isinstance(answer, LinkError):
             verb = "refuses to answer" if answer.rejected else "does not answer"
             sentence = f"the master at {where} {verb}: {answer}"
-            todo = f"; to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
+            todo = f"{TO_FIND_OUT}, run here: elasticrun doctor --rdzv-endpoint={where}"
             silent.append(sentence if answer.rejected else sentence + todo)
         elif isinstance(answer, auth.TlsError):
             raise NoStatus(str(answer))
@@ -456,6 +476,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     except NoStatus as nothing:
         print(f"elasticrun status: {nothing}", file=sys.stderr)
         return 1
+    if silent and ns.endpoint and ":" not in ns.endpoint:
+        silent = [f"{_no_job(ns.endpoint)}; {silent[0].partition(TO_FIND_OUT)[0]}"]
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     if ns.json:

@@ -60,6 +60,7 @@ def picture(
             or (f"{node.told}{rest}" if node.told and node.told == reason else node.told)
         )
 
+    told = watch.verdict()
     return JobStatus(
         job_id=spec.job_id,
         phase=phase,
@@ -79,9 +80,10 @@ def picture(
         excluded=ctx.exclusions.page(now),
         check=health.summary(),
         snapshot=snapshot,
-        verdict=told.sentence if (told := watch.verdict()) else "",
+        verdict=told.sentence if told else "",
         quiet=watch.quiet(),
         goodput=goodput.told if goodput is not None else "",
+        hang=told.klass if told and not told.says else "",
     )
 
 
