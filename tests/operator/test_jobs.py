@@ -11,10 +11,11 @@ import pytest
 
 from tests import needs
 from tests.compat.live import PUPPET, allreduce
+from tests.further import further
 from tests.harness import MARK, SOCKET, Peer, World
 from tests.kubernetes.cluster import Client, StandIn
 from tests.kubernetes.server.kinds import Obj
-from tests.operator.test_operator import Operator, install
+from tests.operator.test_operator import install
 
 pytestmark = pytest.mark.slow
 
@@ -44,13 +45,16 @@ class Running:
         self.cluster = StandIn(scratch, env=env)
         for number in range(4):
             self.cluster.node(f"n{number}")
-        self.kubectl: Client = install(self.cluster)
-        self.operator = Operator(self.cluster)
+        self.kubectl: Client = install(self.cluster, deploy=True)
         self._known: set[int] = set()
 
     def close(self) -> None:
-        self.operator.stop()
         self.cluster.close()
+
+    def operators(self, number: int) -> None:
+        """So many operators run."""
+        self.kubectl("scale", "deployment/elasticrun-operator", f"--replicas={number}")
+        self.cluster.until("pods", lambda pods: len(pods) - len(of_job(pods)) == number)
 
     def now(self) -> None:
         """Ranks that come from here on are another world's."""
@@ -101,6 +105,11 @@ class Running:
         return time.monotonic() - began
 
 
+def of_job(pods: list[Obj]) -> list[Obj]:
+    """Without the operator's."""
+    return [pod for pod in pods if "elasticrun.dev/job" in pod["metadata"].get("labels", {})]
+
+
 def condition(status: Obj, kind: str) -> Obj:
     return next(one for one in status["conditions"] if one["type"] == kind)
 
@@ -135,13 +144,13 @@ def test_pods_die_and_training_goes_on(job: Running) -> None:
     assert allreduce(job.world, two) == [2, 2]
     assert len(job.world.hub.peers) == count, "no rank has noticed"
 
-    job.operator.kill()
+    job.operators(0)
     assert allreduce(job.world, two) == [2, 2]
     job.now()
     job.cluster.kill("tr-0-0")
     (alone,) = job.ranks(1)
     assert job.pod("tr-0-1") is None
-    job.operator.start()
+    job.operators(1)
     two = job.ranks(2)
     for peer in two:
         peer.order("exit", code=0)
@@ -150,6 +159,11 @@ def test_pods_die_and_training_goes_on(job: Running) -> None:
     assert alone.gone
 
 
+@further(
+    "test_pods_die_and_training_goes_on",
+    "operator/test_plan::test_a_job_is_scaled_live",
+    "operator/test_plan::test_a_suspended_job_saves_and_has_no_pods",
+)
 def test_a_job_is_resized_and_suspended_live(job: Running) -> None:
     job.ranks(2)
     first = [job.until_pod(name)["metadata"]["uid"] for name in ("tr-0-0", "tr-1-0")]
@@ -160,12 +174,15 @@ def test_a_job_is_resized_and_suspended_live(job: Running) -> None:
     job.now()
     job.kubectl("scale", "ej/tr", "--replicas=2")
     job.ranks(2)
-    job.cluster.until("pods", lambda pods: len(pods) == 3)
+    job.cluster.until("pods", lambda pods: len(of_job(pods)) == 3)
     assert [job.until_pod(name)["metadata"]["uid"] for name in ("tr-0-0", "tr-1-0")] == first
 
     job.now()
     job.kubectl("patch", "ej/tr", "--type=merge", "-p", '{"spec":{"suspend":true}}')
-    job.cluster.until("pods", lambda pods: all(one["status"]["phase"] == "Failed" for one in pods))
+    ended = ("Failed", "Succeeded")
+    job.cluster.until(
+        "pods", lambda pods: all(one["status"]["phase"] in ended for one in of_job(pods))
+    )
     assert job.until(lambda at: at["phase"] == "Suspended")["nodes"] == "0/2"
     job.kubectl("patch", "ej/tr", "--type=merge", "-p", '{"spec":{"suspend":false}}')
     two = job.ranks(2)

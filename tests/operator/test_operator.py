@@ -63,16 +63,19 @@ class Operator:
         return self._life.returncode, said
 
 
-def install(cluster: StandIn, *flags: str) -> Client:
-    """As a user does it, who then types on."""
+def install(cluster: StandIn, *flags: str, deploy: bool = False) -> Client:
+    """As a user does it, who then types on. Without `deploy` the operator runs outside."""
+    words = ["--namespace=default", "--image=r/elasticrun:1", *flags]
     made = subprocess.run(
-        [COMMAND, "render", "operator", "--namespace=default", "--image=r/elasticrun:1", *flags],
+        [COMMAND, "render", "operator", *words],
         capture_output=True,
         text=True,
         check=True,
     )
+    documents = made.stdout.split("---\n")
+    wanted = [one for one in documents if deploy or "\nkind: Deployment\n" not in one]
     kubectl = cluster.client()
-    kubectl("apply", "-f", "-", given=made.stdout)
+    kubectl("apply", "-f", "-", given="---\n".join(wanted))
     return kubectl
 
 
