@@ -69,7 +69,7 @@ class Backend(Protocol):
     def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
         """Set how many nodes it has at most; `ask` puts a request to its master."""
 
-    def suspend(self, run: RunFolder, reason: str) -> str:
+    def suspend(self, run: RunFolder) -> str:
         """Save a step, and let go of what it runs on; returns when that is done."""
 
     def resume(self, run: RunFolder) -> str:

@@ -7,6 +7,7 @@ and go. Agents are known by pid and start time, so that no other process is take
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
+import msgspec
 from msgspec.structs import replace
 
 from elasticrun.core.words import names, some
@@ -76,14 +78,18 @@ class LocalJobs:
     def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
         """The master sets the number; agents that are missing are started."""
         said = ask(wanted).reason
-        known = submission(run)
+        known, job = submission(run), run.job()
+        if job is not None:
+            low = min(known.min_nodes, wanted.number)
+            with contextlib.suppress(OSError):  # a full disk; the master knows
+                run.write_job(replace(job, nodes=f"{low}:{wanted.number}"))
         missing = wanted.number - len(living(run))
         if known.port and missing > 0:
             self._start(run, known, missing)
             said += f"; {some(missing, 'agent')} more started here"
         return said
 
-    def suspend(self, run: RunFolder, reason: str) -> str:
+    def suspend(self, run: RunFolder) -> str:
         """SIGTERM, upon which agents save a step and leave."""
         name = submission(run).name
         if not _signal(living(run), signal.SIGTERM):
@@ -97,6 +103,9 @@ class LocalJobs:
         if state == "saved":
             step = run.last_step()
             return f"job {name} is suspended{f' at step {step}' if step >= 0 else ''}; {again}"
+        if result := run.result():  # it is no failure
+            result = replace(result, state="stopped", reason="suspended; no step was saved")
+            layout.replace_file(run.path / layout.RESULT, msgspec.json.encode(result))
         return f"job {name} is suspended; it had saved no step when it ended; {again}"
 
     def stop(self, run: RunFolder) -> str:

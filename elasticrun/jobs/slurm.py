@@ -92,7 +92,7 @@ class SlurmJobs:
             said += f"; its allocation has {some(has, 'node')}, and Slurm adds none"
         return said
 
-    def suspend(self, run: RunFolder, reason: str) -> str:
+    def suspend(self, run: RunFolder) -> str:
         """Back into the queue, and held there: Slurm sends SIGTERM, upon which nodes save and
         leave."""
         known = submission(run)

@@ -39,9 +39,9 @@ class SshJobs:
         """The master sets the number, of the hosts that have an agent."""
         return ask(wanted).reason
 
-    def suspend(self, run: RunFolder, reason: str) -> str:
+    def suspend(self, run: RunFolder) -> str:
         """SIGTERM, which is passed on: agents save a step and leave."""
-        return self._here.suspend(run, reason)
+        return self._here.suspend(run)
 
     def stop(self, run: RunFolder) -> str:
         """SIGTERM, for one whose master does not answer."""

@@ -146,6 +146,7 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
         reader.until_text(f"[{rank}] rank {rank} is here\n", stream="stdout")
     assert "had saved no step" in person.types("suspend", "prints")
     assert reader.wait() == 0
+    assert person.row("prints")["state"] == "stopped"
     (line,) = person.types("logs", "pri", "--rank=1", "-o", "json").splitlines()
     assert json.loads(line) == {"rank": 1, "stream": "stdout", "line": "rank 1 is here"}
     assert person.types("logs", "prints", "--node=elsewhere") == ""

@@ -33,9 +33,6 @@ def main(verb: str, argv: Sequence[str]) -> int:
     """One of DOES."""
     made = Parser(prog=f"{PROG} {verb}", description=DOES[verb])
     add_job(made)
-    if verb == "suspend":
-        text = "why, for those who read the job's events"
-        made.add_argument("--reason", default="", metavar="TEXT", help=text)
     if verb == "delete":
         text = "keep the run folder: only end the job"
         made.add_argument("--keep-files", action="store_true", help=text)
@@ -47,7 +44,7 @@ def _do(verb: str, ns: argparse.Namespace) -> int:
     run = run_of(ns.job)
     place = backend_of(run, withdraw())
     if verb == "suspend":
-        said = place.suspend(run, ns.reason)
+        said = place.suspend(run)
     elif verb == "resume":
         said = place.resume(run)
     else:
@@ -120,4 +117,8 @@ def finished(do: Callable[[], int], prog: str = f"{PROG} submit") -> int:
         return do()
     except NotDone as why:
         print(f"{prog}: {why}", file=sys.stderr)
-        return EXIT_FAILED
+    except OSError as wrong:
+        if not wrong.filename:  # standard output
+            raise
+        print(f"{prog}: {wrong.filename}: {wrong.strerror}", file=sys.stderr)
+    return EXIT_FAILED
