@@ -13,6 +13,11 @@ def some(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
+def plain(text: str) -> str:
+    """Texts come from scripts: no escape sequence of a terminal passes."""
+    return "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)
+
+
 def names(nodes: Sequence[str]) -> str:
     """`n0`, `n0 and n1`, `n0, n1 and n2`, `n0, n1, n2 and 7 others`."""
     if len(nodes) > NAMED:

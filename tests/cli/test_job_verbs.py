@@ -243,3 +243,5 @@ def test_events_go_on_where_they_were_also_with_a_new_master() -> None:
     assert listing.unseen(rows, 3) == []
     assert listing.unseen(rows, 900) == rows
     assert listing.event_lines(rows[:1], 1e9 + 10.0)[0].endswith("  info     line 1")
+    red = EventRow(4, 10.0, "", "ValueError: \x1b[31mred", "error")
+    assert "\x1b" not in listing.event_lines([red], 1e9)[0]

@@ -15,7 +15,7 @@ from elasticrun.cli.job.asking import as_json, ended, left_by, parsed, parser, r
 from elasticrun.cli.job.top import is_off
 from elasticrun.cli.verbs.status import name_of
 from elasticrun.core.sight.picture import EventRow, Picture, StackRow
-from elasticrun.core.words import some
+from elasticrun.core.words import plain, some
 from elasticrun.jobs.line import JobLine, NotAnswered
 from elasticrun.wire.messages import MAX_RANKS
 from elasticrun.wire.types import read_ranges
@@ -154,5 +154,5 @@ def event_lines(rows: Sequence[EventRow], now: float) -> list[str]:
     for row in rows:
         at = time.strftime("%H:%M:%S", time.localtime(now - row.age))
         node = f"{row.node}: " if row.node else ""
-        lines.append(f"{at}  {row.level:<7}  {node}{' '.join(row.text.split())}")
+        lines.append(f"{at}  {row.level:<7}  {node}{plain(' '.join(row.text.split()))}")
     return lines

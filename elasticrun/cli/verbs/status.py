@@ -28,7 +28,7 @@ import msgspec
 
 from elasticrun import __version__
 from elasticrun.config import ETCD_CALL_LIMIT, Tls
-from elasticrun.core.words import nearest, some
+from elasticrun.core.words import nearest, plain, some
 from elasticrun.wire.auth import page_key, reader_token
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.rpc.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
@@ -340,7 +340,7 @@ def _show(pages: Sequence[tuple[str, JobStatus]], links: Sequence[str] = ()) -> 
     for line in drawn[1:]:
         console.print(Text(line), soft_wrap=True)
     for line in _page(pages[0][1], console.width) if len(pages) == 1 else _brief(pages):
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(plain(line)), soft_wrap=True)
     for link in links:
         console.print(Text(link), soft_wrap=True)
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from elasticrun.core.rounds.failures import ALL_LEFT, SIGNALS, is_of_its_own
 from elasticrun.core.sight.picture import IncidentRow
-from elasticrun.core.words import some
+from elasticrun.core.words import plain, some
 from elasticrun.wire.messages import Failure, FailureKind
 
 PHASES: Final = {
@@ -53,16 +53,16 @@ NOTHING: Final = "no incident: nothing has stopped the training\n"
 
 def page(row: IncidentRow) -> str:
     """The whole record."""
-    lines = [f"# Incident {row.number}: {_plain(row.sentence)}", ""]
+    lines = [f"# Incident {row.number}: {plain(row.sentence)}", ""]
     state = "" if row.over else " It is not over yet."
     lines += [f"{_capital(WORDS.get(row.cause, row.cause))}, in round {row.round}.{state}", ""]
-    lines += [f"- **First**: {_plain(row.sentence)}"]
+    lines += [f"- **First**: {plain(row.sentence)}"]
     if row.hang:
-        lines.append(f"- **Hang before it**: {_plain(row.hang)}")
+        lines.append(f"- **Hang before it**: {plain(row.hang)}")
     if row.followed:
-        lines.append(f"- **Then**: {_plain(row.followed)}")
+        lines.append(f"- **Then**: {plain(row.followed)}")
     if row.decision:
-        lines.append(f"- **Decision**: {_plain(row.decision)}")
+        lines.append(f"- **Decision**: {plain(row.decision)}")
     if row.excluded:
         lines.append(f"- **Left out**: {', '.join(row.excluded)}")
     lines += ["", *_timeline(row), "", *_cost(row)]
@@ -113,8 +113,8 @@ def error_page(row: IncidentRow, when: float) -> str:
         "then": row.followed,
         "decision": row.decision,
     }
-    lines = [_plain(row.sentence), ""]
-    lines += [f"{name + ':':<12}{_plain(said)}" for name, said in facts.items() if said]
+    lines = [plain(row.sentence), ""]
+    lines += [f"{name + ':':<12}{plain(said)}" for name, said in facts.items() if said]
     if row.last_lines:
         lines += ["", "what it wrote last:", *_block(row.last_lines)]
     for group in row.stacks:
@@ -131,16 +131,16 @@ def line(row: IncidentRow) -> str:
     else:
         lost = f", {some(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
         what = f"{row.decision.partition(':')[0]}, {span(lasted(row))} down{lost}"
-    return f"incident {row.number}: {_plain(row.sentence)}; {what}"
+    return f"incident {row.number}: {plain(row.sentence)}; {what}"
 
 
 def table(rows: Iterable[IncidentRow], columns: int = 0, now: str = "") -> str:
     """A line each, the newest last, cut to `columns` (0: whole). `now`: what holds the job up."""
     lines = [
-        _row(row) + (_plain(row.sentence) if row.over else f"(open) {_plain(row.sentence)}")
+        _row(row) + (plain(row.sentence) if row.over else f"(open) {plain(row.sentence)}")
         for row in rows
     ]
-    now = f"held up now: {_plain(now)}\n" if now else ""
+    now = f"held up now: {plain(now)}\n" if now else ""
     if not lines:
         return now.replace("held up now", "no incident yet; held up now") or NOTHING
     head = f"{'NO':>4} {'AGO':>7} {'CAUSE':<11} {'DOWN':>8} {'STEPS':>6}  WHAT"
@@ -191,12 +191,7 @@ def _block(text: str) -> Iterator[str]:
     """Indented, so that no fence in it ends the block; controls are shown and not sent."""
     yield ""
     for line in text.rstrip("\n").split("\n"):
-        yield "    " + _plain(line)
-
-
-def _plain(text: str) -> str:
-    """Texts come from scripts: no escape sequence of a terminal passes."""
-    return "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)
+        yield "    " + plain(line)
 
 
 def _capital(text: str) -> str:
