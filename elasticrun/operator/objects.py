@@ -341,6 +341,9 @@ _OF_THE_TEMPLATE: Final = (
 """Fields of the template's spec that the master's pod has as well."""
 
 
+_OF_ITS_CONTAINER: Final = ("image", "imagePullPolicy", "securityContext")
+
+
 def master_pod(job: JobObject, attempt: int) -> Json:
     """The pod of the job's master: the template's image, and none of its devices."""
     template = job.spec.template["spec"]
@@ -348,7 +351,7 @@ def master_pod(job: JobObject, attempt: int) -> Json:
     its_address = {"fieldRef": {"fieldPath": "status.podIP"}}
     container = {
         "name": MASTER,
-        **{key: first[key] for key in ("image", "imagePullPolicy") if key in first},
+        **{key: first[key] for key in _OF_ITS_CONTAINER if key in first},
         "command": ["elasticrun", MASTER],
         "args": ["--host=$(POD_IP)", f"--port={MASTER_PORT}", f"--rdzv-id={job.run_id}"],
         "env": [{"name": "POD_IP", "valueFrom": its_address}, _token(job)],

@@ -200,7 +200,8 @@ def plan(job: JobObject, sight: Seen, now: float) -> ToDo:
         gives_up = patience is not None and patience <= 0
         if patience is not None and not gives_up:
             waits.append(patience)
-        given_back = _give_back(look) if gives_up else []
+        why = "too few pods could be placed, and those that were held their devices"
+        given_back = _remove(look.living, GAVE_UP, why) if gives_up else []
         orders = given_back or [*_master(look, waits), *_nodes(look, waits)]
         if limit := job.spec.run_policy.active_deadline_seconds:
             waits.append((moment(old.start_time) or now) + limit - now)
@@ -216,7 +217,7 @@ def _end(look: JobView) -> JobEnd | None:
     """Whether the job is over, and how."""
     job, spec, now = look.job, look.job.spec, look.now
     for pod in look.sight.pods:
-        if pod.done and not pod.disrupted and pod.code in HOPELESS:
+        if pod.done and pod.code in HOPELESS and not (pod.disrupted or pod.deleted):
             return JobEnd(
                 "Failed", "NotToBeRetried",
                 f"{pod.name} ended with {pod.code}: another pod cannot do better",
@@ -249,24 +250,17 @@ def _finished(look: JobView, end: JobEnd | None) -> ToDo:
     policy, waits = job.spec.run_policy, []
     over = moment(old.completion_time) if old.completion_time else now
     failed = (end.phase if end else old.phase) == "Failed"
-    if policy.clean_pod_policy == "All":
-        leaving = [pod for pod in look.nodes if not pod.deleted]
-    elif failed or policy.clean_pod_policy == "Running":
-        leaving = [pod for pod in look.living if not pod.deleted]
-    else:
-        leaving = []
+    whole = policy.clean_pod_policy == "All"
+    ends = look.living if failed or policy.clean_pod_policy == "Running" else []
+    leaving = look.nodes if whole else ends
     master = look.last_master
-    all_of_it = policy.clean_pod_policy == "All"
-    if master and not (look.living or master.deleted) and (all_of_it or master.lives(now)):
+    if master and not look.living and (whole or master.lives(now)):
         leaving = [*leaving, master]
-    settled = over + SETTLE
-    if now < settled and leaving:
-        waits.append(settled - now)
+    leaving = [pod for pod in leaving if not pod.deleted]
+    if leaving and now < over + SETTLE:
+        waits.append(over + SETTLE - now)
         leaving = []
-    orders: list[Order] = [
-        Remove(pod.name, JobEvent("Cleaned", f"deleted pod {pod.name}: the job is over"))
-        for pod in leaving
-    ]
+    orders = _remove(leaving, "Cleaned", "the job is over")
     if (ttl := policy.ttl_seconds_after_finished) is not None:
         if now >= over + ttl:
             orders = [Discard()]
@@ -279,12 +273,19 @@ def _finished(look: JobView, end: JobEnd | None) -> ToDo:
 # ---------------------------------------------------------------- pods
 
 
+def _remove(pods: Iterable[OwnedPod], reason: str, why: str) -> list[Order]:
+    """Delete those that nobody has deleted yet."""
+    return [
+        Remove(pod.name, JobEvent(reason, f"deleted pod {pod.name}: {why}", reason == GAVE_UP))
+        for pod in pods
+        if not pod.deleted
+    ]
+
+
 def _take_away(look: JobView, reason: str, why: str) -> list[Order]:
     """All nodes, so that they save; then the master, by which they agree on the step."""
-    leaving = [pod for pod in look.living if not pod.deleted]
-    if not look.living:
-        leaving = [p for p in look.of(MASTER_INDEX) if p.lives(look.now) and not p.deleted]
-    return [Remove(p.name, JobEvent(reason, f"deleted pod {p.name}: {why}")) for p in leaving]
+    masters = [pod for pod in look.of(MASTER_INDEX) if pod.lives(look.now)]
+    return _remove(look.living or masters, reason, why)
 
 
 def _patience(look: JobView) -> float | None:
@@ -295,15 +296,6 @@ def _patience(look: JobView) -> float | None:
         return None
     limit = look.job.spec.run_policy.pending_timeout_seconds
     return moment(found.last_transition_time) + limit - look.now
-
-
-def _give_back(look: JobView) -> list[Order]:
-    why = "too few pods could be placed, and those that were held their devices"
-    return [
-        Remove(pod.name, JobEvent(GAVE_UP, f"deleted pod {pod.name}: {why}", warning=True))
-        for pod in look.living
-        if not pod.deleted
-    ]
 
 
 def _due(dead: list[OwnedPod], now: float) -> float:
@@ -321,44 +313,32 @@ def _master(look: JobView, waits: list[float]) -> list[Order]:
     """The master's pod: there is one, until the job is over."""
     pods = look.of(MASTER_INDEX)
     alive = [pod for pod in pods if pod.lives(look.now)]
-    orders = _doubles(alive)
     if alive or look.succeeding or look.gave_up:
-        return orders
-    if pods and pods[-1].run_over and look.living:  # the run has ended: its nodes end first
-        return _stragglers(look, pods[-1], waits)
-    if wait := _due(pods, look.now):
+        return _doubles(alive)
+    wait = _due(pods, look.now)
+    if over := pods and pods[-1].run_over and look.living:  # its nodes end first
+        wait = (pods[-1].ended or look.now) + STRAGGLER - look.now
+    if wait > 0:
         waits.append(wait)
         return []
-    attempt = pods[-1].attempt + 1 if pods else 0
-    body = objects.master_pod(look.job, attempt)
-    before = _outcome_of(pods[-1]).rpartition(",")[0] if pods else ""
+    if over:
+        return _take_away(look, "Straggler", f"the run ended {STRAGGLER:g} s ago")
+    body = objects.master_pod(look.job, _attempt(pods))
     first = [Make(one) for one in objects.common(look.job, look.sight.version)]
-    old = [Remove(p.name, JobEvent("Cleaned", f"deleted pod {p.name}")) for p in pods[:-1]]
-    return [*first, MakeSecret(), *old, Make(body, _made(body, before))]
-
-
-def _stragglers(look: JobView, master: OwnedPod, waits: list[float]) -> list[Order]:
-    left = (master.ended or look.now) + STRAGGLER - look.now
-    if left > 0:
-        waits.append(left)
-        return []
-    why = f"the run ended {STRAGGLER:g} s ago"
-    return _take_away(look, "Straggler", why)
+    return [*first, MakeSecret(), *_remove(pods[:-1], "Cleaned", "replaced"), _make(body, pods)]
 
 
 def _nodes(look: JobView, waits: list[float]) -> list[Order]:
     """A pod for every index; none above what is wanted."""
     if look.succeeding:
-        why = "the job is about to be done"
-        pending = [p for p in look.living if p.phase == "Pending" and not p.deleted]
-        return [
-            Remove(p.name, JobEvent("Cleaned", f"deleted pod {p.name}: {why}")) for p in pending
-        ]
+        pending = [pod for pod in look.living if pod.phase == "Pending"]
+        return _remove(pending, "Cleaned", "the job is about to be done")
     if pause := look.gave_up:
         waits.append(pause)
         return []
-    if look.run_over and (look.living or not _master_anew(look)):
-        return []
+    last = look.last_master
+    if look.run_over and (look.living or (last and not last.done)):
+        return []  # the run that has ended goes first, and its master
     orders: list[Order] = []
     for index in range(look.job.spec.nodes + look.job.spec.spares):
         orders += _node(look, index, waits)
@@ -366,57 +346,44 @@ def _nodes(look: JobView, waits: list[float]) -> list[Order]:
     return [*resize, *orders, *_surplus(look, resized=not resize), *_stale(look)]
 
 
-def _master_anew(look: JobView) -> bool:
-    """Whether the next run may begin: the last one's master has ended."""
-    last = look.last_master
-    return last is None or last.done
-
-
 def _node(look: JobView, index: int, waits: list[float]) -> list[Order]:
     pods = look.of(index)
     alive = [pod for pod in pods if pod.lives(look.now)]
-    if len(alive) > 1:
-        return _doubles(alive)
+    if len(alive) == 1 and alive[0].single and look.job.spec.nodes > 1:
+        return _remove(alive, "Scaled", "it was started for one node alone")
     if alive:
-        (one,) = alive
-        if one.single and look.job.spec.nodes > 1 and not one.deleted:
-            why = "it was started for one node alone"
-            return [Remove(one.name, JobEvent("Scaled", f"deleted pod {one.name}: {why}"))]
-        return []
+        return _doubles(alive)
     if wait := _due(pods, look.now):
         waits.append(wait)
         return []
-    attempt = pods[-1].attempt + 1 if pods else 0
     avoided = [one.node for one in _avoided(look)]
-    body = objects.node_pod(look.job, index, attempt, avoided, look.sight.version)
-    return [Make(body, _made(body, _outcome_of(pods[-1]) if pods else ""))]
+    body = objects.node_pod(look.job, index, _attempt(pods), avoided, look.sight.version)
+    return [_make(body, pods)]
 
 
 def _doubles(alive: list[OwnedPod]) -> list[Order]:
     """All but the oldest: it is the one that others know."""
-    return [
-        Remove(pod.name, JobEvent("Double", f"deleted pod {pod.name}: {alive[0].name} lives"))
-        for pod in alive[1:]
-        if not pod.deleted
-    ]
+    return _remove(alive[1:], "Double", "an older one lives")
 
 
-def _made(body: Json, before: str) -> JobEvent:
+def _attempt(pods: list[OwnedPod]) -> int:
+    return pods[-1].attempt + 1 if pods else 0
+
+
+def _make(body: Json, pods: list[OwnedPod]) -> Make:
+    """`pods`: those there were of its index."""
     name = body["metadata"]["name"]
-    if not before:
-        return JobEvent("Created", f"created pod {name}")
-    return JobEvent("Replaced", f"created pod {name}: {before}")
-
-
-def _outcome_of(pod: OwnedPod) -> str:
-    cost = "free of charge" if pod.free else "counted"
-    if pod.deleted:
-        return f"{pod.name} has not been heard of since it was deleted, {cost}"
-    if pod.no_memory:
-        return f"{pod.name} was out of memory, {cost}"
-    if pod.disrupted or pod.code is None:
-        return f"{pod.name} was disrupted, {cost}"
-    return f"{pod.name} ended with {pod.code}, {cost}"
+    if not pods:
+        return Make(body, JobEvent("Created", f"created pod {name}"))
+    last, how = pods[-1], f"ended with {pods[-1].code}"
+    if last.deleted:
+        how = "was not heard of since it was deleted"
+    elif last.no_memory:
+        how = "was out of memory"
+    elif last.disrupted or last.code is None:
+        how = "was disrupted"
+    of_node = "" if last.index == MASTER_INDEX else ", free of charge" if last.free else ", counted"
+    return Make(body, JobEvent("Replaced", f"created pod {name}: {last.name} {how}{of_node}"))
 
 
 def _resize(look: JobView) -> list[Order]:
@@ -432,7 +399,7 @@ def _surplus(look: JobView, *, resized: bool) -> list[Order]:
     """Pods of indices that are no more wanted. The master leaves them out of the next round first,
     so that their going disturbs nobody."""
     wanted = look.job.spec.nodes + look.job.spec.spares
-    over = [pod for pod in look.living if pod.index >= wanted and not pod.deleted]
+    over = [pod for pod in look.living if pod.index >= wanted]
     if not over or not resized:
         return []
     said = look.sight.master
@@ -442,22 +409,15 @@ def _surplus(look: JobView, *, resized: bool) -> list[Order]:
     there = {pod.index for pod in look.running}
     settled = look.training and len(hosts) <= look.job.spec.nodes
     replaced = settled and all(index in there for index in range(wanted))
-    why = f"the job has {some(look.job.spec.nodes, 'node')} now"
-    return [
-        Remove(pod.name, JobEvent("Scaled", f"deleted pod {pod.name}: {why}"))
-        for pod in over
-        if replaced or objects.host_name(look.job, pod.index) not in hosts
-    ]
+    going = [p for p in over if replaced or objects.host_name(look.job, p.index) not in hosts]
+    return _remove(going, "Scaled", f"the job has {some(look.job.spec.nodes, 'node')} now")
 
 
 def _stale(look: JobView) -> list[Order]:
     """Failed pods that are no record of anything, but for the last two of each index."""
     newest = {pod.index: pod.attempt for pod in look.nodes}
-    return [
-        Remove(pod.name, JobEvent("Cleaned", f"deleted pod {pod.name}: it was replaced"))
-        for pod in look.nodes
-        if pod.done and pod.free and not pod.deleted and pod.attempt + 2 <= newest[pod.index]
-    ]
+    old = [pod for pod in look.nodes if pod.attempt + 2 <= newest[pod.index]]
+    return _remove((pod for pod in old if pod.done and pod.free), "Cleaned", "it was replaced")
 
 
 # ---------------------------------------------------------------- the status
@@ -467,14 +427,16 @@ def _avoided(look: JobView) -> tuple[Avoided, ...]:
     """Nodes of the cluster that new pods keep away from: those that the master excludes, those that
     a pod found bad, and what the status still remembers of both."""
     known = {one.node: one for one in look.job.status.excluded_nodes}
-    host_to_node = {objects.host_name(look.job, pod.index): pod.node for pod in look.nodes}
     found = [
         (pod.node, f"{pod.name} found it bad (exit code {pod.code})", pod.ended)
         for pod in look.nodes
         if pod.phase == "Failed" and pod.code == EXIT_BAD_NODE
     ]
     for one in look.sight.master.excluded if look.sight.master else ():
-        found.append((host_to_node.get(one.host.partition(".")[0], ""), one.reason, look.now))
+        host, since = one.host.partition(".")[0], look.now - one.age
+        mine = [p for p in look.nodes if objects.host_name(look.job, p.index) == host]
+        then = [pod.node for pod in mine if pod.created <= since]  # its successor is elsewhere
+        found.append((then[-1] if then else "", one.reason, since))
     for node, reason, since in found:
         if node and node not in known and look.now - since < AVOIDED_FOR:
             known[node] = Avoided(node, reason, stamp(since or look.now))
@@ -483,7 +445,7 @@ def _avoided(look: JobView) -> tuple[Avoided, ...]:
 
 
 def _status(look: JobView, *, end: JobEnd | None = None, gives_up: bool = False) -> ElasticStatus:
-    job, said, old = look.job, look.sight.master, look.job.status
+    job, said, old, refused = look.job, look.sight.master, look.job.status, look.sight.refused
     over = end is not None or old.over
     suspended = job.spec.suspend and not over
     training = look.training and not over and not suspended
@@ -499,8 +461,9 @@ def _status(look: JobView, *, end: JobEnd | None = None, gives_up: bool = False)
         phase = "Starting" if len(look.running) >= job.spec.least else "Pending"
     placed = sum(one.group_rank >= 0 for one in said.nodes) if said and training else None
     count = len(look.running) if placed is None else placed
+    nodes = f"{min(count, job.spec.nodes)}/{job.spec.nodes}"
     truths = {
-        "Admitted": _admitted(look),
+        "Admitted": (not refused, *(("Refused", refused) if refused else ("Accepted", ""))),
         "Scheduled": _scheduled(look, suspended=suspended, gives_up=gives_up),
         "MasterReachable": _reachable(look, over=over),
         "Training": _training(look, training),
@@ -510,9 +473,7 @@ def _status(look: JobView, *, end: JobEnd | None = None, gives_up: bool = False)
     }
     return ElasticStatus(
         phase=phase,
-        nodes=old.nodes
-        if over or look.succeeding
-        else f"{min(count, job.spec.nodes)}/{job.spec.nodes}",
+        nodes=old.nodes if over or look.succeeding else nodes,
         running=len(look.running),
         selector=job.selector,
         restarts=said.restart_count if said else old.restarts,
@@ -530,18 +491,10 @@ Truth = tuple[bool, str, str]
 
 
 def _since(old: ElasticStatus, kind: str, truth: Truth, now: float) -> JobCondition:
-    status, reason, message = "True" if truth[0] else "False", truth[1], truth[2]
-    before = old.condition(kind)
-    same = (before.status, before.reason) == (status, reason) and before.last_transition_time
-    return JobCondition(
-        kind, status, reason, message, before.last_transition_time if same else stamp(now)
-    )
-
-
-def _admitted(look: JobView) -> Truth:
-    if look.sight.refused:
-        return False, "Refused", look.sight.refused
-    return True, "Accepted", "the job is as it should be"
+    before, made = old.condition(kind), JobCondition(kind, str(truth[0]), *truth[1:], stamp(now))
+    if (before.status, before.reason) != (made.status, made.reason):
+        return made
+    return msgspec.structs.replace(made, last_transition_time=before.last_transition_time)
 
 
 def _scheduled(look: JobView, *, suspended: bool, gives_up: bool) -> Truth:
@@ -619,32 +572,23 @@ def _notices(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
         for one in new.excluded_nodes
         if one.node not in known
     ]
-    for kind, warning in (("Succeeded", False), ("Failed", True)):
-        now = new.condition(kind)
-        if now.status == "True" and old.condition(kind).status != "True":
-            made.append(JobEvent(kind, f"{now.reason}: {now.message}", warning))
     before, after = old.condition("Scheduled").reason, new.condition("Scheduled")
     if after.reason == GAVE_UP != before:
         made.append(JobEvent(GAVE_UP, after.message, warning=True))
-    if "Suspended" in (after.reason, before) and after.reason != before and not new.over:
-        suspended = after.reason == "Suspended"
-        made.append(JobEvent(*_SUSPENDED if suspended else _RESUMED))
+    if old.phase != new.phase:
+        if new.over:
+            now = new.condition(new.phase)
+            said = f"{now.reason}: {now.message}"
+            made.append(JobEvent(new.phase, said, warning=new.phase == "Failed"))
+        elif new.phase == "Suspended":
+            made.append(JobEvent("Suspended", "all pods are taken away, after they have saved"))
+        elif old.phase == "Suspended":
+            made.append(JobEvent("Resumed", "pods are made again"))
     return tuple(made)
-
-
-_SUSPENDED: Final = ("Suspended", "all pods are taken away, after they have saved")
-_RESUMED: Final = ("Resumed", "pods are made again")
 
 
 def patch(old: Json, new: ElasticStatus) -> Json | None:
     """What is to be merged into a status for it to be `new`; None where it is."""
     wanted = msgspec.to_builtins(new)
-    if all(old.get(key) == value for key, value in wanted.items()):
-        return None
-    return {"status": wanted}
-
-
-def names(orders: Iterable[Order]) -> list[str]:
-    """Of the pods that are made, for tests and log lines."""
-    made = [one.body for one in orders if isinstance(one, Make)]
-    return [body["metadata"]["name"] for body in made if body["kind"] == "Pod"]
+    same = all(old.get(key) == value for key, value in wanted.items())
+    return None if same else {"status": wanted}
