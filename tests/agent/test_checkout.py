@@ -227,14 +227,18 @@ def test_two_agents_of_a_host_run_one_checkout(origin: Origin, world: World) -> 
 def test_a_job_that_is_submitted_has_the_commit_of_that_moment(
     origin: Origin, world: World
 ) -> None:
+    """Typed as Arena's users type it."""
     work, run = world.scratch / "work", world.scratch / "kept"
     work.mkdir()
     env = {**world.environment(), "GIT_SYNC_USERNAME": USER, "GIT_SYNC_PASSWORD": SECRET}
-    flags = (f"--working-dir={work}", f"--run-dir={run}", "--name=g", f"--git={origin.url}")
-    said = ran("submit", *flags, "--", "main.py", env=env)
-    assert (said.returncode, said.stderr.count("\n")) == (0, 0), said.stderr
+    flags = ("--name=g", "--gpus=0", "--workers=1", f"--working-dir={work}", f"--run-dir={run}")
+    code = ("--sync-mode=git", f"--sync-source={origin.url}", "--share-memory=2Gi")
+    command = f"python -u {work}/code/train/main.py --epochs 2"
+    said = ran("submit", "pytorch", *flags, *code, command, env=env)
+    assert said.returncode == 0, said.stderr
+    assert said.stderr.startswith("elasticrun: --share-memory=2Gi has no effect: ")
     assert origin.second in (run / "job.json").read_text()
     until_file(run / "result.json", lambda text: '"succeeded"' in text)
-    assert "second True [] []" in (run / "console.log").read_text()
+    assert "second True ['--epochs', '2'] []" in (run / "console.log").read_text()
     assert not [path for path in run.rglob("*") if path.is_file() and SECRET in path.read_text()]
     assert not origin.seen

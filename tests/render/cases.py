@@ -26,7 +26,19 @@ _LAUNCHER = (
 )  # fmt: skip
 _SCRIPT = ("--", "train.py", "--lr", "3e-4", "--note", 'it\'s $(HOME), "y"\tor 1e3: # é', "")
 
+_ARENA = (
+    "pytorch", "--name=bert", "--gpus=2", "--workers=3", "--working-dir=/root",
+    "--image=registry.example/team/bert:2.1", "--image-pull-secret=registry", "--sync-mode=git",
+    "--sync-source=https://code.example/team/bert.git", "--env=GIT_SYNC_REV=" + "0a" * 20,
+    "--git-secret=code", "--env=NCCL_DEBUG=INFO", "--data=corpus:/data", "--data", "runs:/runs",
+    "--tensorboard", "--logdir=/runs/tb", "--share-memory=2Gi", "--gang", "--priority=high",
+    "--toleration=gpu=yes:NoSchedule,Equal", "--selector=pool=a100", "--rdma",
+    "--running-timeout=2h30m", "--ttl-after-finished=1h", "--clean-task-policy=Running",
+    "--token-secret=bert", "python -u /root/code/bert/main.py --lr 1e-4",
+)  # fmt: skip
+
 CASES: dict[str, tuple[str, ...]] = {
+    "k8s_arena.yaml": ("k8s", *_ARENA),
     "k8s_least.yaml": ("k8s", "--name", "tr", "--image", "repo/train:1.0", "--", "train.py"),
     "k8s_elastic.yaml": (
         "k8s", "--name", "tr", "--image", "repo/train:1.0", "--nnodes", "2:4",

@@ -18,6 +18,7 @@ from typing import Final
 from elasticrun.cli import settings
 from elasticrun.cli.devices import shared_folder, this_machine
 from elasticrun.cli.flags import PROG, FlagHelp, Parser, add_group, get_args_parser
+from elasticrun.cli.jobs import arena
 from elasticrun.cli.jobs.code import pinned
 from elasticrun.cli.jobs.jobs import finished
 from elasticrun.cli.resolve import resolve
@@ -61,10 +62,10 @@ Wanted = Callable[
 
 def main(words: Sequence[str], say: Callable[[str], None]) -> int:
     """The verb; `say` hears what the user should know. UsageError."""
-    flags, program = render.split(words)
     try:
-        on, hosts = _place(flags)
+        on, hosts = _place(render.split(words)[0])
         where = choosing.chosen(on, os.environ, hosts=hosts)
+        flags, program = render.split(arena.translated(words, where, say))
         made = parser(where)
         ns, extra = made.parse_known_args(flags)
         render.refuse(extra)

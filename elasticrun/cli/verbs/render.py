@@ -19,6 +19,7 @@ from typing import Any, Final
 from elasticrun.cli import settings, trust
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.jobs import arena
 from elasticrun.cli.jobs.code import pinned
 from elasticrun.cli.resolve import resolve, shutdown_timeout
 from elasticrun.cli.settings import Asked, UsageError
@@ -192,7 +193,7 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
         known = ", ".join(render_flags.TARGETS)
         what = f"{target!r} cannot be rendered" if target else "nothing to render"
         raise Invalid(f"{what}: name one of {known} (see elasticrun render --help)")
-    flags, program = split(rest)
+    flags, program = split(arena.translated(rest, target, say))
     ns, extra = render_flags.parser(target).parse_known_args(flags)
     refuse(extra)
     if not program or program[0].startswith("-"):

@@ -1,0 +1,225 @@
+"""Arena's words for `submit` and `render`: its flags where they mean the same, and its command in
+one string. Pure: what is typed comes out in our own words.
+
+`ROWS` says of each flag what becomes of it for pods, in Slurm and on this host; a place that a row
+leaves out cannot be told it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.rendezvous import MEETING_FLAGS, without
+from elasticrun.render.checks import Invalid
+
+PODS, SLURM, LOCAL = "pods", "slurm", "local"
+EVERYWHERE: Final = (PODS, SLURM, LOCAL)
+
+KINDS: Final = ("pytorch", "pytorchjob", "py")
+"""What Arena wants to hear before the flags; one may stand there here, too."""
+
+
+class Row(NamedTuple):
+    """What becomes of one flag. `words`: ours at each place, with {value} (as it is), {seconds},
+    {minutes}, {taint}, {key} and {count} (of KEY=N), {mem} (Slurm's G for Gi) in them. `note`:
+    where there are none, why there need not be any. `alone`: what is meant without a value."""
+
+    words: Mapping[str, tuple[str, ...]] = {}
+    note: str = ""
+    alone: str = ""
+
+
+def _pods(*words: str, **more: str) -> Row:
+    """A flag that is said of pods alone."""
+    return Row({PODS: words}, **more)
+
+
+def _all(*words: str) -> Row:
+    return Row(dict.fromkeys(EVERYWHERE, words))
+
+
+_IGNORED: Final = ("--image-pull-policy", "--tensorboard-image", "--loglevel", "--arena-namespace",
+                   "--config", "--sync-image", "--shell")  # fmt: skip
+
+ROWS: Final[Mapping[str, Row]] = {
+    "--workers": _all("--nodes={value}"),
+    "--gpus": Row({PODS: ("--gpus={value}",), SLURM: ("--gpus-per-node={value}",),
+                   LOCAL: ("--nproc-per-node={value}",)}),
+    "--cpu": Row({PODS: ("--cpu={value}",), SLURM: ("--cpus-per-task={value}",)}),
+    "--memory": Row({PODS: ("--memory={value}",), SLURM: ("--mem={mem}",)}),
+    "--device": _pods("--gpu-resource={key}", "--gpus={count}"),
+    "--rdma": _pods("--rdma={value}", alone="rdma/hca"),
+    "--share-memory": Row({PODS: ("--shm={value}",)}, "/dev/shm is the host's own here"),
+    "--sync-source": _all("--git={value}"),
+    "--data-dir": Row({PODS: ("--volume=dir{number}=host:{value}:{value}",),
+                       SLURM: ("--data=dir{number}:{value}",),
+                       LOCAL: ("--data=dir{number}:{value}",)}),
+    "--gang": _pods("--gang={value}", alone="coscheduling"),
+    "--toleration": _pods("--toleration={taint}"),
+    "--running-timeout": Row({PODS: ("--deadline={seconds}",), SLURM: ("--time={minutes}",)}),
+    "--ttl-after-finished": Row({PODS: ("--ttl={seconds}",)},
+                                "`elasticrun prune --since` removes what has ended"),
+    "--clean-task-policy": Row({}, "nodes end with their job, and pods that have ended stay until "
+                                   "--ttl-after-finished"),
+    "--job-backoff-limit": _pods("--backoff-limit={value}"),
+    "--retry": Row({PODS: ("--retries={value}",), SLURM: ("--retries={value}",)}),
+    **{name: _pods(name + "={value}") for name in (
+        "--image", "--namespace", "--priority", "--selector", "--label", "--annotation",
+        "--image-pull-secret", "--scheduler", "--service-account")},
+    **{name: Row({}, "it has no use here") for name in _IGNORED},
+}  # fmt: skip
+
+SHORT: Final = {"-e": "--env", "-l": "--label", "-a": "--annotation", "-n": "--namespace"}
+
+_TIME: Final = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?\Z")
+_SHELL: Final = re.compile(r"[;&|<>`$]|\n")
+_REF: Final = re.compile(r"GIT_SYNC_(?:BRANCH|REV)=(.*)\Z")
+
+
+def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> list[str]:
+    """What was typed behind `submit` or `render TARGET`, in our words; others stay as they are.
+    `where`: a place of --on or a target of `render`; `say` hears which flags have no effect.
+    Invalid."""
+    place = {"slurm": SLURM, "local": LOCAL, "ssh": LOCAL}.get(where, PODS)
+    words = list(words)
+    if words and words[0] in KINDS:
+        del words[0]
+    at = words.index("--") if "--" in words else len(words)
+    flags, behind = words[:at], words[at:]
+    if not behind and flags and " " in flags[-1].strip() and not flags[-1].startswith("-"):
+        more, behind = _command(flags.pop())
+        flags += more
+    return [*_Translation(flags, place, say).made(), *behind]
+
+
+class _Translation:
+    """Of the flags of one command line."""
+
+    def __init__(self, flags: list[str], place: str, say: Callable[[str], None]) -> None:
+        self._flags = flags
+        self._place = place
+        self._say = say
+        self._ranks_said = any(re.match(r"--nproc[-_]per[-_]node\b", word) for word in flags)
+        self._git = self._ref = ""
+        self._data: list[str] = []
+
+    def made(self) -> list[str]:
+        done: list[str] = []
+        while self._flags:
+            word = self._flags.pop(0)
+            name, equals, value = word.partition("=")
+            name = SHORT.get(name, name.replace("_", "-") if name.startswith("--") else name)
+            if name not in ROWS and name not in ("--env", "--data", "--sync-mode", "--config-file"):
+                done.append(word)
+                continue
+            row = ROWS.get(name, Row())
+            if row.alone:
+                value = self._optional(value, equals, row)
+            elif not equals:
+                value = self._next(name)
+            done += self._meant(name, value, row)
+        if self._git and self._ref:
+            done[done.index(self._git)] = f"{self._git}@{self._ref}"
+        return done + ([f"--data={','.join(self._data)}"] if self._data else [])
+
+    def _next(self, name: str) -> str:
+        if not self._flags:
+            raise Invalid(f"{name} needs a value")
+        return self._flags.pop(0)
+
+    def _optional(self, value: str, equals: str, row: Row) -> str:
+        if not equals and self._flags and not self._flags[0].startswith("-"):
+            value = self._flags.pop(0)
+        return row.alone if value in ("", "true") else value
+
+    def _meant(self, name: str, value: str, row: Row) -> list[str]:
+        if name == "--data":
+            self._data.append(value)
+            return []
+        if name == "--env":
+            if found := _REF.match(value):
+                self._ref = found[1]
+                return []
+            return [f"--env={value}"]
+        if name == "--sync-mode":
+            if value != "git":
+                raise Invalid(f"--sync-mode={value}: code comes from git, or is in the image")
+            return []
+        if name == "--config-file":
+            raise Invalid(
+                f"--config-file={value}: make it a ConfigMap by `kubectl create configmap NAME "
+                f"--from-file={value.partition(':')[0]}`, and add --volume "
+                "NAME=configmap:NAME:/FOLDER"
+            )
+        if value == "false" and row.alone:
+            return []
+        if self._place == LOCAL and name == "--gpus" and (self._ranks_said or value == "0"):
+            return []
+        if self._place not in row.words:
+            if not row.note:
+                raise Invalid(f"{name} is said of {_who(row)}: leave it out here")
+            self._say(f"{name}={value} has no effect: {row.note}")
+            return []
+        made = [_filled(text, name, value, len(self._data)) for text in row.words[self._place]]
+        if name == "--sync-source":
+            (self._git,) = made
+        if name == "--data-dir":
+            self._data += [one.removeprefix("--data=") for one in made if one.startswith("--data=")]
+            made = [one for one in made if not one.startswith("--data=")]
+        return made
+
+
+def _who(row: Row) -> str:
+    return "pods" if SLURM not in row.words else "pods and of Slurm's jobs"
+
+
+def _filled(text: str, name: str, value: str, number: int) -> str:
+    """One of our words for this value. Invalid."""
+    key, _, count = value.rpartition("=")
+    if "{key}" in text and not (key and count.isdecimal()):
+        raise Invalid(f"{name}={value} is not KEY=N")
+    if "{taint}" in text and value == "all":
+        raise Invalid("--toleration=all: name the taints, as KEY[=VALUE][:EFFECT]")
+    seconds = _seconds(name, value) if "s}" in text else 0
+    return text.format(
+        value=value, key=key, count=count, number=number, seconds=seconds,
+        minutes=-(-seconds // 60), taint=value.partition(",")[0],
+        mem=re.sub(r"([KMGT])i\Z", r"\1", value),
+    )  # fmt: skip
+
+
+def _seconds(name: str, text: str) -> int:
+    """`2h`, `1h30m`, `90`: seconds."""
+    found = _TIME.match(text)
+    if not text or found is None:
+        raise Invalid(f"{name}={text} is no time: write 90s, 30m, 2h or 1d")
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _command(text: str) -> tuple[list[str], list[str]]:
+    """A command in one string: flags of the launcher that it means, and `--` with the program."""
+    try:
+        words = shlex.split(text)
+    except ValueError as wrong:
+        raise Invalid(f"the command {text!r} cannot be read: {wrong}") from None
+    if _SHELL.search(text):
+        return ["--no-python"], ["--", "sh", "-c", text]
+    name = words[0].rpartition("/")[2]
+    if name == "torchrun":
+        ours = get_args_parser({})
+        at = 1 + ours.script_at(words[1:])
+        settled = [
+            f"--{dest.replace('_', '-')}" for dest in (*MEETING_FLAGS, "nnodes", "node_rank")
+        ]
+        return without(words[1:at], settled), ["--", *words[at:]]
+    if not re.fullmatch(r"python[\d.]*", name):
+        return ["--no-python"], ["--", *words]
+    rest = words[2:] if words[1:2] == ["-u"] else words[1:]
+    if rest[:1] == ["-m"]:
+        return ["--module"], ["--", *rest[1:]]
+    return [], ["--", *rest]

@@ -1,0 +1,85 @@
+"""Arena's words in the place of ours (a whole command is a case of tests/render/goldens)."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrun.cli.jobs.arena import ROWS, translated
+from elasticrun.render.checks import Invalid
+
+
+def ours(where: str, *words: str) -> list[str]:
+    return translated(words, where, lambda note: None)
+
+
+@pytest.mark.parametrize(
+    ("where", "words", "wanted"),
+    [
+        ("k8s", "--workers 2 --gpus=8 --name x", "--nodes=2 --gpus=8 --name x"),
+        ("slurm", "--workers=2 --gpus 8", "--nodes=2 --gpus-per-node=8"),
+        ("slurm", "--cpu=4 --memory=10Gi", "--cpus-per-task=4 --mem=10G"),
+        ("local", "--gpus=8", "--nproc-per-node=8"),
+        ("local", "--gpus=8 --nproc_per_node=4", "--nproc_per_node=4"),
+        ("local", "--gpus=0", ""),
+        ("k8s", "--gang --rdma --name x", "--gang=coscheduling --rdma=rdma/hca --name x"),
+        ("k8s", "--gang volcano --rdma a/b", "--gang=volcano --rdma=a/b"),
+        ("k8s", "--gang=false --rdma=true", "--rdma=rdma/hca"),
+        ("k8s", "--device amd.com/gpu=2", "--gpu-resource=amd.com/gpu --gpus=2"),
+        ("k8s", "--running_timeout=1h30m", "--deadline=5400"),
+        ("slurm", "--running-timeout=90s --ttl-after-finished=1d", "--time=2"),
+        ("k8s", "--ttl-after-finished=1d", "--ttl=86400"),
+        ("k8s", "-e A=1 -n team -l a=b", "--env=A=1 --namespace=team --label=a=b"),
+        ("k8s", "--data a:/a --x --data=b:/b", "--x --data=a:/a,b:/b"),
+        ("k8s", "--data-dir /d", "--volume=dir0=host:/d:/d"),
+        ("local", "--data-dir /d --data-dir /e", "--data=dir0:/d,dir1:/e"),
+        ("ssh", "--env GIT_SYNC_BRANCH=dev --sync-source=u", "--git=u@dev"),
+        ("k8s", "--loglevel debug --shell=sh --x", "--x"),
+        ("k8s", "--max-restarts=3 -- train.py --gpus 3", "--max-restarts=3 -- train.py --gpus 3"),
+    ],
+)
+def test_flags(where: str, words: str, wanted: str) -> None:
+    assert ours(where, *words.split()) == wanted.split()
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        ("python -u train.py --lr 1", ["--", "train.py", "--lr", "1"]),
+        ("/usr/bin/python3.11 -m pkg.train -u", ["--module", "--", "pkg.train", "-u"]),
+        ("torchrun --nnodes=2 --node_rank 1 --nproc_per_node=4 --tee 3 t.py -x",
+         ["--nproc_per_node=4", "--tee", "3", "--", "t.py", "-x"]),
+        ("bash run.sh", ["--no-python", "--", "bash", "run.sh"]),
+        ("cd /x && python t.py", ["--no-python", "--", "sh", "-c", "cd /x && python t.py"]),
+        ("python 'a b.py'", ["--", "a b.py"]),
+    ],
+)  # fmt: skip
+def test_a_command_in_one_string(command: str, wanted: list[str]) -> None:
+    assert ours("k8s", "pytorch", "--name=x", command) == ["--name=x", *wanted]
+
+
+@pytest.mark.parametrize(
+    ("where", "words", "part"),
+    [
+        ("k8s", ["--sync-mode=rsync"], "code comes from git"),
+        ("k8s", ["--config-file", "a.yaml:/etc/a.yaml"], "--from-file=a.yaml"),
+        ("k8s", ["--running-timeout=soon"], "is no time"),
+        ("k8s", ["--device=gpu"], "is not KEY=N"),
+        ("k8s", ["--toleration=all"], "name the taints"),
+        ("k8s", ["--workers"], "--workers needs a value"),
+        ("local", ["--image=x"], "--image is said of pods: leave it out here"),
+        ("ssh", ["--cpu=1"], "--cpu is said of pods and of Slurm's jobs"),
+        ("k8s", ["python 'x"], "cannot be read"),
+    ],
+)
+def test_what_cannot_be_taken_over(where: str, words: list[str], part: str) -> None:
+    with pytest.raises(Invalid, match=part):
+        ours(where, *words)
+
+
+def test_what_has_no_effect_is_said() -> None:
+    said: list[str] = []
+    for name, row in ROWS.items():
+        if row.note:
+            translated([f"{name}=x"], "local", said.append)
+    assert len(said) >= 10
+    assert all(" has no effect: " in note for note in said)
