@@ -65,6 +65,7 @@ class Account:
     saves: int  # of all slots
     tells: bool  # steps are told
     backs: tuple[float, ...] = ()  # seconds from ranks that run again until they train, by restart
+    ended: bool = False  # the job, by the last of `ends`: no round came after it
 
     def of(self, *categories: str) -> int:
         """Slot-microseconds in these."""
@@ -120,7 +121,9 @@ def _lost(found: Account, price: float) -> Iterator[str]:
     if ends := sum(one.count for one in found.ends):
         by_cost = sorted(down.items(), key=lambda one: (-one[1], one[0]))
         each = ", ".join(f"{_named(found, cause)} {seconds(micros)}" for cause, micros in by_cost)
-        cost = f"{some(ends, 'restart')} cost {seconds(sum(down.values()))}"
+        again = [some(ends - found.ended, "restart")] if ends > found.ended else []
+        which = " and ".join([*again, *(["the end"] if found.ended else [])])
+        cost = f"{which} cost {seconds(sum(down.values()))}"
         yield f"{cost} ({each})" if each else cost
     if steps := sum(one.steps for one in found.ends):
         yield f"{some(steps, 'step')} repeated"

@@ -439,7 +439,8 @@ class SlotLedger:
             return None
         sums, total = self.sums()
         ends, tells = tuple(self._ends.values()), self._newest >= 0
-        told = (ends, self._saves, tells, tuple(self._ctx.backs))
+        ended = self._ctx.outcome is not None and bool(self._ctx.round.why_stopped and ends)
+        told = (ends, self._saves, tells, tuple(self._ctx.backs), ended)
         found = Account(sums, total, self._wall, self._trained, *told)
         return goodput(found, self._ctx.spec)
 

@@ -78,7 +78,7 @@ def steps(master: Master) -> None:
     trains(master)
 
 
-def rank_fails(master: Master) -> None:
+def rank_fails(master: Master) -> RoundName:
     name = trains(master)
     master.hear(1, m.RanksFailed(name, (failure(0),)))
     master.now += 3.0
@@ -86,6 +86,7 @@ def rank_fails(master: Master) -> None:
     again = starts(master)
     master.both(m.Running(again, (1, 2)))
     told(master, again, 6, 8)
+    return again
 
 
 def node_dies(master: Master) -> None:
@@ -313,6 +314,20 @@ def test_the_line() -> None:
     assert master.job.status().goodput == (
         "goodput 46.7 %: 1 restart cost 5.0 s (rank failure 5.0 s), 4 steps repeated, start 7.0 s"
     )
+
+
+@pytest.mark.parametrize(
+    ("restarts", "which"), [(0, "the end cost"), (1, "1 restart and the end cost")]
+)
+def test_a_failure_that_ends_the_job_is_no_restart(restarts: int, which: str) -> None:
+    master = Master(replace(SPEC, max_restarts=restarts))
+    name = rank_fails(master) if restarts else trains(master)
+    lost = replace(failure(0), kind=m.FailureKind.PEER_LOST)  # whose doing shows when all are back
+    master.hear(1, m.RanksFailed(name, (lost,)))
+    master.both_back(name)
+    passes(master, 5.0)
+    assert master.job.status().outcome
+    assert f" %: {which} " in master.job.status().goodput
 
 
 def test_what_a_rank_does_on_purpose_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
