@@ -27,6 +27,16 @@ def names(nodes: Sequence[str]) -> str:
     return f"{', '.join(nodes[:-1])} and {nodes[-1]}"
 
 
+SPARE = "spare: "
+"""With this begins what a node is told that has no place."""
+
+
+def of_spares(reason: str, nodes: Sequence[str]) -> str:
+    """What these are told, for others."""
+    are = "nodes {} are spares" if len(nodes) > 1 else "node {} is a spare"
+    return f"{are.format(names(nodes))}: {reason.removeprefix(SPARE)}"
+
+
 def nearest(word: str, names: Iterable[str]) -> str:
     """The clause that names what a mistyped word was meant to be, "" where nothing is near."""
     import difflib

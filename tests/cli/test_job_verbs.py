@@ -97,7 +97,9 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
     said = [row["text"] for row in fits("events", out)]
     assert fits("incidents", verb("incidents", "-o", "json")[1])
     assert any("scaled to 1 node by" in text and "a guest" in text for text in said), said
-    assert any("excluded by" in text and "its fan is broken" in text for text in said), said
+    assert any(
+        "it is excluded: asked by" in text and "its fan is broken" in text for text in said
+    ), said
     assert any("is included again by" in text for text in said), said
     assert any("restarted by" in text and "a new driver" in text for text in said), said
     follows = [sys.executable, "-m", "elasticrun", "events", "-f"]

@@ -33,7 +33,7 @@ from elasticrun.core.sight.picture import Goodput, Picture
 from elasticrun.core.sight.sight import Sight
 from elasticrun.core.snapshots.policy import SnapshotPolicy
 from elasticrun.core.snapshots.snapshots import Snapshots
-from elasticrun.core.words import some
+from elasticrun.core.words import SPARE, of_spares, some
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
@@ -462,7 +462,9 @@ class Job:
         if decision.reason != self._reason:
             self._reason = decision.reason
             if decision.reason:
-                self._ctx.note(decision.reason)
+                spare = self._reason.startswith(SPARE)
+                spares = tuple(self._ctx.rdzv.ready) if spare else ()
+                self._ctx.note(of_spares(self._reason, spares) if spares else self._reason)
                 self._tell_to_wait()
 
     def _tell_to_wait(self, only: str | None = None) -> None:

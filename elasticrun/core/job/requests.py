@@ -99,7 +99,7 @@ class OperatorRequests:
             raise Unwilling(f"the job has no node {request.node}{_known(list(here))}")
         if len(here) == 1:
             raise Unwilling(f"{node} is the job's only node: elasticrun stop ends the job")
-        self._streams.exclude([(node, ASKED, _by(request, "excluded"))])
+        self._streams.exclude([(node, ASKED, _by(request, "asked"))])
         low, left = ctx.spec.min_nodes, len(here) - 1
         waits = f"; {left} of {low} nodes are left, so the job waits for more" if left < low else ""
         return f"node {node} is excluded for {ctx.spec.checks.exclude_for:g} s{waits}"

@@ -61,7 +61,7 @@ from elasticrun.core.persisted import RoundFacts
 from elasticrun.core.rounds.join_window import Burst, Door, LastCall
 from elasticrun.core.rounds.round import Participants, Stage
 from elasticrun.core.rounds.takeover import Takeover
-from elasticrun.core.words import Count, names, some
+from elasticrun.core.words import SPARE, Count, names, some
 from elasticrun.wire.messages import JobSpec
 
 SURVIVOR_SLACK = 2.0
@@ -570,7 +570,7 @@ class Rendezvous:
                 if size >= self._largest
                 else f"nodes are taken {self._spec.node_unit} at a time"
             )
-            return Decision(Verb.WAIT, f"spare: {why}; takes the place of a node that is lost")
+            return Decision(Verb.WAIT, f"{SPARE}{why}; takes the place of a node that is lost")
         due, why = self._door.entry(size, possible, self._largest, bool(self._announced))
         if now < due:
             return Decision(Verb.WAIT, why, due)

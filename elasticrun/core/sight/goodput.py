@@ -118,7 +118,8 @@ def _lost(found: Account, price: float) -> Iterator[str]:
     for (kind, cause), micros in found.book.items():
         if kind in ("down", "restore") and cause:
             down[cause] = down.get(cause, 0) + micros
-    if ends := sum(one.count for one in found.ends):
+    ends = sum(one.count for one in found.ends)
+    if ends > found.ended or any(down.values()):
         by_cost = sorted(down.items(), key=lambda one: (-one[1], one[0]))
         each = ", ".join(f"{_named(found, cause)} {seconds(micros)}" for cause, micros in by_cost)
         again = [some(ends - found.ended, "restart")] if ends > found.ended else []
