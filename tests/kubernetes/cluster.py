@@ -164,7 +164,7 @@ class StandIn:
         garbage, scheduler = Garbage(self.registry), Scheduler(self.registry)
         workloads = Workloads(self.registry, pause)
         while True:
-            for change in self.store.since(version or self.store.oldest):
+            for change in self.store.since(version):
                 version = change.version
                 garbage.see(change)
                 self.kubelet.see(change)

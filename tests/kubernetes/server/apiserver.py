@@ -265,6 +265,7 @@ class ApiServer:
     ) -> None:
         loop = asyncio.get_running_loop()
         count = 0
+        self.store.check(version)
         while loop.time() < ends:
             for change in self.store.since(version):
                 version = change.version

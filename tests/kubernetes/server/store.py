@@ -103,13 +103,13 @@ class Store:
     def _tell(self, kind: str, key: Key, obj: Obj, old: Obj | None) -> None:
         self.changes.append(Change(self.version, kind, key, obj, old))
         if len(self.changes) > 2 * KEPT:
-            self.forget(KEPT)
+            del self.changes[:KEPT]
+            self.oldest = max(self.oldest, self.changes[0].version - 1)
         self.wake()
 
-    def forget(self, kept: int = 0) -> None:
-        """Drop all but the last changes: who wants older ones is told 410."""
-        del self.changes[: max(0, len(self.changes) - kept)]
-        self.oldest = self.changes[0].version - 1 if self.changes else self.version
+    def forget(self) -> None:
+        """Who wants to hear of what has been so far is told 410; the controllers go on."""
+        self.oldest = self.version
 
     def wake(self) -> None:
         """All that wait for a change look again."""
@@ -120,10 +120,13 @@ class Store:
         """Wait for the next change."""
         await self._pulse.wait()
 
-    def since(self, version: int) -> list[Change]:
-        """What changed after a version; Refusal 410 where that is forgotten."""
+    def check(self, version: int) -> None:
+        """Refusal 410 where what changed after this version is forgotten."""
         if version < self.oldest:
             raise Refusal(410, "Expired", f"too old resource version: {version} ({self.oldest})")
+
+    def since(self, version: int) -> list[Change]:
+        """What changed after a version."""
         first = len(self.changes)
         while first and self.changes[first - 1].version > version:
             first -= 1
