@@ -140,6 +140,8 @@ class SlurmJobs:
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """By squeue; as they are where it cannot be asked."""
+        if all(row.state in ("succeeded", "failed", "stopped") for row in rows):
+            return list(rows)
         try:
             queue = self._queue()
         except NotDone:

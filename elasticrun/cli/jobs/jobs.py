@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from elasticrun.agent.logs.whereabouts import runs_of
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.trust import withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.jobs.backend import NotDone
-from elasticrun.jobs.choosing import backend_of
+from elasticrun.jobs.choosing import backend_of, place_of
 from elasticrun.runs.index import NoRun, find, prune, runs_root
 from elasticrun.runs.layout import RunFolder
 
@@ -81,7 +82,7 @@ def execute(argv: Sequence[str]) -> int:
         description="Run a command on a node of a job, in its working directory and environment.",
     )
     made.add_argument("job", metavar="JOB", help="its name, or the beginning of it")
-    text = "its name, as elasticrun status shows it; the first one where none is named"
+    text = "its name or host, as elasticrun status shows them; the first one where none is named"
     made.add_argument("--node", default="", metavar="NODE", help=text)
     ns = made.parse_args(argv[:at])
     command = list(argv[at + 1 :])
@@ -90,7 +91,10 @@ def execute(argv: Sequence[str]) -> int:
 
     def run_it() -> int:
         run = run_of(ns.job)
-        return backend_of(run, withdraw()).execute(run, ns.node, command)
+        node = ns.node
+        if place_of(run) == "slurm":  # which knows hosts, and not the names of a job's nodes
+            node = next((one.host for one in runs_of(run.path) if one.node == node), node)
+        return backend_of(run, withdraw()).execute(run, node, command)
 
     return finished(run_it, made.prog)
 
