@@ -46,11 +46,13 @@ def whole(pods: list[Obj]) -> bool:
 @pytest.mark.parametrize("seed", cases(range(5), kept=[0]))
 def test_every_job_is_whole_in_the_end(tmp_path: Path, seed: int) -> None:
     cluster = StandIn(tmp_path, hollow=True, workloads=False, seed=seed)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(cluster.close)
         for i in range(4):
             cluster.node(f"n{i}")
         kubectl = install(cluster)
         operator = Operator(cluster)
+        stack.callback(operator.kill)
         for i in range(JOBS):
             kubectl("apply", "-f", "-", given=job(f"j{i}"))
         cluster.until("pods", whole)
@@ -68,8 +70,6 @@ def test_every_job_is_whole_in_the_end(tmp_path: Path, seed: int) -> None:
         code, said = operator.stop()
         assert code == 0, said
         assert "Traceback" not in said
-    finally:
-        cluster.close()
 
 
 def trouble(cluster: StandIn, operator: Operator, rng: random.Random) -> None:
