@@ -111,8 +111,10 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     await_true(lambda: len(starts(out, 0)) > lives, "another life")
     assert starts(out, 0)[-1] > 0
     person.until("tr", state="running")
+    before = max((folder / "ckpt").glob("step-*/.metadata"))
     assert "the job ends: stopped by" in person.types("stop", "tr", "--wait")
     person.world.nothing_left()
+    assert max((folder / "ckpt").glob("step-*/.metadata")) > before  # it has saved first
 
     assert person.row("tr")["state"] == "stopped"
     assert "stopped by" in person.types("status", "tr")
