@@ -42,6 +42,8 @@ def nearest(word: str, names: Iterable[str]) -> str:
     import difflib
 
     names = list(names)
+    if word in names:
+        return ""
     begun = sorted(name for name in names if len(word) > 3 and name.startswith(word))
     swapped = sorted(name for name in names if sorted(name) == sorted(word))
     found = begun[:1] or swapped[:1] or difflib.get_close_matches(word, names, 1, 0.75)

@@ -128,6 +128,27 @@ def test_two_signatures_at_one_number(case: str) -> None:
         assert said in verdict.sentence
 
 
+@pytest.mark.parametrize(
+    ("other", "odd", "said"),
+    [
+        (
+            AR,
+            (1,),
+            "; rank 2 went on from broadcast: the collectives do not match, and rank 1 d",
+        ),
+        ("gather", (0, 1), "#31 of group dp: the collectives do not match"),
+    ],
+)
+def test_a_rank_that_is_further_has_a_say(other: str, odd: tuple[int, ...], said: str) -> None:
+    """A broadcast lets its source go on, an all_reduce nobody."""
+    verdict = found(
+        rank(0, inside(call="broadcast [4]")), rank(1, inside(call=other)), rank(2, inside(31))
+    )
+    assert verdict is not None
+    assert (verdict.kind, verdict.odd) == ("mismatch", odd)
+    assert said in verdict.sentence
+
+
 def test_sizes_of_an_all_gather_may_differ() -> None:
     calls = ("all_gather [4]", "_allgather_base [8]")
     verdict = found(*(rank(one, inside(call=call)) for one, call in enumerate(calls)))

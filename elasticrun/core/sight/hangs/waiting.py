@@ -296,22 +296,30 @@ def _mismatch(scene: Scene) -> Impasse | None:
 def _say_mismatch(
     scene: Scene, group: _Group, number: int, parties: Mapping[str, list[int]]
 ) -> Impasse:
-    by_size = sorted(parties.items(), key=lambda party: (-len(party[1]), party[1]))
+    """The fewer deviate. A rank that has done it already cannot have been in one that all must
+    enter first: where one other is known, it was in that."""
+    past = [rank for rank, at in group.at.items() if at.done >= number]
+    partial = [signature for signature in parties if not signature.startswith(WHOLE)]
+    more = {partial[0]: past} if len(partial) == 1 and past else {}
+    votes = {one: len(ranks) + len(more.get(one, ())) for one, ranks in parties.items()}
+    by_size = sorted(parties.items(), key=lambda party: (-votes[party[0]], party[1]))
     told = [
         f"{_who(scene, ranks)} in {group.at[min(ranks)].call}{scene.at(min(ranks))}"
         for _, ranks in by_size[:EDGES_NAMED]
     ]
-    clear = len(by_size[0][1]) > len(by_size[1][1])
+    clear = votes[by_size[0][0]] > votes[by_size[1][0]]
     odd = tuple(sorted(rank for _, ranks in by_size[1:] for rank in ranks)) if clear else ()
     blamed = odd or tuple(sorted(rank for _, ranks in by_size for rank in ranks))
     first = scene.ranks[blamed[0]]
+    went = f"; {_ranks(past)} went on from {partial[0].split()[0]}" if more else ""
+    whose = f", and {_ranks(odd)} deviate{'s' * (len(odd) == 1)}" if odd else ""
     return Impasse(
         Klass.CERTAIN,
         "mismatch",
         blamed,
         tuple(sorted(set(group.at) - set(blamed))),
-        f"{', '.join(told[:-1])} and {told[-1]}, each as #{number} of {group.words}: "
-        "the collectives do not match",
+        f"{', '.join(told[:-1])} and {told[-1]}, each as #{number} of {group.words}{went}: "
+        f"the collectives do not match{whose}",
         group.name,
         number,
         node=first.node,
@@ -618,6 +626,10 @@ def _who(scene: Scene, ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"{scene.name(ranks[0])} is"
     return f"ranks {write_ranges(ranks)} are"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {write_ranges(ranks)}"
 
 
 def _count(waiting: int) -> str:
