@@ -16,7 +16,7 @@ import httpx2
 from lightkube.config.client_adapter import ConnectionParams
 from lightkube.config.kubeconfig import KubeConfig
 from lightkube.core.exceptions import ApiError, ConfigError
-from lightkube.core.generic_client import ALL_NS, GenericAsyncClient
+from lightkube.core.generic_client import ALL_NS, BasicRequest, GenericAsyncClient
 from lightkube.generic_resource import create_namespaced_resource
 from lightkube.types import PatchType
 
@@ -84,7 +84,9 @@ class Cluster:
 
     async def version(self) -> tuple[int, int]:
         """Of the cluster, as (1, 37)."""
-        answer = await self._client.send(self._client._client.build_request("GET", "version"))
+        request = BasicRequest(method="GET", url="version")
+        answer = await self._client.send(self._client.build_adapter_request(request))
+        answer.raise_for_status()
         found = answer.json()
         return int(found["major"]), int(found["minor"].rstrip("+"))
 

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import math
 import time
 from typing import Any, Final
 
@@ -109,7 +110,7 @@ class Controller:
             try:
                 self._version = await self._cluster.version()
                 self._key = await self._cluster.key()
-            except Trouble as error:
+            except Exception as error:
                 tries += 1
                 logger.warning("the operator cannot begin, try %d: %s", tries, _words(error))
                 await asyncio.sleep(_later(tries))
@@ -146,13 +147,18 @@ class Controller:
     async def _watch(self, kind: Any) -> None:
         tries = 0
         while True:
+            generations: dict[str, int] = {}
             try:
-                async for _, found in self._cluster.watch(kind):
-                    tries = 0
-                    meta = found["metadata"]
-                    name = meta["labels"][JOB] if kind is PODS else meta["name"]
-                    self._wake((meta["namespace"], name))
-            except Trouble as error:
+                async for change, found in self._cluster.watch(kind):
+                    tries, meta = 0, found["metadata"]
+                    if kind is PODS:
+                        self._wake((meta["namespace"], meta["labels"][JOB]))
+                    elif change == "DELETED":
+                        generations.pop(meta["uid"], None)
+                    elif generations.get(meta["uid"]) != meta["generation"]:  # not its status alone
+                        generations[meta["uid"]] = meta["generation"]
+                        self._wake((meta["namespace"], meta["name"]))
+            except Exception as error:  # it may be cut in the middle of a line
                 tries += 1
                 if tries > 1:
                     logger.info("a watch broke: %s", _words(error))
@@ -165,7 +171,7 @@ class Controller:
                 for job in await self._cluster.jobs():
                     self._wake((job["metadata"]["namespace"], job["metadata"]["name"]))
                 tries = 0
-            except Trouble as error:
+            except Exception as error:
                 tries += 1
                 logger.warning("the jobs cannot be listed: %s", _words(error))
             await asyncio.sleep(_later(tries) if tries else RELIST)
@@ -180,9 +186,8 @@ class Controller:
                 self._wake(key, again)
         except (*Trouble, Clash) as error:
             tries = self._failures[key] = self._failures.get(key, 0) + 1
-            if isinstance(error, Clash) or (
-                isinstance(error, ApiError) and code_of(error) in REFUSED
-            ):
+            refused = isinstance(error, ApiError) and code_of(error) in REFUSED
+            if refused or isinstance(error, Clash):
                 self._refused[key] = _words(error)
             if tries in (1, 5) or tries % 50 == 0:
                 logger.warning("job %s/%s, try %d: %s", *key, tries, _words(error))
@@ -331,26 +336,21 @@ def _words(error: BaseException) -> str:
 async def lead(cluster: Cluster, me: str, controller: Controller) -> None:
     """Wait for the Lease, then run for as long as it is ours. LeadLost when it is not."""
     task: asyncio.Task[None] | None = None
-    seen, since, renewed = "", _clock(), _clock()
+    seen, since, renewed = "", _clock(), -math.inf
     try:
         while task is None or not task.done():
+            held = _clock() - renewed < LEASE - RENEW
             try:
                 held, version = await _hold(cluster, me, stolen=_clock() - since > LEASE)
-                if version != seen:
-                    seen, since = version, _clock()
-                if held:
-                    renewed = _clock()
-                    task = task or asyncio.create_task(controller.run())
-                elif task is not None:
-                    raise LeadLost("another operator leads")
-            except Trouble as error:
+                since = since if version == seen else _clock()
+                renewed, seen = _clock() if held else renewed, version
+            except Exception as error:
                 logger.warning("the Lease cannot be renewed: %s", _words(error))
-            if task is not None and _clock() - renewed > LEASE - RENEW:
-                raise LeadLost(f"the Lease was not renewed for {LEASE - RENEW:g} s")
-            if task is None:
-                await asyncio.sleep(RENEW)
-            else:
-                await asyncio.wait([task], timeout=RENEW)
+            if task is not None and not held:
+                raise LeadLost("another operator leads, or the Lease cannot be renewed")
+            if held and task is None:
+                task = asyncio.create_task(controller.run())
+            await (asyncio.wait([task], timeout=RENEW) if task else asyncio.sleep(RENEW))
         await task
     finally:
         if task is not None:
