@@ -117,7 +117,7 @@ def deaths(folder: RunFolder | None, begun: Sequence[float]) -> list[LifeEnd | N
 
 
 def _of_row(row: IncidentRow) -> LifeEnd:
-    if row.cause == "hang" or row.rank < 0:
+    if row.cause == "hang" or row.rank < 0 or row.kind == FailureKind.PEER_LOST:
         return LifeEnd(row.sentence, row.rank)
     code = row.exitcode
     ended = f"signal {SIGNALS.get(-code, str(-code))}" if code < 0 else f"exit code {code}"
