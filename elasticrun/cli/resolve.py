@@ -20,6 +20,7 @@ from elasticrun.cli.rendezvous import Meeting, find_meeting
 from elasticrun.cli.settings import Asked, NotHere, NothingToDo, UsageError
 from elasticrun.config import AgentConfig, LogPlan, RunPlan
 from elasticrun.core.words import nearest, some
+from elasticrun.detection.kubernetes import POD
 from elasticrun.wire import env
 from elasticrun.wire.messages import MAX_NODES, CheckSpec, JobSpec, SaveSpec, WatchSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
@@ -145,7 +146,7 @@ def run_plan(asked: Asked) -> RunPlan:
         raise UsageError("--tensorboard and --logdir DIR belong together: give both")
     stem = str(asked.ns.training_script).rstrip("/").rpartition("/")[2].removesuffix(".py")
     own = asked.text("rdzv_id") if asked.explicitly("rdzv_id") else ""
-    on = {env.BY_SSH: "ssh", "SLURM_JOB_ID": "slurm", "KUBERNETES_SERVICE_HOST": "k8s"}
+    on = {env.BY_SSH: "ssh", "SLURM_JOB_ID": "slurm", POD: "k8s"}
     return RunPlan(
         folder=folder,
         name=settings.name(asked.text("name"), "--name") or own or stem,
@@ -217,6 +218,7 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
         saves=_saves(asked),
         watch=_watch(asked),
         scheduler_codes=asked.text("exit_codes") == "scheduler",
+        nodes_return=POD in asked.environ,  # its controller makes lost pods anew
     )
 
 

@@ -177,6 +177,7 @@ class JobSpec(Struct, frozen=True):
     saves: SaveSpec = field(default_factory=SaveSpec)
     watch: WatchSpec = field(default_factory=WatchSpec)
     scheduler_codes: bool = False  # --exit-codes=scheduler (core.rounds.failures.CONTRACT)
+    nodes_return: bool = False  # somebody makes a node anew that has gone, as Kubernetes does pods
 
     def agree(self, where: str) -> None:
         if self.min_nodes > self.max_nodes:

@@ -440,6 +440,7 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("--rdzv-conf heartbeat=4", {}, "spec.heartbeat_timeout", 4.0),
     ("--rdzv-conf heartbeat_timeout=4", {}, "spec.heartbeat_timeout", 4.0),
     ("--rdzv-conf master_lost_timeout=4,grow_cooldown=0", {}, "spec.grow_cooldown", 0.0),
+    ("", {"KUBERNETES_SERVICE_HOST": "192.0.2.1"}, "spec.nodes_return", True),
     ("--master-port 7 --rdzv-conf timeout=40", {}, "spec.join_timeout", 40.0),
     ("--master-port 7 --rdzv-conf timeout=40,join_timeout=30", {}, "spec.join_timeout", 30.0),
     ("--log-dir /x", {}, "logs.log_dir", "/x"),

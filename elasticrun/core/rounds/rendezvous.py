@@ -138,7 +138,8 @@ class Rendezvous:
     def _sized(self, spec: JobSpec) -> None:
         self._spec = spec
         self._largest = spec.max_nodes // spec.node_unit * spec.node_unit
-        self._impatient = spec.min_nodes == spec.max_nodes and spec.max_restarts == 0
+        fixed = spec.min_nodes == spec.max_nodes and spec.max_restarts == 0
+        self._impatient = fixed and not spec.nodes_return
 
     def scale(self, spec: JobSpec) -> None:
         """An operator has changed how many nodes there are to be: a round that runs with more is

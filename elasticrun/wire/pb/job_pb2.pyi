@@ -184,6 +184,7 @@ class JobSpec(_message.Message):
     SAVES_FIELD_NUMBER: _builtins.int
     SCHEDULER_CODES_FIELD_NUMBER: _builtins.int
     WATCH_FIELD_NUMBER: _builtins.int
+    NODES_RETURN_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     min_nodes: _builtins.int
     max_nodes: _builtins.int
@@ -199,6 +200,7 @@ class JobSpec(_message.Message):
     restart_grace: _builtins.float
     master_lost_timeout: _builtins.float
     scheduler_codes: _builtins.bool
+    nodes_return: _builtins.bool
     @_builtins.property
     def checks(self) -> Global___CheckSpec: ...
     @_builtins.property
@@ -226,10 +228,11 @@ class JobSpec(_message.Message):
         saves: Global___SaveSpec | None = ...,
         scheduler_codes: _builtins.bool = ...,
         watch: Global___WatchSpec | None = ...,
+        nodes_return: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "saves", b"saves", "watch", b"watch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "grow", b"grow", "grow_cooldown", b"grow_cooldown", "heartbeat_timeout", b"heartbeat_timeout", "job_id", b"job_id", "join_timeout", b"join_timeout", "last_call_timeout", b"last_call_timeout", "master_lost_timeout", b"master_lost_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_unit", b"node_unit", "restart_backoff", b"restart_backoff", "restart_grace", b"restart_grace", "restart_window", b"restart_window", "saves", b"saves", "scheduler_codes", b"scheduler_codes", "watch", b"watch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "grow", b"grow", "grow_cooldown", b"grow_cooldown", "heartbeat_timeout", b"heartbeat_timeout", "job_id", b"job_id", "join_timeout", b"join_timeout", "last_call_timeout", b"last_call_timeout", "master_lost_timeout", b"master_lost_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_unit", b"node_unit", "nodes_return", b"nodes_return", "restart_backoff", b"restart_backoff", "restart_grace", b"restart_grace", "restart_window", b"restart_window", "saves", b"saves", "scheduler_codes", b"scheduler_codes", "watch", b"watch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
