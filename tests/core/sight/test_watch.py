@@ -101,7 +101,13 @@ def test_a_verdict_is_told_of_once_and_once_more_when_it_is_over() -> None:
         load = 200.0 if (step, rank) == (8, 3) else 0.1
         return [("compute", 0.5), ("load", load), ("world", 0.0)]
 
-    told = worlds.Training(plan).run(400.0).judged
+    world = worlds.Training(plan).run(90.0)
+    world.master.feed(fx.Requested(1, m.Request("stacks")))  # which no file is written of
+    world.run(95.0)
+    verdict = world.master.job.picture().verdict
+    assert verdict is not None
+    assert verdict.folder == "logs/a"
+    told = world.run(400.0).judged
     assert [(one.over, one.verdict.klass, one.verdict.ranks) for one in told] == [
         (False, "strong", "3"),
         (True, "strong", "3"),

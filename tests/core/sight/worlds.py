@@ -216,7 +216,8 @@ class Training:
         self._tell((session, m.Inspected(order.round, order.number, 0, GROUPS, seen)))
         if order.stacks:
             groups = (m.StackGroup("k", f"{seen[0].rank}", 1, "", "train.py:41 load"),)
-            told = m.Stacks(order.round, order.number, groups, folder=f"logs/{node}")
+            folder = f"logs/{node}" if order.dump else ""
+            told = m.Stacks(order.round, order.number, groups, folder=folder)
             self._tell((session, told))
 
     def see(self, one: _Rank) -> m.RankSeen:

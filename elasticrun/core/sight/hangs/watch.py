@@ -141,6 +141,7 @@ class Watch:
         self._torch_ends: float | None = None  # when torch itself ends the job
         self._dump_by: float | None = None
         self._dumped = False
+        self._written: RollCall | None = None  # the look that files were written of
 
     # ------------------------------------------------------------ what happens
 
@@ -236,7 +237,7 @@ class Watch:
         told = self._told
         if told is None:
             return None
-        folder, _ = self._with_stacks.folder(told.node) if self._with_stacks else ("", "")
+        folder, _ = self._written.folder(told.node) if self._written else ("", "")
         return VerdictRow(
             klass=told.klass.value,
             kind=told.kind,
@@ -245,7 +246,7 @@ class Watch:
             ranks=write_ranges(told.odd),
             node=told.of_node,
             then=self._then(told),
-            folder=folder if self._dumped else "",
+            folder=folder,
             says=told.says,
             place=told.place,
         )
@@ -402,6 +403,8 @@ class Watch:
         self._last = look
         if look.order.stacks:
             self._with_stacks = look
+        if look.order.dump:
+            self._written = look
         if look.order.lines:
             self._with_lines = look
         final, self._final = self._final, False
@@ -497,7 +500,7 @@ class Watch:
             return
         self._noted = verdict
         then = self._then(verdict)
-        look = self._with_stacks if self._dumped else None
+        look = self._written
         folder, node = look.folder(verdict.node) if look is not None else ("", "")
         where = f"; stacks are in {folder}" if folder else ""
         if look is not None and not folder:
