@@ -81,6 +81,12 @@ def check_data(folders: Mapping[str, str]) -> None:
 LOOKS: Final = ("stacks", "top", "events", "incidents")
 ORDERS: Final = ("stop", "restart", "exclude", "include", "scale")
 OF_A_SUBMITTED: Final = ("suspend", "resume", "delete")
+OF_CLUSTERS: Final = (
+    *("list", "status", "logs", "top", "scale", "stop", "exec"),
+    *OF_A_SUBMITTED,
+)
+"""Verbs for jobs in Kubernetes as well."""
+
 VERBS: Final = (
     *("master", "status", "doctor", "replay", "render", "warm", "logs", "convert", "operator"),
     *("list", "prune"),
@@ -275,8 +281,28 @@ def _master(words: Sequence[str]) -> int:
     return run_master(config)
 
 
+def _in_cluster(verb: str, words: Sequence[str]) -> int | None:
+    """One that is about jobs in Kubernetes; None where it is not."""
+    from elasticrun.jobs.choosing import is_in_cluster
+
+    if verb == "top" and words[:1] != ["nodes"]:
+        return None
+    plan = verb == "scale" and any(word in ("-f", "--file") for word in words)
+    if plan:
+        from elasticrun.cli.kube.verbs import of_a_plan
+
+        words = of_a_plan(words, say)
+    if not is_in_cluster(words, os.environ):
+        return _printed(lambda: _of_a_job(verb, words)) if plan else None
+    from elasticrun.cli.kube import verbs
+
+    return (_read if verb == "exec" else _printed)(lambda: verbs.main(verb, words))
+
+
 def _verb(verb: str, words: Sequence[str]) -> int:
     """One that prints, imported when it is asked for."""
+    if verb in OF_CLUSTERS and (code := _in_cluster(verb, words)) is not None:
+        return code
     if verb == "status":
         from elasticrun.cli.verbs import status
 

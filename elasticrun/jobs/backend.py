@@ -30,6 +30,10 @@ class NotDone(Exception):
     """What was asked for was not done; the text is a sentence."""
 
 
+class Forbidden(NotDone):
+    """The place gives this user no right to it."""
+
+
 class LocalAgent(Struct, frozen=True):
     """One node of a job on this host. `started` is the kernel's start time of `pid`."""
 
@@ -42,7 +46,7 @@ class Submission(Struct, frozen=True, kw_only=True):
     """A job as it was submitted, and what carries it now."""
 
     name: str
-    on: str  # local, ssh, slurm
+    on: str  # local, ssh, slurm, k8s
     host: str = ""  # where it was submitted
     flags: tuple[str, ...] = ()  # of the launcher, the same on each node
     program: tuple[str, ...] = ()
@@ -55,8 +59,10 @@ class Submission(Struct, frozen=True, kw_only=True):
     boot_id: str = ""  # names the time for which their start times mean anything
     hosts: tuple[str, ...] = ()  # that ssh reaches, with users
     ssh: tuple[str, ...] = ()  # what reaches them
-    script: str = ""  # for sbatch
-    number: str = ""  # of the job, by its scheduler
+    script: str = ""  # for sbatch; objects of a cluster, as JSON
+    number: str = ""  # of the job, by its scheduler; in a cluster its kind
+    context: str = ""  # of the kubeconfig
+    namespace: str = ""
 
 
 class Backend(Protocol):

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.jobs.backend import Backend, NotDone, submission
+from elasticrun.jobs.kubernetes import KubernetesJobs
 from elasticrun.jobs.local import LocalJobs
 from elasticrun.jobs.slurm import SlurmJobs
 from elasticrun.jobs.ssh import SshJobs
+from elasticrun.runs.index import NoRun, find, runs_root
 from elasticrun.runs.layout import JobRow, RunFolder
 from elasticrun.wire.env import ON
 
 PLACES: Final = ("local", "ssh", "slurm", "k8s")
 
-_NOT_YET: Final = {
-    "k8s": "for Kubernetes, `elasticrun render k8s ... | kubectl apply -f -` makes the job",
-}
+OF_CLUSTERS: Final = ("--namespace", "--context", "-n")
+"""Flags that only jobs in Kubernetes have."""
 
 
 def chosen(on: str, environ: Mapping[str, str], *, hosts: bool = False) -> str:
@@ -36,8 +37,6 @@ def chosen(on: str, environ: Mapping[str, str], *, hosts: bool = False) -> str:
         raise NotDone(f"{source}={word}: --hosts (or --hostfile) and --on ssh belong together")
     if word not in PLACES:
         raise NotDone(f"{source}={word}: a job is submitted on one of {', '.join(PLACES)}")
-    if word in _NOT_YET:
-        raise NotDone(f"{source}={word}: nothing is submitted there yet; {_NOT_YET[word]}")
     return word
 
 
@@ -49,7 +48,9 @@ def backend(place: str, environ: Mapping[str, str], gpus: Sequence[str] = ()) ->
         return SshJobs(environ)
     if place == "slurm":
         return SlurmJobs(environ)
-    raise NotDone(_NOT_YET.get(place, f"nothing is known of a place {place}"))
+    if place == "k8s":
+        return KubernetesJobs(environ)
+    raise NotDone(f"nothing is known of a place {place}")
 
 
 def place_of(run: RunFolder) -> str:
@@ -68,7 +69,7 @@ def backend_of(run: RunFolder, environ: Mapping[str, str]) -> Backend:
 def by_their_places(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[JobRow]:
     """These rows, those of a place that knows more of its jobs by what that says."""
     known: dict[str, JobRow] = {}
-    own: dict[str, list[JobRow]] = {"ssh": [], "slurm": []}
+    own: dict[str, list[JobRow]] = {"ssh": [], "slurm": [], "k8s": []}
     for row in rows:
         if (place := place_of(RunFolder(Path(row.run))) if row.run else row.where) in own:
             own[place].append(row)
@@ -76,3 +77,21 @@ def by_their_places(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[
         if theirs:
             known |= {row.run: row for row in backend(place, environ).jobs(theirs)}
     return [known.get(row.run, row) for row in rows]
+
+
+def is_in_cluster(words: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether the words of a verb are about jobs in Kubernetes: by --on and what goes with it, by
+    the run folder of a job that they name, else by $ELASTICRUN_ON."""
+    ours = list(words[: words.index("--")] if "--" in words else words)
+    for at, word in enumerate(ours):
+        flag, _, value = word.partition("=")
+        if flag == "--on":
+            return (value or "".join(ours[at + 1 : at + 2])) == "k8s"
+        if flag in OF_CLUSTERS:
+            return True
+    with contextlib.suppress(OSError):
+        root = runs_root(environ)
+        for word in (one for one in ours if not one.startswith("-")):
+            with contextlib.suppress(NoRun):
+                return place_of(find(root, word)) == "k8s"
+    return environ.get(ON, "") == "k8s"

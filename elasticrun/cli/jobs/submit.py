@@ -1,5 +1,5 @@
-"""`elasticrun submit ... -- train.py`: start a job that goes on without this terminal, here or in
-Slurm's queue. Everything is checked as the launcher checks it before anything is made.
+"""`elasticrun submit ... -- train.py`: start a job that goes on without this terminal, here, in
+Slurm's queue or in Kubernetes. All is checked as the launcher checks it before anything is made.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from elasticrun.cli.flags import PROG, FlagHelp, Parser, add_group, get_args_par
 from elasticrun.cli.jobs import arena
 from elasticrun.cli.jobs.code import pinned
 from elasticrun.cli.jobs.jobs import finished
+from elasticrun.cli.kube.submit import of_kubernetes
 from elasticrun.cli.resolve import resolve
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
@@ -75,7 +76,7 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
             )
         if ns.rdzv_id and where != "slurm":
             raise Invalid("--rdzv-id: the nodes of a submitted job meet by its --name")
-        wanted = {"slurm": _of_slurm, "ssh": _of_hosts}.get(where, _of_this_host)
+        wanted = _HOW[where]
         return finished(lambda: _submit(where, ns, program, wanted, say))
     except (Invalid, UsageError, NotDone) as wrong:
         code = wrong.exit_code if isinstance(wrong, UsageError) else EXIT_USAGE
@@ -98,25 +99,36 @@ def parser(where: str) -> Parser:
     """For one place: what it can be asked for, and the launcher's flags."""
     made = Parser(
         prog=f"{PROG} submit",
-        usage=f"{PROG} submit [--on local|ssh|slurm] [options] -- script [arguments ...]",
-        description="Start a job that goes on without this terminal, on this host or in Slurm's "
-        "queue (then this page shows what can be asked of Slurm).",
+        usage=f"{PROG} submit [--on local|ssh|slurm|k8s] [options] -- script [arguments ...]",
+        description="Start a job that goes on without this terminal, on this host, in Slurm's "
+        "queue or in Kubernetes (then this page shows what can be asked of these).",
         epilog="Flags of the launcher (see elasticrun --help-all) are handed on to every node.",
         formatter_class=FlagHelp,
         allow_abbrev=False,
     )
     text = f"Where it runs. [default: ${ON}, else local]"
     made.add_argument("--on", choices=choosing.PLACES, default="", help=text)
-    text = "The job's run folder. [default: a fresh one of yours; under Slurm on a shared disk]"
-    made.add_argument("--run-dir", "--run_dir", metavar="DIR", default="", help=text)
+    if where != "k8s":
+        text = "The job's run folder. [default: a fresh one of yours; under Slurm on a shared disk]"
+        made.add_argument("--run-dir", "--run_dir", metavar="DIR", default="", help=text)
     text = "json: what was made, for programs"
     made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
     render_flags.add_job(made, script=True)
     if where == "slurm":
         render_flags.add_slurm(made)
-    if where == "ssh":
+    elif where == "k8s":
+        render_flags.add_pods(made)
+        text = "Of the kubeconfig. [default: the current one]"
+        made.add_argument("--context", metavar="NAME", default="", help=text)
+        text = "An Indexed Job, also where the cluster has ElasticJobs."
+        made.add_argument("--plain", action="store_true", help=text)
+    elif where == "ssh":
         rows = [flag for flag in FLAGS if flag.dest in OF_HOSTS]
         add_group(made, "the hosts", rows, os.environ)
+    if where == "k8s":
+        made.set_defaults(fresh=False)  # a pod that comes later would begin anew once more
+        render_flags.add_handed_on(made, ("fresh",))
+        return made
     text = "With --run-dir: from the beginning; what is there goes to previous/."
     made.add_argument("--fresh", action="store_true", help=text)
     render_flags.add_handed_on(made, ("run_dir", "fresh"))
@@ -132,12 +144,15 @@ def _submit(
 ) -> int:
     root = runs_root(os.environ)
     ns.name = settings.name(ns.name, "--name") or Path(program[0]).name.removesuffix(".py")
-    _refuse_taken(root, ns.name)
-    at, launch = Path(ns.run_dir).absolute() if ns.run_dir else None, secrets.token_hex(4)
+    here = where != "k8s"  # its run folder and its working directory; else they are the pods'
+    if here:
+        _refuse_taken(root, ns.name)
+    at = Path(ns.run_dir).absolute() if here and ns.run_dir else None
+    launch = secrets.token_hex(4)
     run = RunFolder(at or run_path(root, ns.name, launch))
     if run.job() is not None and run.state(time.time()) not in ENDED:
         raise NotDone(f"another job runs in {run.path}: name another folder (--run-dir)")
-    if ns.working_dir:
+    if here and ns.working_dir:
         try:
             os.chdir(ns.working_dir)
         except OSError as wrong:
@@ -150,7 +165,7 @@ def _submit(
     known, place = wanted(ns, program, run.path, say)
     try:
         make_run(root, ns.name, launch, at)
-        if ns.fresh:
+        if here and ns.fresh:
             put_away(run.path)
         (run.path / RESULT).unlink(missing_ok=True)
         run.write_job(_record(known, ns))
@@ -302,6 +317,14 @@ def _of_slurm(
         script=slurm.script(dataclasses.replace(batch, launch=named)),
     )
     return known, choosing.backend("slurm", withdraw())
+
+
+_HOW: Final[Mapping[str, Wanted]] = {
+    "local": _of_this_host,
+    "ssh": _of_hosts,
+    "slurm": _of_slurm,
+    "k8s": of_kubernetes,
+}
 
 
 def _record(known: Submission, ns: argparse.Namespace) -> JobRecord:

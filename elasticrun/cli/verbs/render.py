@@ -31,6 +31,8 @@ from elasticrun.render.checks import Invalid
 from elasticrun.render.slurm import SIGNALS, Batch
 from elasticrun.render.wanted import GRACE_MARGIN, NEWEST, Launch, Pods
 
+NO_SECRET: Final = "--token-secret NAME"
+
 
 def of_pods(wanted: Pods) -> Iterator[str]:
     """Of a manifest."""
@@ -52,7 +54,7 @@ def of_pods(wanted: Pods) -> Iterator[str]:
             f"--pods above {launch.max_nodes} has spares"
         )
     if not wanted.token_secret and not has(launch, "--token-file"):
-        yield _no_token("--token-secret NAME")
+        yield no_token()
     if launch.min_nodes < wanted.replicas and wanted.version < pods.SUCCESS_POLICY:
         yield (
             "before Kubernetes 1.31 a Job is done only when every index is: pods that never got a "
@@ -84,7 +86,7 @@ def of_batch(wanted: Batch) -> Iterator[str]:
             "and leave (--departure-grace, --shutdown-timeout, and 5 s); then the time is over"
         )
     if not has(wanted.launch, "--token-file"):
-        yield _no_token("--token-file FILE (or ELASTICRUN_TOKEN where sbatch is called)")
+        yield no_token("--token-file FILE (or ELASTICRUN_TOKEN where sbatch is called)")
 
 
 def has(launch: Launch, flag: str) -> bool:
@@ -92,7 +94,8 @@ def has(launch: Launch, flag: str) -> bool:
     return any(word.startswith(f"{flag}=") for word in launch.flags)
 
 
-def _no_token(flag: str) -> str:
+def no_token(flag: str = NO_SECRET) -> str:
+    """What is said of a job without a token, which `flag` would give it."""
     return f"no {flag}: whoever reaches the job's master can join it (docs/security.md)"
 
 
@@ -205,14 +208,19 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
         batch, notes = batch_of(ns, program)
         out = slurm.script(batch)
     else:
-        launch, notes = read(ns, program, gpus=max(ns.gpus or 0, 0), signal="TERM")
-        wanted = _pods(ns, launch)
+        wanted, notes = pods_of(ns, program)
         out = _manifest(target, wanted, ns.output)
-        notes += of_pods(wanted)
     for note in notes:
         say(note)
     sys.stdout.write(out)
     return EXIT_OK
+
+
+def pods_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[Pods, list[str]]:
+    """What Kubernetes is to be told, and what the user should know of it. UsageError, Invalid."""
+    launch, notes = read(ns, program, gpus=max(ns.gpus or 0, 0), signal="TERM")
+    wanted = _pods(ns, launch)
+    return wanted, [*notes, *of_pods(wanted)]
 
 
 def batch_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[Batch, list[str]]:

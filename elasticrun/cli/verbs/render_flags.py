@@ -54,7 +54,9 @@ def parser(target: str) -> Parser:
         text = "File of what is printed, in Slurm's form."
         made.add_argument("--output", default="", metavar="FILE", help=text)
     else:
-        _pods(made)
+        text = "Form. [default yaml]"
+        made.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml", help=text)
+        add_pods(made)
     add_handed_on(made)
     return made
 
@@ -143,10 +145,8 @@ def _whole(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
-def _pods(target: Parser) -> None:
-    target.add_argument(
-        "-o", "--output", choices=("yaml", "json"), default="yaml", help="Form. [default yaml]"
-    )
+def add_pods(target: Parser) -> None:
+    """What is asked of Kubernetes, but for where it is."""
     group = target.add_argument_group("the pods")
     group.add_argument("--image", required=True, metavar="IMAGE", help="Image of every pod.")
     _number(group, "--pods", "Pods to begin with; more than MAX are spares. [default MAX]")

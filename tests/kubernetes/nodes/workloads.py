@@ -43,6 +43,9 @@ class Workloads:
         self._after: dict[str, float] = {}
         """By job: when its next replacement may come."""
 
+        self._taken: set[str] = set()
+        """Pods that a controller itself has deleted: they have not failed."""
+
         self._dirty = True
 
     def see(self, change: Change) -> None:
@@ -51,7 +54,8 @@ class Workloads:
             return
         ended = change.obj["status"]["phase"] in FINAL or change.type == "DELETED"
         for one in change.obj["metadata"].get("ownerReferences", ()):
-            if ended and one["kind"] == "Job":
+            taken = change.obj["metadata"]["uid"] in self._taken
+            if ended and one["kind"] == "Job" and not taken:
                 self._ends.setdefault(one["uid"], {})[change.obj["metadata"]["uid"]] = change.obj
 
     def look(self) -> None:
@@ -83,6 +87,7 @@ class Workloads:
     def _delete(self, pods: list[Obj]) -> None:
         for pod in pods:
             if "deletionTimestamp" not in pod["metadata"]:
+                self._taken.add(pod["metadata"]["uid"])
                 self._registry.delete(self._pods, place_of(pod), {})
 
     # ------------------------------------------------------------ Deployments

@@ -1,0 +1,102 @@
+"""What the pods of a job have printed, as `elasticrun logs` shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from elasticrun.cli.flags import PROG, Parser
+from elasticrun.cli.jobs.listing import span
+from elasticrun.cli.settings import UsageError
+from elasticrun.config import EXIT_OK, EXIT_USAGE
+from elasticrun.jobs.backend import NotDone
+
+if TYPE_CHECKING:
+    import argparse
+
+    from elasticrun.jobs.kube.api import KubeApi
+    from elasticrun.jobs.kube.pod_logs import LogWish
+    from elasticrun.jobs.kube.seen import ClusterJob, SeenPod
+
+TAIL: Final = 20
+"""Lines of a pod's log where nobody says how many."""
+
+
+def add_flags(made: Parser) -> None:
+    """What of a log is wanted."""
+    text = "go on with what is printed, also by pods that come later, until the job is over"
+    made.add_argument("-f", "--follow", action="store_true", help=text)
+    text = f"the last N lines of each pod, 0 for all [{TAIL}; with --all: 0]"
+    made.add_argument("--tail", metavar="N", type=int, default=None, help=text)
+    text = "only what was printed in that time: 90s, 5m, 12h, 7d"
+    made.add_argument("--since", metavar="AGE", default="", help=text)
+    text = "lines of this rank, where they carry its number (--tee, --run-dir)"
+    made.add_argument("--rank", metavar="R", type=int, default=-1, help=text)
+    text = "of this node: its index, or the name of its pod or of the cluster's node"
+    made.add_argument("--node", metavar="X", default="", help=text)
+    made.add_argument("--all", action="store_true", help="of all pods, also of earlier ones")
+    text = "only lines in which this regular expression is found"
+    made.add_argument("--grep", metavar="RE", default="", help=text)
+
+
+async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
+    """Print what is asked for; the exit code. NotDone where there is nothing."""
+    from elasticrun.jobs.kube.pod_logs import show
+
+    wish = _wish(ns)
+    several = wish.several
+    last = ""
+
+    def write(pod: SeenPod, line: str) -> None:
+        nonlocal last
+        if ns.output == "json":
+            line = json.dumps({"pod": pod.name, "node": pod.index, "line": line})
+        elif several and wish.follow:
+            line = f"[{pod.name}] {line}"
+        elif pod.name != last and (several or pod.has_failed or last):
+            print(f"== {pod.name}{', ' * bool(pod.says)}{pod.says} ==")
+        last = pod.name
+        print(line, flush=wish.follow)
+
+    there = await show(api, job, wish, write)
+    if wish.rank >= 0 and there and not last:
+        raise NotDone(
+            f"no line carries the number of rank {wish.rank}: pods print what all of their ranks "
+            "write; `--tee 3` of submit has each line say whose it is"
+        )
+    if there:
+        return EXIT_OK
+    raise NotDone(_without_pods(job, wish))
+
+
+def _wish(ns: argparse.Namespace) -> LogWish:
+    from elasticrun.jobs.kube.pod_logs import LogWish
+
+    tail = (0 if ns.all else TAIL) if ns.tail is None else ns.tail
+    if tail < 0:
+        raise UsageError(f"--tail={tail}: a number of lines is wanted", EXIT_USAGE)
+    try:
+        grep = re.compile(ns.grep) if ns.grep else None
+    except re.error as wrong:
+        raise UsageError(f"--grep={ns.grep}: no regular expression: {wrong}", EXIT_USAGE) from None
+    since = round(span(ns.since, "--since")) if ns.since else 0
+    return LogWish(ns.follow, tail, since, ns.all, ns.node, ns.rank, grep)
+
+
+def _without_pods(job: ClusterJob, wish: LogWish) -> str:
+    """What is to be said where no pod has a log."""
+    if wish.node:
+        return f"job {job.name} has no pod {wish.node} that has begun; `{PROG} status {job.name}`"
+    if job.state in ("submitted", "waiting"):
+        why = f": {job.reason}" if job.reason else ""
+        return f"no pod of job {job.name} has begun yet{why}"
+    if not job.run_dir:
+        return (
+            f"the pods of job {job.name} are gone, and with them what they printed: `--run-dir "
+            "DIR` of submit keeps it, on a volume"
+        )
+    here = Path(job.run_dir) / "logs"
+    where = f"see {here}" if here.is_dir() else f"they are in {here} on the job's volume"
+    return f"the pods of job {job.name} are gone; its ranks' logs were kept: {where}"

@@ -1,0 +1,200 @@
+"""What a user does to jobs in a cluster, an ElasticJob or an Indexed Job alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
+
+from elasticrun.core.words import nearest
+from elasticrun.jobs.backend import Forbidden, NotDone
+from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS, KubeApi
+from elasticrun.jobs.kube.seen import OURS, STOPPED, ClusterJob, SeenPod, in_order
+from elasticrun.operator.cluster import PODS
+from elasticrun.operator.crd import Json
+from elasticrun.operator.objects import stamp
+
+MARGIN: Final = 60.0
+"""Seconds beside a pod's grace in which a job should have let go of all of its pods."""
+
+MOST_NAMED: Final = 8
+"""Jobs that a sentence lists."""
+
+
+def _kind(job: ClusterJob) -> Any:
+    return ELASTIC_JOBS if job.is_elastic else INDEXED_JOBS
+
+
+# ---------------------------------------------------------------- which there are
+
+
+async def jobs(api: KubeApi, namespace: str = "") -> tuple[list[ClusterJob], list[str]]:
+    """Those of a namespace ("": the context's, EVERYWHERE), and a sentence for each kind that
+    this user may not see. NotDone where there is none that he may."""
+    where = namespace or api.namespace
+    found: list[ClusterJob] = []
+    kinds = [INDEXED_JOBS]
+    if await api.has_elastic_jobs():
+        kinds.insert(0, ELASTIC_JOBS)
+    refused: list[Forbidden] = []
+    for kind in kinds:
+        mine = {} if kind is ELASTIC_JOBS else {"labels": OURS}
+        try:
+            bodies = await api.list(kind, where, **mine)
+        except Forbidden as why:
+            refused.append(why)
+            continue
+        found += [ClusterJob({**body, "kind": kind.__name__}) for body in bodies]
+    if len(refused) == len(kinds):
+        raise refused[0]
+    return found, list(map(str, refused))
+
+
+async def find(api: KubeApi, wanted: str, namespace: str = "") -> ClusterJob:
+    """The job of that name, or whose name alone begins so. NotDone."""
+    where = namespace or api.namespace
+    for kind in (ELASTIC_JOBS, INDEXED_JOBS):
+        with contextlib.suppress(Forbidden):  # of the one kind, maybe
+            if (body := await api.get(kind, wanted, where)) is not None:
+                return ClusterJob({**body, "kind": kind.__name__})
+    known, _ = await jobs(api, where)
+    names = sorted(job.name for job in known)
+    meant = [job for job in known if job.name.startswith(wanted)]
+    if len(meant) == 1:
+        return meant[0]
+    shown = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
+    if meant:
+        raise NotDone(f"several jobs are meant by {wanted}: {shown}; name one")
+    hint = nearest(wanted, names) or (f"; there is {shown}" if shown else "")
+    raise NotDone(f"no job {wanted} is in namespace {where}{hint}")
+
+
+async def find_again(api: KubeApi, job: ClusterJob) -> AsyncIterator[tuple[str, ClusterJob]]:
+    """The same job as it is now, and after each change of it, with the word of the change."""
+    only = {"metadata.name": job.name}
+    async for word, body in api.changes(_kind(job), job.namespace, fields=only):
+        if body["metadata"]["uid"] == job.uid:
+            yield word, ClusterJob({**body, "kind": _kind(job).__name__})
+
+
+async def pods(api: KubeApi, job: ClusterJob) -> list[SeenPod]:
+    """Its pods, in order."""
+    return in_order(await api.list(PODS, job.namespace, labels=job.pods), job)
+
+
+# ---------------------------------------------------------------- made and removed
+
+
+async def make(api: KubeApi, documents: Sequence[Json], *, trial: bool = False) -> ClusterJob:
+    """Make the job, which is the last of the documents, and then the others as its own: they go
+    when it goes. `trial`: have all of it checked, and make nothing."""
+    *others, last = documents
+    made = await api.create(last, api.namespace, trial=trial)
+    job = ClusterJob({**made, "kind": last["kind"]})
+    owner = {
+        "apiVersion": last["apiVersion"],
+        "kind": last["kind"],
+        "name": job.name,
+        "uid": job.uid,
+    }
+    try:
+        for body in others:
+            mine = body if trial else {
+                **body, "metadata": {**body["metadata"], "ownerReferences": [owner]}
+            }  # fmt: skip
+            await api.create(mine, api.namespace, trial=trial)
+    except NotDone:
+        if not trial:
+            await api.delete(_kind(job), job.name, job.namespace)
+        raise
+    return job
+
+
+async def delete(api: KubeApi, job: ClusterJob) -> str:
+    """Its object, and then all that belongs to it; its pods save, as far as their grace goes."""
+    await api.delete(_kind(job), job.name, job.namespace)
+    return f"job {job.name} is deleted from namespace {job.namespace}; its pods save and leave"
+
+
+# ---------------------------------------------------------------- changed
+
+
+async def scale(api: KubeApi, job: ClusterJob, nodes: int) -> str:
+    """How many nodes it is to have."""
+    if job.is_over:
+        raise NotDone(f"job {job.name} has {job.state}: there is nothing to scale")
+    if job.is_elastic:
+        change: Json = {"spec": {"replicas": nodes}}
+        await api.patch(ELASTIC_JOBS.Scale, job.name, job.namespace, change)
+    else:
+        change = {"spec": {"completions": nodes, "parallelism": nodes}}
+        await api.patch(INDEXED_JOBS, job.name, job.namespace, change)
+    said = f"job {job.name} is to have {nodes} nodes (before: {job.nodes})"
+    if job.is_suspended:
+        said += f"; it is {job.state}, and gets them when it is resumed"
+    elif most := job.most_ranked if nodes > job.most_ranked > 0 else 0:
+        said += f"; its ranks are on {most} at most (--nodes when it was made): the rest are spares"
+    return said
+
+
+async def suspend(api: KubeApi, job: ClusterJob, *, stop: bool = False) -> str:
+    """Have it save and let go of its pods; returns when that is done. `stop`: with the mark that it
+    is not meant to go on."""
+    word = "stopped" if stop else "suspended"
+    if job.is_over:
+        raise NotDone(f"job {job.name} has {job.state}: it holds no nodes")
+    if job.state == word:
+        return f"job {job.name} is {word} already"
+    mark = stamp(time.time()) if stop else None
+    change = {"spec": {"suspend": True}, "metadata": {"annotations": {STOPPED: mark}}}
+    await api.patch(_kind(job), job.name, job.namespace, change)
+    await _until_gone(api, job)
+    found = await api.get(_kind(job), job.name, job.namespace)
+    now = ClusterJob({**found, "kind": _kind(job).__name__}) if found else job
+    if now.is_over:
+        raise NotDone(f"job {job.name} has {now.state} meanwhile: {now.reason}")
+    row = now.row(time.time())
+    step = f" at step {row.step}" if row.step >= 0 else ""
+    return f"job {job.name} is {word}{step}; `elasticrun resume {job.name}` goes on"
+
+
+async def resume(api: KubeApi, job: ClusterJob) -> str:
+    """Go on, from the newest step that was saved."""
+    if job.is_over:
+        raise NotDone(f"job {job.name} has {job.state}: submit it again to run it again")
+    if not job.is_suspended:
+        raise NotDone(f"job {job.name} is {job.state}: there is nothing to resume")
+    change = {"spec": {"suspend": False}, "metadata": {"annotations": {STOPPED: None}}}
+    await api.patch(_kind(job), job.name, job.namespace, change)
+    return f"job {job.name} goes on: its pods are made again"
+
+
+async def _until_gone(api: KubeApi, job: ClusterJob) -> None:
+    """Until none of its pods holds anything. NotDone where that takes longer than they may."""
+    try:
+        async with asyncio.timeout(job.grace + MARGIN):
+            await _watch_gone(api, job)
+    except TimeoutError:
+        found = await api.get(_kind(job), job.name, job.namespace)
+        if found and ClusterJob({**found, "kind": _kind(job).__name__}).is_unseen:
+            raise NotDone(
+                f"job {job.name} is told so, but no operator has taken notice: is it running "
+                "(docs/operator.md)?"
+            ) from None
+        raise NotDone(
+            f"job {job.name} is leaving yet: `elasticrun status {job.name}` shows its pods"
+        ) from None
+
+
+async def _watch_gone(api: KubeApi, job: ClusterJob) -> None:
+    found, version = await api.list_at(PODS, job.namespace, labels=job.pods)
+    left = {pod.name for pod in in_order(found, job) if pod.lives}
+    if not left:
+        return
+    async for word, body in api.changes(PODS, job.namespace, after=version, labels=job.pods):
+        for pod in in_order([body], job):
+            (left.discard if word == "DELETED" or not pod.lives else left.add)(pod.name)
+        if not left:
+            return

@@ -1,0 +1,205 @@
+"""The asking of a cluster's API server with the rights of the user who types, by lightkube
+(decision 035). Whatever the server does not want is one sentence (NotDone)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Final
+
+from elasticrun.jobs.backend import Forbidden, NotDone
+
+try:
+    import httpx2
+    from lightkube import AsyncClient, KubeConfig
+    from lightkube.core.exceptions import ApiError, ConfigError
+    from lightkube.generic_resource import create_global_resource, create_namespaced_resource
+    from lightkube.types import CascadeType, OnErrorAction, OnErrorResult, PatchType
+except ImportError:
+    raise NotDone("jobs in Kubernetes need the extra k8s: pip install 'elasticrun[k8s]'") from None
+
+from elasticrun.operator.cluster import JOBS, SECRETS, code_of
+from elasticrun.operator.crd import API_VERSION, KIND, Json
+
+ELASTIC_JOBS: Final = JOBS
+INDEXED_JOBS: Final[Any] = create_namespaced_resource("batch", "v1", "Job", "jobs")
+NODES: Final[Any] = create_global_resource("", "v1", "Node", "nodes")
+USE_OF_NODES: Final[Any] = create_global_resource(
+    "metrics.k8s.io", "v1beta1", "NodeMetrics", "nodes"
+)
+
+EVERYWHERE: Final = "*"
+"""In the place of a namespace: all of them."""
+
+Listed = tuple[list[Json], str]
+"""Objects, and the version of their list."""
+
+CALL_LIMIT: Final = 15.0
+"""Seconds for a call."""
+
+MOST_BREAKS: Final = 5
+"""Failures in a row after which a watch is given up."""
+
+GONE: Final = 404
+
+_KINDS: Final = {
+    (API_VERSION, KIND): ELASTIC_JOBS,
+    ("batch/v1", "Job"): INDEXED_JOBS,
+    ("v1", "Secret"): SECRETS,
+}
+
+
+class KubeApi:
+    """One API server, for `async with`. `context`: of the kubeconfig, "" for its current one;
+    `namespace`: "" for the context's."""
+
+    def __init__(self, context: str = "", namespace: str = "") -> None:
+        """NotDone where nothing says which server is meant."""
+        try:
+            config = KubeConfig.from_env().get(context or None)
+        except (ConfigError, OSError, ValueError, LookupError) as wrong:
+            raise NotDone(
+                f"no cluster is known here: {wrong}; $KUBECONFIG or ~/.kube/config says where it is"
+            ) from None
+        if config is None:
+            raise NotDone("the kubeconfig has no current context: name one by --context")
+        self.context = context
+        self.server = config.cluster.server
+        self.namespace: str = namespace or config.namespace
+        self._config = config
+        self._client: Any = None
+
+    async def __aenter__(self) -> KubeApi:
+        try:
+            limit = httpx2.Timeout(CALL_LIMIT)
+            self._client = AsyncClient(self._config, timeout=limit, field_manager="elasticrun")
+        except (OSError, ValueError, AssertionError) as wrong:
+            raise NotDone(f"the kubeconfig's context cannot be used: {wrong}") from None
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    async def has_elastic_jobs(self) -> bool:
+        """Whether the cluster serves that kind."""
+        with self._sentences("say which kinds it has"):
+            raw = self._client._client._client
+            answer = await raw.get(f"/apis/{API_VERSION}")
+            if answer.status_code == GONE:
+                return False
+            answer.raise_for_status()
+        return True
+
+    async def get(self, kind: Any, name: str, namespace: str) -> Json | None:
+        """An object; None where there is none."""
+        with self._sentences(f"tell of {kind.__name__} {name}"):
+            try:
+                found: Json = await self._client.get(kind, name, namespace=namespace)
+            except ApiError as error:
+                if code_of(error) == GONE:
+                    return None
+                raise
+            return found
+
+    async def list(self, kind: Any, namespace: str = "", **selectors: Json) -> list[Json]:
+        """Objects of a kind; of `namespace`, where it is not the cluster's own."""
+        return (await self.list_at(kind, namespace, **selectors))[0]
+
+    async def list_at(self, kind: Any, namespace: str = "", **selectors: Json) -> Listed:
+        """The same, and the version of the list, after which `changes` may begin."""
+        where = {"namespace": namespace} if namespace else {}
+        with self._sentences(f"list {kind.__name__}s"):
+            listed = self._client.list(kind, **where, **selectors)
+            return [one async for one in listed], str(listed.resourceVersion)
+
+    async def changes(
+        self, kind: Any, namespace: str, *, after: str = "", **selectors: Json
+    ) -> AsyncIterator[tuple[str, Json]]:
+        """What changes, with the word ADDED, MODIFIED or DELETED; beginning with all that there is,
+        unless it is to begin `after` a version."""
+        more = {"resource_version": after} if after else {}
+        with self._sentences(f"watch {kind.__name__}s"):
+            async for change in self._client.watch(
+                kind, namespace=namespace, on_error=_once_more, **more, **selectors
+            ):
+                yield change
+
+    async def create(self, body: Json, namespace: str, *, trial: bool = False) -> Json:
+        """Make an object, with no field that is unknown; `trial`: have all of it checked, and make
+        nothing."""
+        params = {"fieldValidation": "Strict", **({"dryRun": "All"} if trial else {})}
+        with self._sentences(f"make {body['kind']} {body['metadata']['name']}"):
+            made: Json = await self._client._client.request(
+                "post",
+                obj=_kind(body["apiVersion"], body["kind"])(body),
+                namespace=namespace,
+                params=params,
+            )
+        return made
+
+    async def patch(self, kind: Any, name: str, namespace: str, change: Json) -> Json:
+        """Merge a change into an object; `kind` may be a subresource of it."""
+        with self._sentences(f"change {kind.__name__} {name}"):
+            made: Json = await self._client.patch(
+                kind, name, change, namespace=namespace, patch_type=PatchType.MERGE
+            )
+        return made
+
+    async def delete(self, kind: Any, name: str, namespace: str) -> None:
+        """Delete it; what belongs to it goes after it."""
+        with self._sentences(f"delete {kind.__name__} {name}"):
+            await self._client.delete(
+                kind, name, namespace=namespace, cascade=CascadeType.BACKGROUND
+            )
+
+    async def log(self, pod: str, namespace: str, **wish: Any) -> AsyncIterator[str]:
+        """Lines that a pod's container has printed, as `AsyncClient.log` takes wishes."""
+        with self._sentences(f"give the log of pod {pod}"):
+            lines = self._client.log(pod, namespace=namespace, newlines=False, **wish)
+            async for line in lines:
+                yield line
+
+    @contextlib.contextmanager
+    def _sentences(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except ApiError as error:
+            raise _refusal(error, what) from None
+        except httpx2.HTTPStatusError as error:
+            code = error.response.status_code
+            raise NotDone(f"the cluster does not {what}: HTTP {code}") from None
+        except (httpx2.HTTPError, OSError) as error:
+            why = str(error) or type(error).__name__
+            raise NotDone(f"the API server at {self.server} does not answer: {why}") from None
+
+
+def _once_more(error: Exception, count: int) -> OnErrorResult:
+    """A watch that broke begins again, a few times; not where the server refuses it."""
+    refused = isinstance(error, ApiError) and code_of(error) in (401, 403)
+    if refused or count > MOST_BREAKS:
+        return OnErrorResult(OnErrorAction.RAISE)
+    return OnErrorResult(OnErrorAction.RETRY, sleep=float(count))
+
+
+def _refusal(error: ApiError, what: str) -> NotDone:
+    """What the server says of it, in a sentence."""
+    status, code = error.status, code_of(error)
+    said = " ".join((status.message or "").split())[:600] or f"HTTP {code}"
+    if code == 401:
+        return NotDone("the cluster does not know you (401): log in to it again")
+    if code == 403:
+        return Forbidden(f"you may not {what}: {said}; who runs the cluster can give you a Role")
+    if code == 409 and status.reason == "AlreadyExists":
+        return NotDone(f"{said}: choose another --name, or `elasticrun delete` that one")
+    if code == 422 and status.details and status.details.causes:
+        causes = (f"{one.field}: {one.message}" for one in status.details.causes)
+        return NotDone(f"the cluster does not {what}: {'; '.join(causes)[:1000]}")
+    return NotDone(f"the cluster does not {what}: {said}")
+
+
+@functools.cache
+def _kind(api: str, kind: str) -> Any:
+    group, _, version = api.rpartition("/")
+    known = _KINDS.get((api, kind))
+    return known or create_namespaced_resource(group, version, kind, f"{kind.lower()}s")

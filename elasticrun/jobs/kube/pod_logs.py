@@ -1,0 +1,145 @@
+"""What the pods of a job have printed, by the API server: one of them, those of a node, or all; and
+on with what they print, across pods that take the place of others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from elasticrun.jobs.backend import NotDone
+from elasticrun.jobs.kube.acts import find_again, pods
+from elasticrun.jobs.kube.api import KubeApi
+from elasticrun.jobs.kube.seen import ClusterJob, SeenPod, in_order
+from elasticrun.operator.cluster import PODS
+from elasticrun.operator.objects import MASTER
+
+LAST_WORDS: Final = 10.0
+"""Seconds that streams of a job that is over have to end by themselves."""
+
+MOST_STREAMS: Final = 100
+"""Pods that are followed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogWish:
+    """What is to be shown. `tail`: lines of each pod, 0 for all; `since`: seconds, 0 for ever;
+    `node`: an index of the job, or the name of a pod or of a node; `rank`: of which only lines are
+    meant that carry its number, -1 for all."""
+
+    follow: bool = False
+    tail: int = 20
+    since: int = 0
+    everything: bool = False
+    node: str = ""
+    rank: int = -1
+    grep: re.Pattern[str] | None = None
+
+    def takes(self, line: str) -> bool:
+        """Whether a line is to be shown."""
+        if self.rank >= 0 and not re.match(rf"\[[^\]\d]*{self.rank}\]", line):
+            return False
+        return self.grep is None or self.grep.search(line) is not None
+
+    @property
+    def several(self) -> bool:
+        """Whether lines of several pods may be mixed."""
+        return self.everything or (self.rank >= 0 and not self.node)
+
+
+Shown = Callable[[SeenPod, str], None]
+"""Hears each line, and of which pod it is."""
+
+
+def chosen(found: Iterable[SeenPod], wish: LogWish) -> list[SeenPod]:
+    """The pods that are meant, those that are there. Where nobody says: one that failed, the first
+    of them; else the newest of the first node."""
+    begun = [pod for pod in found if pod.started]
+    if wish.node:
+        return [pod for pod in begun if pod.is_called(wish.node)]
+    nodes = [pod for pod in begun if pod.index != MASTER]
+    if wish.several:
+        return nodes
+    if not any(pod.lives or pod.phase == "Succeeded" for pod in nodes):
+        failed = sorted((pod for pod in nodes if pod.has_failed), key=lambda pod: pod.ended)
+        if failed:
+            return failed[:1]
+    first = [pod for pod in nodes if pod.index == nodes[0].index]
+    return first[-1:]
+
+
+async def show(api: KubeApi, job: ClusterJob, wish: LogWish, shown: Shown) -> bool:
+    """Hand over what there is, and with `follow` what comes until the job is over or suspended.
+    False where there is no pod that has begun."""
+    there = chosen(await pods(api, job), wish)
+    if not wish.follow or job.is_over:
+        for pod in there:
+            await _lines(api, job, pod, wish, shown)
+        return bool(there)
+    old = {pod.name for pod in await pods(api, job) if pod.started} - {pod.name for pod in there}
+    await _Followed(api, job, wish, shown, old).run()
+    return True
+
+
+async def _lines(
+    api: KubeApi, job: ClusterJob, pod: SeenPod, wish: LogWish, shown: Shown, **more: Any
+) -> None:
+    asked: dict[str, Any] = {"container": pod.container, **more}
+    if wish.tail and wish.grep is None and wish.rank < 0:
+        asked["tail_lines"] = wish.tail
+    if wish.since:
+        asked["since"] = wish.since
+    async for line in api.log(pod.name, job.namespace, **asked):
+        if wish.takes(line):
+            shown(pod, line)
+
+
+class _Followed:
+    """The pods that are followed, each by a task. `old`: pods that were not meant at the start."""
+
+    def __init__(
+        self, api: KubeApi, job: ClusterJob, wish: LogWish, shown: Shown, old: set[str]
+    ) -> None:
+        self._api, self._job, self._wish, self._shown = api, job, wish, shown
+        self._seen = old
+        self._streams: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        """Until the job is over or lets go of its pods."""
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(self._watch(group))
+            await self._until_over()
+            watch.cancel()
+            self._take(await pods(self._api, self._job), group)
+            if self._streams:
+                _, left = await asyncio.wait(self._streams, timeout=LAST_WORDS)
+                for one in left:
+                    one.cancel()
+
+    async def _watch(self, group: asyncio.TaskGroup) -> None:
+        job = self._job
+        async for word, pod in self._api.changes(PODS, job.namespace, labels=job.pods):
+            if word != "DELETED":
+                self._take(in_order([pod], self._job), group)
+
+    def _take(self, found: Iterable[SeenPod], group: asyncio.TaskGroup) -> None:
+        """Follow those of them that are meant and new."""
+        for pod in found:
+            node = self._wish.node or ("" if self._wish.several else "0")
+            meant = pod.is_called(node) if node else pod.index != MASTER
+            if pod.started and meant and pod.name not in self._seen:
+                self._seen.add(pod.name)
+                if sum(not one.done() for one in self._streams) < MOST_STREAMS:
+                    self._streams.append(group.create_task(self._stream(pod)))
+
+    async def _stream(self, pod: SeenPod) -> None:
+        with contextlib.suppress(NotDone):  # it has gone before it was read
+            await _lines(self._api, self._job, pod, self._wish, self._shown, follow=True)
+
+    async def _until_over(self) -> None:
+        async for word, job in find_again(self._api, self._job):
+            if word == "DELETED" or job.is_over or job.state in ("suspended", "stopped"):
+                return

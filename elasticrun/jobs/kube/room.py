@@ -1,0 +1,114 @@
+"""The nodes of a cluster: what they have, what pods have asked for, and what is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from msgspec import Struct
+
+from elasticrun.jobs.backend import Forbidden, NotDone
+from elasticrun.jobs.kube.api import EVERYWHERE, NODES, USE_OF_NODES, KubeApi
+from elasticrun.operator.cluster import PODS
+from elasticrun.operator.crd import Json
+
+GPU_WORDS: Final = ("gpu", "npu", "ascend", "gaudi", "tpu", "mig-")
+"""A resource with one of them in its name behind the slash is a GPU or its like."""
+
+_UNITS: Final = {
+    "n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0,
+    "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,
+}  # fmt: skip
+
+
+class NodeRow(Struct, frozen=True, kw_only=True):
+    """A node of the cluster. CPU in cores, memory in bytes; -1 where it is not known."""
+
+    name: str
+    state: str  # ready, not ready, cordoned
+    gpus: int = 0
+    gpus_taken: int = -1  # asked for by pods that are placed here
+    cpus: float = 0.0
+    cpus_taken: float = -1.0
+    cpus_used: float = -1.0
+    memory: float = 0.0
+    memory_taken: float = -1.0
+    memory_used: float = -1.0
+
+
+async def nodes(api: KubeApi) -> tuple[list[NodeRow], list[str]]:
+    """All nodes, and a sentence on what cannot be known of them. NotDone where this user may not
+    see nodes."""
+    bodies = await api.list(NODES)
+    said: list[str] = []
+    asked: dict[str, Json] | None = None
+    try:
+        asked = _requests(await api.list(PODS, EVERYWHERE))
+    except Forbidden as why:
+        said.append(f"what pods have taken is not known: {why}")
+    used: dict[str, Json] = {}
+    try:
+        used = {one["metadata"]["name"]: one.get("usage") or {}
+                for one in await api.list(USE_OF_NODES)}  # fmt: skip
+    except NotDone:
+        said.append("what is in use is not known: the cluster has no metrics server for you")
+    rows = [_row(body, asked, used.get(body["metadata"]["name"], {})) for body in bodies]
+    return sorted(rows, key=lambda row: row.name), said
+
+
+def _row(body: Json, asked: dict[str, Json] | None, used: Json) -> NodeRow:
+    name, has = body["metadata"]["name"], (body.get("status") or {}).get("allocatable") or {}
+    taken = None if asked is None else asked.get(name, {})
+    conditions = (body.get("status") or {}).get("conditions") or ()
+    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    cordoned = bool((body.get("spec") or {}).get("unschedulable"))
+    return NodeRow(
+        name=name,
+        state="not ready" if not ready else "cordoned" if cordoned else "ready",
+        gpus=_gpus(has),
+        gpus_taken=-1 if taken is None else _gpus(taken),
+        cpus=quantity(has.get("cpu", 0)),
+        cpus_taken=-1.0 if taken is None else quantity(taken.get("cpu", 0)),
+        cpus_used=quantity(used["cpu"]) if "cpu" in used else -1.0,
+        memory=quantity(has.get("memory", 0)),
+        memory_taken=-1.0 if taken is None else quantity(taken.get("memory", 0)),
+        memory_used=quantity(used["memory"]) if "memory" in used else -1.0,
+    )
+
+
+def _requests(pods: Iterable[Json]) -> dict[str, Json]:
+    """What the pods of each node have asked for and hold."""
+    found: dict[str, Json] = {}
+    for pod in pods:
+        node = pod["spec"].get("nodeName")
+        if not node or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+            continue
+        total = found.setdefault(node, {})
+        for container in pod["spec"].get("containers") or ():
+            resources = container.get("resources") or {}
+            wants = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+            for name, amount in wants.items():
+                total[name] = total.get(name, 0.0) + quantity(amount)
+    return found
+
+
+def _gpus(resources: Json) -> int:
+    named = (
+        quantity(amount)
+        for name, amount in resources.items()
+        if "/" in name and any(word in name.partition("/")[2].lower() for word in GPU_WORDS)
+    )
+    return round(sum(named))
+
+
+def quantity(amount: object) -> float:
+    """A number in Kubernetes' form: `500m`, `16Gi`, `1e3`; 0.0 for what is none."""
+    text = str(amount)
+    for unit in sorted(_UNITS, key=len, reverse=True):
+        if text.endswith(unit):
+            try:
+                return float(text.removesuffix(unit)) * _UNITS[unit]
+            except ValueError:
+                continue
+    return 0.0

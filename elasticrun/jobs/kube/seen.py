@@ -1,0 +1,286 @@
+"""What the objects of a cluster say of a job and of its pods; nothing is asked here.
+
+A job is an ElasticJob, or a plain Indexed Job as `elasticrun render k8s` makes it. Both have the
+same states; what an Indexed Job cannot know (its step, why nothing runs) stays unsaid.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from elasticrun.operator.crd import GROUP, KIND, Json
+from elasticrun.operator.objects import INDEX, JOB, MASTER, ROLE, moment
+from elasticrun.render.pods import CONTAINER, JOB_LABEL
+from elasticrun.runs.layout import JobRow
+
+STOPPED: Final = f"{GROUP}/stopped"
+"""Annotation of a job that a person has ended: suspended like others, but meant to stay so."""
+
+OURS: Final = {"app.kubernetes.io/managed-by": "elasticrun"}
+"""Selects the Indexed Jobs that are ours."""
+
+POD_INDEX: Final = "batch.kubernetes.io/job-completion-index"
+
+STATES: Final = {
+    "": "submitted",
+    "Pending": "waiting",
+    "Starting": "waiting",
+    "Running": "running",
+    "Recovering": "recovering",
+    "Suspended": "suspended",
+    "Succeeded": "succeeded",
+    "Failed": "failed",
+}
+"""Of an ElasticJob's phase; "": its operator has not seen it yet."""
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """A job by its object."""
+
+    body: Json
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether it is an ElasticJob, and not an Indexed Job."""
+        return bool(self.body.get("kind", KIND) == KIND)
+
+    @property
+    def name(self) -> str:
+        return str(self.body["metadata"]["name"])
+
+    @property
+    def namespace(self) -> str:
+        return str(self.body["metadata"].get("namespace") or "default")
+
+    @property
+    def uid(self) -> str:
+        return str(self.body["metadata"]["uid"])
+
+    @property
+    def _spec(self) -> Json:
+        return self.body.get("spec") or {}
+
+    @property
+    def _status(self) -> Json:
+        return self.body.get("status") or {}
+
+    @property
+    def pods(self) -> dict[str, str]:
+        """The label of its pods."""
+        return {JOB if self.is_elastic else JOB_LABEL: self.name}
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether its pods are taken away, or are to be."""
+        return bool(self._spec.get("suspend"))
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether nobody has taken notice of its newest change."""
+        meta = self.body["metadata"]
+        return self.is_elastic and self._status.get("observedGeneration") != meta["generation"]
+
+    @property
+    def conditions(self) -> list[Json]:
+        """In Kubernetes' form."""
+        return [one for one in self._status.get("conditions") or () if isinstance(one, dict)]
+
+    @property
+    def nodes(self) -> int:
+        """That it is to have."""
+        return int(self._spec.get("nodes" if self.is_elastic else "completions") or 1)
+
+    @property
+    def most_ranked(self) -> int:
+        """Of an Indexed Job: MAX of --nnodes, which its template has for good; 0: not known."""
+        words = " ".join(map(str, self._container.get("args") or ()))
+        found = re.search(r"--nnodes=(?:\d+:)?(\d+)", words)
+        return int(found[1]) if found and not self.is_elastic else 0
+
+    @property
+    def run_dir(self) -> str:
+        """Its run folder in its pods, where it names one; "" for none."""
+        words = map(str, self._container.get("args") or ())
+        found = (w.removeprefix("--run-dir=") for w in words if w.startswith("--run-dir="))
+        return next(found, "")
+
+    @property
+    def grace(self) -> float:
+        """Seconds that a pod has to save and leave."""
+        spec = (self._spec.get("template") or {}).get("spec") or {}
+        return float(spec.get("terminationGracePeriodSeconds") or 60)
+
+    @property
+    def _container(self) -> Json:
+        spec = (self._spec.get("template") or {}).get("spec") or {}
+        first: Json = next(iter(spec.get("containers") or ()), {})
+        return first
+
+    @cached_property
+    def state(self) -> str:
+        """As in a list of jobs."""
+        status, stopped = self._status, STOPPED in (self.body["metadata"].get("annotations") or {})
+        if self.is_elastic:
+            state = STATES.get(status.get("phase") or "", "waiting")
+            if state == "suspended" and status.get("running"):
+                state = "leaving"
+        else:
+            true = {one.get("type") for one in self.conditions if one.get("status") == "True"}
+            if ends := true & {"Complete", "Failed"}:
+                return "succeeded" if "Complete" in ends else "failed"
+            if self.is_suspended:
+                state = "leaving" if status.get("active") else "suspended"
+            else:
+                state = "running" if status.get("ready") else "waiting"
+        return "stopped" if state == "suspended" and stopped else state
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended for good."""
+        return self.state in ("succeeded", "failed")
+
+    @property
+    def reason(self) -> str:
+        """Why it stands as it does, in the cluster's words; "" where nothing is to be said."""
+        ends = {"succeeded": ("Succeeded", "Complete"), "failed": ("Failed",)}
+        ends["recovering"] = ("Recovering",)
+        if self.state in ends:
+            return self._said(ends[self.state], "True")
+        if self.state == "waiting":
+            return self._said(("Admitted", "Scheduled", "MasterReachable", "Training"), "False")
+        if self.is_unseen and not self._status:
+            return "no operator has seen it yet"
+        return ""
+
+    def _said(self, types: tuple[str, ...], status: str) -> str:
+        """The sentence of the first of these conditions that is so."""
+        for one in sorted(
+            (one for one in self.conditions if one.get("type") in types),
+            key=lambda one: types.index(one["type"]),
+        ):
+            if one.get("status") == status and one.get("message"):
+                return str(one["message"])
+        return ""
+
+    def row(self, now: float, run: str = "") -> JobRow:
+        """Its line of a list; `run`: its run folder here."""
+        status, meta = self._status, self.body["metadata"]
+        if self.is_elastic:
+            has = str(status.get("nodes") or "0").partition("/")[0]
+            nodes = int(has) if has.isdecimal() else 0
+            step = status.get("step")
+        else:
+            nodes, step = int(status.get("ready") or 0), None
+        if self.is_over or self.is_suspended:
+            nodes = 0 if self.state in ("suspended", "stopped") else nodes
+        return JobRow(
+            name=self.name,
+            state=self.state,
+            where="k8s",
+            id=f"{self.namespace}/{self.name}",
+            run=run,
+            nodes=nodes,
+            max_nodes=self.nodes,
+            step=-1 if step is None else int(step),
+            restarts=int(status.get("restarts" if self.is_elastic else "failed") or 0),
+            age=max(0.0, now - moment(meta.get("creationTimestamp"))),
+            reason=self.reason,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SeenPod:
+    """What is read of a pod of either kind of job."""
+
+    name: str
+    host: str  # its host name, which its successor has too
+    index: str  # of its node in the job; master for the master's
+    phase: str
+    node: str  # of the cluster; "" before it is placed
+    container: str  # that runs elasticrun
+    created: float
+    ended: float  # when its container ended; 0.0: it has not, or nobody knows
+    code: int | None  # its exit code; None: it has none
+    started: bool  # whether its container has begun, so that there is a log
+    leaving: bool
+    says: str  # why it waits, or how it ended
+
+    @property
+    def lives(self) -> bool:
+        """Whether it holds anything."""
+        return self.phase not in ("Succeeded", "Failed")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended by itself, and badly."""
+        return self.phase == "Failed" and self.code not in (None, 0) and not self.leaving
+
+    def is_called(self, word: str) -> bool:
+        """Whether a person may mean it by this: its index, its name, its host's or its node's."""
+        return word in (self.index, self.name, self.host, self.node)
+
+
+def seen_pod(pod: Json) -> SeenPod:
+    """What is read of it."""
+    meta, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
+    labels = meta.get("labels") or {}
+    containers = [one["name"] for one in spec.get("containers") or ()]
+    main = CONTAINER if CONTAINER in containers else next(iter(containers), "")
+    found = {one.get("name"): one for one in status.get("containerStatuses") or ()}
+    state: Json = (found.get(main) or {}).get("state") or {}
+    ended: Json = state.get("terminated") or {}
+    index = labels.get(INDEX) or labels.get(POD_INDEX) or ""
+    if labels.get(ROLE) == MASTER:
+        index = MASTER
+    return SeenPod(
+        name=meta["name"],
+        host=spec.get("hostname") or meta["name"],
+        index=index,
+        phase=status.get("phase") or "Pending",
+        node=spec.get("nodeName") or "",
+        container=main,
+        created=moment(meta.get("creationTimestamp")),
+        ended=moment(ended.get("finishedAt")),
+        code=ended.get("exitCode"),
+        started=bool(state.get("running") or ended),
+        leaving=bool(meta.get("deletionTimestamp")),
+        says=_says(state, ended, status),
+    )
+
+
+def _says(state: Json, ended: Json, status: Json) -> str:
+    if ended:
+        reason = ended.get("reason") or ""
+        word = f", {reason}" if reason not in ("", "Error", "Completed") else ""
+        return f"ended with {ended.get('exitCode')}{word}"
+    waiting = state.get("waiting") or {}
+    scheduled: Json = next(
+        (one for one in status.get("conditions") or () if one.get("type") == "PodScheduled"), {}
+    )
+    if scheduled.get("status") == "False":
+        return str(scheduled.get("message") or "not placed yet")
+    said = (waiting.get("reason") or status.get("reason"), waiting.get("message"))
+    return ": ".join(str(one) for one in said if one)
+
+
+def in_order(pods: Iterable[Json], job: ClusterJob) -> list[SeenPod]:
+    """The pods of this very job: its nodes' by index, the oldest of each first; then its
+    master's."""
+    ours = (pod for pod in pods if job.uid in _owners(pod))
+    found = [seen_pod(pod) for pod in ours]
+    return sorted(
+        found,
+        key=lambda pod: (
+            pod.index == MASTER, int(pod.index) if pod.index.isdecimal() else 0,
+            pod.created, len(pod.name), pod.name,
+        ),
+    )  # fmt: skip
+
+
+def _owners(pod: Json) -> list[str]:
+    return [str(one.get("uid")) for one in pod["metadata"].get("ownerReferences") or ()]

@@ -1,0 +1,197 @@
+"""Jobs in a Kubernetes cluster. The object there is the truth; the run folder here remembers in
+which cluster and namespace it is, and how it ended when that was last seen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from elasticrun.core.words import names
+from elasticrun.jobs.backend import NotDone, Submission, submission, write_submission
+from elasticrun.runs.layout import ENDED, RESULT, JobRow, RunFolder, RunResult, replace_file
+from elasticrun.wire.messages import Reply, Request
+
+if TYPE_CHECKING:
+    from elasticrun.jobs.kube.api import KubeApi
+    from elasticrun.jobs.kube.seen import ClusterJob
+
+LIST_LIMIT: Final = 5.0
+"""Seconds that a list waits for a cluster; then it shows what is remembered."""
+
+Act = Callable[["KubeApi", "ClusterJob"], Awaitable[str]]
+
+
+class KubernetesJobs:
+    """The clusters of the kubeconfig; which is meant, a job's run folder says."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def submit(self, run: RunFolder, wanted: Submission) -> str:
+        """Make the objects that it was read as."""
+        from elasticrun.jobs.kube import acts
+        from elasticrun.jobs.kube.api import KubeApi
+
+        async def make() -> str:
+            async with KubeApi(wanted.context, wanted.namespace) as api:
+                documents = json.loads(wanted.script)
+                job = await acts.make(api, documents)
+                made = ", ".join(f"{one['kind']} {one['metadata']['name']}" for one in documents)
+                kind = "ej" if job.is_elastic else "job"
+                return (
+                    f"made in namespace {job.namespace}: {made} (kubectl -n {job.namespace} get "
+                    f"{kind} {job.name})"
+                )
+
+        made = asyncio.run(make())
+        write_submission(run, replace(wanted, script=""))  # a token is in it
+        return made
+
+    def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
+        """The object says how many; the operator tells the master."""
+        from elasticrun.jobs.kube import acts
+
+        return self._done(run, lambda api, job: acts.scale(api, job, wanted.number))
+
+    def suspend(self, run: RunFolder) -> str:
+        """`spec.suspend`, upon which pods save and go."""
+        from elasticrun.jobs.kube import acts
+
+        return self._done(run, acts.suspend)
+
+    def resume(self, run: RunFolder) -> str:
+        """`spec.suspend` taken back."""
+        from elasticrun.jobs.kube import acts
+
+        return self._done(run, acts.resume)
+
+    def stop(self, run: RunFolder) -> str:
+        """Suspended, and marked as ended by a person; the object stays."""
+        from elasticrun.jobs.kube import acts
+
+        return self._done(run, lambda api, job: acts.suspend(api, job, stop=True))
+
+    def end(self, run: RunFolder) -> None:
+        """The object is deleted; it is as good where there is none."""
+        from elasticrun.jobs.kube import acts
+
+        self._done(run, acts.delete, missing="it has gone")
+        note_end(run, "stopped", "deleted from the cluster")
+
+    def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
+        """By kubectl, in a pod."""
+        from elasticrun.jobs.kube.api import KubeApi
+
+        known = submission(run)
+
+        async def where() -> list[str]:
+            async with KubeApi(known.context, known.namespace) as api:
+                return await command_in_pod(api, known.name, node, command)
+
+        return handed_over(asyncio.run(where()), self._environ)
+
+    def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
+        """By their objects; those of a cluster that cannot be asked as they are."""
+        try:
+            return asyncio.run(_looked_up(rows))
+        except NotDone:
+            return list(rows)
+
+    def _done(self, run: RunFolder, act: Act, missing: str = "") -> str:
+        """Find its object and do something to it. `missing`: what is said where there is none; ""
+        for NotDone."""
+        from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS, KubeApi
+        from elasticrun.jobs.kube.seen import ClusterJob
+
+        known = submission(run)
+
+        async def do() -> str:
+            async with KubeApi(known.context, known.namespace) as api:
+                kind = ELASTIC_JOBS if known.number == ELASTIC_JOBS.__name__ else INDEXED_JOBS
+                body = await api.get(kind, known.name, api.namespace)
+                if body is not None:
+                    return await act(api, ClusterJob({**body, "kind": kind.__name__}))
+                if missing:
+                    return missing
+                raise NotDone(
+                    f"the cluster has no job {known.name} in namespace {api.namespace} any more: "
+                    f"`elasticrun delete {known.name}` forgets it"
+                )
+
+        return asyncio.run(do())
+
+
+def note_end(run: RunFolder, state: str, reason: str, row: JobRow | None = None) -> None:
+    """Remember how a job ended, as soon as that is seen. OSError."""
+    if run.result() is None and run.path.is_dir():
+        result = RunResult(state=state, reason=reason, ended=time.time())
+        if row is not None:
+            result = replace(result, job=row.name, step=row.step, restarts=row.restarts)
+        replace_file(run.path / RESULT, msgspec.json.encode(result))
+
+
+async def _looked_up(rows: Sequence[JobRow]) -> list[JobRow]:
+    from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS, KubeApi
+    from elasticrun.jobs.kube.seen import ClusterJob
+
+    async def one(row: JobRow) -> JobRow:
+        run = RunFolder(Path(row.run))
+        known = submission(run)
+        async with KubeApi(known.context, known.namespace) as api:
+            kind = ELASTIC_JOBS if known.number == ELASTIC_JOBS.__name__ else INDEXED_JOBS
+            body = await api.get(kind, known.name, api.namespace)
+        if body is None:
+            note_end(run, "lost", gone := "the cluster has it no more")
+            return replace(row, state="lost", reason=gone)
+        job = ClusterJob({**body, "kind": kind.__name__})
+        now = replace(job.row(time.time(), row.run), user=row.user, host=row.host)
+        if job.is_over:
+            note_end(run, now.state, now.reason, now)
+        return now
+
+    async def bounded(row: JobRow) -> JobRow:
+        try:
+            async with asyncio.timeout(LIST_LIMIT):
+                return row if row.state in ENDED else await one(row)
+        except (NotDone, TimeoutError, OSError):
+            return row
+
+    return list(await asyncio.gather(*map(bounded, rows)))
+
+
+async def command_in_pod(api: KubeApi, job: str, node: str, command: Sequence[str]) -> list[str]:
+    """The words of kubectl that run a command in a pod of a job: that of `node`, else its first.
+    NotDone."""
+    from elasticrun.jobs.kube import acts
+    from elasticrun.operator.objects import MASTER
+
+    found = await acts.find(api, job)
+    pods = [pod for pod in await acts.pods(api, found) if pod.phase == "Running"]
+    meant = [pod for pod in pods if (pod.is_called(node) if node else pod.index != MASTER)]
+    if not meant:
+        there = names([pod.host for pod in pods]) or "none"
+        raise NotDone(f"job {found.name} has no pod {node or 'that runs'}; there is {there}")
+    pod = meant[-1] if node else meant[0]
+    where = [f"--context={api.context}"] if api.context else []
+    terminal = ["-it"] if sys.stdin.isatty() and sys.stdout.isatty() else ["-i"]
+    words = ["kubectl", *where, "-n", found.namespace, "exec", *terminal, pod.name]
+    return [*words, "-c", pod.container, "--", *command]
+
+
+def handed_over(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run it on this terminal; its exit code. NotDone where it is not installed."""
+    program = shutil.which(words[0], path=environ.get("PATH", os.defpath))
+    if program is None:
+        raise NotDone(f"commands in pods are run by kubectl, which is not on the PATH: {words[0]}")
+    return subprocess.run([program, *words[1:]], env=environ, check=False).returncode

@@ -1,0 +1,405 @@
+"""Jobs of a cluster, by the words that people type: against the stand-in for an API server, with
+pods without processes, and once with real ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun.jobs.backend import NotDone
+from elasticrun.jobs.choosing import is_in_cluster
+from elasticrun.jobs.kube.pod_logs import LogWish, chosen
+from elasticrun.jobs.kube.room import quantity
+from elasticrun.jobs.kube.seen import STOPPED, ClusterJob, SeenPod
+from elasticrun.runs.index import make_run
+from elasticrun.runs.layout import JobRecord, RunFolder
+from elasticrun.testing.hosts import Lab
+from tests.further import further
+from tests.harness import await_true, ran
+from tests.kubernetes.cluster import StandIn
+from tests.operator.test_operator import Operator, install
+
+IMAGE = ("--image", "r/train:1")
+
+
+class KubeUser:
+    """Who types the verbs, as a user of a cluster; `admin` may do all."""
+
+    def __init__(self, cluster: StandIn, scratch: Path, name: str = "admin") -> None:
+        self.kubectl = cluster.client(name)
+        folders = {"ELASTICRUN_RUNS": scratch / f"runs-{name}", "XDG_RUNTIME_DIR": scratch}
+        self.environ = {**self.kubectl.environment, **{key: str(at) for key, at in folders.items()}}
+
+    def types(self, *words: str) -> str:
+        """What a verb prints that ends well."""
+        done = ran(*words, env=self.environ)
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+        return done.stdout
+
+    def hears(self, *words: str) -> str:
+        """The sentence of a verb that ends with 1."""
+        done = ran(*words, env=self.environ)
+        assert done.returncode == 1, (words, done.stdout, done.stderr)
+        assert done.stderr.count("\n") == 1, done.stderr
+        return done.stderr
+
+    def submits(self, name: str, *flags: str, script: str = "train.py") -> str:
+        words = ("submit", "--on", "k8s", "--name", name, *IMAGE, *flags, "--", script, "--lr", "1")
+        return self.types(*words)
+
+    def row(self, *words: str) -> dict[str, Any]:
+        """The first line of `list`."""
+        found: list[dict[str, Any]] = json.loads(self.types("list", "-o", "json", *words))
+        return next(row for row in found if row["where"] == "k8s")
+
+    def until(self, state: str) -> None:
+        await_true(lambda: self.row()["state"] == state, f"a job that is {state}")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[StandIn]:
+    """Two nodes with eight GPUs each, whose pods have no processes."""
+    made = StandIn(tmp_path, hollow=True)
+    made.node("n0", gpus=8)
+    made.node("n1", gpus=8)
+    yield made
+    made.close()
+
+
+def until_running(cluster: StandIn, *names: str) -> None:
+    def holds(pods: list[dict[str, Any]]) -> bool:
+        run = {pod["metadata"]["name"] for pod in pods if pod["status"].get("phase") == "Running"}
+        return set(names) <= run
+
+    cluster.until("pods", holds)
+
+
+@pytest.mark.slow
+def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) -> None:
+    user = KubeUser(cluster, tmp_path)
+    install(cluster)
+    operator = Operator(cluster)
+    said = user.submits("tr", "--nodes", "1:2", "--gpus", "4", "--node-unit", "1", "--ttl", "60")
+    assert "made in namespace default: ElasticJob tr" in said
+    assert "elasticrun logs tr -f" in said
+    until_running(cluster, "tr-0-0", "tr-1-0", "tr-master-0")
+    (job,) = cluster.objects("elasticjobs", "elasticrun.dev")
+    assert (job["spec"]["nodes"], job["spec"]["minNodes"]) == (2, 1)
+    assert job["spec"]["runPolicy"]["ttlSecondsAfterFinished"] == 60
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["args"][0] == "--nproc-per-node=4"
+    assert {"--save-at-breakpoint", "--exit-codes=scheduler"} <= set(container["args"])
+    assert container["args"][-3:] == ["train.py", "--lr", "1"]
+    words = " ".join(container["args"])
+    assert not any(flag in words for flag in ("--nnodes", "--rdzv", "--node-rank", "--node-unit"))
+
+    row = user.row()
+    assert (row["name"], row["where"], row["id"], row["max_nodes"]) == (
+        "tr",
+        "k8s",
+        "default/tr",
+        2,
+    )
+    assert user.row("--on", "k8s", "-A")["id"] == "default/tr"
+    page = user.types("status", "t")
+    for part in (
+        "ElasticJob in namespace default",
+        "Admitted: yes",
+        "tr-1-0       1",
+        "created pod",
+    ):
+        assert part in page
+    assert all(len(line) <= 80 for line in page.splitlines() if "  " in line), page
+    assert json.loads(user.types("status", "tr", "-o", "json"))["pods"][-1]["node"] == "master"
+
+    assert "is to have 3 nodes (before: 2)" in user.types("scale", "tr", "3")
+    until_running(cluster, "tr-2-0")
+    (tmp_path / "plan.yaml").write_text(
+        "kind: ScalePlan\napiVersion: elastic.iml.github.io/v1alpha1\nmetadata: {name: p}\n"
+        "spec: {ownerJob: tr, replicaResourceSpecs: {worker: {replicas: 2}}}"
+    )
+    assert "2 nodes (before: 3)" in user.types("scale", "-f", str(tmp_path / "plan.yaml"))
+    top = user.types("top", "nodes", "--on", "k8s")
+    assert "GPUs taken" in top
+    assert "already exists: choose another --name" in user.hears(
+        "submit", "--on", "k8s", "--name", "tr", *IMAGE, "--", "train.py"
+    )
+
+    assert "job tr is suspended" in user.types("suspend", "tr")
+    assert (user.row()["state"], user.row()["nodes"]) == ("suspended", 0)
+    assert "goes on" in user.types("resume", "tr")
+    assert "nothing to resume" in user.hears("resume", "tr")
+    until_running(cluster, "tr-0-0")
+    assert "job tr is stopped" in user.types("stop", "tr")
+    assert user.row()["state"] == "stopped"
+    assert "the pods of job tr are gone, and with them what they printed" in user.hears(
+        "logs", "tr"
+    )
+    user.types("delete", "tr")
+    assert cluster.objects("elasticjobs", "elasticrun.dev") == []
+    assert "k8s" not in user.types("list")
+    assert "no job tr is in namespace default" in user.hears("status", "tr", "--on", "k8s")
+    operator.stop()
+
+
+@pytest.mark.slow
+def test_an_indexed_job_where_there_is_no_operator(cluster: StandIn, tmp_path: Path) -> None:
+    """All of it goes with the Job, which has a token of its own."""
+    user = KubeUser(cluster, tmp_path)
+    said = user.submits("tr", "--nodes", "2", "--rbac", "--namespace", "default")
+    for kind in ("ServiceAccount", "Role", "RoleBinding", "Service", "Secret", "Job"):
+        assert f"{kind} tr" in said
+    (job,) = cluster.objects("jobs", "batch")
+    token = {one["name"]: one for one in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert token["ELASTICRUN_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == "tr-token"
+    (run,) = (tmp_path / "runs-admin").iterdir()
+    assert '"token":' not in (run / "submitted.json").read_text()
+    user.until("running")
+    assert (user.row()["nodes"], user.row()["max_nodes"]) == (2, 2)
+    assert "on 2 at most" in user.types("scale", "tr", "3")
+    (job,) = cluster.objects("jobs", "batch")
+    assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (3, 3)
+    assert "is suspended" in user.types("suspend", "tr")
+    assert "goes on" in user.types("resume", "tr")
+    user.types("delete", "tr")
+    for kind, group in (
+        ("jobs", "batch"),
+        ("services", ""),
+        ("roles", "rbac.authorization.k8s.io"),
+    ):
+        cluster.until(kind, lambda found: not found, group=group)
+    cluster.until("secrets", lambda found: not found)
+
+
+ROLE = """\
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata: {name: jobs}
+rules: [{apiGroups: [elasticrun.dev], resources: [elasticjobs], verbs: [get, list, create]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: jobs}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: jobs}
+subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: ada}]
+"""
+
+
+@pytest.mark.slow
+def test_rights_that_are_missing_are_one_sentence(cluster: StandIn, tmp_path: Path) -> None:
+    admin, user = KubeUser(cluster, tmp_path), KubeUser(cluster, tmp_path, "ada")
+    install(cluster)
+    admin.submits("tr")
+    assert "you may not list" in user.hears("list", "--on", "k8s")
+    assert "you may not make ElasticJob mine" in user.hears(
+        "submit", "--on", "k8s", "--name", "mine", *IMAGE, "--", "train.py"
+    )
+    assert not (tmp_path / "runs-ada").exists(), "nothing is left of what was refused"
+    admin.kubectl("apply", "-f", "-", given=ROLE)
+    done = ran("list", "--on", "k8s", env=user.environ)
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
+    assert "tr" in done.stdout
+    assert "you may not list Jobs" in done.stderr
+    assert "made in namespace" in user.submits("mine")
+    for words, what in (
+        (("logs", "mine"), "list Pods"),
+        (("suspend", "mine"), "change ElasticJob mine"),
+        (("delete", "mine"), "delete ElasticJob mine"),
+        (("top", "nodes", "--on", "k8s"), "list Nodes"),
+    ):
+        sentence = user.hears(*words)
+        assert f"you may not {what}" in sentence
+        assert "who runs the cluster can give you a Role" in sentence
+
+
+@pytest.mark.slow
+def test_what_cannot_be_is_one_sentence(cluster: StandIn, tmp_path: Path) -> None:
+    user = KubeUser(cluster, tmp_path)
+    install(cluster)
+
+    def says(*flags: str) -> str:
+        done = ran(
+            "submit", "--on", "k8s", "--name", "tr", *IMAGE, *flags, "--", "t.py", env=user.environ
+        )
+        assert done.returncode in (1, 2)
+        assert done.stdout == ""
+        return done.stderr.splitlines()[-1]
+
+    assert "nodes is no multiple of nodeUnit" in says("--nodes", "3", "--node-unit", "2")
+    assert "--plain makes an Indexed Job" in says("--rbac")
+    assert "Context 'none' not found" in says("--context", "none")
+    assert "could not find the requested resource" in says("--plain", "--gang", "volcano")
+    user.environ["KUBECONFIG"] = str(tmp_path / "none")
+    assert "no cluster is known here" in says()
+    assert not (tmp_path / "runs-admin").exists()
+    assert cluster.objects("jobs", "batch") == []
+
+
+def test_without_the_extra_there_is_one_sentence() -> None:
+    code = (
+        "import sys; sys.modules['lightkube'] = None\n"
+        "from elasticrun.cli.main import main; sys.exit(main(['list', '--on', 'k8s']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "elasticrun list: jobs in Kubernetes need the extra k8s: pip install 'elasticrun[k8s]'\n"
+    )
+
+
+LOOPS = """
+import os, pathlib, sys, time
+rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+print(f"rank {rank} of {size} begins", flush=True)
+at = pathlib.Path(sys.argv[1])
+while not (at / "end").exists():
+    if rank == "1" and (at / "fail").exists():
+        sys.exit("rank 1 is unlucky")
+    time.sleep(0.05)
+print(f"rank {rank} is done", flush=True)
+"""
+
+
+@further("test_an_elastic_job_from_submit_to_delete", why="real pods, under an operator in a pod")
+def test_logs_and_commands_of_pods_that_run(lab: Lab, tmp_path: Path) -> None:
+    cluster = StandIn(tmp_path, lab=lab, env={"ELASTICRUN_PRELOAD": "off"})
+    try:
+        cluster.node("n0")
+        user = KubeUser(cluster, tmp_path)
+        install(cluster)
+        (tmp_path / "train.py").write_text(LOOPS)
+        script = str(tmp_path / "train.py")
+        words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "2", "--cpu", "1")
+        user.types(*words, "--memory", "9Gi", "--", script, str(tmp_path))
+        user.until("running")
+        await_true(lambda: "rank 0 of 2" in user.types("logs", "tr"), "what rank 0 prints")
+        assert "rank 1" not in user.types("logs", "tr")
+        assert "rank 1 of 2 begins" in user.types("logs", "tr", "--node", "1", "--tail", "1")
+        whole = user.types("logs", "tr", "--all", "--grep", "rank . of 2")
+        assert whole.splitlines()[::2] == ["== tr-0-0 ==", "== tr-1-0 =="]
+        command = ("exec", "tr", "--node", "tr-1", "--", "sh", "-c", "hostname; exit 7")
+        done = ran(*command, env=user.environ)
+        assert (done.returncode, done.stdout) == (7, "tr-1\n"), done.stderr
+        assert "has no pod 5" in user.hears("exec", "tr", "--node", "5", "--", "true")
+        with subprocess.Popen(
+            [sys.executable, "-m", "elasticrun", "logs", "tr", "-f", "--tail", "0"],
+            env=user.environ, stdout=subprocess.PIPE, text=True,
+        ) as following:  # fmt: skip
+            assert following.stdout is not None
+            assert "rank 0 of 2 begins" in next(
+                line for line in following.stdout if "begins" in line
+            )
+            (tmp_path / "end").touch()
+            assert "rank 0 is done" in following.communicate()[0]
+        user.until("succeeded")
+        assert user.types("list").splitlines()[1].split()[:2] == ["tr", "succeeded"]
+    finally:
+        cluster.close()
+
+
+# ---------------------------------------------------------------- what is read
+
+
+def a_job(phase: str, **status: Any) -> ClusterJob:
+    annotations = {STOPPED: "2026-01-01T00:00:00Z"} if status.pop("stopped", False) else {}
+    meta = {"name": "tr", "namespace": "team", "uid": "u", "generation": 1}
+    body = {"metadata": {**meta, "annotations": annotations}, "spec": {"nodes": 4}}
+    return ClusterJob({**body, "kind": "ElasticJob", "status": {"phase": phase, **status}})
+
+
+def test_states_of_elastic_jobs() -> None:
+    why = [
+        {"type": "Failed", "status": "True", "message": "gave up"},
+        {"type": "Scheduled", "status": "False", "message": "3 of 4 pods run"},
+        {"type": "Admitted", "status": "True", "message": "fine"},
+    ]
+    for job, state, reason in (
+        (a_job(""), "submitted", ""),
+        (a_job("Pending", conditions=why), "waiting", "3 of 4 pods run"),
+        (a_job("Running", conditions=why, nodes="3/4"), "running", ""),
+        (a_job("Suspended", running=1), "leaving", ""),
+        (a_job("Suspended"), "suspended", ""),
+        (a_job("Suspended", stopped=True), "stopped", ""),
+        (a_job("Failed", conditions=why), "failed", "gave up"),
+        (ClusterJob({**a_job("").body, "status": {}}), "submitted", "no operator has seen it yet"),
+    ):
+        assert (job.state, job.reason) == (state, reason), job.body
+    row = a_job("Running", nodes="3/4", step=17, restarts=2).row(0.0)
+    assert (row.nodes, row.max_nodes, row.step, row.restarts) == (3, 4, 17, 2)
+
+
+def test_states_of_indexed_jobs() -> None:
+    def of(status: dict[str, Any], **spec: Any) -> str:
+        body = {"kind": "Job", "metadata": {"name": "tr", "uid": "u"}, "spec": spec}
+        return ClusterJob({**body, "status": status}).state
+
+    complete = {"type": "Complete", "status": "True"}
+    assert of({}) == "waiting"
+    assert of({"ready": 1, "active": 2}) == "running"
+    assert of({"active": 1}, suspend=True) == "leaving"
+    assert of({}, suspend=True) == "suspended"
+    assert of({"conditions": [complete]}) == "succeeded"
+    assert of({"conditions": [{"type": "Failed", "status": "True"}]}) == "failed"
+
+
+def a_pod(name: str, index: str, phase: str = "Running", code: int | None = None) -> SeenPod:
+    return SeenPod(
+        name=name, host=name, index=index, phase=phase, node="n0", container="m",
+        created=1.0, ended=float(len(name)), code=code, started=True, leaving=False, says="",
+    )  # fmt: skip
+
+
+def test_whose_log_is_meant() -> None:
+    """The first node's newest; of a job that has failed, of the pod that did first."""
+    old, new = a_pod("a-0-0", "0", "Failed", 1), a_pod("a-0-1", "0")
+    one, master = a_pod("a-1-0", "1"), a_pod("a-master-0", "master")
+    pods = [old, new, one, master]
+    assert chosen(pods, LogWish()) == [new]
+    assert chosen(pods, LogWish(everything=True)) == [old, new, one]
+    assert chosen(pods, LogWish(node="master")) == [master]
+    assert chosen(pods, LogWish(node="0")) == [old, new]
+    failed = [a_pod("a-0-000", "0", "Failed", 1), a_pod("a-1-0", "1", "Failed", 1)]
+    assert chosen(failed, LogWish()) == failed[1:]
+    assert chosen([], LogWish()) == []
+    by_rank = LogWish(rank=1)
+    assert by_rank.takes("[default1]:step 3")
+    assert not by_rank.takes("[default11]:step 3")
+    assert not by_rank.takes("step 1]")
+
+
+def test_quantities() -> None:
+    for text, number in (("500m", 0.5), ("16Gi", 2.0**34), ("8", 8.0), ("1k", 1000.0), ("x", 0.0)):
+        assert quantity(text) == number
+
+
+def test_which_words_are_about_a_cluster(tmp_path: Path) -> None:
+    environ = {"ELASTICRUN_RUNS": str(tmp_path)}
+    for name, where, launch in (("far", "k8s", "0" * 8), ("near", "local", "1" * 8)):
+        RunFolder(make_run(tmp_path, name, launch)).write_job(JobRecord(name=name, where=where))
+    for words, meant in (
+        (["far"], True),
+        (["--tail", "5", "fa"], True),
+        (["near"], False),
+        (["near", "--on=k8s"], True),
+        (["far", "--on", "local"], False),
+        (["x", "--namespace", "team"], True),
+        (["x", "--", "--on", "k8s"], False),
+        ([], False),
+    ):
+        assert is_in_cluster(words, environ) is meant, words
+    assert is_in_cluster([], {**environ, "ELASTICRUN_ON": "k8s"})
+    assert not is_in_cluster(["near"], {**environ, "ELASTICRUN_ON": "k8s"})
+
+
+def test_no_cluster_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from elasticrun.jobs.kube.api import KubeApi
+
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(NotDone, match="no cluster is known here"):
+        KubeApi()
