@@ -37,8 +37,9 @@ PAUSE: Final = 60.0
 SETTLE: Final = 10.0
 """Seconds for pods to end by themselves, with their last words, when the job is over."""
 
-STRAGGLER: Final = 120.0
-"""Seconds after the end of a run in which its last pods have to have ended."""
+RUN_ENDS: Final = 5.0
+"""Seconds for the nodes of a run that has ended to end as well. Who is there still has not heard of
+it, or was never in it, and meets the others at the next master."""
 
 AVOIDED_FOR: Final = 3600.0
 """Seconds for which a node is avoided; the master's own exclusions last as long by default."""
@@ -316,13 +317,11 @@ def _master(look: JobView, waits: list[float]) -> list[Order]:
     if alive or look.succeeding or look.gave_up:
         return _doubles(alive)
     wait = _due(pods, look.now)
-    if over := pods and pods[-1].run_over and look.living:  # its nodes end first
-        wait = (pods[-1].ended or look.now) + STRAGGLER - look.now
+    if pods and pods[-1].run_over and look.living:
+        wait = max(wait, (pods[-1].ended or look.now) + RUN_ENDS - look.now)
     if wait > 0:
         waits.append(wait)
         return []
-    if over:
-        return _take_away(look, "Straggler", f"the run ended {STRAGGLER:g} s ago")
     body = objects.master_pod(look.job, _attempt(pods))
     first = [Make(one) for one in objects.common(look.job, look.sight.version)]
     return [*first, MakeSecret(), *_remove(pods[:-1], "Cleaned", "replaced"), _make(body, pods)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from elasticrun.operator import plan
-from elasticrun.operator.plan import GAVE_UP, LONGEST_WAIT, PAUSE, SETTLE
+from elasticrun.operator.plan import GAVE_UP, LONGEST_WAIT, PAUSE, RUN_ENDS, SETTLE
 from tests.operator.world import Cluster, excluded, page, placed
 
 
@@ -237,11 +237,17 @@ def test_a_run_that_ends_with_1_begins_anew_when_all_of_it_has_ended() -> None:
     world.end("tr-0-0", 1)
     world.end("tr-master-0", 1)
     world.master = None
-    assert world.look().orders == (), "tr-1-0 ends first"
+    assert world.look().again == pytest.approx(RUN_ENDS), "tr-1-0 ends first"
     world.end("tr-1-0", 1)
     world.settle()
     alive = sorted(pod.name for pod in world.living()) + [pod.name for pod in world.living(-1)]
     assert alive == ["tr-0-1", "tr-1-1", "tr-master-1"]
+    world.run()
+    world.end("tr-master-1", 1)
+    world.settle()
+    world.now += RUN_ENDS
+    world.settle()
+    assert [pod.name for pod in world.living(-1)] == ["tr-master-2"], "others wait for it"
 
 
 @pytest.mark.parametrize(
