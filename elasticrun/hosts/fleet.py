@@ -75,6 +75,7 @@ class Fleet:
         self.plan = plan
         self.say = say
         self.run_id = f"{uuid.uuid4().hex[:12]}"
+        self.cwd = os.getcwd()
         self.screen = Screen()
         self.signals: list[int] = []
         self.members = [Member(self, number) for number in range(len(plan.hosts))]
@@ -159,12 +160,12 @@ class Fleet:
     # ------------------------------------------------------------ signals
 
     def _signalled(self, number: int) -> None:
-        """The first lets the job save and stop, the second stops it at once, the third kills."""
+        """The first lets the job save and stop, the second kills it."""
         asked = signal.SIGTERM if number == signal.SIGHUP else number
-        self._send(signal.SIGKILL if len(self.signals) >= 2 else asked)
+        self._send(signal.SIGKILL if self.signals else asked)
         self._call_off()
         for one in self.members:
-            if len(self.signals) > 2 and one.task and one.runs and not one.connected:
+            if len(self.signals) > 1 and one.task and one.runs and not one.connected:
                 one.task.cancel()
                 self.say(f"{one.name} is not reached; its agent may go on: elasticrun stop ends it")
 
@@ -276,7 +277,7 @@ class Member:
         return {
             "id": f"{plan.job}-{self._fleet.run_id}-{self.number}-{self._life}",
             "argv": argv,
-            "cwd": os.getcwd(),
+            "cwd": self._fleet.cwd,
             "variables": plan.variables,
             "token": plan.token,
             "told": self._told,

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shlex
+import signal
 import socket
 import sys
 import tempfile
@@ -183,6 +185,7 @@ class SshConnection:
             if self._has_greeted:  # then `far` ends by itself
                 await asyncio.wait_for(process.wait(), CLOSE_LIMIT)
         with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+            os.killpg(process.pid, signal.SIGKILL)  # what a ProxyCommand has started, too
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), CLOSE_LIMIT)
         self._errors.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +16,8 @@ from elasticrun.cli.verbs.hosts import plan_of
 from elasticrun.hosts.fleet import HostsPlan, Screen
 from elasticrun.hosts.hostfile import HostsError, NamedHost, in_file, listed
 from elasticrun.hosts.ssh import command
+from tests.compat.live import PUPPET
+from tests.harness import ELASTICRUN, LIMIT, World, clean_environment
 
 
 @pytest.mark.parametrize(
@@ -105,3 +110,57 @@ def test_lines_of_several_hosts(tmp_path: Path, capfd: pytest.CaptureFixture[str
     told = capfd.readouterr()
     assert told.out == "[a] one\n[b] 20%\n[a] two\n[a] three\n"
     assert told.err == "[a] bad\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("does", "code", "part"),
+    [
+        ("echo welcome; echo; cd /; sh -c \"$last\"", 0, "[far] rank 0 of 1 in {here}\n"),
+        ("echo no such program >&2; exit 127", 1, "far cannot be used: there is no Python"),
+        ("echo 'x: Permission denied (publickey).' >&2; exit 255", 1, "nothing here asks for"),
+        ("echo 'No module named elasticrun' >&2; exit 1", 1, "No module named elasticrun; the job"),
+        ("echo elasticrun-far 1 0.0.0", 1, "another version of elasticrun is installed there"),
+        ("yes", 1, "its shell profile prints too much"),
+        ("rm -rf gone; sh -c \"$last\"", 1, "far cannot be used: there is no folder"),
+    ],
+    ids=["noise", "no Python", "no key", "no elasticrun", "another version", "yes", "no folder"],
+)  # fmt: skip
+def test_what_ssh_says(does: str, code: int, part: str, tmp_path: Path) -> None:
+    """A program in the place of ssh: what it does with the command, its last word."""
+    here = tmp_path / "gone" if "gone" in does else tmp_path
+    here.mkdir(exist_ok=True)
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\ncase \" $* \" in *' -G '*) echo hostname 127.0.0.1; exit;; esac\n"
+        f"for last; do :; done\ncd {tmp_path}\n{does}\n"
+    )
+    ssh.chmod(0o755)
+    (here / "train.py").write_text(
+        "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], 'in',"
+        " os.getcwd())\n"
+    )
+    environ = {**clean_environment(), "XDG_STATE_HOME": str(tmp_path / "state")}
+    done = subprocess.run(
+        [sys.executable, "-m", "elasticrun", "--hosts=far", f"--ssh={ssh}", "train.py"],
+        env=environ, cwd=here, capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert part.format(here=here) in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_second_signal_kills(world: World) -> None:
+    """The first lets ranks take their time."""
+    job = world.launch(ELASTICRUN, "--hosts=localhost:2", "--shutdown-timeout=200", PUPPET)
+    peers = world.hub.ranks(2)
+    for peer in peers:
+        peer.order("trap", signums=[signal.SIGINT, signal.SIGTERM], how="note")
+        world.hub.word(peer, "done")
+    job.signal(signal.SIGINT)
+    for peer in peers:
+        world.hub.word(peer, "signal")
+    job.signal(signal.SIGINT)
+    world.hub.lost(peers)
+    assert job.wait() == 128 + signal.SIGKILL
