@@ -63,8 +63,9 @@ def test_what_is_started_on_each_host() -> None:
     tail = ["--max-restarts=3", "--", "train.py", "--hosts", "x"]
     job = plan.argv[0][0]
     assert job.startswith("--rdzv-id=train-")
-    assert list(plan.argv[0]) == [job, "--nnodes=2", "--node-rank=0", "--nproc-per-node=2", *tail]
-    assert list(plan.argv[1]) == [job, "--nnodes=2", "--node-rank=1", *tail]
+    common = [job, "--name=train", "--nnodes=2"]
+    assert list(plan.argv[0]) == [*common, "--node-rank=0", "--nproc-per-node=2", *tail]
+    assert list(plan.argv[1]) == [*common, "--node-rank=1", *tail]
     assert plan.variables == {"NCCL_DEBUG": "INFO", "GIT_SYNC_PASSWORD": "p"}
     assert plan.token == "s" * 32
     assert "s" * 32 not in repr(plan)

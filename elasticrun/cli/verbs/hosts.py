@@ -64,6 +64,7 @@ def plan_of(words: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> f
     job = asked.text("rdzv_id") if named else f"{job_stem(asked)}-{fresh_id()[:8]}"
     meets = not any(map(asked.explicitly, MEETING_FLAGS))
     common = [] if named else [f"--rdzv-id={job}"]
+    common += [] if named or asked.explicitly("name") else [f"--name={job_stem(asked)}"]
     common += [] if given else [f"--nnodes={len(hosts)}"]
     at = get_args_parser().script_at(words)
     behind = [*without(words[:at], _NOT_HANDED_ON), *words[at:]]
