@@ -17,36 +17,12 @@ import time
 from typing import Any, Final
 
 import httpx2
-import msgspec
 from lightkube.core.exceptions import ApiError
 
 from elasticrun import __version__
-from elasticrun.operator import objects
-from elasticrun.operator.cluster import (
-    JOBS,
-    LEASES,
-    NAME,
-    PODS,
-    REFUSED,
-    Clash,
-    Cluster,
-    Key,
-    code_of,
-)
+from elasticrun.operator import cluster as api, objects, plan as planning
 from elasticrun.operator.crd import API_VERSION, KIND, Json
 from elasticrun.operator.objects import JOB, MASTER_INDEX, JobObject, OwnedPod, stamp
-from elasticrun.operator.plan import (
-    Discard,
-    JobEvent,
-    Make,
-    MakeSecret,
-    Order,
-    Remove,
-    Resize,
-    Seen,
-    patch,
-    plan,
-)
 from elasticrun.render.wanted import MASTER_PORT
 from elasticrun.wire.auth import operator_token, reader_token
 from elasticrun.wire.messages import JobStatus, Request, Role
@@ -92,15 +68,15 @@ class LeadLost(Exception):
 class Controller:
     """Sees to the jobs of one namespace, or of all."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: api.Cluster) -> None:
         self._cluster = cluster
         self._key = b""
         self._version = (1, 0)
-        self._due: dict[Key, float] = {}
-        self._busy: set[Key] = set()
-        self._failures: dict[Key, int] = {}
-        self._refused: dict[Key, str] = {}
-        self._silent: dict[Key, float] = {}
+        self._due: dict[api.Key, float] = {}
+        self._busy: set[api.Key] = set()
+        self._failures: dict[api.Key, int] = {}
+        self._refused: dict[api.Key, str] = {}
+        self._silent: dict[api.Key, float] = {}
         self._change = asyncio.Event()
 
     async def run(self) -> None:
@@ -116,8 +92,8 @@ class Controller:
                 await asyncio.sleep(_later(tries))
         logger.info("the operator sees to the jobs of %s", self._cluster.namespace)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._watch(JOBS))
-            group.create_task(self._watch(PODS))
+            group.create_task(self._watch(api.JOBS))
+            group.create_task(self._watch(api.PODS))
             group.create_task(self._relist())
             while True:
                 self._change.clear()
@@ -132,14 +108,14 @@ class Controller:
 
     # ------------------------------------------------------------ who is next
 
-    def _ready(self) -> list[Key]:
+    def _ready(self) -> list[api.Key]:
         now, room = _clock(), MOST_PASSES - len(self._busy)
         ready = [key for key, due in self._due.items() if due <= now and key not in self._busy]
         for key in ready[:room]:
             del self._due[key]
         return ready[:room]
 
-    def _wake(self, key: Key, after: float = 0.0) -> None:
+    def _wake(self, key: api.Key, after: float = 0.0) -> None:
         due = _clock() + after
         self._due[key] = min(due, self._due.get(key, due))
         self._change.set()
@@ -151,7 +127,7 @@ class Controller:
             try:
                 async for change, found in self._cluster.watch(kind):
                     tries, meta = 0, found["metadata"]
-                    if kind is PODS:
+                    if kind is api.PODS:
                         self._wake((meta["namespace"], meta["labels"][JOB]))
                     elif change == "DELETED":
                         generations.pop(meta["uid"], None)
@@ -178,33 +154,30 @@ class Controller:
 
     # ------------------------------------------------------------ a pass
 
-    async def _visit(self, key: Key) -> None:
+    async def _visit(self, key: api.Key) -> None:
         try:
             again = await self._pass(key)
             self._failures.pop(key, None)
             if again is not None:
                 self._wake(key, again)
-        except (*Trouble, Clash) as error:
+        except Exception as error:  # one job's trouble is not the others'
             tries = self._failures[key] = self._failures.get(key, 0) + 1
-            refused = isinstance(error, ApiError) and code_of(error) in REFUSED
-            if refused or isinstance(error, Clash):
+            refused = isinstance(error, ApiError) and api.code_of(error) in api.REFUSED
+            if refused or isinstance(error, api.Clash):
                 self._refused[key] = _words(error)
             if tries in (1, 5) or tries % 50 == 0:
-                logger.warning("job %s/%s, try %d: %s", *key, tries, _words(error))
+                foreign = not isinstance(error, (*Trouble, api.Clash))
+                words = ("job %s/%s, try %d: %s", *key, tries, _words(error))
+                logger.warning(*words, exc_info=foreign)
             self._wake(key, _later(tries))
-        except msgspec.ValidationError as error:
-            logger.warning("job %s/%s is of another version of its schema: %s", *key, error)
-        except Exception:  # one job's trouble is not the others'
-            logger.exception("job %s/%s", *key)
-            self._wake(key, LAST_RETRY)
         finally:
             self._busy.discard(key)
             self._change.set()
 
-    async def _pass(self, key: Key) -> float | None:
+    async def _pass(self, key: api.Key) -> float | None:
         """One look at a job, and what follows; seconds until the next, None for not before it
         changes."""
-        found = await self._cluster.get(JOBS, key)
+        found = await self._cluster.get(api.JOBS, key)
         if found is None or "deletionTimestamp" in found["metadata"]:
             for book in (self._failures, self._refused, self._silent):
                 book.pop(key, None)
@@ -214,8 +187,10 @@ class Controller:
         pods = tuple(pod for pod in read if pod is not None)
         said, why = await self._ask(job, key, pods)
         refused = self._refused.get(key, "")
-        todo = plan(job, Seen(pods, said, why, refused, self._version), time.time())
-        if (made := patch(found.get("status") or {}, todo.status)) is not None:
+        todo = planning.plan(
+            job, planning.Seen(pods, said, why, refused, self._version), time.time()
+        )
+        if (made := planning.patch(found.get("status") or {}, todo.status)) is not None:
             await self._cluster.set_status(key, made)
         for notice in todo.notices:
             await self._tell(job, notice)
@@ -231,23 +206,23 @@ class Controller:
         calm = (trains or todo.status.phase in ("Suspended", "Pending")) and not todo.orders
         return min(POLL if calm else BUSY_POLL, todo.again or POLL)
 
-    async def _do(self, job: JobObject, order: Order, pods: tuple[OwnedPod, ...]) -> None:
+    async def _do(self, job: JobObject, order: planning.Order, pods: tuple[OwnedPod, ...]) -> None:
         where = job.namespace
         match order:
-            case Make(body, notice):
+            case planning.Make(body, notice):
                 if await self._cluster.make(body) and notice:
                     await self._tell(job, notice)
-            case MakeSecret():
+            case planning.MakeSecret():
                 await self._cluster.make(objects.secret(job, self._token(job)))
-            case Remove(pod, notice):
-                if await self._cluster.remove(PODS, (where, pod)):
+            case planning.Remove(pod, notice):
+                if await self._cluster.remove(api.PODS, (where, pod)):
                     await self._tell(job, notice)
-            case Resize(nodes):
+            case planning.Resize(nodes):
                 await self._resize(job, nodes, pods)
-            case Discard():
-                await self._cluster.remove(JOBS, (where, job.name))
+            case planning.Discard():
+                await self._cluster.remove(api.JOBS, (where, job.name))
 
-    async def _tell(self, job: JobObject, notice: JobEvent) -> None:
+    async def _tell(self, job: JobObject, notice: planning.JobEvent) -> None:
         """An Event; the job goes on without it."""
         now = stamp(time.time())
         about = {"apiVersion": API_VERSION, "kind": KIND, "name": job.name, "uid": job.uid}
@@ -259,7 +234,7 @@ class Controller:
             "type": "Warning" if notice.warning else "Normal",
             "reason": notice.reason,
             "message": notice.message[:1000],
-            "source": {"component": NAME},
+            "source": {"component": api.NAME},
             "firstTimestamp": now,
             "lastTimestamp": now,
             "count": 1,
@@ -277,7 +252,7 @@ class Controller:
         return hmac.digest(self._key, f"elasticrun job {job.uid}".encode(), hashlib.sha256).hex()
 
     async def _ask(
-        self, job: JobObject, key: Key, pods: tuple[OwnedPod, ...]
+        self, job: JobObject, key: api.Key, pods: tuple[OwnedPod, ...]
     ) -> tuple[JobStatus | None, str]:
         """What the master says; else why it does not."""
         master = _master(pods)
@@ -301,14 +276,14 @@ class Controller:
         master = _master(pods)
         if master is None:
             return
-        request = Request("scale", number=nodes, who=NAME, reason="spec.nodes")
+        request = Request("scale", number=nodes, who=api.NAME, reason="spec.nodes")
         token = operator_token(self._token(job))
         try:
             reply = await ask_for(master, ASK_LIMIT, request, token=token, role=Role.OPERATOR)
         except LinkError as error:
             raise TimeoutError(f"the master at {master} was not told of {nodes}: {error}") from None
         if not reply.ok:
-            raise Clash(f"the master does not take {nodes} nodes: {reply.reason}")
+            raise api.Clash(f"the master does not take {nodes} nodes: {reply.reason}")
 
 
 def _master(pods: tuple[OwnedPod, ...]) -> Endpoint | None:
@@ -333,7 +308,7 @@ def _words(error: BaseException) -> str:
 # ---------------------------------------------------------------- one of several leads
 
 
-async def lead(cluster: Cluster, me: str, controller: Controller) -> None:
+async def lead(cluster: api.Cluster, me: str, controller: Controller) -> None:
     """Wait for the Lease, then run for as long as it is ours. LeadLost when it is not."""
     task: asyncio.Task[None] | None = None
     seen, since, renewed = "", _clock(), -math.inf
@@ -358,13 +333,13 @@ async def lead(cluster: Cluster, me: str, controller: Controller) -> None:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def _hold(cluster: Cluster, me: str, *, stolen: bool) -> tuple[bool, str]:
+async def _hold(cluster: api.Cluster, me: str, *, stolen: bool) -> tuple[bool, str]:
     """Whether the Lease is ours now, and a word that changes when somebody renews it."""
-    found: Json | None = await cluster.get(LEASES, (cluster.own, NAME))
+    found: Json | None = await cluster.get(api.LEASES, (cluster.own, api.NAME))
     renewed = f"{stamp(time.time())[:-1]}.{int(time.time() % 1 * 1e6):06d}Z"
     spec = {"holderIdentity": me, "leaseDurationSeconds": LEASE, "renewTime": renewed}
     body: Json = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
-    body |= {"metadata": {"name": NAME, "namespace": cluster.own}, "spec": spec}
+    body |= {"metadata": {"name": api.NAME, "namespace": cluster.own}, "spec": spec}
     if found is None:
         return await cluster.put_lease(body, new=True), renewed
     old, version = found.get("spec") or {}, found["metadata"]["resourceVersion"]
