@@ -122,3 +122,16 @@ def test_the_readme_is_short_and_begins_with_the_first_line_of_use() -> None:
     assert text.index("## Status") < len(text) / 3
     for word in ("rendezvous", "heartbeat", "node failure", "preemption", "hang"):
         assert word in text.lower(), f"nobody who searches for {word!r} finds this page"
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    """`folder/test_file::test_name` in a page, below tests/."""
+    wrong = []
+    for page in PAGES:
+        for file, name in re.findall(
+            r"`([a-z]+(?:/[a-z]+)*/test_\w+)(?:::(test_\w+))?`", prose(page)
+        ):
+            path = ROOT / "tests" / f"{file}.py"
+            if not path.exists() or (name and f"def {name}(" not in path.read_text()):
+                wrong.append(f"{page.relative_to(ROOT)}: there is no {file}::{name}")
+    assert not wrong, "\n".join(wrong)
