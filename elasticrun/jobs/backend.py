@@ -34,6 +34,10 @@ class Forbidden(NotDone):
     """The place gives this user no right to it."""
 
 
+class Missing(NotDone):
+    """The place has no such job."""
+
+
 class LocalAgent(Struct, frozen=True):
     """One node of a job on this host. `started` is the kernel's start time of `pid`."""
 

@@ -137,7 +137,9 @@ def note_end(run: RunFolder, state: str, reason: str, row: JobRow | None = None)
     if run.result() is None and run.path.is_dir():
         result = RunResult(state=state, reason=reason, ended=time.time())
         if row is not None:
-            result = replace(result, job=row.name, step=row.step, restarts=row.restarts)
+            result = replace(
+                result, job=row.name, nodes=row.nodes, step=row.step, restarts=row.restarts
+            )
         replace_file(run.path / RESULT, msgspec.json.encode(result))
 
 
@@ -152,8 +154,7 @@ async def _looked_up(rows: Sequence[JobRow]) -> list[JobRow]:
             kind = ELASTIC_JOBS if known.number == ELASTIC_JOBS.__name__ else INDEXED_JOBS
             body = await api.get(kind, known.name, api.namespace)
         if body is None:
-            note_end(run, "lost", gone := "the cluster has it no more")
-            return replace(row, state="lost", reason=gone)
+            return replace(row, state="lost", reason="the cluster has it no more")
         job = ClusterJob({**body, "kind": kind.__name__})
         now = replace(job.row(time.time(), row.run), user=row.user, host=row.host)
         if job.is_over:
@@ -170,13 +171,15 @@ async def _looked_up(rows: Sequence[JobRow]) -> list[JobRow]:
     return list(await asyncio.gather(*map(bounded, rows)))
 
 
-async def command_in_pod(api: KubeApi, job: str, node: str, command: Sequence[str]) -> list[str]:
+async def command_in_pod(
+    api: KubeApi, job: str, node: str, command: Sequence[str], *, exact: bool = True
+) -> list[str]:
     """The words of kubectl that run a command in a pod of a job: that of `node`, else its first.
     NotDone."""
     from elasticrun.jobs.kube import acts
     from elasticrun.operator.objects import MASTER
 
-    found = await acts.find(api, job)
+    found = await acts.find(api, job, exact=exact)
     pods = [pod for pod in await acts.pods(api, found) if pod.phase == "Running"]
     meant = [pod for pod in pods if (pod.is_called(node) if node else pod.index != MASTER)]
     if not meant:

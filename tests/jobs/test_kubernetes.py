@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,17 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     assert cluster.objects("elasticjobs", "elasticrun.dev") == []
     assert "k8s" not in user.types("list")
     assert "no job tr is in namespace default" in user.hears("status", "tr", "--on", "k8s")
+
+    user.submits("gone")
+    user.submits("gone-too")
+    assert "several jobs are in namespace default" in user.hears("status", "--on", "k8s")
+    user.kubectl("delete", "ej", "gone")
+    assert user.row()["name"] == "gone-too"
+    assert "lost" in user.types("list")
+    assert "no job gone is in namespace default" in user.hears("suspend", "gone")
+    assert "the cluster has job gone no more" in user.types("delete", "gone")
+    assert "lost" not in user.types("list")
+    assert "gone-too" in user.types("status", "--on", "k8s")
     operator.stop()
 
 
@@ -272,7 +284,7 @@ def test_logs_and_commands_of_pods_that_run(lab: Lab, tmp_path: Path) -> None:
     try:
         cluster.node("n0")
         user = KubeUser(cluster, tmp_path)
-        install(cluster)
+        install(cluster, deploy=True)
         (tmp_path / "train.py").write_text(LOOPS)
         script = str(tmp_path / "train.py")
         words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "2", "--cpu", "1")
@@ -298,7 +310,18 @@ def test_logs_and_commands_of_pods_that_run(lab: Lab, tmp_path: Path) -> None:
             (tmp_path / "end").touch()
             assert "rank 0 is done" in following.communicate()[0]
         user.until("succeeded")
-        assert user.types("list").splitlines()[1].split()[:2] == ["tr", "succeeded"]
+        assert user.types("list").splitlines()[1].split()[:3] == ["tr", "succeeded", "2/2"]
+
+        (tmp_path / "end").unlink()
+        (tmp_path / "fail").touch()
+        words = ("submit", "--on", "k8s", "--name", "bad", *IMAGE, "--nodes", "2", "--", script)
+        user.types(*words, str(tmp_path))
+        await_true(lambda: "failed" in user.types("list"), "a job that has failed")
+        first, *_ = user.types("logs", "bad").splitlines()
+        assert first == "== bad-1-0, ended with 93 =="
+        assert "rank 1 is unlucky" in user.types("logs", "bad")
+        page = user.types("status", "bad")
+        assert "ended with 93: another pod cannot do better" in page
     finally:
         cluster.close()
 
@@ -366,6 +389,8 @@ def test_whose_log_is_meant() -> None:
     assert chosen(pods, LogWish(node="0")) == [old, new]
     failed = [a_pod("a-0-000", "0", "Failed", 1), a_pod("a-1-0", "1", "Failed", 1)]
     assert chosen(failed, LogWish()) == failed[1:]
+    told = [replace(failed[0], blames="a-0-000"), failed[1]]
+    assert chosen(told, LogWish()) == told[:1]
     assert chosen([], LogWish()) == []
     by_rank = LogWish(rank=1)
     assert by_rank.takes("[default1]:step 3")

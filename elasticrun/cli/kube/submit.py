@@ -26,7 +26,7 @@ def of_kubernetes(
     has checked all of it. UsageError, Invalid, NotDone."""
     asked = argparse.Namespace(**{**vars(ns), "save_at_breakpoint": True})
     asked.given = {**ns.given, "save_at_breakpoint": ""}
-    documents, namespace, notes = asyncio.run(_checked(asked, program))
+    documents, where, notes = asyncio.run(_checked(asked, program))
     for note in notes:
         say(note)
     low, high = settings.nodes(ns.nnodes)
@@ -40,16 +40,16 @@ def of_kubernetes(
         max_nodes=high,
         script=json.dumps(documents),
         number=documents[-1]["kind"],
-        context=ns.context,
-        namespace=namespace,
+        context=where[0],
+        namespace=where[1],
     )
     return known, choosing.backend("k8s", withdraw())
 
 
 async def _checked(
     ns: argparse.Namespace, program: Sequence[str]
-) -> tuple[list[dict[str, Any]], str, list[str]]:
-    """The objects, the job's last; their namespace; what the user should know."""
+) -> tuple[list[dict[str, Any]], tuple[str, str], list[str]]:
+    """The objects, the job's last; the context and the namespace; what the user should know."""
     from elasticrun.jobs.kube import acts
     from elasticrun.jobs.kube.api import KubeApi
 
@@ -72,7 +72,7 @@ async def _checked(
             *others, job = pods.job_documents(wanted)
             documents = [*others, *secret, job]
         await acts.make(api, documents, trial=True)
-        return documents, api.namespace, notes
+        return documents, (api.context, api.namespace), notes
 
 
 def _secret(name: str) -> dict[str, Any]:

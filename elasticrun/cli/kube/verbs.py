@@ -26,7 +26,7 @@ from elasticrun.cli.trust import withdraw
 from elasticrun.cli.verbs.status import duration, lines
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import plain, some
-from elasticrun.jobs.backend import Forbidden, NotDone, submission
+from elasticrun.jobs.backend import Forbidden, Missing, NotDone, submission
 from elasticrun.runs.index import NoRun, find, prune, runs_root
 from elasticrun.runs.layout import RunFolder
 
@@ -71,7 +71,12 @@ def _parser(verb: str) -> Parser:
     if verb == "top":
         made.add_argument("what", choices=("nodes",), help="of the cluster")
     elif verb != "list":
-        made.add_argument("job", metavar="JOB", help="its name, or the beginning of it")
+        looks = verb in ("status", "logs")
+        text = "its name, or the beginning of it" + "; the only one, where none is named" * bool(
+            looks
+        )
+        more: Json = {"nargs": "?", "default": ""} if looks else {}
+        made.add_argument("job", metavar="JOB", help=text, **more)
     if verb == "scale":
         made.add_argument("number", metavar="N", type=int, help="nodes")
     if verb == "stop":
@@ -105,15 +110,16 @@ def _remembered(ns: argparse.Namespace) -> RunFolder | None:
     """The run folder of the job that is named, unless another cluster or namespace is; where it is
     stands in `ns` then."""
     try:
+        if not ns.job:
+            return None
         run = find(runs_root(os.environ), ns.job)
         job, known = run.job(), submission(run)
     except (NoRun, OSError, NotDone):
         return None
     if job is None or job.where != "k8s":
         return None
-    if (ns.namespace or known.namespace) != known.namespace or ns.context not in (
-        "", known.context
-    ):  # fmt: skip
+    there = (known.context, known.namespace)
+    if (ns.context or known.context, ns.namespace or known.namespace) != there:
         return None
     ns.job, ns.namespace, ns.context = known.name, known.namespace, known.context
     return run
@@ -130,19 +136,30 @@ async def _run(verb: str, ns: argparse.Namespace) -> int:
             return await _list(api, ns)
         if verb == "top":
             return await _top(api, ns)
-        job = await find_job(api, ns.job)
+        try:
+            job = await find_job(api, ns.job, exact=run is not None)
+        except Missing:
+            if verb == "delete" and run is not None:
+                return _forget(ns, run, f"the cluster has job {ns.job} no more")
+            raise
+        ns.job = job.name
         if verb == "status":
             return await _status(api, job, ns)
         if verb == "logs":
             return await logs.show_logs(api, job, ns)
         said = await _act(verb, api, job, ns)
-    if verb == "delete" and run is not None and not ns.keep_files:
+    return _forget(ns, run if verb == "delete" else None, said)
+
+
+def _forget(ns: argparse.Namespace, run: RunFolder | None, said: str) -> int:
+    """Say what was done; `run` goes, unless it is to be kept."""
+    if run is not None:
         from elasticrun.jobs.kubernetes import note_end
 
         note_end(run, "stopped", "deleted from the cluster")
-        prune(run.path.parent, -86400.0, only={run.path})
-    print(as_json({"job": job.name, "namespace": job.namespace, "done": said})
-          if ns.output == "json" else said)  # fmt: skip
+        if not ns.keep_files:
+            prune(run.path.parent, -86400.0, only={run.path})
+    print(as_json({"job": ns.job, "done": said}) if ns.output == "json" else said)
     return EXIT_OK
 
 
@@ -312,13 +329,13 @@ def _execute(words: Sequence[str]) -> int:
     def run_it() -> int:
         from elasticrun.jobs.kubernetes import command_in_pod, handed_over
 
-        _remembered(ns)
+        known = _remembered(ns) is not None
 
         async def where() -> list[str]:
             from elasticrun.jobs.kube.api import KubeApi
 
             async with KubeApi(ns.context, ns.namespace) as api:
-                return await command_in_pod(api, ns.job, ns.node, command)
+                return await command_in_pod(api, ns.job, ns.node, command, exact=known)
 
         return handed_over(asyncio.run(where()), withdraw())
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 from elasticrun.core.words import nearest
-from elasticrun.jobs.backend import Forbidden, NotDone
+from elasticrun.jobs.backend import Forbidden, Missing, NotDone
 from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS, KubeApi
 from elasticrun.jobs.kube.seen import OURS, STOPPED, ClusterJob, SeenPod, in_order
 from elasticrun.operator.cluster import PODS
@@ -52,23 +52,23 @@ async def jobs(api: KubeApi, namespace: str = "") -> tuple[list[ClusterJob], lis
     return found, list(map(str, refused))
 
 
-async def find(api: KubeApi, wanted: str, namespace: str = "") -> ClusterJob:
-    """The job of that name, or whose name alone begins so. NotDone."""
-    where = namespace or api.namespace
-    for kind in (ELASTIC_JOBS, INDEXED_JOBS):
+async def find(api: KubeApi, wanted: str, *, exact: bool = False) -> ClusterJob:
+    """The job of that name in the namespace, or whose name alone begins so, unless `exact`; for ""
+    the only one. NotDone."""
+    for kind in (ELASTIC_JOBS, INDEXED_JOBS) if wanted else ():
         with contextlib.suppress(Forbidden):  # of the one kind, maybe
-            if (body := await api.get(kind, wanted, where)) is not None:
+            if (body := await api.get(kind, wanted, api.namespace)) is not None:
                 return ClusterJob({**body, "kind": kind.__name__})
-    known, _ = await jobs(api, where)
+    known, _ = await jobs(api)
     names = sorted(job.name for job in known)
-    meant = [job for job in known if job.name.startswith(wanted)]
+    meant = [job for job in known if job.name.startswith(wanted) and not exact]
     if len(meant) == 1:
         return meant[0]
     shown = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
     if meant:
-        raise NotDone(f"several jobs are meant by {wanted}: {shown}; name one")
+        raise NotDone(f"several jobs are in namespace {api.namespace}: {shown}; name one")
     hint = nearest(wanted, names) or (f"; there is {shown}" if shown else "")
-    raise NotDone(f"no job {wanted} is in namespace {where}{hint}")
+    raise Missing(f"no job {wanted or 'at all'} is in namespace {api.namespace}{hint}")
 
 
 async def find_again(api: KubeApi, job: ClusterJob) -> AsyncIterator[tuple[str, ClusterJob]]:

@@ -64,7 +64,9 @@ class KubeApi:
             ) from None
         if config is None:
             raise NotDone("the kubeconfig has no current context: name one by --context")
-        self.context = context
+        self.context: str = config.context_name if config.fname else ""
+        """Of the kubeconfig; "" in a pod, which has none."""
+
         self.server = config.cluster.server
         self.namespace: str = namespace or config.namespace
         self._config = config

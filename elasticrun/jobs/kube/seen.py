@@ -193,6 +193,10 @@ class ClusterJob:
         )
 
 
+_FIRST: Final = re.compile(r"^  host +: (\S+)", re.MULTILINE)
+"""In torchrun's last words, which are a failed pod's message: where the first rank failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class SeenPod:
     """What is read of a pod of either kind of job."""
@@ -209,6 +213,7 @@ class SeenPod:
     started: bool  # whether its container has begun, so that there is a log
     leaving: bool
     says: str  # why it waits, or how it ended
+    blames: str = ""  # host name of the pod whose rank failed first, by its last words
 
     @property
     def lives(self) -> bool:
@@ -250,6 +255,7 @@ def seen_pod(pod: Json) -> SeenPod:
         started=bool(state.get("running") or ended),
         leaving=bool(meta.get("deletionTimestamp")),
         says=_says(state, ended, status),
+        blames=found_host[1] if (found_host := _FIRST.search(ended.get("message") or "")) else "",
     )
 
 

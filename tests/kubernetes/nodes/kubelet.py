@@ -179,6 +179,12 @@ class PodRun:
         self, name: str, began: str, again: int, code: int, reason: str, message: str
     ) -> int:
         end = {"exitCode": code, "reason": reason, "startedAt": began, "finishedAt": now()}
+        spec = self.pod["spec"]
+        ours = [*spec["containers"], *spec.get("initContainers", ())]
+        policy = next(one.get("terminationMessagePolicy") for one in ours if one["name"] == name)
+        if code and not message and policy == "FallbackToLogsOnError":
+            last = b"".join(line for _, line in self.output[name].lines[-80:])
+            message = last[-2048:].decode(errors="replace")
         end |= {"message": message} if message else {}
         self.states[name] = {"state": {"terminated": end}, "again": again}
         self.output[name].end()
