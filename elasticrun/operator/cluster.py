@@ -48,15 +48,15 @@ WATCH_LIMIT: Final = 300
 
 GONE: Final = 404
 THERE: Final = 409
-REFUSED: Final = (400, 403, 422)
+REFUSED: Final = (400, 403, GONE, 422)
 """What is asked for cannot be, whoever asks again: fields, quotas, rights, webhooks."""
 
 Key = tuple[str, str]
 """Namespace and name."""
 
 
-class Clash(Exception):
-    """An object of that name is there, and is another's; the text is a sentence."""
+class NotMade(Exception):
+    """An object cannot be made as it is, or its name is another's; the text is a sentence."""
 
 
 def code_of(error: ApiError) -> int:
@@ -122,23 +122,21 @@ class Cluster:
         return [pod async for pod in self._client.list(request) if _owner(pod) == uid]
 
     async def make(self, body: Json) -> bool:
-        """Make an object of a job; False where it is there already. Clash where that is another's,
-        which for a job that was made anew passes by itself."""
+        """Make an object of a job; False where it is there already. NotMade where that is another
+        job's, which for one that was made anew passes by itself, and where it is refused."""
         kind, meta = kind_of(body["apiVersion"], body["kind"]), body["metadata"]
+        what, where = f"{body['kind']} {meta['name']}", meta["namespace"]
         strict = {"fieldValidation": "Strict"}
         try:
-            await self._client.request(
-                "post", obj=kind(body), namespace=meta["namespace"], params=strict
-            )
+            await self._client.request("post", obj=kind(body), namespace=where, params=strict)
         except ApiError as error:
+            if code_of(error) in REFUSED:
+                raise NotMade(f"{what}: {error}") from None
             if code_of(error) != THERE:
                 raise
-            what = f"{body['kind']} {meta['name']}"
-            there = (
-                None if kind is SECRETS else await self.get(kind, (meta["namespace"], meta["name"]))
-            )
+            there = None if kind is SECRETS else await self.get(kind, (where, meta["name"]))
             if there is not None and _owner(there) != _owner(body):
-                raise Clash(f"a {what} is there that is not this job's: delete it") from None
+                raise NotMade(f"a {what} is there that is not this job's: delete it") from None
             return False
         return True
 

@@ -162,11 +162,10 @@ class Controller:
                 self._wake(key, again)
         except Exception as error:  # one job's trouble is not the others'
             tries = self._failures[key] = self._failures.get(key, 0) + 1
-            refused = isinstance(error, ApiError) and api.code_of(error) in api.REFUSED
-            if refused or isinstance(error, api.Clash):
+            if isinstance(error, api.NotMade):
                 self._refused[key] = _words(error)
             if tries in (1, 5) or tries % 50 == 0:
-                foreign = not isinstance(error, (*Trouble, api.Clash))
+                foreign = not isinstance(error, (*Trouble, api.NotMade))
                 words = ("job %s/%s, try %d: %s", *key, tries, _words(error))
                 logger.warning(*words, exc_info=foreign)
             self._wake(key, _later(tries))
@@ -283,7 +282,7 @@ class Controller:
         except LinkError as error:
             raise TimeoutError(f"the master at {master} was not told of {nodes}: {error}") from None
         if not reply.ok:
-            raise api.Clash(f"the master does not take {nodes} nodes: {reply.reason}")
+            raise api.NotMade(f"the master does not take {nodes} nodes: {reply.reason}")
 
 
 def _master(pods: tuple[OwnedPod, ...]) -> Endpoint | None:

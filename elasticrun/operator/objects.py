@@ -241,13 +241,14 @@ def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:
         total = {"kueue.x-k8s.io/pod-group-total-count": str(job.spec.nodes + job.spec.spares)}
         return rendered.Gang(pod_labels=labels, pod_annotations=total)
     least = job.spec.least
-    launch = Launch("-", min_nodes=least, max_nodes=max(least, job.spec.nodes))
+    launch = Launch("unread", min_nodes=least, max_nodes=job.spec.nodes)
     group = Pods(
-        job.name,
-        "-",
-        launch,
+        name=job.name,
+        image="unread",
+        launch=launch,
         gang=asked.scheduler,
         queue=asked.queue,
+        priority=job.spec.template["spec"].get("priorityClassName", ""),
         version=max(version, (1, 36)),
     )
     return rendered.gang(group, _metadata(job, job.name))

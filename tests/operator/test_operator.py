@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -158,3 +159,12 @@ def test_what_a_server_refuses_of_the_template_is_a_condition(
 
     standin.until("elasticjobs", refused, group="elasticrun.dev")
     assert names(standin) == ["tr-master-0"]
+    gang = TEN_LINES.replace("name: tr", "name: ga").replace(
+        "minNodes: 1", "gang: {scheduler: volcano}"
+    )
+    kubectl("apply", "-f", "-", given=gang)
+    standin.until(
+        "elasticjobs",
+        lambda jobs: "PodGroup ga: the server could not find" in json.dumps(jobs),
+        group="elasticrun.dev",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import kubernetes_validate
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -204,6 +205,28 @@ def test_a_suspended_job_saves_and_has_no_pods() -> None:
     assert [notice.reason for notice in todo.notices] == ["Resumed"]
     assert world.names() == ["tr-0-0", "tr-1-0", "tr-master-0"]
     assert world.status.phase == "Pending"
+
+
+@pytest.mark.parametrize(
+    ("gang", "group"),
+    [
+        ({"scheduler": "volcano", "queue": "q"}, "scheduling.volcano.sh/v1beta1"),
+        ({"scheduler": "coscheduling"}, "scheduling.x-k8s.io/v1alpha1"),
+        ({"scheduler": "koordinator"}, ""),
+        ({"scheduler": "native"}, "scheduling.k8s.io/v1beta1"),
+        ({"scheduler": "kueue", "queue": "q"}, ""),
+        (None, ""),
+    ],
+)
+def test_what_is_made_is_what_kubernetes_takes(gang: dict[str, str] | None, group: str) -> None:
+    world = Cluster(nodes=2, **({"gang": gang} if gang else {}))
+    made = [o.body for o in world.look().orders if isinstance(o, plan.Make)]
+    made.append(plan.objects.secret(plan.objects.wanted(world.job), "token"))
+    groups = [body["apiVersion"] for body in made if body["kind"] == "PodGroup"]
+    assert groups == ([group] if group else [])
+    for body in made:
+        if body["kind"] != "PodGroup":
+            kubernetes_validate.validate(body, "1.37", strict=True)
 
 
 def test_half_a_gang_is_given_back_and_tried_again() -> None:
