@@ -36,9 +36,11 @@ spec:
 class Operator:
     """`elasticrun operator` as the account that `elasticrun render operator` made."""
 
-    def __init__(self, cluster: StandIn, *flags: str) -> None:
-        self._command = [COMMAND, "operator", "--namespace=default", *flags]
-        self._env = cluster.client(ACCOUNT).environment
+    def __init__(
+        self, cluster: StandIn, *flags: str, account: str = ACCOUNT, namespace: str = "default"
+    ) -> None:
+        self._command = [COMMAND, "operator", f"--namespace={namespace}", *flags]
+        self._env = cluster.client(account, account.partition(":")[0]).environment
         self._life: subprocess.Popen[str] | None = None
         self.start()
 
@@ -64,9 +66,11 @@ class Operator:
         return self._life.returncode, said
 
 
-def install(cluster: StandIn, *flags: str, deploy: bool = False) -> Client:
+def install(
+    cluster: StandIn, *flags: str, deploy: bool = False, namespace: str = "default"
+) -> Client:
     """As a user does it, who then types on. Without `deploy` the operator runs outside."""
-    words = ["--namespace=default", "--image=r/elasticrun:1", *flags]
+    words = [f"--namespace={namespace}", "--image=r/elasticrun:1", *flags]
     made = subprocess.run(
         [COMMAND, "render", "operator", *words],
         capture_output=True,
@@ -75,9 +79,9 @@ def install(cluster: StandIn, *flags: str, deploy: bool = False) -> Client:
     )
     documents = made.stdout.split("---\n")
     wanted = [one for one in documents if deploy or "\nkind: Deployment\n" not in one]
-    kubectl = cluster.client()
-    kubectl("apply", "-f", "-", given="---\n".join(wanted))
-    return kubectl
+    there = cluster.client(namespace=namespace or "elasticrun")
+    there("apply", "-f", "-", given="---\n".join(wanted))
+    return cluster.client()
 
 
 @pytest.fixture
@@ -122,6 +126,19 @@ def test_ten_lines_are_enough_and_the_rights_too(kubectl: Client, standin: Stand
         for verb in rule["verbs"]
     }
     assert standin.used(USER) <= allowed
+
+
+def test_one_operator_for_all_namespaces(standin: StandIn) -> None:
+    """Its own things are in a namespace of its own, and its rights are enough."""
+    kubectl = install(standin, namespace="")
+    kubectl("create", "namespace", "team")
+    operator = Operator(standin, account="elasticrun:elasticrun-operator", namespace="")
+    for namespace in ("default", "team"):
+        standin.client(namespace=namespace)("apply", "-f", "-", given=TEN_LINES)
+    standin.until("pods", lambda pods: len(pods) == 6)
+    found = {pod["metadata"]["namespace"] for pod in standin.objects("pods")}
+    assert found == {"default", "team"}
+    assert operator.stop()[0] == 0
 
 
 def said(events: list[dict[str, str]]) -> list[str]:
