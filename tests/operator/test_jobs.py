@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests import needs
+from elasticrun.testing.hosts import Lab
 from tests.compat.live import PUPPET, allreduce
 from tests.further import further
 from tests.harness import MARK, SOCKET, Peer, World
@@ -39,10 +39,10 @@ spec:
 class Running:
     """A job `tr` in a cluster with an operator."""
 
-    def __init__(self, world: World, scratch: Path) -> None:
+    def __init__(self, world: World, scratch: Path, lab: Lab) -> None:
         self.world = world
         env = {MARK: world.marker, SOCKET: world.hub.path, "ELASTICRUN_PRELOAD": "off"}
-        self.cluster = StandIn(scratch, env=env)
+        self.cluster = StandIn(scratch, lab=lab, env=env)
         for number in range(4):
             self.cluster.node(f"n{number}")
         self.kubectl: Client = install(self.cluster, deploy=True)
@@ -115,9 +115,8 @@ def condition(status: Obj, kind: str) -> Obj:
 
 
 @pytest.fixture
-def job(world: World, tmp_path: Path) -> Iterator[Running]:
-    needs.several_hosts()
-    made = Running(world, tmp_path)
+def job(world: World, lab: Lab, tmp_path: Path) -> Iterator[Running]:
+    made = Running(world, tmp_path, lab)
     made.kubectl("apply", "-f", "-", given=JOB)
     yield made
     made.close()
