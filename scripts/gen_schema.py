@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from elasticrun.cli.job.checkpoints import CheckpointRow
 from elasticrun.cli.jobs.nodes import HostRow
 from elasticrun.core.sight.picture import EventRow, IncidentRow, Picture, StackRow
 from elasticrun.runs.layout import JobRecord, JobRow, KeptEvent, RunResult
@@ -45,6 +46,7 @@ OUTPUTS: dict[str, tuple[Any, str]] = {
     "job": (JobRecord, "job.json"),
     "kept_event": (KeptEvent, "a line of events.jsonl"),
     "list": (list[JobRow], "elasticrun list"),
+    "checkpoints": (list[CheckpointRow], "elasticrun ckpt ls, verify"),
     "hosts": (list[HostRow], "elasticrun top nodes"),
 }
 """By the name in the schema: the type, and who prints it."""

@@ -89,7 +89,7 @@ OF_CLUSTERS: Final = (
 
 VERBS: Final = (
     *("master", "status", "doctor", "replay", "render", "warm", "logs", "convert", "operator"),
-    *("list", "prune"),
+    *("list", "prune", "ckpt"),
     *("submit", "exec", "completion"),
     *LOOKS,
     *ORDERS,
@@ -339,6 +339,10 @@ def _verb(verb: str, words: Sequence[str]) -> int:
         from elasticrun.cli.jobs import listing
 
         return _printed(lambda: (listing.main if verb == "list" else listing.prune)(words))
+    if verb == "ckpt":
+        from elasticrun.cli.job import checkpoints
+
+        return _printed(lambda: checkpoints.main(words))
     if verb == "completion":
         from elasticrun.cli.jobs import completion
 

@@ -55,7 +55,7 @@ the options that most jobs need:
 subcommands, each with its own --help (JOB: a name, or its beginning):
   elasticrun submit -- SCRIPT       a job that goes on without this terminal
   elasticrun list, status, prune    your jobs; how one does; forget old ones
-  elasticrun logs [JOB]             what its ranks have written
+  elasticrun logs, ckpt ls [JOB]    what its ranks have written; checkpoints
   elasticrun top, stacks, events    what its ranks do; where; what has happened
   elasticrun incidents [JOB] [N]    what has stopped the training
   elasticrun scale JOB N            set how many nodes it has at most
@@ -91,6 +91,7 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun delete JOB         end it and remove its run folder
   elasticrun exec JOB -- COMMAND  run a command on a node of it
   elasticrun logs [JOB]         print what the ranks of a job have written
+  elasticrun ckpt ls|verify|prune DIR  list checkpoints, compare them with their hashes, remove some
   elasticrun doctor             say what is wrong with this machine, and what to do about it
   elasticrun master             run a job master by hand, on a host without ranks
   elasticrun replay TRACE       run the decisions of a master's trace again, each with its reason

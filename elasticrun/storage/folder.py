@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from operator import eq, ge
 from typing import Final
 
@@ -25,6 +26,8 @@ MARKER: Final = manifests.MARKER
 CONDEMNED: Final = "elasticrun.bad"
 MAX_STEP: Final = 2**53
 MAX_REMARKS: Final = 32
+MAX_VERDICT: Final = 4096
+"""Bytes that say why a checkpoint was condemned."""
 
 _STEP: Final = re.compile(r"step-(\d{9,16})\Z")
 _OURS: Final = re.compile(r"(__\d+_\d+\.\d+\..+\.distcp|elasticrun\..+|\.metadata\..+\.tmp)\Z")
@@ -137,14 +140,24 @@ class Folder:
         self, step: int, wanted: Mapping[str, int], fits: Callable[[int, int], bool], why: str
     ) -> str:
         sizes = self.files(step)
-        for name, bytes_ in wanted.items():
-            if not fits(sizes.get(name, -1), bytes_):  # of a listing, which may be old
-                size = self.size(step, name)
-                if size is None:
-                    return f"{name} is missing"
-                if not fits(size, bytes_):
-                    return f"{name} has {size} bytes, {why.format(bytes_)}"
-        return ""
+        sized = (self._missized(step, one, sizes, fits, why) for one in wanted.items())
+        return next(filter(None, sized), "")
+
+    def _missized(
+        self,
+        step: int,
+        wanted: tuple[str, int],
+        sizes: Mapping[str, int],
+        fits: Callable[[int, int], bool] = eq,
+        why: str = "not {}",
+    ) -> str:
+        name, bytes_ = wanted
+        if fits(sizes.get(name, -1), bytes_):  # of a listing, which may be old
+            return ""
+        size = self.size(step, name)
+        if size is None:
+            return f"{name} is missing"
+        return "" if fits(size, bytes_) else f"{name} has {size} bytes, {why.format(bytes_)}"
 
     def has_manifest(self, step: int) -> bool:
         """Whether we have written it, so that there is something to compare it with."""
@@ -176,38 +189,68 @@ class Folder:
         `of`-th file from the `part`-th on (0: of no file). "" or what is wrong, in a sentence. ""
         too for what has no manifest, since torch has written it: there is nothing to compare
         with."""
-        where = f"step {step} in {self.url}"
+        wrong = next(self.faults(step, part, of), "")
+        return f"{self._where(step)} {wrong}" if wrong else ""
+
+    def faults(self, step: int, part: int = 0, of: int = 1) -> Iterator[str]:
+        """The same of every file that is wrong, each as the rest of a sentence that begins with the
+        checkpoint. Sizes come before hashes."""
         sizes = self.files(step)
         if MARKER not in sizes and self.size(step, MARKER) is None:
-            return f"{where} was never committed"
+            yield "was never committed"
+            return
         if CONDEMNED in sizes:
-            return f"{where} was found to be spoiled before"
+            yield "was found to be spoiled before"
+            return
         try:
             manifest = self.manifest(step)
-            if manifest is None:
-                return ""
-            return self._compare(where, manifest, part, of)
         except ManifestError as error:
-            return f"{where} is spoiled: {error}"
+            yield f"is spoiled: {error}"
+            return
         except OSError as error:
-            why = error.strerror or repr(error)
-            if error.errno != errno.EIO and not isinstance(error, FileNotFoundError):
-                raise StorageError(f"{where} cannot be read: {why}") from error
-            return f"{where} is spoiled: it cannot be read whole ({why})"
+            yield self._unread(step, manifests.NAME, error)
+            return
+        if manifest is not None:
+            yield from self._compare(manifest, sizes, manifest.files[part::of] if of else ())
 
-    def _compare(self, where: str, manifest: Manifest, part: int, of: int) -> str:
-        if lacking := self.lacks(manifest.step, manifest.files):
-            return f"{where} is spoiled: {lacking}"
-        wrong = self.size(manifest.step, MARKER) != manifest.marker_size
-        if not wrong:
+    def _where(self, step: int) -> str:
+        return f"step {step} in {self.url}"
+
+    def _unread(self, step: int, name: str, error: OSError) -> str:
+        """StorageError where the storage is away, which says nothing of a file."""
+        why = error.strerror or repr(error)
+        if error.errno != errno.EIO and not isinstance(error, FileNotFoundError):
+            raise StorageError(f"{self._where(step)} cannot be read: {why}") from error
+        return f"is spoiled: {name} cannot be read whole ({why})"
+
+    def _compare(
+        self, manifest: Manifest, sizes: Mapping[str, int], hashed: Iterable[FileEntry]
+    ) -> Iterator[str]:
+        step, gone = manifest.step, set()
+        for entry in manifest.files:
+            if wrong := self._missized(step, (entry.name, entry.size), sizes):
+                gone.add(entry.name)
+                yield f"is spoiled: {wrong}"
+        for name, check in (
+            (MARKER, partial(self._other_marker, manifest)),
+            *((one.name, partial(self._changed, step, one)) for one in hashed),
+        ):
+            if name in gone:
+                continue
+            try:
+                wrong = check()
+            except OSError as error:
+                yield self._unread(step, name, error)
+                continue
+            if wrong:
+                yield f"is spoiled: {wrong}"
+
+    def _other_marker(self, manifest: Manifest) -> str:
+        if self.size(manifest.step, MARKER) == manifest.marker_size:
             marker = self._read(manifest.step, MARKER, manifest.marker_size)
-            wrong = xxhash.xxh3_64_intdigest(marker) != manifest.marker_hash
-        if wrong:
-            return f"{where} is spoiled: {MARKER} is not what was written"
-        for entry in manifest.files[part::of] if of else ():
-            if changed := self._changed(manifest.step, entry):
-                return f"{where} is spoiled: {changed}"
-        return ""
+            if xxhash.xxh3_64_intdigest(marker) == manifest.marker_hash:
+                return ""
+        return f"{MARKER} is not what was written"
 
     def _changed(self, step: int, entry: FileEntry) -> str:
         with self._place.opened(f"{step_name(step)}/{entry.name}") as file:
@@ -224,9 +267,17 @@ class Folder:
                     return f"{entry.name} was changed between bytes {begin} and {end}"
         return ""
 
+    def verdict(self, step: int) -> str:
+        """Why it was condemned; "" where it was not. StorageError."""
+        try:
+            return self._read(step, CONDEMNED, MAX_VERDICT).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+
     def condemn(self, step: int, sentence: str) -> None:
         """Never again list this checkpoint as committed; the first reason stays."""
-        self._place.put_first(f"{step_name(step)}/{CONDEMNED}", sentence.encode()[:4096] + b"\n")
+        data = sentence.encode()[: MAX_VERDICT - 1] + b"\n"
+        self._place.put_first(f"{step_name(step)}/{CONDEMNED}", data)
 
     def clear_condemned(self, step: int) -> None:
         """The checkpoint is about to be written anew."""

@@ -214,7 +214,7 @@ def test_storage_that_is_away_is_no_verdict(
     save(folder, 5)
     monkeypatch.setattr("elasticrun.storage.places.io.FileIO", Sick)
     if verdict:
-        assert "is spoiled: it cannot be read whole" in folder.verify(5)
+        assert f"is spoiled: {entry(0).name} cannot be read whole" in folder.verify(5)
     else:
         with pytest.raises(StorageError, match="cannot be read: Stale file handle"):
             folder.verify(5)
