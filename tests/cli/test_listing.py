@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from msgspec import structs
 
 from elasticrun.cli.job.asking import NotAnswered, find
-from elasticrun.cli.jobs import listing
+from elasticrun.cli.jobs import listing, nodes
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.verbs import status
 from elasticrun.runs.index import make_run
@@ -95,11 +96,37 @@ async def test_one_that_runs_is_listed_by_what_its_master_says(root: Path) -> No
         first = out.splitlines()[1]
         assert first.split()[:3] == ["mine", "running", "1/2"]
         assert first.endswith("slurm")
+        assert out.count("\nmine ") == 1  # its master is here, although it was not started here
         code, out, err = await told(
             sys.executable, "-m", "elasticrun", "status", "mi", **os.environ
         )
         assert (code, err) == (0, "")
         assert "round 1" in out
+
+
+def test_a_job_that_ends_while_its_master_is_asked(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as closed:  # nobody listens there
+        closed.bind(("127.0.0.1", 0))
+        for name, result, code in (
+            ("done", RunResult(state="succeeded", ended=1.0), 0),
+            ("deaf", None, 1),
+        ):
+            run = _run(root, name, 1, result)
+            if result is None:
+                alive = start_time(os.getpid()) or 1
+                job = structs.replace(run.job() or JobRecord(name=""), started=alive)
+                run.write_job(job)
+            entry = user_folder.Published(
+                name, "127.0.0.1", closed.getsockname()[1], "", os.getpid(),
+                start_time(os.getpid()) or 1, run=str(run.path), name=name,
+            )  # fmt: skip
+            left = user_folder.publish(user_folder.user_folder(os.environ), entry)
+            for verb in (listing.main, nodes.main, lambda words: status.main([name, *words], {})):
+                assert verb(["-o", "json"]) == code, (name, verb)
+                assert ("does not answer" in capsys.readouterr().err) == (code == 1)
+            left.unlink()
 
 
 def test_what_is_left_of_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

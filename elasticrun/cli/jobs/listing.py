@@ -121,16 +121,24 @@ def _running(
     token: str, files: Tls | None, away: Sequence[tuple[Question, str]], runner: asyncio.Runner
 ) -> tuple[list[JobRow], list[str]]:
     """By what their masters say. One elsewhere that does not answer may have gone with its nodes:
-    then its place knows."""
+    then its place knows. One whose job has ended while it was asked owes no answer."""
     try:
         masters = published_here()
         asked = [(question_to(master, token, files), master.run) for master in masters]
-        pages, silent = ask([one for one, _ in asked], runner) if asked else ([], [])
+        pages, unheard = ask([one for one, _ in asked], runner) if asked else ([], [])
     except NoStatus as wrong:
-        asked, pages, silent = [], [], [str(wrong)]
+        return [], [str(wrong)]
+    here = {os.path.realpath(run) for _, run in asked if run}
+    away = [(one, run) for one, run in away if os.path.realpath(run) not in here]
     pages += ask([one for one, _ in away], runner)[0] if away else []
     folders = {one.endpoint: run for one, run in (*away, *asked)}
+    silent = [sentence for where, sentence in unheard if not has_ended(folders[where])]
     return [_live(page, endpoint, folders[endpoint]) for endpoint, page in pages], silent
+
+
+def has_ended(run: str) -> bool:
+    """Whether the job of this run folder has; "" for one that is not known."""
+    return bool(run) and RunFolder(Path(run)).state(time.time()) in ENDED
 
 
 def _live(page: JobStatus, endpoint: Endpoint, run: str) -> JobRow:

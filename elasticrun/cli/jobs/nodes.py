@@ -19,7 +19,7 @@ from elasticrun.accelerators.base import cores
 from elasticrun.accelerators.nvidia import Nvidia
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.job.asking import as_json
-from elasticrun.cli.jobs.listing import COLUMNS, add_output
+from elasticrun.cli.jobs.listing import COLUMNS, add_output, has_ended
 from elasticrun.cli.verbs.status import NoStatus, lines, published_here
 from elasticrun.core.sight.picture import Picture
 from elasticrun.jobs.line import JobLine, JobMaster, NotAnswered, master_of
@@ -88,7 +88,7 @@ def _pictures() -> tuple[list[tuple[str, Picture]], list[str]]:
             try:
                 found.append((name, JobLine(master, runner).picture(live=True)))
             except NotAnswered as why:
-                silent.append(f"{name}: {why}")
+                silent += [] if has_ended(master.run) else [f"{name}: {why}"]
     return found, silent
 
 
@@ -98,7 +98,10 @@ def _masters() -> Iterator[tuple[str, JobMaster]]:
     with contextlib.suppress(NoStatus):
         for one in published_here():
             here.add(os.path.realpath(one.run) if one.run else "")
-            yield one.name or one.job_id, JobMaster(one.endpoint, one.reader, one.operator)
+            yield (
+                one.name or one.job_id,
+                JobMaster(one.endpoint, one.reader, one.operator, run=one.run),
+            )
     folders: list[RunFolder] = []
     with contextlib.suppress(OSError):
         folders = all_runs(runs_root(os.environ))

@@ -245,16 +245,19 @@ def _no_job(job: str) -> str:
     return f"there is no job {job} here{hint} (a master elsewhere is named by host:port)"
 
 
-def _left(job: str, *, as_json: bool) -> bool:
-    """Print what the run folder says of a job that does not run here; whether there is one."""
+def _left(job: str, *, as_json: bool, ended: bool = False) -> bool:
+    """Print what the run folder says of a job that does not run here; whether there is one.
+    `ended`: only of one that has."""
     from elasticrun.cli.jobs.listing import left_lines
     from elasticrun.jobs.choosing import by_their_places
     from elasticrun.runs import index
-    from elasticrun.runs.layout import row_of
+    from elasticrun.runs.layout import ENDED, row_of
 
     try:
         folder = index.find(index.runs_root(os.environ), job)
     except (OSError, index.NoRun):
+        return False
+    if ended and folder.state(time.time()) not in ENDED:
         return False
     record = folder.job()
     if as_json and record is not None:
@@ -281,8 +284,8 @@ def question_to(master: Published, token: str, files: Tls | None) -> Question:
 
 def ask(
     questions: list[Question], runner: asyncio.Runner
-) -> tuple[list[tuple[Endpoint, JobStatus]], list[str]]:
-    """The pages of those who answer, with their addresses; a sentence for each who is silent."""
+) -> tuple[list[tuple[Endpoint, JobStatus]], list[tuple[Endpoint, str]]]:
+    """The pages of those who answer, and a sentence for each who is silent, by their addresses."""
     # Late: grpc takes longer to import than everything else here together.
     from elasticrun.agent.link.answering import PortAnswer, probe
     from elasticrun.wire import auth
@@ -307,14 +310,14 @@ def ask(
         return await asyncio.gather(*map(ask_one, questions), return_exceptions=True)
 
     pages: list[tuple[Endpoint, JobStatus]] = []
-    silent: list[str] = []
+    silent: list[tuple[Endpoint, str]] = []
     for question, answer in zip(questions, runner.run(ask_all()), strict=True):
         where = question.endpoint
         if isinstance(answer, LinkError):
             verb = "refuses to answer" if answer.rejected else "does not answer"
             sentence = f"the master at {where} {verb}: {answer}"
             todo = f"{TO_FIND_OUT}, run here: elasticrun doctor --rdzv-endpoint={where}"
-            silent.append(sentence if answer.rejected else sentence + todo)
+            silent.append((where, sentence if answer.rejected else sentence + todo))
         elif isinstance(answer, auth.TlsError):
             raise NoStatus(str(answer))
         elif isinstance(answer, BaseException):
@@ -472,11 +475,14 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
                 questions = [question(where, token, files)]
             else:
                 questions = _here(token, files)
-            answers, silent = ask(questions, runner)
+            answers, unheard = ask(questions, runner)
     except NoStatus as nothing:
         print(f"elasticrun status: {nothing}", file=sys.stderr)
         return 1
+    silent = [sentence for _, sentence in unheard]
     if silent and ns.endpoint and ":" not in ns.endpoint:
+        if _left(ns.endpoint, as_json=ns.json, ended=True):  # while it was asked
+            return 0
         silent = [f"{_no_job(ns.endpoint)}; {silent[0].partition(TO_FIND_OUT)[0]}"]
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
