@@ -101,7 +101,7 @@ class Fleet:
         earlier = self.members[: member.number]
         for one in earlier:
             await one.tried.wait()
-        if not self._meeting.done() and not any(one.reached for one in earlier):
+        if self._first is None and not any(one.reached for one in earlier):
             self._first = member
             self._meeting.set_result(await self._address(member.host))
         return await asyncio.shield(self._meeting)
@@ -120,7 +120,7 @@ class Fleet:
         if not any(one.runs for one in self.members):
             self._call_off()
         elif code and self._left() < self.plan.least:
-            asyncio.get_running_loop().call_later(TOO_FEW_LIMIT, self._send, signal.SIGTERM)
+            asyncio.get_running_loop().call_later(TOO_FEW_LIMIT, self._end)
 
     def without(self, member: Member, why: str) -> None:
         """A host is given up."""
@@ -168,6 +168,11 @@ class Fleet:
             if len(self.signals) > 1 and one.task and one.runs and not one.connected:
                 one.task.cancel()
                 self.say(f"{one.name} is not reached; its agent may go on: elasticrun stop ends it")
+
+    def _end(self) -> None:
+        """Unless that was asked for already: at a second signal agents leave without saving."""
+        if not self.signals:
+            self._send(signal.SIGTERM)
 
     def _send(self, number: int) -> None:
         self.signals.append(number)

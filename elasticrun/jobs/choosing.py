@@ -69,7 +69,7 @@ def backend_of(run: RunFolder, environ: Mapping[str, str]) -> Backend:
 def by_their_places(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[JobRow]:
     """These rows, those of a place that knows more of its jobs by what that says."""
     known: dict[str, JobRow] = {}
-    own: dict[str, list[JobRow]] = {"ssh": [], "slurm": [], "k8s": []}
+    own: dict[str, list[JobRow]] = {place: [] for place in PLACES}
     for row in rows:
         if (place := place_of(RunFolder(Path(row.run))) if row.run else row.where) in own:
             own[place].append(row)

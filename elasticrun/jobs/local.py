@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -35,10 +36,17 @@ from elasticrun.jobs.backend import (
 from elasticrun.runs import layout
 from elasticrun.runs.layout import ENDED, JobRow, RunFolder
 from elasticrun.system.processes import boot_id, start_time
+from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 from elasticrun.wire.messages import Reply, Request
+
+SECRETS: Final = ("ELASTICRUN_TOKEN", *GIT_USERNAMES, *GIT_PASSWORDS)
+"""Variables that a command beside the job is not given."""
 
 LEAVE_LIMIT: Final = 600.0
 """Seconds that a job may take to save and leave, whatever its --departure-grace."""
+
+LAST_WORDS: Final = 4096
+"""Bytes at the end of what agents printed in which their last line is looked for."""
 
 END_LIMIT: Final = 60.0
 """Seconds from SIGTERM to SIGKILL of a job that is deleted."""
@@ -103,6 +111,8 @@ class LocalJobs:
         if state == "saved":
             step = run.last_step()
             return f"job {name} is suspended{f' at step {step}' if step >= 0 else ''}; {again}"
+        if state == "succeeded":
+            return f"job {name} had succeeded before it was told to leave"
         if result := run.result():  # it is no failure
             result = replace(result, state="stopped", reason="suspended; no step was saved")
             layout.replace_file(run.path / layout.RESULT, msgspec.json.encode(result))
@@ -115,13 +125,16 @@ class LocalJobs:
         return f"job {_named(run)} has no master that answers: its agents were told to end"
 
     def end(self, run: RunFolder) -> None:
-        """SIGTERM, and SIGKILL for what takes too long."""
+        """SIGTERM, and SIGKILL for what takes too long. That it failed then is no news."""
         here = living(run)
         _signal(here, signal.SIGTERM)
         left = _await_end(here, END_LIMIT)
         _signal(left, signal.SIGKILL)
         if left := _await_end(left, END_LIMIT):
             raise NotDone(f"process {left[0].pid} cannot be ended")
+        if here and (result := run.result()) and result.state == "failed":
+            result = replace(result, state="stopped", reason="ended by `elasticrun delete`")
+            layout.replace_file(run.path / layout.RESULT, msgspec.json.encode(result))
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
         """In the working directory and with the environment of the node's agent."""
@@ -131,14 +144,30 @@ class LocalJobs:
             with open(f"/proc/{one.pid}/environ", "rb") as file:
                 pairs = [pair.partition(b"=") for pair in file.read().split(b"\0") if pair]
             environ = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+            for name in SECRETS:  # of which an agent leaves stars
+                environ.pop(name, None)
             cwd = os.readlink(f"/proc/{one.pid}/cwd")
             return subprocess.run(command, env=environ, cwd=cwd, check=False).returncode
         except OSError as wrong:
             raise NotDone(f"{command[0]} cannot be run: {wrong.strerror}") from None
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """Run folders and masters are all there is of jobs of this host."""
-        return list(rows)
+        """By their run folders; one whose agents have ended before it began is lost, by what they
+        said last."""
+        return [self._begun(row) if row.state == "submitted" else row for row in rows]
+
+    def _begun(self, row: JobRow) -> JobRow:
+        run = RunFolder(Path(row.run))
+        try:
+            if not is_ours(run) or not submission(run).agents or living(run):
+                return row
+            with open(run.path / CONSOLE, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_WORDS))
+                said = file.read(LAST_WORDS).decode(errors="replace").split("\n")
+        except (NotDone, OSError):
+            return row
+        last = next((line for line in reversed(said) if line.strip()), "its agents have ended")
+        return replace(row, state="lost", reason=last.removeprefix("elasticrun: error: "))
 
     def _start(self, run: RunFolder, known: Submission, count: int) -> None:
         """So many agents more, on record before this returns. NotDone where none can be."""

@@ -211,4 +211,5 @@ def _by_queue(row: JobRow, queue: Mapping[str, Queued]) -> JobRow:
         return replace(row, state="suspended", reason=f"held in Slurm as job {number}")
     if queued.state == "PENDING":
         return replace(row, state="submitted", reason=f"waits in Slurm: {queued.reason}")
-    return replace(row, state="waiting") if row.state in (*ENDED, "submitted") else row
+    begins = row.state in ("saved", "lost", "submitted")  # once more, or for the first time
+    return replace(row, state="waiting") if begins else row

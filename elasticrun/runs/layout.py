@@ -207,9 +207,11 @@ class RunFolder:
                     rows.append(EventRow(one.number, age, "", one.text, one.level))
         return rows
 
-    def error(self) -> str:
-        """What failed last, for people; "" where nothing has."""
+    def error(self, since: float = 0.0) -> str:
+        """What failed last, for people; "" where nothing has since then (seconds since 1970)."""
         with contextlib.suppress(OSError), open(self.path / ERROR, "rb") as file:
+            if os.fstat(file.fileno()).st_mtime < since:
+                return ""
             return file.read(MAX_BYTES).decode(errors="replace")
         return ""
 

@@ -92,6 +92,7 @@ def test_what_was_said_is_kept() -> None:
         (["--hosts=a,b", "--nnodes=3"], "needs more hosts than the 2 given"),
         (["--hosts=a,b", "--standalone"], "--standalone is for one host"),
         (["--hosts=a,b", "--node-id=x"], "--node-id is for one host"),
+        (["--hosts=a,b", "--ssh=ssh 'x"], "--ssh=ssh 'x: No closing quotation"),
     ],
     ids=" ".join,
 )

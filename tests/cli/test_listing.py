@@ -123,7 +123,11 @@ def test_a_job_that_ends_while_its_master_is_asked(
                 start_time(os.getpid()) or 1, run=str(run.path), name=name,
             )  # fmt: skip
             left = user_folder.publish(user_folder.user_folder(os.environ), entry)
-            for verb in (listing.main, nodes.main, lambda words: status.main([name, *words], {})):
+            for verb in (
+                listing.main,
+                nodes.main,
+                lambda words, name=name: status.main([name, *words], {}),
+            ):
                 assert verb(["-o", "json"]) == code, (name, verb)
                 assert ("does not answer" in capsys.readouterr().err) == (code == 1)
             left.unlink()

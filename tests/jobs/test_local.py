@@ -165,7 +165,6 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
         (["submit"], 2, "name the script behind --"),
         (["submit", "train.py"], 2, "stand behind --"),
         (["submit", "--wrong", "--", "train.py"], 2, "--wrong is no flag of this verb"),
-        (["submit", "--on", "k8s", "--", "train.py"], 2, "nothing is submitted there yet"),
         (["submit", "--on", "moon", "--", "train.py"], 2, "local, ssh, slurm, k8s"),
         (["submit", "--nodes", "3:2", "--", "train.py"], 1, "not above the largest"),
         (["submit", "--", "missing.py"], 1, "there is no script missing.py"),

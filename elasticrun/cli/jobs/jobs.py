@@ -94,7 +94,8 @@ def execute(argv: Sequence[str]) -> int:
         node = ns.node
         if place_of(run) == "slurm":  # which knows hosts, and not the names of a job's nodes
             node = next((one.host for one in runs_of(run.path) if one.node == node), node)
-        return backend_of(run, withdraw()).execute(run, node, command)
+        code = backend_of(run, withdraw()).execute(run, node, command)
+        return code if code >= 0 else 128 - code  # by a signal, as a shell has it
 
     return finished(run_it, made.prog)
 

@@ -193,7 +193,7 @@ def left_lines(folder: RunFolder) -> list[str]:
     }
     told = [*lines(TITLES, [shown(row)], COLUMNS), ""]
     told += [f"{name}: {text}" for name, text in said.items() if text]
-    if (error := folder.error()) and row.state != "succeeded":
+    if (error := folder.error(since=job.began)) and row.state != "succeeded":
         told += ["", *error.rstrip("\n").split("\n")]
     return told
 

@@ -5,6 +5,7 @@ Slurm's queue or in Kubernetes. All is checked as the launcher checks it before 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import getpass
 import json
@@ -14,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from elasticrun.cli import settings
 from elasticrun.cli.devices import shared_folder, this_machine
@@ -41,8 +44,16 @@ from elasticrun.jobs.backend import (
 from elasticrun.jobs.local import meeting
 from elasticrun.render import checks, slurm
 from elasticrun.render.checks import Invalid
-from elasticrun.runs.index import all_runs, make_run, run_path, runs_root
-from elasticrun.runs.layout import ENDED, RESULT, JobRecord, RunFolder, row_of
+from elasticrun.runs.index import all_runs, make_run, prune, run_path, runs_root
+from elasticrun.runs.layout import (
+    ENDED,
+    RESULT,
+    JobRecord,
+    RunFolder,
+    RunResult,
+    replace_file,
+    row_of,
+)
 from elasticrun.runs.opening import already, put_away
 from elasticrun.wire.env import ON
 
@@ -174,9 +185,22 @@ def _submit(
             make_token(run)
     except OSError as wrong:
         raise NotDone(f"the run folder cannot be made: {wrong}") from None
-    said = place.submit(run, known)
+    try:
+        said = place.submit(run, known)
+    except NotDone as why:
+        _give_up(run, str(why), fresh=at is None)
+        raise
     _print(ns, run, where, said)
     return EXIT_OK
+
+
+def _give_up(run: RunFolder, why: str, *, fresh: bool) -> None:
+    """Its place does not take it: then it is no job, and its name is free."""
+    with contextlib.suppress(OSError):
+        result = RunResult(state="failed", reason=why, ended=time.time())
+        replace_file(run.path / RESULT, msgspec.json.encode(result))
+        if fresh:
+            prune(run.path.parent, -86400.0, only={run.path})
 
 
 def _refuse_taken(root: Path, name: str) -> None:

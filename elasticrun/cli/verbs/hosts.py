@@ -85,9 +85,17 @@ def plan_of(words: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> f
             for name, value in environ.items()
             if _GO_ALONG.match(name) and not _STAY.match(name)
         },
-        ssh=tuple(shlex.split(asked.text("ssh"))) or ("ssh",),
+        ssh=_ssh(asked.text("ssh")),
         token=trust.token(asked) or secrets.token_hex(32),
     )
+
+
+def _ssh(text: str) -> tuple[str, ...]:
+    """The words of --ssh. UsageError."""
+    try:
+        return tuple(shlex.split(text)) or ("ssh",)
+    except ValueError as wrong:  # a quote that is not closed
+        raise UsageError(f"--ssh={text}: {wrong}", EXIT_USAGE) from None
 
 
 def _hosts(asked: Asked) -> tuple[hostfile.NamedHost, ...]:

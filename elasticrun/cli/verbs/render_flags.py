@@ -63,7 +63,7 @@ def parser(target: str) -> Parser:
 
 def overview() -> str:
     """What there is to render, for who names none of it."""
-    rows = [f"  {PROG} render {name:<8}{what}" for name, what in TARGETS.items()]
+    rows = [f"  {PROG} render {name:<10}{what}" for name, what in TARGETS.items()]
     return "\n".join(("usage, each with its own --help:", *rows, ""))
 
 
