@@ -97,6 +97,24 @@ VERBS: Final = (
 )
 """First words that are not a script."""
 
+ELSEWHERE: Final = {
+    **dict.fromkeys(("ls", "ps", "jobs", "queue"), "list"),
+    **dict.fromkeys(("get", "describe", "info"), "status"),
+    **dict.fromkeys(("cancel", "kill", "down"), "stop"),
+    "rm": "delete",
+    "attach": "exec",
+    "run": "submit",
+    "log": "logs",
+    "dump": "stacks",
+}
+"""What other tools call them."""
+
+
+def meant(word: str) -> str:
+    """The end of a sentence, for a word that is another tool's."""
+    return f"; did you mean {ELSEWHERE[word]}?" if word in ELSEWHERE else ""
+
+
 UNREAD: Final = 128 + 13
 """The exit code of a command whose reader has gone: 13 is SIGPIPE."""
 
@@ -111,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _do(verb, words)
     except UsageError as error:
         mistyped = isinstance(error, NoProgram) and not words[0].startswith("-")
-        hint = nearest(words[0], VERBS) if mistyped else ""
+        hint = (meant(words[0]) or nearest(words[0], VERBS)) if mistyped else ""
         say(f"error: {error}{hint}")
         return error.exit_code
     except KeyboardInterrupt:  # before there was an agent to handle it

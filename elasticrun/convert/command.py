@@ -108,10 +108,7 @@ def _in_words(words: Sequence[str], extra: _Extra) -> Converted | None:
         rest = rest[2:]
     elif name not in ("torchrun", "dlrover-run"):
         return None
-    script = next(
-        (at for at, word in enumerate(rest) if word.endswith(".py") or word in ("-m", "--module")),
-        len(rest),
-    )
+    script = script_at(rest)
     kept, dropped = [], []
     own = iter(rest[:script])
     for word in own:
@@ -123,6 +120,12 @@ def _in_words(words: Sequence[str], extra: _Extra) -> Converted | None:
         dropped.append(f"{word} {next(own, '')}".strip() if valued else word)
     added = _added(extra, " ".join([*kept, ""]))
     return Converted(["elasticrun", *added, *kept, *rest[script:]], [], tuple(dropped))
+
+
+def script_at(words: Sequence[str]) -> int:
+    """Where the launcher's own flags end, as far as can be told without knowing them all."""
+    ends = (at for at, w in enumerate(words) if w.endswith(".py") or w in ("-m", "--module"))
+    return next(ends, len(words))
 
 
 def _in_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None]:

@@ -81,6 +81,8 @@ def _run_policy(run: Fields, job: ForeignJob) -> None:
     scheduling = run.inner("schedulingPolicy")
     if least := scheduling.number("minAvailable", 0):
         job.gang = True
+        if job.min_nodes and job.min_nodes != least:
+            scheduling.note("minAvailable", f"left out: the gang is minNodes, {job.min_nodes}")
         job.min_nodes = job.min_nodes or least
     job.queue = scheduling.take("queue", str, "")
     job.priority = scheduling.take("priorityClass", str, "")

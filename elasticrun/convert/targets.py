@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from elasticrun.convert.command import script_at
 from elasticrun.convert.document import Document, NotConvertible
 from elasticrun.convert.sources import ForeignJob
 
@@ -14,6 +16,10 @@ API: Final = "elasticrun.dev/v1alpha1"
 
 GPUS: Final = re.compile(r"(nvidia\.com/(gpu|mig-.*)|amd\.com/gpu|huawei\.com/Ascend.*)$")
 """Resources that Slurm knows as GPUs."""
+
+
+_SIMPLE: Final = re.compile(r"\s*(?:exec\s+)?elasticrun(?:\\\n|[^\n;&|<>`$()])*\n?")
+"""The text of a shell that is nothing but this one command."""
 
 
 def elastic_job(job: ForeignJob) -> dict[str, Any]:
@@ -43,13 +49,16 @@ def slurm_words(job: ForeignJob, document: Document) -> list[str]:
     pod = job.template["spec"]
     main = pod["containers"][0]
     words, path = [*main.get("command", ()), *main.get("args", ())], "spec.template.spec.containers"
+    if words[1:2] == ["-c"] and len(words) == 3 and _SIMPLE.fullmatch(words[2]):
+        words = shlex.split(words[2])
     if words[:1] != ["elasticrun"]:
         raise NotConvertible(
-            f"{document.where(path)}: its command is no elasticrun with a script: a shell"
+            f"{document.where(path)}: its command is more than one elasticrun with a script: write "
+            "it into a script"
         )
     low, high = job.min_nodes, max(job.nodes, 1)
     made = ["--name", job.name, "--nnodes", f"{low}:{high}" if 0 < low < high else str(high)]
-    at = next((n for n, word in enumerate(words) if n and not word.startswith("-")), len(words))
+    at = script_at(words)
     made += [*words[1:at], *_resources(main, document, path)]
     if deadline := job.policy.get("activeDeadlineSeconds"):
         made += ["--time", str(math.ceil(deadline / 60))]

@@ -110,12 +110,12 @@ class LocalJobs:
             return f"the agents of job {name} were told to save and have ended; {again}"
         if state == "saved":
             step = run.last_step()
-            return f"job {name} is suspended{f' at step {step}' if step >= 0 else ''}; {again}"
+            at = f" at step {step}" if step >= 0 else ""
+            _say(run, "saved", f"suspended{at}")
+            return f"job {name} is suspended{at}; {again}"
         if state == "succeeded":
             return f"job {name} had succeeded before it was told to leave"
-        if result := run.result():  # it is no failure
-            result = replace(result, state="stopped", reason="suspended; no step was saved")
-            layout.replace_file(run.path / layout.RESULT, msgspec.json.encode(result))
+        _say(run, "stopped", "suspended; no step was saved")  # it is no failure
         return f"job {name} is suspended; it had saved no step when it ended; {again}"
 
     def stop(self, run: RunFolder) -> str:
@@ -132,9 +132,8 @@ class LocalJobs:
         _signal(left, signal.SIGKILL)
         if left := _await_end(left, END_LIMIT):
             raise NotDone(f"process {left[0].pid} cannot be ended")
-        if here and (result := run.result()) and result.state == "failed":
-            result = replace(result, state="stopped", reason="ended by `elasticrun delete`")
-            layout.replace_file(run.path / layout.RESULT, msgspec.json.encode(result))
+        if here and run.state(time.time()) == "failed":
+            _say(run, "stopped", "ended by `elasticrun delete`")
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
         """In the working directory and with the environment of the node's agent."""
@@ -238,6 +237,14 @@ def living(run: RunFolder) -> list[LocalAgent]:
     if host != own:
         raise NotDone(f"job {name} was started on {host}: type this there")
     return [one for one in found if start_time(one.pid) == one.started]
+
+
+def _say(run: RunFolder, state: str, reason: str) -> None:
+    """How the job has ended, by who has ended it: its master knows of a signal alone."""
+    with contextlib.suppress(OSError):
+        if result := run.result():
+            known = replace(result, state=state, reason=reason)
+            layout.replace_file(run.path / layout.RESULT, msgspec.json.encode(known))
 
 
 def _signal(agents: Iterable[LocalAgent], number: int) -> int:

@@ -209,6 +209,10 @@ def test_as_a_script_for_slurm(
     assert "HF_HOME" in script
     assert "tune.py" in script
     assert any("image: left out" in line for line in said)
+    simple = DLROVER.replace("$NODE_NUM", "4").replace("--nproc_per_node=8", "--nproc_per_node 8")
+    script, _ = converted(simple, monkeypatch, capsys, "--to", "slurm")
+    assert "train.py --lr 1e-3" in script
+    assert "#SBATCH --nodes=4" in script
 
 
 def test_a_scale_plan() -> None:
@@ -234,7 +238,7 @@ def test_a_scale_plan() -> None:
     [
         ("kind: [", "no YAML"),
         ("a: 1\na: 2\n", "line 2: a stands there twice"),
-        ("kind: Deployment\napiVersion: apps/v1\n", "0 jobs in it"),
+        ("kind: Deployment\napiVersion: apps/v1\n", "no job in it: what can be converted is one of ElasticJob"),
         ("kind: TFJob\napiVersion: kubeflow.org/v1\n", "is none of ElasticJob"),
         (PYTORCH + "---" + MSJOB, "2 jobs in it"),
         (PYTORCH.replace("nprocPerNode", "nprocPerNod"), "line 6: spec.nprocPerNod: no such"),

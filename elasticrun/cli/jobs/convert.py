@@ -41,11 +41,14 @@ def main(argv: Sequence[str], say: Callable[[str], None]) -> int:
     ns = parser().parse_args(argv)
     # Late: YAML is needed here alone.
     from elasticrun.convert.document import NotConvertible, documents
-    from elasticrun.convert.sources import read
+    from elasticrun.convert.sources import READERS, read
 
     try:
         found = documents(_text(ns.file))
         jobs = [one for one in found if _kind(one).endswith("Job")]
+        if not jobs:
+            known = ", ".join(kind for _, kind in READERS)
+            raise NotConvertible(f"no job in it: what can be converted is one of {known}")
         if len(jobs) != 1:
             raise NotConvertible(f"{len(jobs)} jobs in it: one at a time is converted")
         for other in found:
