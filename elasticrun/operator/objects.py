@@ -255,8 +255,8 @@ def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:
 
 
 def _env(kept: list[Json], ours: Json, defaults: list[Json]) -> list[Json]:
-    """The template's variables, but for `ours` and the token, which is the master's; `defaults` only
-    where it does not set them."""
+    """The template's variables, but for `ours` and the token, which is the master's; `defaults`
+    only where it does not set them."""
     kept = [one for one in kept if one["name"] not in (*ours, TOKEN)]
     names = {one["name"] for one in kept}
     return [

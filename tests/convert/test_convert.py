@@ -238,7 +238,7 @@ def test_a_scale_plan() -> None:
     [
         ("kind: [", "no YAML"),
         ("a: 1\na: 2\n", "line 2: a stands there twice"),
-        ("kind: Deployment\napiVersion: apps/v1\n", "no job in it: what can be converted is one of ElasticJob"),
+        ("kind: Deployment\napiVersion: apps/v1\n", "no job in it: what can be"),
         ("kind: TFJob\napiVersion: kubeflow.org/v1\n", "is none of ElasticJob"),
         (PYTORCH + "---" + MSJOB, "2 jobs in it"),
         (PYTORCH.replace("nprocPerNode", "nprocPerNod"), "line 6: spec.nprocPerNod: no such"),
