@@ -14,7 +14,7 @@ import pytest
 
 from elasticrun.agent.workers.checkout import GitError, GitSource, check_out, parsed, pinned
 from tests import needs
-from tests.harness import World, free_port, ran, until_file
+from tests.harness import LIMIT, World, await_true, free_port, ran, until_file
 
 USER, SECRET = "me", "a-secret-for-git-0123456789"
 
@@ -32,6 +32,11 @@ def shown(secret: str) -> list[str]:
     return found
 
 
+def has_secret(pid: int) -> bool:
+    """Whether the variables that it was started with still show the password."""
+    return SECRET.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def git(folder: Path, *words: str) -> str:
     who = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "init.defaultBranch=main")
     done = subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
@@ -43,6 +48,8 @@ class Origin:
 
     def __init__(self, folder: Path) -> None:
         self.clones = 0
+        self.answers = threading.Event()  # unset, whoever asks has to wait
+        self.answers.set()
         self.seen: list[str] = []
         source = folder / "train"
         (source / "lib").mkdir(parents=True)
@@ -80,6 +87,7 @@ class Origin:
 
     def answer(self, asked: BaseHTTPRequestHandler) -> None:
         """At each request of git's look who shows the password at this moment."""
+        self.answers.wait(LIMIT)
         self.seen += shown(SECRET)
         right = base64.b64encode(f"{USER}:{SECRET}".encode()).decode()
         body = asked.rfile.read(int(asked.headers.get("Content-Length", 0)))
@@ -204,10 +212,14 @@ def test_two_agents_of_a_host_run_one_checkout(origin: Origin, world: World) -> 
     )
     env = {**world.environment(), "GIT_SYNC_USERNAME": USER, "GIT_SYNC_PASSWORD": SECRET}
     words = ("-m", "elasticrun", *flags, "--log-dir=logs", "--tee=3", f"--git={origin.url}@v1")
+    origin.answers.clear()
     jobs = [
         world.command((os.sys.executable, *words, "main.py", "x"), env=env, cwd=work)
         for _ in range(2)
     ]
+    # for as long as an agent's Python begins it has what it was given
+    await_true(lambda: not any(has_secret(job.pid) for job in jobs), "agents without the password")
+    origin.answers.set()
     assert [job.wait() for job in jobs] == [0, 0], jobs[0].stderr + jobs[1].stderr
     for job in jobs:
         assert "first True ['x'] []" in job.stdout
