@@ -16,7 +16,7 @@ from elasticrun.agent.workers.checkout import GitError, GitSource, check_out, pa
 from tests import needs
 from tests.harness import LIMIT, World, await_true, free_port, ran, until_file
 
-USER, SECRET = "me", "a-secret-for-git-0123456789"
+USER, SECRET = "me", f"a-secret-for-git-{os.getpid()}-0123456789"  # of this test process alone
 
 
 def shown(secret: str) -> list[str]:
