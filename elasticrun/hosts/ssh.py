@@ -186,6 +186,6 @@ class SshConnection:
                 await asyncio.wait_for(process.wait(), CLOSE_LIMIT)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # what a ProxyCommand has started, too
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), CLOSE_LIMIT)
+        with contextlib.suppress(TimeoutError):  # read, for a pipe that is not read stays open
+            await asyncio.wait_for(process.communicate(), CLOSE_LIMIT)
         self._errors.close()
