@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -78,6 +80,20 @@ class Conversation:
         for message in self.incoming.feed(data):
             self.log.append(message)
             self.heard.append(message)
+
+
+def where_it_stands(pid: int) -> str:
+    """What the kernel says of each thread of a process that does not end, and its stacks where
+    py-spy is there."""
+    told = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        with contextlib.suppress(OSError):
+            words = [(task / name).read_text().strip() for name in ("comm", "wchan", "syscall")]
+            told.append(" ".join([task.name, *words]))
+    if spy := shutil.which("py-spy"):
+        words = [spy, "dump", "--nonblocking", "--pid", str(pid)]
+        told.append(subprocess.run(words, capture_output=True, text=True, check=False).stdout)
+    return "\n".join(told)
 
 
 class Driver(Conversation):
@@ -158,7 +174,8 @@ class Driver(Conversation):
             return
         try:
             self.process.wait(LIMIT)
-        except BaseException:
+        except BaseException as late:
+            late.add_note(where_it_stands(self.process.pid))
             self.process.kill()
             self.process.wait(LIMIT)
             raise
