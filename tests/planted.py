@@ -6,9 +6,13 @@ change the folder, which every fork server of the run's warm process takes for a
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sysconfig
+import tempfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 NAME = "elasticrun_test_pre"
@@ -33,6 +37,20 @@ def plant() -> None:
             _held = fd
         else:  # another run has removed it meanwhile
             os.close(fd)
+
+
+@contextlib.contextmanager
+def written() -> Iterator[Path]:
+    """The module, which a test may write to, and nobody else meanwhile: what one test plants, a
+    fork server of another would import."""
+    lock = Path(tempfile.gettempdir()) / f"{NAME}-{zlib.crc32(os.fsencode(PLACE))}.lock"
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        empty()
+        try:
+            yield PLACE
+        finally:
+            empty()
 
 
 def empty() -> None:

@@ -24,9 +24,9 @@ def blocking(tmp_path: Path) -> Iterator[Path]:
     """A pipe that is opened by the import of the planted module, which then never ends."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    planted.PLACE.write_text(f"open({str(pipe)!r}, 'w').close()\nopen({str(pipe)!r}).read()\n")
-    yield pipe
-    planted.empty()
+    with planted.written() as place:
+        place.write_text(f"open({str(pipe)!r}, 'w').close()\nopen({str(pipe)!r}).read()\n")
+        yield pipe
 
 
 @pytest.mark.slow

@@ -38,9 +38,8 @@ json.dump([before, pre.value], open(sys.argv[1], "w"))
 @pytest.fixture
 def package() -> Iterator[Path]:
     """An installed module, which tests may write to."""
-    planted.empty()
-    yield planted.PLACE
-    planted.empty()
+    with planted.written() as place:
+        yield place
 
 
 NAME = planted.NAME
