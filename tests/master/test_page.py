@@ -388,6 +388,17 @@ def test_a_stranger_is_not_shown_paths_arguments_and_what_was_said() -> None:
     assert "judge" not in msgspec.json.encode(told).decode()
 
 
+def test_a_stranger_is_not_shown_the_message_of_an_exception() -> None:
+    whole = hung()
+    failed = structs.replace(
+        whole.status,
+        last_failure="rank 1: ValueError: cannot read /data/secret: it is gone",
+        outcome="rank 2: exit code 1",
+    )
+    told = for_strangers(structs.replace(whole, status=failed)).status
+    assert (told.last_failure, told.outcome) == ("rank 1", "rank 2")
+
+
 def test_a_stranger_is_shown_no_text_but_names_and_words_of_ours() -> None:
     """Whatever texts a record has, and later ones too."""
 

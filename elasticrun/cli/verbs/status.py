@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -192,8 +193,12 @@ def _links(endpoint: Endpoint, page: JobStatus) -> list[str]:
     """A new link to this job's page, where its master has left us on this host what opens it, and
     its TensorBoard's."""
     from elasticrun.runs.layout import RunFolder
+    from elasticrun.system.network import is_ours, names_this_host_only
 
-    found = []
+    found: list[str] = []
+    host = endpoint.host
+    if not (names_this_host_only(host) or host == socket.gethostname() or is_ours(host)):
+        return found
     with contextlib.suppress(NoStatus):
         for master in published_here():
             if (master.port, master.job_id) != (endpoint.port, page.job_id):

@@ -242,6 +242,11 @@ def _incident_for_strangers(row: IncidentRow) -> IncidentRow:
 
 
 def status_for_strangers(status: JobStatus) -> JobStatus:
-    """The status without the lines of the script that a verdict names; of whatever kind it is, also
-    where a script has said that it takes long."""
-    return replace(status, verdict="ranks stand still" if status.verdict else "")
+    """The status without the lines of the script that a verdict names, of whatever kind it is, and
+    without messages of exceptions, which stand behind the first colon."""
+    return replace(
+        status,
+        verdict="ranks stand still" if status.verdict else "",
+        last_failure=status.last_failure.partition(": ")[0],
+        outcome=status.outcome.partition(": ")[0],
+    )
