@@ -44,10 +44,12 @@ CALL_LIMIT: Final = 10.0
 """Seconds for a call."""
 
 WATCH_LIMIT: Final = 300
-"""Seconds after which the server ends a watch, which is then begun again."""
+"""Seconds after which the server ends a watch, which then goes on at the version it has come to."""
 
 GONE: Final = 404
-THERE: Final = 409
+CONFLICT: Final = 409
+"""An object of that name is there already, or is not any more the one that is meant."""
+
 REFUSED: Final = (400, 403, GONE, 422)
 """What is asked for cannot be, whoever asks again: fields, quotas, rights, webhooks."""
 
@@ -95,8 +97,10 @@ class Cluster:
         return [job async for job in self._client.list(request)]
 
     async def watch(self, kind: Any) -> AsyncIterator[tuple[str, Json]]:
-        """What changes among `kind`, beginning with all that there is."""
+        """What changes among `kind`, beginning with all that there is; a BOOKMARK, which servers
+        send once a minute, says that nothing does. On a line that is dead it waits for ever."""
         params = {"resourceVersion": "0", "timeoutSeconds": WATCH_LIMIT}
+        params["allowWatchBookmarks"] = "true"
         if kind is PODS:
             params["labelSelector"] = JOB
         request = self._client.prepare_request(
@@ -132,7 +136,7 @@ class Cluster:
         except ApiError as error:
             if code_of(error) in REFUSED:
                 raise NotMade(f"{what}: {error}") from None
-            if code_of(error) != THERE:
+            if code_of(error) != CONFLICT:
                 raise
             there = None if kind is SECRETS else await self.get(kind, (where, meta["name"]))
             if there is not None and _owner(there) != _owner(body):
@@ -140,21 +144,32 @@ class Cluster:
             return False
         return True
 
-    async def remove(self, kind: Any, key: Key) -> bool:
-        """Delete an object, with its grace; False where it has gone."""
+    async def remove(self, kind: Any, key: Key, uid: str) -> bool:
+        """Delete an object, with its grace; False where it has gone, or is another of its name."""
+        request = self._client.prepare_request("delete", kind, namespace=key[0], name=key[1])
+        request.data = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         try:
-            await self._client.request("delete", kind, namespace=key[0], name=key[1])
+            answer = await self._client.send(self._client.build_adapter_request(request))
+            self._client.raise_for_status(answer)
         except ApiError as error:
-            if code_of(error) != GONE:
+            if code_of(error) not in (GONE, CONFLICT):
                 raise
             return False
         return True
 
-    async def set_status(self, key: Key, patch: Json) -> None:
-        await self._client.request(
-            "patch", JOBS.Status, obj=patch, namespace=key[0], name=key[1],
-            headers={"Content-Type": PatchType.MERGE.value},
-        )  # fmt: skip
+    async def set_status(self, key: Key, version: str, status: Json) -> bool:
+        """Write a job's status; False where it is not any more what was read as `version`."""
+        try:
+            await self._client.request(
+                "patch", JOBS.Status, namespace=key[0], name=key[1],
+                obj={"metadata": {"resourceVersion": version}, "status": status},
+                headers={"Content-Type": PatchType.MERGE.value},
+            )  # fmt: skip
+        except ApiError as error:
+            if code_of(error) not in (GONE, CONFLICT):
+                raise
+            return False
+        return True
 
     async def tell(self, event: Json) -> None:
         """Make an Event."""
@@ -168,7 +183,7 @@ class Cluster:
                 "post" if new else "put", obj=LEASES(body), namespace=self.own, name=NAME
             )
         except ApiError as error:
-            if code_of(error) != THERE:
+            if code_of(error) != CONFLICT:
                 raise
             return False
         return True
@@ -183,7 +198,7 @@ class Cluster:
             try:
                 await self._client.request("post", obj=SECRETS(made), namespace=self.own)
             except ApiError as error:  # the other replica was faster
-                if code_of(error) != THERE:
+                if code_of(error) != CONFLICT:
                     raise
         raise ConfigError(f"the Secret {NAME} in {self.own} can neither be read nor made")
 

@@ -44,6 +44,9 @@ ASK_LIMIT: Final = 1.5
 SILENT_FOR: Final = 5.0
 """Seconds for which a master that did not answer is not asked again."""
 
+SILENCE: Final = 90.0
+"""Seconds without an event or a bookmark after which a watch is given up: its line is dead."""
+
 MOST_PASSES: Final = 64
 """Passes at once."""
 
@@ -125,15 +128,19 @@ class Controller:
         while True:
             generations: dict[str, int] = {}
             try:
-                async for change, found in self._cluster.watch(kind):
-                    tries, meta = 0, found["metadata"]
-                    if kind is api.PODS:
-                        self._wake((meta["namespace"], meta["labels"][JOB]))
-                    elif change == "DELETED":
-                        generations.pop(meta["uid"], None)
-                    elif generations.get(meta["uid"]) != meta["generation"]:  # not its status alone
-                        generations[meta["uid"]] = meta["generation"]
-                        self._wake((meta["namespace"], meta["name"]))
+                async with asyncio.timeout(SILENCE) as silence:
+                    async for change, found in self._cluster.watch(kind):
+                        silence.reschedule(_clock() + SILENCE)
+                        tries, meta = 0, found["metadata"]
+                        if change == "BOOKMARK":
+                            continue
+                        if kind is api.PODS:
+                            self._wake((meta["namespace"], meta["labels"][JOB]))
+                        elif change == "DELETED":
+                            generations.pop(meta["uid"], None)
+                        elif generations.get(meta["uid"]) != meta["generation"]:  # not its status
+                            generations[meta["uid"]] = meta["generation"]
+                            self._wake((meta["namespace"], meta["name"]))
             except Exception as error:  # it may be cut in the middle of a line
                 tries += 1
                 if tries > 1:
@@ -190,7 +197,9 @@ class Controller:
             job, planning.Seen(pods, said, why, refused, self._version), time.time()
         )
         if (made := planning.patch(found.get("status") or {}, todo.status)) is not None:
-            await self._cluster.set_status(key, made)
+            version = found["metadata"]["resourceVersion"]
+            if not await self._cluster.set_status(key, version, made):
+                return FIRST_RETRY  # the job has changed meanwhile
         for notice in todo.notices:
             await self._tell(job, notice)
         for order in todo.orders:
@@ -214,12 +223,12 @@ class Controller:
             case planning.MakeSecret():
                 await self._cluster.make(objects.secret(job, self._token(job)))
             case planning.Remove(pod, notice):
-                if await self._cluster.remove(api.PODS, (where, pod)):
+                if await self._cluster.remove(api.PODS, (where, pod.name), pod.uid):
                     await self._tell(job, notice)
             case planning.Resize(nodes):
                 await self._resize(job, nodes, pods)
             case planning.Discard():
-                await self._cluster.remove(api.JOBS, (where, job.name))
+                await self._cluster.remove(api.JOBS, (where, job.name), job.uid)
 
     async def _tell(self, job: JobObject, notice: planning.JobEvent) -> None:
         """An Event; the job goes on without it."""

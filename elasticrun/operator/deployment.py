@@ -23,6 +23,11 @@ NEEDED: Final = ("grpcio>=1.66", "msgspec>=0.19", "protobuf>=5.27", "lightkube>=
 PASSED: Final = 65532
 """The user without a name that containers run as by custom."""
 
+REMARKS: Final = {
+    ("spec", "terminationGracePeriodSeconds"): "no job waits for it: they train on without it"
+}
+"""What is said beside a field of it in YAML."""
+
 RIGHTS: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
     (GROUP, (PLURAL,), ("get", "list", "watch", "delete")),
     (GROUP, (f"{PLURAL}/status",), ("patch",)),

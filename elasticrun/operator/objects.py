@@ -56,6 +56,7 @@ class OwnedPod:
     """What is read of a pod; `index` is MASTER_INDEX for the master's."""
 
     name: str
+    uid: str
     index: int
     attempt: int
     phase: str
@@ -106,6 +107,7 @@ def read(pod: Json) -> OwnedPod | None:
     sizes = [one.get("value") for one in container.get("env") or () if one["name"] == NNODES]
     return OwnedPod(
         name=meta["name"],
+        uid=meta["uid"],
         index=MASTER_INDEX if index == MASTER else int(index),
         attempt=int(attempt),
         phase=status.get("phase") or "Pending",

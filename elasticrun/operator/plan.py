@@ -71,7 +71,7 @@ class MakeSecret(NamedTuple):
 class Remove(NamedTuple):
     """Delete a pod, with its grace."""
 
-    pod: str
+    pod: OwnedPod
     notice: JobEvent
 
 
@@ -277,7 +277,7 @@ def _finished(look: JobView, end: JobEnd | None) -> ToDo:
 def _remove(pods: Iterable[OwnedPod], reason: str, why: str) -> list[Order]:
     """Delete those that nobody has deleted yet."""
     return [
-        Remove(pod.name, JobEvent(reason, f"deleted pod {pod.name}: {why}", reason == GAVE_UP))
+        Remove(pod, JobEvent(reason, f"deleted pod {pod.name}: {why}", reason == GAVE_UP))
         for pod in pods
         if not pod.deleted
     ]
@@ -588,6 +588,5 @@ def _notices(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
 
 def patch(old: Json, new: ElasticStatus) -> Json | None:
     """What is to be merged into a status for it to be `new`; None where it is."""
-    wanted = msgspec.to_builtins(new)
-    same = all(old.get(key) == value for key, value in wanted.items())
-    return None if same else {"status": wanted}
+    wanted: Json = msgspec.to_builtins(new)
+    return None if all(old.get(key) == value for key, value in wanted.items()) else wanted

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elasticrun.operator import cluster as api, controller
 from tests.harness import LIMIT
 from tests.kubernetes.cluster import Client, StandIn
 
@@ -128,6 +132,14 @@ def test_ten_lines_are_enough_and_the_rights_too(kubectl: Client, standin: Stand
     assert standin.used(USER) <= allowed
 
 
+def test_without_an_image_it_says_what_to_type() -> None:
+    words = [COMMAND, "render", "operator"]
+    made = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "fails for as long as PyPI does not have it" in made.stderr
+    assert "elasticrun render operator --image registry.example/train:1.0" in made.stderr
+    assert "ranks" not in made.stdout.rpartition("---\n")[2], "there are none in the Deployment"
+
+
 def test_one_operator_for_all_namespaces(standin: StandIn) -> None:
     """Its own things are in a namespace of its own, and its rights are enough."""
     kubectl = install(standin, namespace="")
@@ -139,6 +151,60 @@ def test_one_operator_for_all_namespaces(standin: StandIn) -> None:
     found = {pod["metadata"]["namespace"] for pod in standin.objects("pods")}
     assert found == {"default", "team"}
     assert operator.stop()[0] == 0
+
+
+def test_what_was_made_anew_is_left_alone(
+    standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deletions and statuses are for the object that was looked at, not for its name."""
+    kubectl = install(standin)
+    kubectl("apply", "-f", "-", given=TEN_LINES)
+    monkeypatch.setenv("KUBECONFIG", str(kubectl.kubeconfig))
+
+    async def late() -> None:
+        cluster, key = api.Cluster("default"), ("default", "tr")
+        (job,) = await cluster.jobs()
+        kubectl("label", "ej/tr", "a=b")
+        version = job["metadata"]["resourceVersion"]
+        assert not await cluster.set_status(key, version, {"phase": "Running"})
+        assert not await cluster.remove(api.JOBS, key, "of another")
+        found = await cluster.get(api.JOBS, key)
+        assert found is not None
+        assert "status" not in found
+        uid = found["metadata"]["uid"]
+        assert [await cluster.remove(api.JOBS, key, uid) for _ in range(2)] == [True, False]
+        await cluster.close()
+
+    asyncio.run(late())
+
+
+def test_a_watch_whose_line_is_dead_is_begun_again(
+    standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of the stand-in says a word within SILENCE, so all are taken for dead."""
+    monkeypatch.setenv("KUBECONFIG", str(install(standin).kubeconfig))
+    monkeypatch.setattr(controller, "SILENCE", 0.2)
+    begun: Counter[Any] = Counter()
+
+    async def again() -> None:
+        cluster, enough = api.Cluster("default"), asyncio.Event()
+        watch = cluster.watch
+
+        def counted(kind: Any) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+            begun[kind] += 1
+            if min(begun[api.PODS], begun[api.JOBS]) == 3:
+                enough.set()
+            return watch(kind)
+
+        monkeypatch.setattr(cluster, "watch", counted)
+        work = asyncio.create_task(controller.Controller(cluster).run())
+        async with asyncio.timeout(LIMIT):
+            await enough.wait()
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        await cluster.close()
+
+    asyncio.run(again())
 
 
 def said(events: list[dict[str, str]]) -> list[str]:

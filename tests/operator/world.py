@@ -69,7 +69,7 @@ class Cluster:
         """One pass; what it orders is done."""
         self.todo = todo = plan.plan(objects.wanted(self.job), self.sight(), self.now)
         if patched := plan.patch(self.job.get("status", {}), todo.status):
-            self.job["status"] = patched["status"]
+            self.job["status"] = patched
         for order in todo.orders:
             self._do(order)
         return todo
@@ -89,11 +89,11 @@ class Cluster:
                 if name in self.pods:
                     return
                 made = msgspec.json.decode(msgspec.json.encode(body))
-                made["metadata"]["creationTimestamp"] = stamp(self.now)
+                made["metadata"] |= {"uid": name, "creationTimestamp": stamp(self.now)}
                 made["status"] = {"phase": "Pending"}
                 self.pods[name] = made
             case Remove(pod):
-                self.delete(pod)
+                self.delete(pod.name)
             case Resize(nodes):
                 self.resized.append(nodes)
                 if self.master is not None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from elasticrun import __version__
 from elasticrun.cli.flags import PROG, FlagHelp, Parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
@@ -77,7 +78,7 @@ async def _run(connect: Callable[[], Cluster], *, lease: bool) -> int:
 
 def render(argv: Sequence[str], say: Callable[[str], None]) -> int:
     """Print what installs the operator; `say` hears what the user should know."""
-    from elasticrun.operator.deployment import BARE_IMAGE, HOME, Installed, documents
+    from elasticrun.operator.deployment import BARE_IMAGE, HOME, REMARKS, Installed, documents
     from elasticrun.render import checks, text
 
     made = Parser(
@@ -99,7 +100,12 @@ def render(argv: Sequence[str], say: Callable[[str], None]) -> int:
     if ns.image:
         checks.image(ns.image)
     else:
-        say(f"no --image: {BARE_IMAGE} installs elasticrun from PyPI whenever it starts")
+        say(
+            f"no --image: {BARE_IMAGE} installs elasticrun=={__version__} from PyPI as it starts, "
+            "and fails for as long as PyPI does not have it; better name an image with "
+            f"elasticrun[k8s]: {PROG} render operator --image registry.example/train:1.0"
+        )
     objects = documents(Installed(ns.namespace, ns.image, ns.replicas))
-    sys.stdout.write(text.as_json(objects) if ns.output == "json" else text.as_yaml(objects))
+    whole = text.as_json(objects) if ns.output == "json" else text.as_yaml(objects, REMARKS)
+    sys.stdout.write(whole)
     return EXIT_OK
