@@ -17,8 +17,8 @@ from msgspec import Struct
 from elasticrun.cli.job.checkpoints import CheckpointRow
 from elasticrun.cli.jobs.nodes import HostRow
 from elasticrun.core.sight.picture import EventRow, IncidentRow, Picture, StackRow
-from elasticrun.runs.layout import JobRecord, JobRow, KeptEvent, RunResult
-from elasticrun.wire.messages import JobStatus, Reply
+from elasticrun.jobs.rows import DoneRow, JobPage, JobRow
+from elasticrun.runs.layout import JobRecord, KeptEvent, RunResult
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "schema.json"
 
@@ -38,10 +38,13 @@ OUTPUTS: dict[str, tuple[Any, str]] = {
     "incidents": (list[IncidentRow], "elasticrun incidents"),
     "incident": (IncidentRow, "elasticrun incidents N; the .json file of an incident"),
     "status": (
-        JobStatus | list[JobStatus],
-        "elasticrun status --json; an object where a job was named",
+        JobPage | list[JobPage],
+        "elasticrun status; an object where a job was named",
     ),
-    "order": (Reply, "elasticrun stop, restart, exclude, include, scale"),
+    "done": (
+        DoneRow,
+        "elasticrun submit, suspend, resume, stop, delete, scale, restart, exclude, include",
+    ),
     "result": (RunResult, "result.json"),
     "job": (JobRecord, "job.json"),
     "kept_event": (KeptEvent, "a line of events.jsonl"),

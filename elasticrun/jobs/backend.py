@@ -16,7 +16,8 @@ from typing import Final, Protocol
 import msgspec
 from msgspec import Struct
 
-from elasticrun.runs.layout import MAX_BYTES, JobRow, RunFolder, replace_file
+from elasticrun.jobs.rows import JobRow
+from elasticrun.runs.layout import MAX_BYTES, RunFolder, replace_file
 from elasticrun.wire.messages import Reply, Request
 
 SUBMITTED: Final = "submitted.json"

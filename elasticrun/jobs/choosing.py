@@ -15,10 +15,11 @@ from typing import Final
 from elasticrun.jobs.backend import Backend, NotDone, submission
 from elasticrun.jobs.kubernetes import KubernetesJobs
 from elasticrun.jobs.local import LocalJobs
+from elasticrun.jobs.rows import JobRow
 from elasticrun.jobs.slurm import SlurmJobs
 from elasticrun.jobs.ssh import SshJobs
 from elasticrun.runs.index import NoRun, find, runs_root
-from elasticrun.runs.layout import JobRow, RunFolder
+from elasticrun.runs.layout import RunFolder
 from elasticrun.wire.env import ON
 
 PLACES: Final = ("local", "ssh", "slurm", "k8s")

@@ -14,12 +14,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 from msgspec.structs import replace
 
 from elasticrun.core.words import names
 from elasticrun.jobs.backend import NotDone, Submission, submission, write_submission
-from elasticrun.runs.layout import ENDED, RESULT, JobRow, RunFolder, RunResult, replace_file
+from elasticrun.jobs.rows import JobRow
+from elasticrun.runs.layout import ENDED, RunFolder, RunResult
 from elasticrun.wire.messages import Reply, Request
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def note_end(run: RunFolder, state: str, reason: str, row: JobRow | None = None)
             result = replace(
                 result, job=row.name, nodes=row.nodes, step=row.step, restarts=row.restarts
             )
-        replace_file(run.path / RESULT, msgspec.json.encode(result))
+        run.write_result(result)
 
 
 async def _looked_up(rows: Sequence[JobRow]) -> list[JobRow]:

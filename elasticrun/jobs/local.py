@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
 from msgspec.structs import replace
 
 from elasticrun.core.words import names, some
@@ -33,8 +32,9 @@ from elasticrun.jobs.backend import (
     submission,
     write_submission,
 )
+from elasticrun.jobs.rows import JobRow
 from elasticrun.runs import layout
-from elasticrun.runs.layout import ENDED, JobRow, RunFolder
+from elasticrun.runs.layout import ENDED, RunFolder
 from elasticrun.system.processes import boot_id, start_time
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 from elasticrun.wire.messages import Reply, Request
@@ -243,8 +243,7 @@ def _say(run: RunFolder, state: str, reason: str) -> None:
     """How the job has ended, by who has ended it: its master knows of a signal alone."""
     with contextlib.suppress(OSError):
         if result := run.result():
-            known = replace(result, state=state, reason=reason)
-            layout.replace_file(run.path / layout.RESULT, msgspec.json.encode(known))
+            run.write_result(replace(result, state=state, reason=reason))
 
 
 def _signal(agents: Iterable[LocalAgent], number: int) -> int:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from elasticrun.core.words import some
 from elasticrun.jobs.backend import NotDone, Submission, submission, write_submission
-from elasticrun.runs.layout import ENDED, RESULT, JobRow, RunFolder, RunResult, replace_file
+from elasticrun.jobs.rows import JobRow
+from elasticrun.runs.layout import ENDED, RESULT, RunFolder, RunResult, replace_file
 from elasticrun.wire.messages import Reply, Request
 
 SCRIPT: Final = "batch.sh"
@@ -194,8 +194,7 @@ class SlurmJobs:
         """A job that was cancelled in the queue: no master has said, or will, that it is over."""
         result = run.result() or RunResult(job=known.name, state="saved", ended=time.time())
         if result.state == "saved":
-            result = replace(result, state="stopped", reason="cancelled in Slurm")
-            replace_file(run.path / RESULT, msgspec.json.encode(result))
+            run.write_result(replace(result, state="stopped", reason="cancelled in Slurm"))
 
 
 def _by_queue(row: JobRow, queue: Mapping[str, Queued]) -> JobRow:

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from elasticrun.core.words import names
 from elasticrun.jobs.backend import NotDone, Submission, submission
 from elasticrun.jobs.local import LocalJobs, living
-from elasticrun.runs.layout import JobRow, RunFolder
+from elasticrun.jobs.rows import JobRow
+from elasticrun.runs.layout import RunFolder
 from elasticrun.wire.messages import Reply, Request
 
 
@@ -78,4 +79,6 @@ def _by_process(row: JobRow) -> JobRow:
         runs = living(RunFolder(Path(row.run)))
     except NotDone:
         return row
-    return replace(row, state="running" if runs else "lost")
+    if runs:
+        return replace(row, state="running")
+    return replace(row, state="lost", reason="the process that follows its agents has gone")

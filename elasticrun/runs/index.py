@@ -7,6 +7,7 @@ and removing it removes the link alone.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import time
@@ -85,18 +86,27 @@ def all_runs(root: Path) -> list[RunFolder]:
     return [folder for _, folder in sorted(began, key=lambda each: each[0], reverse=True)]
 
 
-def find(root: Path, wanted: str) -> RunFolder:
-    """The run that is meant: by its folder's name, or its job's (of several the newest), or by the
-    beginning of one of them where no other job's begins so. NoRun, OSError."""
+def find(root: Path, wanted: str, *, whole: str = "") -> RunFolder:
+    """The run that is meant: by its folder's name, or its job's (of several the newest), by the
+    folder itself, or by the beginning of a name where no other job's begins so. `whole`: the verb,
+    where that is not enough, since what it does cannot be undone. NoRun, OSError."""
     named = [(folder, _names(folder)) for folder in all_runs(root)]
     for folder, names in named:
         if wanted in names:
             return folder
+    if wanted and os.path.isfile(os.path.join(wanted, JOB)):
+        at = Path(wanted).resolve()
+        listed = next((one for one, _ in named if one.path.resolve() == at), None)
+        if whole and listed is None:
+            raise NoRun(f"{wanted} is in no list of yours: remove that folder by hand")
+        return listed or RunFolder(at)
     found = {
         names[-1]: folder
         for folder, names in reversed(named)
         if any(one.startswith(wanted) for one in names)
     }
+    if whole and found:
+        raise NoRun(f"{whole} cannot be undone and takes a whole name; there is {_listed(found)}")
     if len(found) == 1:
         return found.popitem()[1]
     if found:
@@ -106,19 +116,20 @@ def find(root: Path, wanted: str) -> RunFolder:
     raise NoRun(f"no job {wanted} has a run folder in {root}{hint}")
 
 
-def prune(root: Path, since: float, only: Collection[Path] | None = None) -> list[str]:
-    """Remove the folders of jobs that have ended so many seconds ago or more; their names. `only`:
-    of these, with those that have saved a step to go on from it. One that is a link loses the link.
-    OSError."""
+def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dict[str, Path | None]:
+    """Remove the folders of jobs that have ended so many seconds ago or more. `only`: of these,
+    with those that have saved a step to go on from it. By name; of one that is a link, which is
+    all that goes, with the folder that stays. OSError."""
     now = time.time()
-    removed = []
+    removed: dict[str, Path | None] = {}
     for folder in all_runs(root):
         if only is not None and folder.path not in only:
             continue
         states = FINISHED if only is None else ENDED
         if folder.state(now) in states and now - _ended(folder) >= since:
+            stays = folder.place if folder.path.is_symlink() else None
             _remove(folder.path)
-            removed.append(folder.path.name)
+            removed[folder.path.name] = stays
     return removed
 
 

@@ -149,6 +149,11 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    @property
+    def place(self) -> Path:
+        """Where it lies: of one that a person has placed, `path` is but a link to that."""
+        return self.path.resolve() if self.path.is_symlink() else self.path
+
     def job(self) -> JobRecord | None:
         """None where there is no such file, or none of ours."""
         return self._read(JOB, JobRecord)
@@ -181,6 +186,18 @@ class RunFolder:
         if job.is_alive() is False and not self.is_held():
             return "lost"
         return "running" if job.formed else "waiting"
+
+    def why_lost(self, job: JobRecord) -> str:
+        """Of a lost job: what has ended it, as far as that is known, and what was heard last."""
+        if not job.pid:
+            why = "it was submitted, and no launcher has begun"
+        elif job.boot_id and job.boot_id != boot_id():
+            why = f"{job.host} was started anew while the job ran"
+        else:
+            why = f"its launcher, process {job.pid} of {job.host}, has gone and left no result"
+        step, events = self.last_step(), self.events(0.0)
+        why += f"; the last step it told was {step}" if step >= 0 else ""
+        return why + (f"; last event: {events[-1].text}" if events else "")
 
     def last_step(self) -> int:
         """The newest step that was told; -1: none."""
@@ -218,8 +235,15 @@ class RunFolder:
     def write_job(self, job: JobRecord) -> None:
         """In place of the one that is there; bytes of arguments and paths that are no text become
         "?". OSError."""
-        text = json.dumps(msgspec.to_builtins(job), indent=2, ensure_ascii=False)
-        replace_file(self.path / JOB, text.encode(errors="replace") + b"\n")
+        self._write(JOB, job)
+
+    def write_result(self, result: RunResult) -> None:
+        """How the job has ended, in place of what is there. OSError."""
+        self._write(RESULT, result)
+
+    def _write(self, name: str, record: Struct) -> None:
+        text = json.dumps(msgspec.to_builtins(record), indent=2, ensure_ascii=False)
+        replace_file(self.path / name, text.encode(errors="replace") + b"\n")
 
     def _read(self, name: str, kind: type[Kept]) -> Kept | None:
         try:
@@ -227,46 +251,6 @@ class RunFolder:
                 return msgspec.json.decode(file.read(MAX_BYTES), type=kind)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
-
-
-class JobRow(Struct, frozen=True, kw_only=True):
-    """What `elasticrun list -o json` prints of a job; its fields are a stable schema."""
-
-    name: str
-    state: str  # as in `RunFolder.state`, or what its master says it does
-    where: str  # local, ssh, slurm, k8s
-    id: str = ""
-    user: str = ""
-    host: str = ""  # that launched it
-    endpoint: str = ""  # of its master
-    run: str = ""  # its run folder
-    nodes: int = 0  # that have a place
-    max_nodes: int = 0
-    step: int = -1  # the newest that was told; -1: none
-    restarts: int = 0
-    age: float = 0.0  # seconds since it began
-    reason: str = ""  # why it waits, or how it ended
-
-
-def row_of(folder: RunFolder, job: JobRecord, now: float) -> JobRow:
-    """By what its run folder says. `now`: seconds since 1970."""
-    result = folder.result()
-    return JobRow(
-        name=job.name,
-        state=folder.state(now),
-        where=job.where,
-        id=job.id,
-        user=job.user,
-        host=job.host,
-        endpoint=job.endpoint,
-        run=str(folder.path),
-        nodes=result.nodes if result else 0,
-        max_nodes=int(job.nodes.rpartition(":")[2] or 0),
-        step=folder.last_step(),
-        restarts=result.restarts if result else 0,
-        age=max(0.0, now - job.began),
-        reason=result.reason if result else "",
-    )
 
 
 def hold(path: Path) -> int:

@@ -17,6 +17,7 @@ from elasticrun.cli.main import main
 from elasticrun.core.events import JobOver
 from elasticrun.core.sight.picture import EventRow, Picture, RankRow, StackRow
 from elasticrun.jobs import line
+from elasticrun.jobs.rows import DoneRow, live_row, page_of
 from elasticrun.master.outward.record import result_of
 from elasticrun.system.processes import start_time
 from elasticrun.wire import auth, user_folder
@@ -108,7 +109,7 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
         assert events.stdout.readline()
         code, out, err = verb("stop", "--wait", "--reason", "enough", "-o", "json")
         assert code == 0, err
-        out = fits("order", out)["reason"]
+        out = fits("done", out)["done"]
         assert "the job ends: stopped by" in out
         last = events.stdout.read().decode().splitlines()[-1]
         assert f" has ended (stopped): stopped by {line.who()}: enough" in last, last
@@ -143,7 +144,8 @@ def test_the_schema_is_that_of_what_is_printed() -> None:
         "stacks": {"stacks": whole.stacks, "stacks_missing": ""},
         "event": whole.events[0],
         "incident": whole.incidents[0],
-        "status": whole.status,
+        "status": page_of(live_row(whole.status, Endpoint("h", 1), ""), master=whole.status),
+        "done": DoneRow(name="train", done="it ends"),
         "result": result_of(JobOver(1, "it failed"), whole),
     }.items():
         found = fits(output, asking.as_json(value))

@@ -9,16 +9,17 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec import structs
 
+from elasticrun.cli.job import incidents
 from elasticrun.cli.job.asking import NotAnswered, find
 from elasticrun.cli.jobs import listing, nodes
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.verbs import status
+from elasticrun.jobs.rows import JobRow
 from elasticrun.runs.index import make_run
-from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, replace_file
+from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
 from elasticrun.system.processes import boot_id, start_time
 from elasticrun.wire import user_folder
 from tests.master.people import serving, told
@@ -40,7 +41,7 @@ def _run(root: Path, name: str, launch: int, result: RunResult | None = None) ->
     )  # fmt: skip
     folder.write_job(job)
     if result is not None:
-        replace_file(folder.path / "result.json", msgspec.json.encode(result))
+        folder.write_result(result)
     return folder
 
 
@@ -68,7 +69,7 @@ def test_ended_and_lost_jobs_are_listed(root: Path, capsys: pytest.CaptureFixtur
     assert listing.main(["-o", "json"]) == 0
     first = json.loads(capsys.readouterr().out)[0]
     assert (first["name"], first["step"], first["max_nodes"]) == ("train", 120, 4)
-    assert list(first) == list(listing.JobRow.__struct_fields__)
+    assert list(first) == list(JobRow.__struct_fields__)
 
 
 def test_the_newest_ended_ones_where_not_all_are_asked_for(
@@ -141,6 +142,12 @@ def test_what_is_left_of_one(root: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert f"\n{line}" in told
     with pytest.raises(NotAnswered, match=r"job eval has ended \(failed\): no restart; see "):
         find("eval")
+    pid = os.getpid()
+    why = f"its launcher, process {pid} of {os.uname().nodename}, has gone and left no result"
+    assert status.main(["train-large"], {}) == 0
+    assert f"outcome: {why}; the last step it told was 42\n" in capsys.readouterr().out
+    assert incidents.main(["train-large"]) == 0
+    assert f"no incident yet; the job is lost: {why}" in capsys.readouterr().out
 
 
 def test_prune(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,6 +166,11 @@ def test_prune(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert listing.prune(["--since", "7d"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "removed eval-00000003"
     assert listing.prune(["train", "-o", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"removed": ["train-00000001"]}
+    assert json.loads(capsys.readouterr().out) == {"removed": ["train-00000001"], "placed": []}
+    placed = RunFolder(make_run(root, "mine", "0badcafe", root.parent / "mine"))
+    placed.write_job(JobRecord(name="mine"))
+    placed.write_result(RunResult(state="stopped", ended=1.0))
+    assert listing.prune([str(placed.path)]) == 0
+    assert f"{placed.path} is listed no more, and stays" in capsys.readouterr().out
     left = sorted(path.name for path in root.iterdir())
     assert left == ["running-00000005", "train-large-00000002"]

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from elasticrun.cli.verbs import status as verb
 from elasticrun.runs import index
-from elasticrun.runs.layout import JobRecord, RunFolder
+from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
 from elasticrun.system.processes import start_time
 from elasticrun.wire import auth, user_folder
 from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, reader_token
@@ -151,13 +151,20 @@ def test_nobody_knows_what_a_lost_node_does(state: str, does: str) -> None:
     assert verb._row(node)[2:4] == (state, does)
 
 
-async def test_json_is_the_page(home: Path) -> None:
+async def test_json_is_one_record_whether_the_job_runs_or_has_ended(home: Path) -> None:
+    runs = home.parent / "runs"
+    run = RunFolder(index.make_run(runs, "demo", "0badcafe"))
+    run.write_job(JobRecord(name="demo"))
+    run.write_result(RunResult(state="failed", exit_code=1, reason="no restart"))
+    code, out, _ = await _status("demo", "--json", ELASTICRUN_RUNS=str(runs))
+    ended = json.loads(out)
+    assert (code, ended["state"], ended["exit_code"], ended["master"]) == (0, "failed", 1, None)
     async with serving() as served:
         code, out, _ = await _status(str(served.endpoint), "--json")
-        assert code == 0
-        shown = json.loads(out)
-        assert shown["nodes"][0]["pids"] == [7, 8]
-        assert shown["restarts_left"] == page().restarts_left
+    shown = json.loads(out)
+    assert (code, shown["state"], shown["exit_code"]) == (0, "running", None)
+    assert shown["master"]["nodes"][0]["pids"] == [7, 8]
+    assert shown.keys() == ended.keys()
 
 
 async def test_without_an_endpoint_the_user_folder_is_asked(home: Path) -> None:

@@ -284,7 +284,7 @@ def test_status_finds_the_master(world: World, etcd_server: EtcdServer) -> None:
     peers = world.hub.ranks(1)
     asked = world.launch(ELASTICRUN, "status", *where, "--json", env=token)
     assert asked.wait() == 0, asked.stderr
-    page = json.loads(asked.stdout)
+    page = json.loads(asked.stdout)["master"]
     assert (page["job_id"], page["world_size"]) == (JOB, 1)
     finish(peers)
     assert launched.wait() == 0

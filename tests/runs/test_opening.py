@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from elasticrun.runs.index import all_runs, prune
-from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, replace_file
+from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
 from elasticrun.runs.opening import OpenRun, RunRefused, already, open_named, open_new
 
 
@@ -20,7 +20,7 @@ def _job(pid: int, **more: Any) -> JobRecord:
 
 def _end(run: OpenRun, state: str) -> None:
     said = RunResult(state=state, step=120, ended=5.0)
-    replace_file(run.folder.path / "result.json", msgspec.json.encode(said))
+    run.folder.write_result(said)
     run.close()
 
 
@@ -72,10 +72,10 @@ def test_a_job_whose_launcher_has_gone_before_its_master_runs(tmp_path: Path) ->
     gone = {"host": os.uname().nodename, "pid": os.getpid(), "started": 1}
     run = open_new(tmp_path, JobRecord(name="train", **gone), "0" * 8)
     assert run.folder.state(0.0) == "waiting"
-    assert prune(tmp_path, 0.0) == []
+    assert prune(tmp_path, 0.0) == {}
     run.close()
     assert run.folder.state(0.0) == "lost"
-    assert prune(tmp_path, 0.0) == ["train-00000000"]
+    assert prune(tmp_path, 0.0) == {"train-00000000": None}
 
 
 def test_a_master_after_another_does_not_begin_afresh_again(tmp_path: Path) -> None:

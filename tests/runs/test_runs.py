@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from elasticrun.runs import index
 from elasticrun.runs.index import NoRun, all_runs, find, keep_newest, make_run, prune, runs_root
-from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, replace_file
+from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
 from elasticrun.system.processes import boot_id, start_time
 
 HERE: dict[str, Any] = {
@@ -31,8 +30,7 @@ def _run(
     folder = RunFolder(make_run(root, name, secrets.token_hex(4), at))
     folder.write_job(JobRecord(name=name, **{**HERE, **job}))
     if result:
-        said = RunResult(state=result, step=7, ended=ended)
-        replace_file(folder.path / "result.json", msgspec.json.encode(said))
+        folder.write_result(RunResult(state=result, step=7, ended=ended))
     return folder
 
 
@@ -115,6 +113,14 @@ def test_which_one_is_meant(tmp_path: Path) -> None:
     ):
         with pytest.raises(NoRun, match=sentence):
             find(tmp_path, wanted)
+    placed = _run(tmp_path, "placed", at=tmp_path / "mine" / "one")
+    assert placed.path == tmp_path / "mine" / "one"
+    found = find(tmp_path, str(placed.path))  # as it is listed
+    assert (found.path.parent, found.place) == (tmp_path, placed.path)
+    assert find(tmp_path, "eval-large", whole="delete").path == other.path
+    for wanted in ("tr", "eval-l", "eval"):
+        with pytest.raises(NoRun, match="delete cannot be undone and takes a whole name; there is"):
+            find(tmp_path, wanted, whole="delete")
     with pytest.raises(NoRun, match=r"no job train has a run folder in [^;]*$"):
         find(tmp_path / "missing", "train")
 
@@ -128,8 +134,8 @@ def test_what_goes(tmp_path: Path) -> None:
     saved = _run(root, "saved", "saved", ended=now - 1000.0)
     placed = _run(root, "placed", "stopped", ended=now - 1000.0, at=tmp_path / "mine")
     (root / "none-of-ours").mkdir()
-    assert prune(root, 100.0, only=[old.path]) == [old.path.name]
-    assert [name.rpartition("-")[0] for name in prune(root, 100.0)] == ["placed"]
+    assert prune(root, 100.0, only=[old.path]) == {old.path.name: None}
+    assert list(prune(root, 100.0).values()) == [placed.path]
     assert placed.result() is not None  # what a person has placed stays
     assert sorted(prune(root, 0.0)) == sorted([new.path.name, lost.path.name])
     assert {folder.path for folder in all_runs(root)} == {running.path, saved.path}

@@ -104,7 +104,11 @@ def left_by(job: str) -> RunFolder | None:
         if any(one.job_id.startswith(job) or one.name.startswith(job) for one in here):
             return None
         root = index.runs_root(os.environ)
-        return index.find(root, job) if job else next(iter(index.all_runs(root)), None)
+        folder = index.find(root, job) if job else next(iter(index.all_runs(root)), None)
+        record = folder.job() if folder is not None else None
+        if record is None or folder is None or record.where != "local":
+            return folder
+        return folder if folder.state(time.time()) in ENDED else None
     except (OSError, index.NoRun):
         return None
 

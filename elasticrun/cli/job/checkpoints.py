@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     made = _parser()
     ns = made.parse_args(argv)
     try:
-        code: int = ns.does(_folder(ns.folder), ns)
+        code: int = ns.does(_folder(ns.folder, "ckpt prune" if ns.verb == "prune" else ""), ns)
     except StorageError as wrong:
         print(f"{made.prog}: {wrong}", file=sys.stderr)
         return 1
@@ -100,8 +100,8 @@ def _number(text: str, least: int = 0) -> int:
     return int(text)
 
 
-def _folder(word: str) -> Folder:
-    """The folder that is meant. UsageError, StorageError."""
+def _folder(word: str, whole: str = "") -> Folder:
+    """The folder that is meant; `whole` as in `index.find`. UsageError, StorageError."""
     if "://" in word:
         return Folder(word)
     path = Path(word).expanduser().absolute()
@@ -110,7 +110,7 @@ def _folder(word: str) -> Folder:
         if "/" in word:
             raise UsageError(f"there is no folder {path}", EXIT_USAGE)
         try:
-            run = index.find(index.runs_root(os.environ), word)
+            run = index.find(index.runs_root(os.environ), word, whole=whole)
         except (OSError, index.NoRun) as wrong:
             raise UsageError(f"there is no folder {path}, and {wrong}", EXIT_USAGE) from None
     if run.job() is None:

@@ -5,6 +5,7 @@ job that has ended from the files that its master has left.
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 import time
@@ -16,7 +17,9 @@ from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.job.asking import add_way, as_json, find, left_by
 from elasticrun.cli.settings import Asked
 from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.jobs.choosing import by_their_places
 from elasticrun.jobs.line import JobLine, NotAnswered
+from elasticrun.jobs.rows import row_of
 from elasticrun.master.outward.report import page, table
 from elasticrun.master.outward.run_files import read
 from elasticrun.runs.layout import INCIDENTS
@@ -59,15 +62,21 @@ def _meant(words: Sequence[str]) -> tuple[str, int]:
 
 
 def _rows(job: str, asked: Asked) -> tuple[Sequence[IncidentRow], str]:
-    """From the master of one that runs, with what holds it up now, else from files."""
+    """From the master of one that runs, with what holds it up now, else from files, with why it is
+    lost."""
     folder = left_by(job)
     if folder is not None:
-        return read(folder.path / INCIDENTS, time.time()), ""
+        now, record = time.time(), folder.job()
+        rows = by_their_places([row_of(folder, record, now)], os.environ) if record else []
+        lost = [f"the job is lost: {row.reason}" for row in rows if row.state == "lost"]
+        return read(folder.path / INCIDENTS, now), "".join(lost)
     master = find(job, trust.token(asked), trust.tls(asked))
     with asyncio.Runner() as runner:
         picture = JobLine(master, runner).picture()
     verdict = picture.verdict
-    return picture.incidents, f"{verdict.sentence}; {verdict.then}" if verdict is not None else ""
+    if verdict is None:
+        return picture.incidents, ""
+    return picture.incidents, f"held up now: {verdict.sentence}; {verdict.then}"
 
 
 def _shown(rows: Sequence[IncidentRow], number: int, now: str, *, as_text: bool) -> str:

@@ -18,8 +18,10 @@ from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.jobs.backend import NotDone, is_ours
 from elasticrun.jobs.choosing import backend_of
 from elasticrun.jobs.line import JobLine, NotAnswered, who
+from elasticrun.jobs.rows import DoneRow
 from elasticrun.runs.index import NoRun, find, runs_root
-from elasticrun.wire.messages import MAX_NODES, Reply, Request
+from elasticrun.runs.layout import RunFolder
+from elasticrun.wire.messages import MAX_NODES, Request
 
 if TYPE_CHECKING:
     import argparse
@@ -86,9 +88,11 @@ def main(verb: str, argv: Sequence[str]) -> int:
     try:
         return reach(asked, partial(_order, verb, order))
     except (NotAnswered, NotDone) as why:
-        said = _by_its_place(asked.ns.job) if verb == "stop" else ""
-        print(said or f"{made.prog}: {why}", file=sys.stdout if said else sys.stderr)
-        return EXIT_OK if said else EXIT_FAILED
+        said = _by_its_place(asked.ns.job) if verb == "stop" else None
+        if not said:
+            print(f"{made.prog}: {why}", file=sys.stderr)
+            return EXIT_FAILED
+        return _tell(asked.ns, *said)
 
 
 def _order(verb: str, order: OrderOf, line: JobLine, ns: argparse.Namespace) -> int:
@@ -96,10 +100,10 @@ def _order(verb: str, order: OrderOf, line: JobLine, ns: argparse.Namespace) -> 
     node, number = ns.node if order.node else "", ns.number if verb == "scale" else 0
     request = Request(verb, node, number, who=who(), reason=reason)
     if verb == "scale" and line.run is not None and is_ours(line.run):
-        reply = Reply(True, backend_of(line.run, withdraw()).scale(line.run, request, line.reply))
+        said = backend_of(line.run, withdraw()).scale(line.run, request, line.reply)
     else:
-        reply = line.reply(request)
-    print(as_json(reply) if ns.output == "json" else reply.reason)
+        said = line.reply(request).reason
+    _tell(ns, said, line.run)
     if verb == "stop" and ns.wait:
         _until_over(line)
     return EXIT_OK
@@ -114,13 +118,22 @@ def _settle(made: Parser, ns: argparse.Namespace) -> None:
     ns.number = int(ns.number)
 
 
-def _by_its_place(job: str) -> str:
-    """What the place of a job whose master does not answer does to end it; "": nothing."""
+def _tell(ns: argparse.Namespace, said: str, run: RunFolder | None) -> int:
+    """What was done."""
+    job = run.job() if run else None
+    where = str(run.place) if run else ""
+    done = DoneRow(name=job.name if job else ns.job, done=said, run_dir=where)
+    print(as_json(done) if ns.output == "json" else said)
+    return EXIT_OK
+
+
+def _by_its_place(job: str) -> tuple[str, RunFolder] | None:
+    """What the place of a job whose master does not answer does to end it; None: nothing."""
     try:
         run = find(runs_root(os.environ), job)
-        return backend_of(run, withdraw()).stop(run) if is_ours(run) else ""
+        return (backend_of(run, withdraw()).stop(run), run) if is_ours(run) else None
     except (NotDone, NoRun, OSError):
-        return ""
+        return None
 
 
 def _until_over(line: JobLine) -> None:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -13,10 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun.agent.logs.whereabouts import runs_of
 from elasticrun.cli.flags import PROG, Parser
+from elasticrun.cli.job.asking import as_json
 from elasticrun.cli.trust import withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.jobs.backend import NotDone
 from elasticrun.jobs.choosing import backend_of, place_of
+from elasticrun.jobs.rows import DoneRow
 from elasticrun.runs.index import NoRun, find, prune, runs_root
 from elasticrun.runs.layout import RunFolder
 
@@ -42,18 +43,16 @@ def main(verb: str, argv: Sequence[str]) -> int:
 
 
 def _do(verb: str, ns: argparse.Namespace) -> int:
-    run = run_of(ns.job)
-    place = backend_of(run, withdraw())
+    run = run_of(ns.job, "delete" if verb == "delete" else "")
+    job, where, place = run.job(), str(run.place), backend_of(run, withdraw())
     if verb == "suspend":
         said = place.suspend(run)
     elif verb == "resume":
         said = place.resume(run)
     else:
         said = _delete(run, keep=ns.keep_files)
-    if ns.output == "json":
-        print(json.dumps({"job": ns.job, "run_dir": str(run.path), "done": said}, indent=1))
-    else:
-        print(said)
+    name = job.name if job else ns.job
+    print(as_json(DoneRow(name=name, done=said, run_dir=where)) if ns.output == "json" else said)
     return EXIT_OK
 
 
@@ -62,9 +61,9 @@ def _delete(run: RunFolder, *, keep: bool) -> str:
     name = job.name if job is not None else run.path.name
     backend_of(run, withdraw()).end(run)
     if keep:
-        return f"job {name} is ended; its run folder stays: {run.path}"
+        return f"job {name} is ended; its run folder stays: {run.place}"
     if run.path.is_symlink():
-        whole = f"; {run.path.resolve()}, where a person has placed it, stays"
+        whole = f"; {run.place}, where a person has placed it, stays"
     else:
         whole = f", and {run.path} is removed"
     if not prune(run.path.parent, -86400.0, only={run.path}):
@@ -108,10 +107,10 @@ def add_job(made: Parser) -> None:
                       help="json: for programs")  # fmt: skip
 
 
-def run_of(job: str) -> RunFolder:
-    """The run folder that is meant. NotDone."""
+def run_of(job: str, whole: str = "") -> RunFolder:
+    """The run folder that is meant, as `find` has it. NotDone."""
     try:
-        return find(runs_root(os.environ), job)
+        return find(runs_root(os.environ), job, whole=whole)
     except (NoRun, OSError) as wrong:
         raise NotDone(str(wrong)) from None
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from elasticrun.cli import trust
 from elasticrun.cli.flags import PROG, Parser, add_group
@@ -26,7 +26,6 @@ from elasticrun.cli.verbs.status import (
     Question,
     ask,
     duration,
-    hangs,
     lines,
     published_here,
     question_to,
@@ -35,12 +34,9 @@ from elasticrun.config import EXIT_USAGE, Tls
 from elasticrun.core.words import some
 from elasticrun.jobs.choosing import by_their_places
 from elasticrun.jobs.line import NotAnswered, master_of
+from elasticrun.jobs.rows import JobRow, live_row, row_of
 from elasticrun.runs import index
-from elasticrun.runs.layout import ENDED, JobRow, RunFolder, row_of
-
-if TYPE_CHECKING:
-    from elasticrun.wire.messages import JobStatus
-    from elasticrun.wire.types import Endpoint
+from elasticrun.runs.layout import ENDED, RunFolder
 
 TITLES: Final = ("NAME", "STATE", "NODES", "STEP", "RESTARTS", "AGE", "WHERE")
 
@@ -48,9 +44,6 @@ MOST_ENDED: Final = 20
 """Ended jobs that are listed where not all are asked for, the newest."""
 
 COLUMNS: Final = 80
-
-_STATES: Final = {"gathering": "waiting", "stopping": "waiting", "running": "running"}
-"""By the phase of a round; one that is over has a result by now."""
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -106,64 +99,38 @@ def local_rows(token: str = "", files: Tls | None = None) -> tuple[list[JobRow],
     return rows, [*silent, *unheard]
 
 
-def _away(folders: Iterable[RunFolder], now: float) -> Iterator[tuple[Question, str]]:
-    """The masters of jobs that run elsewhere, with their run folders."""
+def _away(folders: Iterable[RunFolder], now: float) -> Iterator[Question]:
+    """The masters of jobs that run elsewhere."""
     for folder in folders:
         job = folder.job()
         if job is None or job.where == "local" or folder.state(now) in ENDED:
             continue
         with contextlib.suppress(NotAnswered):
             master = master_of(folder)
-            yield Question(master.endpoint, master.reader), str(folder.path)
+            yield Question(master.endpoint, master.reader, run=str(folder.path))
 
 
 def _running(
-    token: str, files: Tls | None, away: Sequence[tuple[Question, str]], runner: asyncio.Runner
+    token: str, files: Tls | None, away: Sequence[Question], runner: asyncio.Runner
 ) -> tuple[list[JobRow], list[str]]:
     """By what their masters say. One elsewhere that does not answer may have gone with its nodes:
     then its place knows. One whose job has ended while it was asked owes no answer."""
     try:
-        masters = published_here()
-        asked = [(question_to(master, token, files), master.run) for master in masters]
-        pages, unheard = ask([one for one, _ in asked], runner) if asked else ([], [])
+        asked = [question_to(master, token, files) for master in published_here()]
+        pages, unheard = ask(asked, runner) if asked else ([], [])
     except NoStatus as wrong:
         return [], [str(wrong)]
-    here = {os.path.realpath(run) for _, run in asked if run}
-    away = [(one, run) for one, run in away if os.path.realpath(run) not in here]
-    pages += ask([one for one, _ in away], runner)[0] if away else []
-    folders = {one.endpoint: run for one, run in (*away, *asked)}
+    here = {os.path.realpath(one.run) for one in asked if one.run}
+    away = [one for one in away if os.path.realpath(one.run) not in here]
+    pages += ask(away, runner)[0] if away else []
+    folders = {one.endpoint: one.run for one in (*away, *asked)}
     silent = [sentence for where, sentence in unheard if not has_ended(folders[where])]
-    return [_live(page, endpoint, folders[endpoint]) for endpoint, page in pages], silent
+    return [live_row(page, endpoint, folders[endpoint]) for endpoint, page in pages], silent
 
 
 def has_ended(run: str) -> bool:
     """Whether the job of this run folder has; "" for one that is not known."""
     return bool(run) and RunFolder(Path(run)).state(time.time()) in ENDED
-
-
-def _live(page: JobStatus, endpoint: Endpoint, run: str) -> JobRow:
-    folder = RunFolder(Path(run or os.devnull))
-    job = folder.job()
-    return JobRow(
-        name=job.name if job else page.job_id,
-        state=_state(page, folder),
-        where=job.where if job else "local",
-        id=page.job_id,
-        user=job.user if job else "",
-        host=job.host if job else os.uname().nodename,
-        endpoint=str(endpoint),
-        run=str(folder.path) if job else "",
-        nodes=sum(node.group_rank >= 0 for node in page.nodes),
-        max_nodes=page.max_nodes,
-        step=page.step,
-        restarts=page.restart_count,
-        age=page.age,
-        reason=page.outcome or page.reason or page.verdict,
-    )
-
-
-def _state(page: JobStatus, folder: RunFolder) -> str:
-    return "hangs" if hangs(page) else _STATES.get(page.phase) or folder.state(time.time())
 
 
 def shown(row: JobRow) -> tuple[str, ...]:
@@ -189,7 +156,7 @@ def left_lines(folder: RunFolder) -> list[str]:
         "outcome": row.reason,
         "command": " ".join(job.command),
         "commit": job.git_commit,
-        "run folder": str(folder.path),
+        "run folder": row.run,
     }
     told = [*lines(TITLES, [shown(row)], COLUMNS), ""]
     told += [f"{name}: {text}" for name, text in said.items() if text]
@@ -223,18 +190,20 @@ def prune(argv: Sequence[str]) -> int:
     except (OSError, index.NoRun) as wrong:
         print(f"{made.prog}: {wrong}", file=sys.stderr)
         return 1
+    placed = [str(stays) for stays in removed.values() if stays]
     if ns.output == "json":
-        print(as_json({"removed": removed}))
+        names = [name for name, stays in removed.items() if not stays]
+        print(as_json({"removed": names, "placed": placed}))
         return 0
-    for name in removed:
-        print(f"removed {name}")
-    print(f"{some(len(removed), 'run folder')} removed from {root}")
+    for name, stays in removed.items():
+        print(f"{stays} is listed no more, and stays" if stays else f"removed {name}")
+    print(f"{some(len(removed) - len(placed), 'run folder')} removed from {root}")
     return 0
 
 
 def _meant(root: Path, jobs: Sequence[str]) -> list[Path] | None:
     """The folders of these jobs; None: of all. NoRun, also for one that has not ended."""
-    found = [index.find(root, job) for job in jobs]
+    found = [index.find(root, job, whole="prune") for job in jobs]
     for folder, job in zip(found, jobs, strict=True):
         if (state := folder.state(time.time())) not in ENDED:
             raise index.NoRun(f"job {job} is {state}: `{PROG} stop {job}` ends it")

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import dataclasses
 import getpass
-import json
 import os
 import secrets
 import time
@@ -16,11 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from elasticrun.cli import settings
 from elasticrun.cli.devices import shared_folder, this_machine
 from elasticrun.cli.flags import PROG, FlagHelp, Parser, add_group, get_args_parser
+from elasticrun.cli.job.asking import as_json
 from elasticrun.cli.jobs import arena
 from elasticrun.cli.jobs.code import pinned
 from elasticrun.cli.jobs.jobs import finished
@@ -42,18 +40,11 @@ from elasticrun.jobs.backend import (
     write_submission,
 )
 from elasticrun.jobs.local import meeting
+from elasticrun.jobs.rows import DoneRow, row_of
 from elasticrun.render import checks, slurm
 from elasticrun.render.checks import Invalid
 from elasticrun.runs.index import all_runs, make_run, prune, run_path, runs_root
-from elasticrun.runs.layout import (
-    ENDED,
-    RESULT,
-    JobRecord,
-    RunFolder,
-    RunResult,
-    replace_file,
-    row_of,
-)
+from elasticrun.runs.layout import ENDED, RESULT, JobRecord, RunFolder, RunResult
 from elasticrun.runs.opening import already, put_away
 from elasticrun.wire.env import ON
 
@@ -171,7 +162,10 @@ def _submit(
     if ns.git:
         ns.git = pinned(ns.git, withdraw(*GIT_SECRETS))
     if not ns.fresh and (said := already(run.path)):
-        say(said)
+        if ns.output == "json":
+            _print(ns, run, where, said)
+        else:
+            say(said)
         return EXIT_OK
     known, place = wanted(ns, program, run.path, say)
     try:
@@ -197,8 +191,7 @@ def _submit(
 def _give_up(run: RunFolder, why: str, *, fresh: bool) -> None:
     """Its place does not take it: then it is no job, and its name is free."""
     with contextlib.suppress(OSError):
-        result = RunResult(state="failed", reason=why, ended=time.time())
-        replace_file(run.path / RESULT, msgspec.json.encode(result))
+        run.write_result(RunResult(state="failed", reason=why, ended=time.time()))
         if fresh:
             prune(run.path.parent, -86400.0, only={run.path})
 
@@ -376,8 +369,7 @@ def _record(known: Submission, ns: argparse.Namespace) -> JobRecord:
 def _print(ns: argparse.Namespace, run: RunFolder, where: str, said: str) -> None:
     name = ns.name
     if ns.output == "json":
-        made = {"name": name, "on": where, "run_dir": str(run.path), "done": said}
-        print(json.dumps(made, indent=1))
+        print(as_json(DoneRow(name=name, done=said, run_dir=str(run.path), on=where)))
         return
     print(f"{said}; its run folder is {run.path}")
     print(f"what it prints: {PROG} logs {name} -f")

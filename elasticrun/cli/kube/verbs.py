@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec.structs import asdict
+
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.job.asking import as_json
 from elasticrun.cli.jobs.jobs import finished
@@ -27,6 +29,7 @@ from elasticrun.cli.verbs.status import duration, lines
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import plain, some
 from elasticrun.jobs.backend import Forbidden, Missing, NotDone, submission
+from elasticrun.jobs.rows import DoneRow, page_of
 from elasticrun.runs.index import NoRun, find, prune, runs_root
 from elasticrun.runs.layout import RunFolder
 
@@ -106,13 +109,13 @@ def _add_cluster(made: Parser) -> None:
 # ---------------------------------------------------------------- which job
 
 
-def _remembered(ns: argparse.Namespace) -> RunFolder | None:
+def _remembered(ns: argparse.Namespace, whole: str = "") -> RunFolder | None:
     """The run folder of the job that is named, unless another cluster or namespace is; where it is
     stands in `ns` then."""
     try:
         if not ns.job:
             return None
-        run = find(runs_root(os.environ), ns.job)
+        run = find(runs_root(os.environ), ns.job, whole=whole)
         job, known = run.job(), submission(run)
     except (NoRun, OSError, NotDone):
         return None
@@ -126,7 +129,8 @@ def _remembered(ns: argparse.Namespace) -> RunFolder | None:
 
 
 async def _run(verb: str, ns: argparse.Namespace) -> int:
-    run = _remembered(ns) if "job" in ns else None
+    whole = "delete" if verb == "delete" else ""
+    run = _remembered(ns, whole) if "job" in ns else None
     # Late: a client library takes a while to import, and is an extra.
     from elasticrun.jobs.kube.acts import find as find_job
     from elasticrun.jobs.kube.api import KubeApi
@@ -137,7 +141,7 @@ async def _run(verb: str, ns: argparse.Namespace) -> int:
         if verb == "top":
             return await _top(api, ns)
         try:
-            job = await find_job(api, ns.job, exact=run is not None)
+            job = await find_job(api, ns.job, exact=bool(run or whole))
         except Missing:
             if verb == "delete" and run is not None:
                 return _forget(ns, run, f"the cluster has job {ns.job} no more")
@@ -159,7 +163,7 @@ def _forget(ns: argparse.Namespace, run: RunFolder | None, said: str) -> int:
         note_end(run, "stopped", "deleted from the cluster")
         if not ns.keep_files:
             prune(run.path.parent, -86400.0, only={run.path})
-    print(as_json({"job": ns.job, "done": said}) if ns.output == "json" else said)
+    print(as_json(DoneRow(name=ns.job, done=said, on="k8s")) if ns.output == "json" else said)
     return EXIT_OK
 
 
@@ -213,7 +217,8 @@ async def _status(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
     events.sort(key=_when)
     now = time.time()
     if ns.output == "json":
-        said: Json = {"job": job.row(now), "kind": job.body["kind"], "namespace": job.namespace}
+        said: Json = asdict(page_of(job.row(now)))
+        said |= {"kind": job.body["kind"], "namespace": job.namespace}
         said |= {"conditions": job.conditions, "pods": [_pod_record(pod) for pod in pods]}
         said["events"] = [_event_record(one) for one in events[-MOST_EVENTS:]]
         print(as_json(said))

@@ -30,6 +30,9 @@ import msgspec
 from elasticrun import __version__
 from elasticrun.config import ETCD_CALL_LIMIT, Tls
 from elasticrun.core.words import nearest, plain, some
+from elasticrun.jobs.rows import JobPage, live_row, page_of, row_of, state_of
+from elasticrun.runs import index
+from elasticrun.runs.layout import ENDED, RunFolder
 from elasticrun.wire.auth import page_key, reader_token
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.rpc.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
@@ -87,22 +90,17 @@ def name_of(job_id: str, where: str) -> str:
     return f"of {where}" if job_id in ("", "none") and where else job_id
 
 
-def running(page: JobStatus, where: str) -> Row:
-    """A job whose master at `where` has answered."""
+def running(page: JobStatus, where: str, run: str = "") -> Row:
+    """A job whose master at `where` has answered; `run`: its run folder, where it is known."""
     placed = sum(node.group_rank >= 0 for node in page.nodes)
     return (
         name_of(page.job_id, where),
-        "hangs" if hangs(page) else page.phase,
+        state_of(page, run),
         f"{placed}/{page.max_nodes}",
         *_step(page.step, page.step_age),
         f"{page.restart_count}/{page.max_restarts}",
         duration(page.age),
     )
-
-
-def hangs(page: JobStatus) -> bool:
-    """Whether a job that runs stands still; one whose rank works may well go on."""
-    return page.phase == "running" and page.hang not in ("", "weak")
 
 
 def _step(step: int, age: float) -> tuple[str, str]:
@@ -151,11 +149,13 @@ DEFAULT_PORT: Final = 29400
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One master to be asked, and by what it knows us."""
+    """One master to be asked, by what it knows us, and the run folder of its job, "" where that is
+    not known here."""
 
     endpoint: Endpoint
     reader: str = field(default="", repr=False)
     files: Tls | None = None
+    run: str = ""
 
 
 def parse_endpoint(text: str) -> Endpoint:
@@ -185,31 +185,30 @@ def question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
     with contextlib.suppress(NoStatus):
         for master in published_here():
             if master.port == endpoint.port:
-                return Question(endpoint, master.reader, files)
+                run = master.run if _is_here(endpoint.host) else ""
+                return Question(endpoint, master.reader, files, run)
     return Question(endpoint, "", files)
 
 
-def _links(endpoint: Endpoint, page: JobStatus) -> list[str]:
-    """A new link to this job's page, where its master has left us on this host what opens it, and
-    its TensorBoard's."""
-    from elasticrun.runs.layout import RunFolder
+def _is_here(host: str) -> bool:
+    """Whether a master at this address is on this host."""
     from elasticrun.system.network import is_ours, names_this_host_only
 
-    found: list[str] = []
-    host = endpoint.host
-    if not (names_this_host_only(host) or host == socket.gethostname() or is_ours(host)):
-        return found
+    return names_this_host_only(host) or host == socket.gethostname() or is_ours(host)
+
+
+def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
+    """All that is known of a job whose master has answered; with a new link to its page, where that
+    master has left us on this host what opens it."""
+    link = ""
     with contextlib.suppress(NoStatus):
-        for master in published_here():
-            if (master.port, master.job_id) != (endpoint.port, page.job_id):
-                continue
-            if master.status_url:
-                key = page_key(master.operator, time.time())
-                found.append(f"page: {master.status_url}?key={key}")
-            job = RunFolder(Path(master.run)).job() if master.run else None
-            if job is not None and job.tensorboard:
-                found.append(f"tensorboard: {job.tensorboard}")
-    return found
+        for one in published_here():
+            same = (one.port, one.job_id) == (endpoint.port, status.job_id)
+            if same and one.status_url and _is_here(endpoint.host):
+                link = f"{one.status_url}?key={page_key(one.operator, time.time())}"
+    job = RunFolder(Path(run)).job() if run else None
+    row, board = live_row(status, endpoint, run), job.tensorboard if job else ""
+    return page_of(row, page=link, tensorboard=board, master=status)
 
 
 def _named(job: str) -> Published | None:
@@ -226,14 +225,12 @@ def _named(job: str) -> Published | None:
 def _away(job: str, files: Tls | None) -> Question | None:
     """The master of a job that runs on another host, as its run folder knows it."""
     from elasticrun.jobs.line import NotAnswered, master_of
-    from elasticrun.runs import index
-    from elasticrun.runs.layout import ENDED
 
     with contextlib.suppress(OSError, index.NoRun, NotAnswered):
         run = index.find(index.runs_root(os.environ), job)
         if run.state(time.time()) not in ENDED:
             master = master_of(run)
-            return Question(master.endpoint, master.reader, files)
+            return Question(master.endpoint, master.reader, files, str(run.path))
     return None
 
 
@@ -241,8 +238,6 @@ def _no_job(job: str) -> str:
     """That there is none of this name, and what may have been meant."""
     known = []
     with contextlib.suppress(OSError, NoStatus):
-        from elasticrun.runs import index
-
         runs = index.all_runs(index.runs_root(os.environ))
         known = [one.name for run in runs if (one := run.job())]
         known += [name for one in published_here() for name in (one.name, one.job_id)]
@@ -255,8 +250,6 @@ def _left(job: str, *, as_json: bool, ended: bool = False) -> bool:
     `ended`: only of one that has."""
     from elasticrun.cli.jobs.listing import left_lines
     from elasticrun.jobs.choosing import by_their_places
-    from elasticrun.runs import index
-    from elasticrun.runs.layout import ENDED, row_of
 
     try:
         folder = index.find(index.runs_root(os.environ), job)
@@ -267,7 +260,9 @@ def _left(job: str, *, as_json: bool, ended: bool = False) -> bool:
     record = folder.job()
     if as_json and record is not None:
         (row,) = by_their_places([row_of(folder, record, time.time())], os.environ)
-        print(json.dumps(msgspec.to_builtins(row), indent=1))
+        result = folder.result()
+        page = page_of(row, exit_code=result.exit_code if result else None)
+        print(json.dumps(msgspec.to_builtins(page), indent=1))
     else:
         print(*left_lines(folder), sep="\n")
     return True
@@ -284,7 +279,7 @@ def _here(token: str, files: Tls | None) -> list[Question]:
 def question_to(master: Published, token: str, files: Tls | None) -> Question:
     """One for a master of this user's on this host."""
     given = master.reader or reader_token(token)
-    return Question(master.endpoint, given, files if master.tls else None)
+    return Question(master.endpoint, given, files if master.tls else None, master.run)
 
 
 def ask(
@@ -335,22 +330,20 @@ def ask(
 # ---------------------------------------------------------------- the page
 
 
-def _show(pages: Sequence[tuple[str, JobStatus]], links: Sequence[str] = ()) -> None:
-    """A line for each job. The page of a single one that runs, with the links for
-    browsers, else why each of them waits."""
+def _show(pages: Sequence[tuple[str, JobStatus]], runs: Mapping[str, str] | None = None) -> None:
+    """A line for each job. The page of a single one that runs, else why each of them waits. `runs`:
+    their run folders, by where their masters are."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, width=width())
-    rows = [running(page, where) for where, page in pages]
+    rows = [running(page, where, (runs or {}).get(where, "")) for where, page in pages]
     drawn = lines(TITLES, rows, console.width)
     console.print(Text(drawn[0], "bold"), soft_wrap=True)
     for line in drawn[1:]:
         console.print(Text(line), soft_wrap=True)
     for line in _page(pages[0][1], console.width) if len(pages) == 1 else _brief(pages):
         console.print(Text(plain(line)), soft_wrap=True)
-    for link in links:
-        console.print(Text(link), soft_wrap=True)
 
 
 def _page(page: JobStatus, columns: int) -> list[str]:
@@ -491,12 +484,16 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         silent = [f"{_no_job(ns.endpoint)}; {silent[0].partition(TO_FIND_OUT)[0]}"]
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
+    runs = {str(one.endpoint): one.run for one in questions}
+    whole = [_whole(where, page, runs[str(where)]) for where, page in answers]
     if ns.json:
-        shown = [msgspec.to_builtins(page) for _, page in answers]
+        shown = msgspec.to_builtins(whole)
         print(json.dumps(shown[0] if not here and shown else shown, indent=1))
-    elif answers:
-        links = _links(*answers[0]) if len(answers) == 1 else ()
-        _show([(str(where), page) for where, page in answers], links)
+    elif whole:
+        _show([(str(where), page) for where, page in answers], runs)
+        links = {"page": whole[0].page, "tensorboard": whole[0].tensorboard}
+        for word in [word for word, url in links.items() if url and len(whole) == 1]:
+            print(f"{word}: {links[word]}")
     return 1 if silent else 0
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+from elasticrun.jobs.rows import JobRow
 from elasticrun.operator.crd import GROUP, KIND, Json
 from elasticrun.operator.objects import INDEX, JOB, MASTER, ROLE, moment
 from elasticrun.render.pods import CONTAINER, JOB_LABEL
-from elasticrun.runs.layout import JobRow
 
 STOPPED: Final = f"{GROUP}/stopped"
 """Annotation of a job that a person has ended: suspended like others, but meant to stay so."""

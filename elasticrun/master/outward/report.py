@@ -135,14 +135,14 @@ def line(row: IncidentRow) -> str:
 
 
 def table(rows: Iterable[IncidentRow], columns: int = 0, now: str = "") -> str:
-    """A line each, the newest last, cut to `columns` (0: whole). `now`: what holds the job up."""
+    """A line each, the newest last, cut to `columns` (0: whole). `now`: a line below them."""
     lines = [
         _row(row) + (plain(row.sentence) if row.over else f"(open) {plain(row.sentence)}")
         for row in rows
     ]
-    now = f"held up now: {plain(now)}\n" if now else ""
+    now = f"{plain(now)}\n" if now else ""
     if not lines:
-        return now.replace("held up now", "no incident yet; held up now") or NOTHING
+        return f"no incident yet; {now}" if now else NOTHING
     head = f"{'NO':>4} {'AGO':>7} {'CAUSE':<11} {'DOWN':>8} {'STEPS':>6}  WHAT"
     cut = [line if not 0 < columns < len(line) else f"{line[: columns - 1]}…" for line in lines]
     return "\n".join([head, *cut]) + "\n" + now

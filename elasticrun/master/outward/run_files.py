@@ -215,7 +215,7 @@ class RunFiles:
         return own
 
     def _write_result(self, result: RunResult) -> None:
-        replace_file(self._open().folder.path / layout.RESULT, msgspec.json.encode(result))
+        self._open().folder.write_result(result)
 
 
 def _typed(path: Path) -> Path:

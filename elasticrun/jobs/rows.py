@@ -1,0 +1,124 @@
+"""What verbs print for programs, wherever a job runs: `JobPage` of the job, `DoneRow` of what was
+done to it. One word says how it stands, the same in every verb."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from elasticrun.runs.layout import ENDED, JobRecord, RunFolder
+from elasticrun.wire.messages import JobStatus
+from elasticrun.wire.types import Endpoint
+
+OVER: Final = "ended"
+"""The state of a job that is over where nobody here knows how."""
+
+_STATES: Final = {"gathering": "waiting", "stopping": "waiting", "running": "running"}
+"""By the phase of a round."""
+
+
+class JobRow(Struct, frozen=True, kw_only=True):
+    """What `elasticrun list -o json` prints of a job; its fields are a stable schema."""
+
+    name: str
+    state: str  # as in `RunFolder.state`, or what its master says it does
+    where: str  # local, ssh, slurm, k8s
+    id: str = ""
+    user: str = ""
+    host: str = ""  # that launched it
+    endpoint: str = ""  # of its master
+    run: str = ""  # its run folder
+    nodes: int = 0  # that have a place
+    max_nodes: int = 0
+    step: int = -1  # the newest that was told; -1: none
+    restarts: int = 0
+    age: float = 0.0  # seconds since it began
+    reason: str = ""  # why it waits, or how it ended
+
+
+class JobPage(JobRow, frozen=True, kw_only=True):
+    """What `elasticrun status -o json` prints of a job: a row of `list`, and more. In a cluster
+    also `kind`, `namespace`, `conditions`, `pods` and `events`."""
+
+    exit_code: int | None = None  # of its launcher, once it has ended
+    page: str = ""  # URL for a browser, while it runs here; good once, for 15 minutes
+    tensorboard: str = ""  # URL
+    master: JobStatus | None = None  # all that its master says; null of one that does not run
+
+
+class DoneRow(Struct, frozen=True, kw_only=True):
+    """What a verb that changes a job prints with `-o json`."""
+
+    name: str
+    done: str  # a sentence
+    run_dir: str = ""  # the job's run folder; "": not known here
+    on: str = ""  # the place, of submit and in a cluster: local, ssh, slurm, k8s
+
+
+def row_of(folder: RunFolder, job: JobRecord, now: float) -> JobRow:
+    """By what its run folder says. `now`: seconds since 1970."""
+    result, state = folder.result(), folder.state(now)
+    return JobRow(
+        name=job.name,
+        state=state,
+        where=job.where,
+        id=job.id,
+        user=job.user,
+        host=job.host,
+        endpoint=job.endpoint,
+        run=str(folder.place),
+        nodes=result.nodes if result else 0,
+        max_nodes=int(job.nodes.rpartition(":")[2] or 0),
+        step=folder.last_step(),
+        restarts=result.restarts if result else 0,
+        age=max(0.0, now - job.began),
+        reason=result.reason if result else folder.why_lost(job) if state == "lost" else "",
+    )
+
+
+def state_of(status: JobStatus, run: str = "") -> str:
+    """The word for what a master says; `run`: the job's run folder, where it is known."""
+    if hangs(status):
+        return "hangs"
+    if word := _STATES.get(status.phase):
+        return word
+    state = RunFolder(Path(run)).state(time.time()) if run else ""
+    return state if state in ENDED else OVER
+
+
+def hangs(status: JobStatus) -> bool:
+    """Whether a job that runs stands still; one whose rank works may well go on."""
+    return status.phase == "running" and status.hang not in ("", "weak")
+
+
+def live_row(status: JobStatus, endpoint: Endpoint, run: str) -> JobRow:
+    """By what the master at `endpoint` says; `run`: the job's run folder, "" where none is
+    known."""
+    folder = RunFolder(Path(run or os.devnull))
+    job = folder.job()
+    return JobRow(
+        name=job.name if job else status.job_id,
+        state=state_of(status, run),
+        where=job.where if job else "local",
+        id=status.job_id,
+        user=job.user if job else "",
+        host=job.host if job else os.uname().nodename,
+        endpoint=str(endpoint),
+        run=str(folder.place) if job else "",
+        nodes=sum(node.group_rank >= 0 for node in status.nodes),
+        max_nodes=status.max_nodes,
+        step=status.step,
+        restarts=status.restart_count,
+        age=status.age,
+        reason=status.outcome or status.reason or status.verdict,
+    )
+
+
+def page_of(row: JobRow, **more: object) -> JobPage:
+    """The row with more of the same job."""
+    return JobPage(**asdict(row) | more)
