@@ -82,8 +82,10 @@ LOOKS: Final = ("stacks", "top", "events", "incidents")
 ORDERS: Final = ("stop", "restart", "exclude", "include", "scale")
 OF_A_SUBMITTED: Final = ("suspend", "resume", "delete")
 OF_CLUSTERS: Final = (
-    *("list", "status", "logs", "top", "scale", "stop", "exec"),
+    *("list", "status", "logs", "exec"),
     *OF_A_SUBMITTED,
+    *LOOKS,
+    *ORDERS,
 )
 """Verbs for jobs in Kubernetes as well."""
 
@@ -303,14 +305,13 @@ def _in_cluster(verb: str, words: Sequence[str]) -> int | None:
     """One that is about jobs in Kubernetes; None where it is not."""
     from elasticrun.jobs.choosing import is_in_cluster
 
-    if verb == "top" and words[:1] != ["nodes"]:
-        return None
     plan = verb == "scale" and any(word in ("-f", "--file") for word in words)
     if plan:
         from elasticrun.cli.kube.verbs import of_a_plan
 
         words = of_a_plan(words, say)
-    if not is_in_cluster(words, os.environ):
+    others = int(verb in ("exclude", "include"))
+    if not is_in_cluster(words, os.environ, others=others):
         return _printed(lambda: _of_a_job(verb, words)) if plan else None
     from elasticrun.cli.kube import verbs
 

@@ -27,6 +27,9 @@ PLACES: Final = ("local", "ssh", "slurm", "k8s")
 OF_CLUSTERS: Final = ("--namespace", "--context", "-n")
 """Flags that only jobs in Kubernetes have."""
 
+VALUED: Final = ("--tail", "--rank", "--node", "--since", "--grep", "--reason", "--output", "-o")
+"""Flags of verbs whose next word is no job's name."""
+
 
 def chosen(on: str, environ: Mapping[str, str], *, hosts: bool = False) -> str:
     """The place's name; `hosts`: some are named. NotDone for none that a job can be submitted
@@ -80,9 +83,10 @@ def by_their_places(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[
     return [known.get(row.run, row) for row in rows]
 
 
-def is_in_cluster(words: Sequence[str], environ: Mapping[str, str]) -> bool:
+def is_in_cluster(words: Sequence[str], environ: Mapping[str, str], *, others: int = 0) -> bool:
     """Whether the words of a verb are about jobs in Kubernetes: by --on and what goes with it, by
-    the run folder of a job that they name, else by $ELASTICRUN_ON."""
+    the run folder of a job that they name, else by $ELASTICRUN_ON. `others`: words before the job's
+    name."""
     ours = list(words[: words.index("--")] if "--" in words else words)
     for at, word in enumerate(ours):
         flag, _, value = word.partition("=")
@@ -92,7 +96,9 @@ def is_in_cluster(words: Sequence[str], environ: Mapping[str, str]) -> bool:
             return True
     with contextlib.suppress(OSError):
         root = runs_root(environ)
-        for word in (one for one in ours if not one.startswith("-")):
+        values = {at + 1 for at, word in enumerate(ours) if word in VALUED}
+        named = (word for at, word in enumerate(ours) if at not in values and word[:1] != "-")
+        for word in list(named)[others:]:
             with contextlib.suppress(NoRun):
                 return place_of(find(root, word)) == "k8s"
     return environ.get(ON, "") == "k8s"

@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from elasticrun.core.words import names
 from elasticrun.jobs.backend import NotDone, Submission, submission, write_submission
 from elasticrun.jobs.rows import JobRow
 from elasticrun.runs.layout import ENDED, RunFolder, RunResult
@@ -91,15 +86,17 @@ class KubernetesJobs:
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
         """By kubectl, in a pod."""
+        from elasticrun.jobs.kube import acts, inside
         from elasticrun.jobs.kube.api import KubeApi
 
         known = submission(run)
 
         async def where() -> list[str]:
             async with KubeApi(known.context, known.namespace) as api:
-                return await command_in_pod(api, known.name, node, command)
+                job = await acts.find(api, known.name, exact=True)
+                return await inside.on_node(api, job, node, command)
 
-        return handed_over(asyncio.run(where()), self._environ)
+        return inside.handed_over(asyncio.run(where()), self._environ)
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """By their objects; those of a cluster that cannot be asked as they are."""
@@ -169,32 +166,3 @@ async def _looked_up(rows: Sequence[JobRow]) -> list[JobRow]:
             return row
 
     return list(await asyncio.gather(*map(bounded, rows)))
-
-
-async def command_in_pod(
-    api: KubeApi, job: str, node: str, command: Sequence[str], *, exact: bool = True
-) -> list[str]:
-    """The words of kubectl that run a command in a pod of a job: that of `node`, else its first.
-    NotDone."""
-    from elasticrun.jobs.kube import acts
-    from elasticrun.operator.objects import MASTER
-
-    found = await acts.find(api, job, exact=exact)
-    pods = [pod for pod in await acts.pods(api, found) if pod.phase == "Running"]
-    meant = [pod for pod in pods if (pod.is_called(node) if node else pod.index != MASTER)]
-    if not meant:
-        there = names([pod.host for pod in pods]) or "none"
-        raise NotDone(f"job {found.name} has no pod {node or 'that runs'}; there is {there}")
-    pod = meant[-1] if node else meant[0]
-    where = [f"--context={api.context}"] if api.context else []
-    terminal = ["-it"] if sys.stdin.isatty() and sys.stdout.isatty() else ["-i"]
-    words = ["kubectl", *where, "-n", found.namespace, "exec", *terminal, pod.name]
-    return [*words, "-c", pod.container, "--", *command]
-
-
-def handed_over(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run it on this terminal; its exit code. NotDone where it is not installed."""
-    program = shutil.which(words[0], path=environ.get("PATH", os.defpath))
-    if program is None:
-        raise NotDone(f"commands in pods are run by kubectl, which is not on the PATH: {words[0]}")
-    return subprocess.run([program, *words[1:]], env=environ, check=False).returncode

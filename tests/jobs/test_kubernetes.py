@@ -25,6 +25,7 @@ from tests.further import further
 from tests.harness import await_true, ran
 from tests.kubernetes.cluster import StandIn
 from tests.operator.test_operator import Operator, install
+from tests.snapshots.conftest import TRAIN, starts, until_printed
 
 IMAGE = ("--image", "r/train:1")
 
@@ -326,6 +327,45 @@ def test_logs_and_commands_of_pods_that_run(lab: Lab, tmp_path: Path) -> None:
         cluster.close()
 
 
+@further("test_an_elastic_job_from_submit_to_delete", why="real pods, under an operator in a pod")
+def test_a_suspended_job_has_saved_and_its_master_answers(lab: Lab, tmp_path: Path) -> None:
+    """What only a master knows is asked in its pod; a suspend right after a scale saves as well,
+    and the ranks go on from there."""
+    cluster = StandIn(tmp_path, lab=lab, env={"ELASTICRUN_PRELOAD": "off", "OMP_NUM_THREADS": "1"})
+    out, repository = tmp_path / "out", str(TRAIN.parents[2])
+    out.mkdir()
+    program = [str(TRAIN), "--steps", "1000000000", "--every", "5", "--print-at", "5"]
+    program += ["--out", str(out), "--ckpt", str(tmp_path / "ckpt")]
+    try:
+        cluster.node("n0", gpus=8)
+        user = KubeUser(cluster, tmp_path)
+        user.environ |= {"LOGNAME": "ada"}
+        install(cluster, deploy=True)
+        words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "1:2", "--cpu", "1")
+        user.types(*words, "--env", f"PYTHONPATH={repository}", "--", *program)
+        user.until("running")
+        until_printed(out, 0)
+        assert "the job has 2 ranks" in user.hears("stacks", "tr", "--rank", "7")
+        assert "train.py" in user.types("stacks", "--rank", "1", "--on", "k8s")
+        assert user.types("incidents", "tr").startswith("no incident")
+        assert "stepping" in user.types("top", "tr")
+        assert "it has tr-0-" in user.hears("exclude", "tr-5", "tr")
+        assert "node tr-1 is not excluded" in user.hears("include", "1", "tr")
+        assert "restarted by ada@" in user.types("restart", "tr", "--reason", "a look")
+        assert "a look" in json.loads(user.types("events", "tr", "-o", "json"))[3]["text"]
+        await_true(lambda: len(starts(out, 0)) == 2, "another life")
+
+        user.types("scale", "tr", "3")
+        assert "job tr is suspended at step" in user.types("suspend", "tr")
+        assert "tr is suspended, and its master" in user.hears("events", "tr")
+        before = len(starts(out, 0))
+        user.types("resume", "tr")
+        await_true(lambda: len(starts(out, 0)) > before, "a life after it was resumed")
+        assert starts(out, 0)[-1] > starts(out, 0)[1]
+    finally:
+        cluster.close()
+
+
 # ---------------------------------------------------------------- what is read
 
 
@@ -410,6 +450,7 @@ def test_which_words_are_about_a_cluster(tmp_path: Path) -> None:
     for words, meant in (
         (["far"], True),
         (["--tail", "5", "fa"], True),
+        (["--grep", "near", "fa"], True),
         (["near"], False),
         (["near", "--on=k8s"], True),
         (["far", "--on", "local"], False),

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     ns = made.parse_args(argv)
     if len(ns.words) > 2 or (len(ns.words) == 2 and not ns.words[1].isdecimal()):
         made.error("a job, and the number of one of its incidents")
-    job, number = _meant(ns.words)
+    job, number = meant(ns.words)
     try:
         rows, now = _rows(job, Asked(ns, variables))
         print(_shown(rows, number, now, as_text=ns.output == "text"), end="")
@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _meant(words: Sequence[str]) -> tuple[str, int]:
-    """The job, "" for the only one, and the incident, 0 for all."""
+def meant(words: Sequence[str]) -> tuple[str, int]:
+    """What `[JOB] [N]` names: the job, "" for the only one, and the incident, 0 for all."""
     if len(words) == 2:
         return words[0], int(words[1])
     if words and words[0].isdecimal() and len(words[0]) <= MOST_DIGITS:

@@ -9,7 +9,6 @@ name in the namespace that is meant.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,15 +21,15 @@ from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.job.asking import as_json
 from elasticrun.cli.jobs.jobs import finished
 from elasticrun.cli.jobs.listing import COLUMNS, TITLES, shown
-from elasticrun.cli.kube import logs
+from elasticrun.cli.kube import inside, logs
+from elasticrun.cli.kube.meant import add_cluster, remembered
 from elasticrun.cli.settings import UsageError
-from elasticrun.cli.trust import withdraw
 from elasticrun.cli.verbs.status import duration, lines
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import plain, some
-from elasticrun.jobs.backend import Forbidden, Missing, NotDone, submission
+from elasticrun.jobs.backend import Forbidden, Missing
 from elasticrun.jobs.rows import DoneRow, page_of
-from elasticrun.runs.index import NoRun, find, prune, runs_root
+from elasticrun.runs.index import prune
 from elasticrun.runs.layout import RunFolder
 
 if TYPE_CHECKING:
@@ -59,9 +58,11 @@ MOST_EVENTS: Final = 10
 
 
 def main(verb: str, words: Sequence[str]) -> int:
-    """One of DOES, or exec. UsageError."""
+    """One of DOES, or what runs in a pod. UsageError."""
     if verb == "exec":
-        return _execute(words)
+        return inside.execute(words)
+    if verb in inside.OWN and words[:1] != ["nodes"]:
+        return inside.ask_master(verb, words)
     made = _parser(verb)
     ns = made.parse_args(words)
     if verb == "scale" and not 1 <= ns.number <= 10_000:
@@ -92,45 +93,15 @@ def _parser(verb: str) -> Parser:
         made.add_argument("--keep-files", action="store_true", help=text)
     if verb == "logs":
         logs.add_flags(made)
-    _add_cluster(made)
+    add_cluster(made)
     made.add_argument("-o", "--output", choices=("text", "json"), default="text",
                       help="json: for programs, as docs/jobs.md has it")  # fmt: skip
     return made
 
 
-def _add_cluster(made: Parser) -> None:
-    made.add_argument("--on", choices=("k8s",), default="k8s", help="where the job is")
-    text = "where the job is [default: as its run folder says, else the context's]"
-    made.add_argument("-n", "--namespace", default="", metavar="NAME", help=text)
-    text = "of the kubeconfig [default: as the run folder says, else the current one]"
-    made.add_argument("--context", default="", metavar="NAME", help=text)
-
-
-# ---------------------------------------------------------------- which job
-
-
-def _remembered(ns: argparse.Namespace, whole: str = "") -> RunFolder | None:
-    """The run folder of the job that is named, unless another cluster or namespace is; where it is
-    stands in `ns` then."""
-    try:
-        if not ns.job:
-            return None
-        run = find(runs_root(os.environ), ns.job, whole=whole)
-        job, known = run.job(), submission(run)
-    except (NoRun, OSError, NotDone):
-        return None
-    if job is None or job.where != "k8s":
-        return None
-    there = (known.context, known.namespace)
-    if (ns.context or known.context, ns.namespace or known.namespace) != there:
-        return None
-    ns.job, ns.namespace, ns.context = known.name, known.namespace, known.context
-    return run
-
-
 async def _run(verb: str, ns: argparse.Namespace) -> int:
     whole = "delete" if verb == "delete" else ""
-    run = _remembered(ns, whole) if "job" in ns else None
+    run = remembered(ns, whole) if "job" in ns else None
     # Late: a client library takes a while to import, and is an extra.
     from elasticrun.jobs.kube.acts import find as find_job
     from elasticrun.jobs.kube.api import KubeApi
@@ -311,40 +282,7 @@ async def _top(api: KubeApi, ns: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-# ---------------------------------------------------------------- exec, scale -f
-
-
-def _execute(words: Sequence[str]) -> int:
-    """`exec JOB [--node X] -- command`: with the command's exit code."""
-    at = list(words).index("--") if "--" in words else len(words)
-    made = Parser(
-        prog=f"{PROG} exec",
-        usage=f"{PROG} exec JOB [--node NODE] -- command [arguments ...]",
-        description="Run a command in a pod of a job, by kubectl.",
-    )
-    made.add_argument("job", metavar="JOB", help="its name, or the beginning of it")
-    text = "its index, or the name of its pod or of the cluster's node [default: the first]"
-    made.add_argument("--node", default="", metavar="NODE", help=text)
-    _add_cluster(made)
-    ns = made.parse_args(words[:at])
-    command = list(words[at + 1 :])
-    if not command:
-        made.error("name the command behind --, as in `elasticrun exec JOB -- nvidia-smi`")
-
-    def run_it() -> int:
-        from elasticrun.jobs.kubernetes import command_in_pod, handed_over
-
-        known = _remembered(ns) is not None
-
-        async def where() -> list[str]:
-            from elasticrun.jobs.kube.api import KubeApi
-
-            async with KubeApi(ns.context, ns.namespace) as api:
-                return await command_in_pod(api, ns.job, ns.node, command, exact=known)
-
-        return handed_over(asyncio.run(where()), withdraw())
-
-    return finished(run_it, made.prog)
+# ---------------------------------------------------------------- scale -f
 
 
 def of_a_plan(words: Sequence[str], say: Callable[[str], None]) -> list[str]:

@@ -1,0 +1,77 @@
+"""Commands in the pods of a job, by kubectl, which hands them this terminal: which pod is meant,
+and the words that run something there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from elasticrun.core.words import names
+from elasticrun.jobs.backend import NotDone
+from elasticrun.jobs.kube import acts
+from elasticrun.jobs.kube.api import KubeApi
+from elasticrun.jobs.kube.seen import ClusterJob, SeenPod
+from elasticrun.operator.objects import MASTER
+
+
+async def on_node(api: KubeApi, job: ClusterJob, node: str, command: Sequence[str]) -> list[str]:
+    """The words that run a command in the pod of `node`, or in the first one. NotDone."""
+    pods = await _running(api, job)
+    meant = [pod for pod in pods if (pod.is_called(node) if node else pod.index != MASTER)]
+    if not meant:
+        there = names([pod.host for pod in pods]) or "none"
+        raise NotDone(f"job {job.name} has no pod {node or 'that runs'}; there is {there}")
+    flags = ["-it"] if _at_terminal() else ["-i"]
+    return _in_pod(api, job, meant[-1] if node else meant[0], command, flags)
+
+
+async def by_master(
+    api: KubeApi, job: ClusterJob, command: Sequence[str], *, node: str = "", terminal: bool = False
+) -> list[str]:
+    """The words that run a command where the job's master is. `node`: what was typed for one of the
+    job's nodes, which goes last, by the name that the master knows. NotDone."""
+    pods = await _running(api, job)
+    masters = [pod for pod in pods if pod.index == (MASTER if job.is_elastic else "0")]
+    if not masters:
+        why = f": {job.reason}" if job.reason else ""
+        raise NotDone(f"job {job.name} is {job.state}, and its master's pod does not run{why}; "
+                      f"`elasticrun status {job.name}` shows its pods")  # fmt: skip
+    hosts = sorted({pod.host for pod in pods if pod.index != MASTER and pod.is_called(node)})
+    if len(hosts) > 1:
+        raise NotDone(f"several pods of job {job.name} are on {node}: {', '.join(hosts)}; name one")
+    words = [*command, *(hosts or [node])] if node else command
+    return _in_pod(api, job, masters[-1], words, ["-it"] if terminal and _at_terminal() else [])
+
+
+def _at_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _in_pod(
+    api: KubeApi, job: ClusterJob, pod: SeenPod, command: Sequence[str], flags: Sequence[str]
+) -> list[str]:
+    where = [f"--context={api.context}"] if api.context else []
+    words = ["kubectl", *where, "-n", job.namespace, "exec", *flags, pod.name, "-c", pod.container]
+    return [*words, "--", *command]
+
+
+def handed_over(words: Sequence[str], environ: Mapping[str, str], *, ours: bool = False) -> int:
+    """Run it on this terminal; its exit code. `ours`: what it says, it says itself, and kubectl
+    nothing on top. NotDone where it is not installed."""
+    program = shutil.which(words[0], path=environ.get("PATH", os.defpath))
+    if program is None:
+        raise NotDone(f"commands in pods are run by kubectl, which is not on the PATH: {words[0]}")
+    heard = subprocess.PIPE if ours else None
+    with subprocess.Popen([program, *words[1:]], env=environ, stderr=heard) as running:
+        for line in running.stderr or ():
+            if not line.startswith(b"command terminated with exit code"):
+                sys.stderr.write(line.decode(errors="replace"))
+                sys.stderr.flush()
+    return running.returncode
+
+
+async def _running(api: KubeApi, job: ClusterJob) -> list[SeenPod]:
+    return [pod for pod in await acts.pods(api, job) if pod.phase == "Running"]
