@@ -14,23 +14,29 @@ SHELLS: Final = ("sh", "bash", "dash", "zsh")
 
 SETTLED: Final = (
     "nnodes", "node-rank", "group-rank", "master-addr", "master-port", "rdzv-backend",
-    "rdzv-endpoint", "rdzv-id", "standalone", "local-addr",
+    "rdzv-endpoint", "rdzv-id", "standalone", "local-addr", "use-env",
 )  # fmt: skip
-"""Flags of a launcher that the ElasticJob's operator settles."""
+"""Flags of a launcher that the ElasticJob's operator settles, or that mean nothing here."""
 
-BARE: Final = ("standalone",)
-"""Those of them that have no value."""
+BARE: Final = (
+    "standalone", "no-python", "run-path", "use-env", "network-check", "comm-perf-test",
+    "exclude-straggler", "auto-config", "auto-tunning", "save-at-breakpoint", "numa-affinity",
+)  # fmt: skip
+"""Flags of a launcher that have no value."""
 
-_PYTHON = r"(?:\S*/)?python[0-9.]*(?:\s+-u)?"
+_PYTHON = r"(?:\S*/)?python[0-9.]*"
 
 _LAUNCHER = re.compile(
-    rf"(?<![\w./-])(?:(?:\S*/)?(?:torchrun|dlrover-run)|{_PYTHON}\s+-m\s+torch\.distributed\."
-    r"(?:run|launch))(?=\s|$)"
+    rf"(?<![\w./-])(?:(?:\S*/)?(?:torchrun|dlrover-run)|{_PYTHON}(?:\s+-u)?\s+-m\s+"
+    r"torch\.distributed\.(?:run|launch))(?=\s|$)"
 )
 """A launcher whose flags elasticrun takes."""
 
-_SCRIPT = re.compile(rf"(?<![\w./-]){_PYTHON}\s+(?=[^-\s][^\s;&|]*\.py(?:[\s;&|]|$))")
-"""Python with a script: what a job has whose operator starts the ranks itself."""
+_SCRIPT = re.compile(
+    rf"(?<![\w./-]){_PYTHON}(?P<options>(?:\s+-(?!m\s)[a-zA-Z]+)*)\s+"
+    r"(?=-m\s+(?!pip\b)\w|[^-\s;&|][^\s;&|]*\.py(?:[\s;&|'\")]|$))"
+)
+"""Python with a script or a module: what a job has whose operator starts the ranks itself."""
 
 _FLAG = re.compile(
     rf"\s--(?P<name>{'|'.join(name.replace('-', '[-_]') for name in SETTLED)})"
@@ -98,8 +104,10 @@ def _in_words(words: Sequence[str], extra: _Extra) -> Converted | None:
     name, rest = words[0].rpartition("/")[2] if words else "", list(words[1:])
     if re.fullmatch(r"python[0-9.]*", name):
         rest = rest[1:] if rest[:1] == ["-u"] else rest
-        if not rest or (rest[0].startswith("-") and rest[0] != "-m"):
+        if not rest:
             return None
+        if rest[0].startswith("-") and rest[0] != "-m":  # options of Python's own
+            return Converted(["elasticrun", *_added(extra, None), "--no-python", *words], [])
         if rest[0] != "-m" or rest[1:2] not in (
             ["torch.distributed.run"],
             ["torch.distributed.launch"],
@@ -116,16 +124,24 @@ def _in_words(words: Sequence[str], extra: _Extra) -> Converted | None:
         if flag[:2] != "--" or flag[2:].replace("_", "-") not in SETTLED:
             kept.append(word)
             continue
-        valued = not equals and flag[2:] not in BARE
+        valued = not equals and flag[2:].replace("_", "-") not in BARE
         dropped.append(f"{word} {next(own, '')}".strip() if valued else word)
     added = _added(extra, " ".join([*kept, ""]))
     return Converted(["elasticrun", *added, *kept, *rest[script:]], [], tuple(dropped))
 
 
 def script_at(words: Sequence[str]) -> int:
-    """Where the launcher's own flags end, as far as can be told without knowing them all."""
-    ends = (at for at, w in enumerate(words) if w.endswith(".py") or w in ("-m", "--module"))
-    return next(ends, len(words))
+    """Where the launcher's own flags end, as far as can be told without knowing them all: at `-m`,
+    a word that ends in `.py`, or one that is neither a flag nor its value."""
+    is_value = False
+    for at, word in enumerate(words):
+        if word.endswith(".py") or word in ("-m", "--module"):
+            return at
+        if not word.startswith("-") and not is_value:
+            return at
+        bare = "=" in word or word.lstrip("-").replace("_", "-") in BARE
+        is_value = word.startswith("-") and not bare
+    return len(words)
 
 
 def _in_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None]:
@@ -135,8 +151,13 @@ def _in_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None]:
         found = list(_SCRIPT.finditer(text))
         if len(found) != 1:
             return text, None
-        before, after = text[: found[0].start()], text[found[0].end() :]
-        return " ".join([f"{before}elasticrun", *_added(extra, None), after]), ()
+        bare = found[0]["options"].split() in ([], ["-u"])
+        before, after = (
+            text[: found[0].start()],
+            text[found[0].end() if bare else found[0].start() :],
+        )
+        flags = [*_added(extra, None), *([] if bare else ["--no-python"])]
+        return " ".join([f"{before}elasticrun", *flags, after]), ()
     if len(found) != 1:
         return text, None
     before, rest = text[: found[0].start()], text[found[0].end() :]
@@ -152,7 +173,8 @@ def _without_settled(rest: str) -> tuple[str, tuple[str, ...]]:
     own, others = rest[:end], rest[end:]
     while found := _FLAG.search(own):
         stop = found.end()
-        if "=" not in found[0] and found["name"] not in BARE and (value := _VALUE.match(own, stop)):
+        valued = "=" not in found[0] and found["name"].replace("_", "-") not in BARE
+        if valued and (value := _VALUE.match(own, stop)):
             stop = value.end()
         dropped.append(own[found.start() : stop].strip())
         own = own[: found.start()] + own[stop:]

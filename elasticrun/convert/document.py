@@ -15,6 +15,10 @@ MAX_BYTES: Final = 1024 * 1024
 MAX_NODES: Final = 50_000
 """Values in a file, aliases counted as often as they are used."""
 
+_CALLED: Final[Mapping[type, str]] = {
+    str: "text", int: "whole number", bool: "true or false", dict: "mapping", list: "list",
+}  # fmt: skip
+
 Kind = TypeVar("Kind")
 
 
@@ -64,7 +68,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.wrong(name, f"{value!r} is no {kind.__name__}")
+            raise self.wrong(name, f"{value!r} is no {_CALLED[kind]}")
         return value
 
     def number(self, name: str, default: int, least: int = 0) -> int:
@@ -136,16 +140,25 @@ class _Reading:
         if self._count > MAX_NODES:
             raise NotConvertible(f"more than {MAX_NODES} values: no job is that large")
         if isinstance(node, self._yaml.ScalarNode):
+            if node.tag.endswith(
+                (":timestamp", ":binary")
+            ):  # JSON has none: text, as in Kubernetes
+                return node.value
             return self._scalars.construct_object(node)
         if isinstance(node, self._yaml.SequenceNode):
             return [self._value(one, f"{path}[{at}]") for at, one in enumerate(node.value)]
         found: dict[str, Any] = {}
+        own = {id(key) for key, _ in node.value}
+        self._scalars.flatten_mapping(node)  # `<<: *other`: its fields come first
+        seen: set[str] = set()
         for key, value in node.value:
             name = str(key.value)
             inner = f"{path}.{name}" if path else name
             line = key.start_mark.line + 1
-            if name in found:
+            if name in seen:
                 raise NotConvertible(f"line {line}: {inner} stands there twice")
+            if id(key) in own:
+                seen.add(name)
             self._lines[inner] = line
             found[name] = self._value(value, inner)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -11,6 +12,12 @@ from elasticrun.convert.document import Document, Fields, NotConvertible
 
 MASTER_DOES: Final = "elasticrun's job master does that"
 NOT_PODS: Final = "the pod of another kind of role; elasticrun has nodes of one kind"
+THEIRS: Final = re.compile(
+    r"\$[({]*((?:NODE|WORKER)_(?:NUM|RANK|ID|TYPE)|(?:PET|MS|DLROVER)_\w+|MASTER_ADDR|MASTER_PORT|"
+    r"WORLD_SIZE|RANK)\b"
+)
+"""Variables of a pod that their operators set and ours does not."""
+
 BY_THE_POLICY: Final = "pods are replaced by what their exit code says (docs/exit-codes.md)"
 
 
@@ -69,13 +76,12 @@ def _metadata(meta: Fields) -> ForeignJob:
 
 def _run_policy(run: Fields, job: ForeignJob) -> None:
     """Kubeflow's, which MindSpore's operator took over."""
-    for name in ("cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds"):
-        value: str | int
-        value = run.take(name, str, "") if name == "cleanPodPolicy" else run.number(name, -1)
-        if value not in ("", -1):
+    if clean := run.take("cleanPodPolicy", str, ""):
+        job.policy["cleanPodPolicy"] = clean
+    for name, least in (("ttlSecondsAfterFinished", 0), ("activeDeadlineSeconds", 1),
+                        ("backoffLimit", 0)):  # fmt: skip
+        if (value := run.number(name, -1, least)) >= 0:
             job.policy[name] = value
-    if (limit := run.number("backoffLimit", -1)) >= 0:
-        job.policy["backoffLimit"] = limit
     job.suspend = run.take("suspend", bool, job.suspend)
     run.leave("managedBy", "the ElasticJob's operator manages it")
     scheduling = run.inner("schedulingPolicy")
@@ -85,6 +91,7 @@ def _run_policy(run: Fields, job: ForeignJob) -> None:
             scheduling.note("minAvailable", f"left out: the gang is minNodes, {job.min_nodes}")
         job.min_nodes = job.min_nodes or least
     job.queue = scheduling.take("queue", str, "")
+    job.gang = job.gang or bool(job.queue)
     job.priority = scheduling.take("priorityClass", str, "")
     scheduling.leave("minResources", "the gang is as many pods as minNodes")
     if timeout := scheduling.number("scheduleTimeoutSeconds", 0):
@@ -104,30 +111,47 @@ def _role(role: Fields, job: ForeignJob) -> int:
     return count
 
 
-def _command(spec: Fields, job: ForeignJob, path: str) -> None:
-    """Put elasticrun into the command of the ranks' container."""
+def _command(spec: Fields, job: ForeignJob, path: str, container: str) -> None:
+    """Put elasticrun into the command of the ranks' container, and that one first."""
     pod = job.template.setdefault("spec", {})
     containers = pod.get("containers") if isinstance(pod, dict) else None
-    if not isinstance(containers, list) or not containers or not isinstance(containers[0], dict):
+    if not isinstance(containers, list) or not [one for one in containers if isinstance(one, dict)]:
         raise spec.wrong(path, "its template has no container")
+    containers.sort(key=lambda one: isinstance(one, dict) and one.get("name") != container)
+    if pod.pop("restartPolicy", "Never") != "Never":
+        spec.note(path, f"its template's restartPolicy is left out: {BY_THE_POLICY}")
     main = containers[0]
     words = [main.get("command") or [], main.get("args") or []]
     if not all(isinstance(one, list) and all(isinstance(w, str) for w in one) for one in words):
         raise spec.wrong(path, "the container's command and args are no lists of words")
     made = convert(*words, ranks=job.ranks, default=job.default, restarts=job.restarts)
     if not made.known:
-        by_hand = (
-            "the command names no launcher that is known, or several: begin it with elasticrun"
-        )
-        spec.note(path, f"{by_hand} by hand, and say --nproc-per-node where it is not 1")
+        why = "names no launcher that is known, or several" if words[0] else "is the image's own"
+        by_hand = f"the command {why}: begin it with elasticrun by hand"
+        spec.note(path, f"{by_hand}, and say --nproc-per-node where it is not 1")
     for flag in made.dropped:
-        spec.note(path, f"the command's {flag} is left out: the operator tells the agents")
+        why = "the operator tells the agents"
+        if least := re.match(r"--nnodes[= ]\W?(\d+):", flag):
+            job.min_nodes = job.min_nodes or int(least[1])
+        elif re.match(r"--nnodes[= ].*:", flag) and not job.min_nodes:
+            why = "say the fewest nodes as minNodes"
+        spec.note(path, f"the command's {flag} is left out: {why}")
+    launch = "torch.distributed.launch" in " ".join((*words[0], *words[1]))
+    if launch and not any(flag.startswith("--use") for flag in made.dropped):
+        spec.note(
+            path, "the script gets no --local-rank here: LOCAL_RANK in its environment says it"
+        )
+    for name in sorted({found for one in (*made.command, *made.args)
+                        for found in THEIRS.findall(one)}):  # fmt: skip
+        spec.note(path, f"the command reads ${name}, which nothing sets here: take it out")
     for name, value in (("command", made.command), ("args", made.args)):
         main.pop(name, None)
         if value:
             main[name] = value
     if job.priority:
         pod.setdefault("priorityClassName", job.priority)
+    if job.nodes < 1:
+        spec.note(path, "it has 0 pods: the job has 1 node, the fewest there can be")
 
 
 # ---------------------------------------------------------------- the kinds
@@ -148,31 +172,24 @@ def _dlrover(spec: Fields, job: ForeignJob, image: str) -> None:
     shared = spec.take("envs", dict, {})
     roles = spec.inner("replicaSpecs")
     for name, role in roles.roles():
-        if name == "dlrover-master":
-            role.leave("template", MASTER_DOES)
         if name != "worker":
-            spec.note(f"replicaSpecs.{name}", f"left out: {NOT_PODS}")
+            why = MASTER_DOES if name == "dlrover-master" else NOT_PODS
+            spec.note(f"replicaSpecs.{name}", f"left out: {why}")
             continue
         for left, why in (("autoScale", "nothing scales jobs by itself"),
                           ("restartTimeout", "a pod is replaced at once")):  # fmt: skip
             role.leave(left, why)
-        if (limit := role.number("restartCount", -1)) >= 0:
-            job.policy["backoffLimit"] = limit
         role.leave("priority", "name a priorityClassName in the template")
-        scheduler = role.take("BatchScheduler", str, "")
-        job.gang = scheduler == "volcano"
+        job.gang = role.take("BatchScheduler", str, "") == "volcano"
         job.nodes = _role(role, job)
+        if (limit := role.number("restartCount", -1)) >= 0:
+            job.policy["backoffLimit"] = min(limit * max(job.nodes, 1), 1000)
+            role.note("restartCount", "each pod's there: runPolicy.backoffLimit counts all pods'")
         role.close()
-    _command(spec, job, "replicaSpecs.worker")
-    env = job.template["spec"]["containers"][0].setdefault("env", [])
-    env.extend({"name": name, "value": _text(value)} for name, value in shared.items())
-    if not env:
-        del job.template["spec"]["containers"][0]["env"]
-
-
-def _text(value: object) -> str:
-    """dlrover's `envs` are {name: value} or {name: {value: ...}}."""
-    return str(value.get("value", "")) if isinstance(value, Mapping) else str(value)
+    _command(spec, job, "replicaSpecs.worker", "main")
+    for name, value in shared.items():  # {name: value} or {name: {value: ...}}
+        made = value if isinstance(value, dict) else {"value": str(value)}
+        job.template["spec"]["containers"][0].setdefault("env", []).append({**made, "name": name})
 
 
 def _pytorch(spec: Fields, job: ForeignJob, image: str) -> None:
@@ -180,8 +197,8 @@ def _pytorch(spec: Fields, job: ForeignJob, image: str) -> None:
     job.ranks, job.default = spec.take("nprocPerNode", str, ""), "auto"
     elastic = spec.inner("elasticPolicy")
     job.min_nodes, most = elastic.number("minReplicas", 0), elastic.number("maxReplicas", 0)
-    if not job.ranks and (ranks := elastic.number("nProcPerNode", 0)):
-        job.ranks, job.default = str(ranks), "auto"
+    if ranks := elastic.number("nProcPerNode", 0):
+        job.ranks = job.ranks or str(ranks)
     job.restarts = elastic.number("maxRestarts", -1)
     for name in ("rdzvBackend", "rdzvPort", "rdzvHost", "rdzvId", "standalone"):
         elastic.leave(name, "the operator tells the agents where they meet")
@@ -196,14 +213,11 @@ def _pytorch(spec: Fields, job: ForeignJob, image: str) -> None:
         role.close()
     job.nodes = max(count, most)
     _run_policy(spec.inner("runPolicy"), job)
-    _command(spec, job, "pytorchReplicaSpecs")
+    _command(spec, job, "pytorchReplicaSpecs", "pytorch")
 
 
 def _trainjob(spec: Fields, job: ForeignJob, image: str) -> None:
-    runtime = spec.inner("runtimeRef")
-    for name in ("name", "apiGroup", "kind"):
-        runtime.leave(name, "what the runtime adds to the pods has to be in the template")
-    runtime.close()
+    spec.leave("runtimeRef", "what the runtime adds to the pods has to be in the template")
     spec.leave("initializer", "fetch data and models in an init container of the template")
     for name in ("runtimePatches", "podTemplateOverrides", "podSpecOverrides"):
         spec.leave(name, "write it into the template by hand")
@@ -230,7 +244,7 @@ def _trainjob(spec: Fields, job: ForeignJob, image: str) -> None:
     job.ranks, job.default = str(ranks), "auto"
     trainer.close()
     job.template = {"spec": {"containers": [container]}}
-    _command(spec, job, "trainer")
+    _command(spec, job, "trainer", "node")
 
 
 def _msjob(spec: Fields, job: ForeignJob, image: str) -> None:
@@ -247,7 +261,7 @@ def _msjob(spec: Fields, job: ForeignJob, image: str) -> None:
         role.close()
     _run_policy(spec.inner("runPolicy"), job)
     spec.note("msReplicaSpecs", "elasticrun starts torch's ranks: MS_* variables are not set")
-    _command(spec, job, "msReplicaSpecs")
+    _command(spec, job, "msReplicaSpecs", "mindspore")
 
 
 def scale_plan(document: Document) -> tuple[str, int]:

@@ -18,6 +18,13 @@ GPUS: Final = re.compile(r"(nvidia\.com/(gpu|mig-.*)|amd\.com/gpu|huawei\.com/As
 """Resources that Slurm knows as GPUs."""
 
 
+NOT_THERE: Final = {
+    "image": "have what it contains on the nodes, or a container plugin of the cluster",
+    "volumeMounts": "paths are those of the nodes",
+    "workingDir": "name a folder of the nodes by #SBATCH --chdir",
+}
+"""Fields of a container that Slurm has no counterpart of, and what to do about it."""
+
 _SIMPLE: Final = re.compile(r"\s*(?:exec\s+)?elasticrun(?:\\\n|[^\n;&|<>`$()])*\n?")
 """The text of a shell that is nothing but this one command."""
 
@@ -25,7 +32,7 @@ _SIMPLE: Final = re.compile(r"\s*(?:exec\s+)?elasticrun(?:\\\n|[^\n;&|<>`$()])*\
 def elastic_job(job: ForeignJob) -> dict[str, Any]:
     """The ElasticJob."""
     meta: dict[str, Any] = {"name": job.name}
-    for name, value in (("namespace", job.namespace), ("labels", job.labels),
+    for name, value in (("labels", job.labels),
                         ("annotations", job.annotations)):  # fmt: skip
         if value:
             meta[name] = value
@@ -53,13 +60,14 @@ def slurm_words(job: ForeignJob, document: Document) -> list[str]:
         words = shlex.split(words[2])
     if words[:1] != ["elasticrun"]:
         raise NotConvertible(
-            f"{document.where(path)}: its command is more than one elasticrun with a script: write "
-            "it into a script"
+            f"{document.where(path)}: its command is not one elasticrun with a script: write it "
+            "into a script"
         )
     low, high = job.min_nodes, max(job.nodes, 1)
     made = ["--name", job.name, "--nnodes", f"{low}:{high}" if 0 < low < high else str(high)]
     at = script_at(words)
-    made += [*words[1:at], *_resources(main, document, path)]
+    module = words[at : at + 1] in (["-m"], ["--module"])
+    made += [*words[1:at], *words[at : at + module], *_resources(main, document, path)]
     if deadline := job.policy.get("activeDeadlineSeconds"):
         made += ["--time", str(math.ceil(deadline / 60))]
     for entry in main.get("env", ()):
@@ -67,16 +75,23 @@ def slurm_words(job: ForeignJob, document: Document) -> list[str]:
             made += ["--env", f"{entry['name']}={entry['value']}"]
         else:
             document.note(f"{path}.env", f"left out: {entry}: only plain values are carried over")
-    for name, why in (
-        ("image", "have what it contains on the nodes, or a container plugin of the cluster"),
-        ("volumeMounts", "paths are those of the nodes"),
+    for name in sorted(
+        set(main) - {"name", "command", "args", "env", "resources", "imagePullPolicy"}
     ):
-        if main.get(name):
-            document.note(f"{path}.{name}", f"left out: {why}")
-    others = sorted(set(pod) - {"containers", "volumes", "restartPolicy"})
-    if others or len(pod["containers"]) > 1:
-        document.note("spec.template.spec", f"left out: {', '.join(others) or 'side containers'}")
-    return [*made, "--", *words[at:]]
+        why = NOT_THERE.get(name, "a node of Slurm has no such thing")
+        document.note(f"{path}.{name}", f"left out: {why}")
+    others = sorted(set(pod) - {"containers", "volumes"})
+    others += ["side containers"] if len(pod["containers"]) > 1 else []
+    others += [name for name, said in (
+        ("suspend", job.suspend), ("gang", job.gang),
+        ("successPolicy", job.success),
+        *((f"runPolicy.{one}", one != "activeDeadlineSeconds") for one in job.policy),
+    ) if said]  # fmt: skip
+    if others:
+        document.note(
+            "spec", f"left out: {', '.join(others)}: a script for Slurm has no such thing"
+        )
+    return [*made, "--", *words[at + module :]]
 
 
 def _resources(main: Mapping[str, Any], document: Document, path: str) -> Iterator[str]:

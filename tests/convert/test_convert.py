@@ -24,7 +24,7 @@ spec:
   distributionStrategy: AllreduceStrategy
   optimizeMode: single-job
   enableElasticScheduling: true
-  envs: {NCCL_DEBUG: {value: INFO}}
+  envs: {NCCL_DEBUG: {value: INFO}, WHO: {valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}}
   replicaSpecs:
     dlrover-master: {replicas: 1, template: {spec: {containers: [{name: m, image: master}]}}}
     worker:
@@ -33,11 +33,13 @@ spec:
       restartPolicy: Always
       template:
         spec:
+          restartPolicy: Always
           containers:
+          - {name: sidecar, image: s}
           - name: main
             image: registry.example/train:1
             command: [/bin/bash, -c, "dlrover-run --nnodes=2:$NODE_NUM --nproc_per_node=8
-              --network-check train.py --lr 1e-3"]
+              --network-check train.py --of $WORKER_NUM --lr 1e-3"]
 """
 
 PYTORCH = """
@@ -46,7 +48,8 @@ kind: PyTorchJob
 metadata: {name: gpt}
 spec:
   nprocPerNode: "4"
-  elasticPolicy: {rdzvBackend: c10d, minReplicas: 2, maxReplicas: 6, maxRestarts: 7}
+  elasticPolicy:
+    {nProcPerNode: 8, rdzvBackend: c10d, minReplicas: 2, maxReplicas: 6, maxRestarts: 7}
   runPolicy:
     cleanPodPolicy: None
     ttlSecondsAfterFinished: 600
@@ -64,7 +67,7 @@ spec:
             command: [torchrun]
             args: ["--rdzv_id", "x", "train.py", "--nnodes", "9"]
             resources: {limits: {nvidia.com/gpu: 4, memory: 64Gi}}
-    Master: {replicas: 1, template: *pod}
+    Master: &master {replicas: 1, template: *pod}
 """
 
 TRAINJOB = """
@@ -108,7 +111,7 @@ def converted(
     from elasticrun.cli.jobs import convert as verb
 
     said: list[str] = []
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode("latin-1"))))
     assert verb.main(["-", *words], said.append) == 0
     return capsys.readouterr().out, said
 
@@ -116,17 +119,24 @@ def converted(
 JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
     "dlrover": (
         DLROVER,
-        {"nodes": 4, "runPolicy": {"backoffLimit": 5}},
+        {"nodes": 4, "minNodes": 2, "runPolicy": {"backoffLimit": 20}},
         {
             "command": ["/bin/bash", "-c"],
-            "shell": "elasticrun --nproc_per_node=8 --network-check train.py --lr 1e-3",
-            "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+            "shell": "elasticrun --nproc_per_node=8 --network-check train.py --of $WORKER_NUM "
+            "--lr 1e-3",
+            "env": [
+                {"name": "NCCL_DEBUG", "value": "INFO"},
+                {"name": "WHO", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+            ],
         },
         [
             "line 6: spec.distributionStrategy: left out",
             "line 7: spec.optimizeMode: left out",
             "line 8: spec.enableElasticScheduling: left out",
             "line 11: spec.replicaSpecs.dlrover-master",
+            "line 14: spec.replicaSpecs.worker.restartCount: each pod's there",
+            "worker: its template's restartPolicy is left out",
+            "worker: the command reads $WORKER_NUM, which nothing sets here",
             "line 15: spec.replicaSpecs.worker.restartPolicy: left out",
             "line 12: spec.replicaSpecs.worker: the command's --nnodes=2:$NODE_NUM is left out",
         ],
@@ -156,7 +166,7 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
             "command": ["elasticrun", "--nproc-per-node=8", "tune.py"],
             "env": [{"name": "HF_HOME", "value": "/data"}],
         },
-        ["spec.runtimeRef.name: left out"],
+        ["line 6: spec.runtimeRef: left out"],
     ),
     "msjob": (
         MSJOB,
@@ -209,10 +219,30 @@ def test_as_a_script_for_slurm(
     assert "HF_HOME" in script
     assert "tune.py" in script
     assert any("image: left out" in line for line in said)
-    simple = DLROVER.replace("$NODE_NUM", "4").replace("--nproc_per_node=8", "--nproc_per_node 8")
-    script, _ = converted(simple, monkeypatch, capsys, "--to", "slurm")
-    assert "train.py --lr 1e-3" in script
-    assert "#SBATCH --nodes=4" in script
+    simple = (
+        DLROVER.replace("$NODE_NUM", "4")
+        .replace("$WORKER_NUM", "4")
+        .replace("--nproc_per_node=8", "--nproc_per_node 8")
+    )
+    script, said = converted(simple, monkeypatch, capsys, "--to", "slurm")
+    assert "train.py --of 4 --lr 1e-3" in script
+    assert "#SBATCH --nodes=2-4" in script
+    assert any("spec: left out: side containers, runPolicy.backoffLimit: " in line for line in said)
+    module = TRAINJOB.replace("[python3, -u, tune.py]", "[python3, -m, pkg.tune, --lr, x]")
+    script, _ = converted(module, monkeypatch, capsys, "--to", "slurm")
+    assert "-m pkg.tune --lr x" in script
+
+
+def test_what_yaml_has_and_json_has_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Merged fields, and a date, which Kubernetes takes as text."""
+    text = PYTORCH.replace("name: gpt", "name: gpt, annotations: {day: 2026-01-02}")
+    text = text.replace("&master", "").replace("Master: ", "Master: {<<: *worker, replicas: 2}\n#")
+    text = text.replace("    Worker:\n", "    Worker: &worker\n")
+    out, _ = converted(text, monkeypatch, capsys, "-o", "json")
+    assert json.loads(out)["metadata"]["annotations"] == {"day": "2026-01-02"}
+    assert json.loads(out)["spec"]["nodes"] == 6
 
 
 def test_a_scale_plan() -> None:
@@ -238,11 +268,13 @@ def test_a_scale_plan() -> None:
     [
         ("kind: [", "no YAML"),
         ("a: 1\na: 2\n", "line 2: a stands there twice"),
+        ("a: \xff", "cannot be read: it is no text"),
+        ("a" * 1_100_000, "more than 1024 KiB"),
         ("kind: Deployment\napiVersion: apps/v1\n", "no job in it: what can be"),
         ("kind: TFJob\napiVersion: kubeflow.org/v1\n", "is none of ElasticJob"),
         (PYTORCH + "---" + MSJOB, "2 jobs in it"),
         (PYTORCH.replace("nprocPerNode", "nprocPerNod"), "line 6: spec.nprocPerNod: no such"),
-        (PYTORCH.replace("replicas: 4", "replicas: four"), "'four' is no int"),
+        (PYTORCH.replace("replicas: 4", "replicas: four"), "'four' is no whole number"),
         (PYTORCH.replace("Worker:", "Wroker:"), "the roles Master and Worker"),
         (TRAINJOB.replace("image", "imaeg"), "trainer.image: it names none"),
         (TRAINJOB.replace("name: tune", "labels: {}"), "a job has a name"),
@@ -286,8 +318,18 @@ COMMANDS = [
     # nothing that is known, or more than one
     (["./run.sh", "torchrun"], None, []),
     (["bash", "-c", "python a.py; python b.py"], None, []),
-    (["python", "-c", "print(1)"], None, []),
     ([], None, []),
+    (["bash", "-c", "python -m pip install x; python -m a; python -m b"], None, []),
+    # options of Python's own, and programs that are no Python
+    (["python", "-c", "print(1)"],
+     ["elasticrun", "--max-restarts=3", "--no-python", "python", "-c", "print(1)"], []),
+    (["bash", "-c", "python -s /a.py --x='1'"],
+     ["bash", "-c", "elasticrun --max-restarts=3 --no-python python -s /a.py --x='1'"], []),
+    (["bash", "-c", "python -m pip install x; python3 -u -m pkg --y"],
+     ["bash", "-c", "python -m pip install x; elasticrun --max-restarts=3 -m pkg --y"], []),
+    (["torchrun", "--use_env", "--no-python", "python3", "-c", "x", "--nnodes", "2"],
+     ["elasticrun", "--nproc-per-node=auto", "--max-restarts=3", "--no-python", "python3", "-c",
+      "x", "--nnodes", "2"], ["--use_env"]),
 ]  # fmt: skip
 
 

@@ -40,11 +40,11 @@ def main(argv: Sequence[str], say: Callable[[str], None]) -> int:
     """Convert and print; `say` hears what is not carried over. UsageError with exit code 2."""
     ns = parser().parse_args(argv)
     # Late: YAML is needed here alone.
-    from elasticrun.convert.document import NotConvertible, documents
+    from elasticrun.convert.document import MAX_BYTES, NotConvertible, documents
     from elasticrun.convert.sources import READERS, read
 
     try:
-        found = documents(_text(ns.file))
+        found = documents(_text(ns.file, MAX_BYTES))
         jobs = [one for one in found if _kind(one).endswith("Job")]
         if not jobs:
             known = ", ".join(kind for _, kind in READERS)
@@ -53,7 +53,10 @@ def main(argv: Sequence[str], say: Callable[[str], None]) -> int:
             raise NotConvertible(f"{len(jobs)} jobs in it: one at a time is converted")
         for other in found:
             if other is not jobs[0]:
-                say(f"{_kind(other) or 'a document'} in the file is left out: apply it by itself")
+                hint = "apply it by itself"
+                if _kind(other).endswith("TrainingRuntime"):
+                    hint = "write what its pods need into the template"
+                say(f"{_kind(other) or 'a document'} in the file is left out: {hint}")
         job = read(jobs[0], ns.image)
         code = (
             _slurm(job, jobs[0], say) if ns.to == "slurm" else _print(job, jobs[0], ns.output, say)
@@ -63,11 +66,10 @@ def main(argv: Sequence[str], say: Callable[[str], None]) -> int:
     return code
 
 
-def _text(file: str) -> str:
-    if file == "-":
-        return sys.stdin.read()
+def _text(file: str, most: int) -> str:
     try:
-        return Path(file).read_text()
+        with sys.stdin.buffer if file == "-" else Path(file).open("rb") as source:
+            return source.read(most + 1).decode()
     except (OSError, UnicodeDecodeError) as wrong:
         why = getattr(wrong, "strerror", None) or "it is no text"
         raise UsageError(f"{file} cannot be read: {why}", EXIT_USAGE) from None
