@@ -122,6 +122,7 @@ class StandIn:
         seed: int = 0,
     ) -> None:
         self.scratch = scratch
+        self.namespace = "default"
         self.url = self.inside = ""
         self.has_workloads = workloads
         self._loop = asyncio.new_event_loop()

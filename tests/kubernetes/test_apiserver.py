@@ -1,20 +1,18 @@
-"""What a user types, against the stand-in; and against a real cluster, where
+"""What a user types, against the stand-in; or against a real cluster, where
 ELASTICRUN_TEST_KUBECONFIG names one: so that the stand-in stays true."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import uuid
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.kubernetes.cluster import Client, StandIn
+from tests.kubernetes.real import AnyCluster, RealCluster
 
-REAL = os.environ.get("ELASTICRUN_TEST_KUBECONFIG", "")
 CRD = Path(__file__).with_name("crd.yaml").read_text()
 POD = {
     "apiVersion": "v1",
@@ -32,21 +30,13 @@ def toy(size: object = 2, **spec: object) -> str:
                        "metadata": {"name": "t"}, "spec": body})  # fmt: skip
 
 
-@pytest.fixture(params=["stand-in", "real"])
-def kubectl(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Client]:
+@pytest.fixture
+def kubectl(cluster: AnyCluster) -> Client:
     """An administrator in an empty namespace, of a cluster that knows toys."""
-    name = f"er-{uuid.uuid4().hex[:8]}"
-    if request.param == "real":
-        if not REAL:
-            pytest.skip("ELASTICRUN_TEST_KUBECONFIG names no cluster")
-        client = Client(Path(REAL), tmp_path, name)
-    else:
-        client = request.getfixturevalue("standin").client(namespace=name)
-    client("create", "namespace", name)
+    client = cluster.client()
     client("apply", "-f", "-", given=CRD)
     client("wait", "--for=condition=Established", "crd/toys.elasticrun.test")
-    yield client
-    client("delete", "namespace", name, "--wait=false")
+    return client
 
 
 def test_the_life_of_a_custom_resource(kubectl: Client) -> None:
@@ -143,6 +133,22 @@ def test_a_watch_sees_what_comes(kubectl: Client) -> None:
         seen = [watch.stdout.readline().strip() for _ in range(3)]
         watch.terminate()
     assert seen[-2:] == ["MODIFIED 4", "DELETED 4"]
+
+
+def test_a_cluster_known_by_its_kubeconfig_alone(standin: StandIn, tmp_path: Path) -> None:
+    """As tests see one that is real."""
+    cluster = RealCluster(standin.client().kubeconfig, tmp_path)
+    kubectl = cluster.client()
+    assert cluster.until("pods", lambda pods: not pods) == []
+    with ThreadPoolExecutor(1) as pool:
+        seen = pool.submit(cluster.until, "pods", lambda pods: len(pods) == 1)
+        kubectl("create", "-f", "-", given=json.dumps(POD))
+        assert [one["metadata"]["name"] for one in seen.result()] == ["p"]
+    kubectl("create", "serviceaccount", "op")
+    account = cluster.client(f"{cluster.namespace}:op")
+    assert f"serviceaccount:{cluster.namespace}:op" in account.refused("get", "pods")
+    cluster.close()
+    kubectl("wait", "--for=delete", f"namespace/{cluster.namespace}")
 
 
 def test_roles_are_kept(standin: StandIn) -> None:

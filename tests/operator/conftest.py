@@ -1,5 +1,5 @@
-"""The stand-in, for the tests of this folder."""
+"""A cluster, for the tests of this folder."""
 
-from tests.kubernetes.conftest import standin
+from tests.kubernetes.conftest import cluster, standin
 
-__all__ = ["standin"]
+__all__ = ["cluster", "standin"]

@@ -13,10 +13,11 @@ import pytest
 
 from tests.further import cases
 from tests.kubernetes.cluster import StandIn
+from tests.kubernetes.real import standin_only
 from tests.kubernetes.server.kinds import Obj
 from tests.operator.test_operator import USER, Operator, install
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, standin_only]
 
 JOBS, NODES, TROUBLES = 6, 3, 30
 OVER = ("Succeeded", "Failed")

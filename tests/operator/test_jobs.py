@@ -14,10 +14,11 @@ from tests.compat.live import PUPPET, allreduce
 from tests.further import further
 from tests.harness import MARK, SOCKET, Peer, World
 from tests.kubernetes.cluster import Client, StandIn
+from tests.kubernetes.real import standin_only
 from tests.kubernetes.server.kinds import Obj
 from tests.operator.test_operator import install
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, standin_only]
 
 JOB = f"""\
 apiVersion: elasticrun.dev/v1alpha1

@@ -1,5 +1,4 @@
-"""What becomes of a job where nodes of the cluster are bad or too few, or two operators are there;
-pods have no processes there."""
+"""What becomes of a job where nodes of the cluster are bad or too few; pods have no processes."""
 
 from __future__ import annotations
 
@@ -9,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.further import further
 from tests.kubernetes.cluster import StandIn
+from tests.kubernetes.real import standin_only
 from tests.kubernetes.server.kinds import Obj
 from tests.operator.test_operator import TEN_LINES, Operator, install
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, standin_only]
 
 
 @pytest.fixture
@@ -78,17 +77,3 @@ def test_half_a_gang_is_given_back(cluster: StandIn) -> None:
     )
     assert "5 pods could not be placed in 2 s" in json.dumps(job["status"])
     operator.stop()
-
-
-@further(why="a Lease runs out after 15 s")
-def test_of_two_operators_one_leads(cluster: StandIn) -> None:
-    kubectl = install(cluster, "--replicas=2")
-    first = Operator(cluster, "--lease")
-    cluster.until("leases", lambda leases: bool(leases), group="coordination.k8s.io")
-    second = Operator(cluster, "--lease")
-    kubectl("apply", "-f", "-", given=TEN_LINES)
-    cluster.until("pods", lambda pods: run(pods, "tr-0-0", "tr-1-0", "tr-master-0"))
-    first.kill()
-    cluster.finish("tr-1-0", 143)
-    cluster.until("pods", lambda pods: run(pods, "tr-0-0", "tr-1-1", "tr-master-0"))
-    assert second.stop()[0] == 0

@@ -1,4 +1,5 @@
-"""The operator as a process, against the stand-in for an API server, with the rights we ship."""
+"""The operator as a process, with the rights we ship, against the stand-in for an API server or the
+cluster that ELASTICRUN_TEST_KUBECONFIG names."""
 
 from __future__ import annotations
 
@@ -14,14 +15,18 @@ from typing import Any
 import pytest
 
 from elasticrun.operator import cluster as api, controller
+from tests.further import further
 from tests.harness import LIMIT
 from tests.kubernetes.cluster import Client, StandIn
+from tests.kubernetes.real import AnyCluster
 
 pytestmark = pytest.mark.slow
 
 COMMAND = str(Path(sys.executable).with_name("elasticrun"))
-ACCOUNT = "default:elasticrun-operator"
+NAME = "elasticrun-operator"
+ACCOUNT = f"default:{NAME}"
 USER = f"system:serviceaccount:{ACCOUNT}"
+"""Of the operator in the stand-in."""
 
 TEN_LINES = """\
 apiVersion: elasticrun.dev/v1alpha1
@@ -41,10 +46,13 @@ class Operator:
     """`elasticrun operator` as the account that `elasticrun render operator` made."""
 
     def __init__(
-        self, cluster: StandIn, *flags: str, account: str = ACCOUNT, namespace: str = "default"
+        self, cluster: AnyCluster, *flags: str, home: str = "", namespace: str | None = None
     ) -> None:
+        """`home`: where its account is; `namespace`: whose jobs it sees to. Both the test's."""
+        home = home or cluster.namespace
+        namespace = cluster.namespace if namespace is None else namespace
         self._command = [COMMAND, "operator", f"--namespace={namespace}", *flags]
-        self._env = cluster.client(account, account.partition(":")[0]).environment
+        self._env = cluster.client(f"{home}:{NAME}", home).environment
         self._life: subprocess.Popen[str] | None = None
         self.start()
 
@@ -71,10 +79,15 @@ class Operator:
 
 
 def install(
-    cluster: StandIn, *flags: str, deploy: bool = False, namespace: str = "default"
+    cluster: AnyCluster,
+    *flags: str,
+    deploy: bool = False,
+    namespace: str | None = None,
+    image: str = "r/elasticrun:1",
 ) -> Client:
     """As a user does it, who then types on. Without `deploy` the operator runs outside."""
-    words = [f"--namespace={namespace}", "--image=r/elasticrun:1", *flags]
+    namespace = cluster.namespace if namespace is None else namespace
+    words = [f"--namespace={namespace}", f"--image={image}", *flags]
     made = subprocess.run(
         [COMMAND, "render", "operator", *words],
         capture_output=True,
@@ -85,51 +98,63 @@ def install(
     wanted = [one for one in documents if deploy or "\nkind: Deployment\n" not in one]
     there = cluster.client(namespace=namespace or "elasticrun")
     there("apply", "-f", "-", given="---\n".join(wanted))
+    there("wait", "--for=condition=Established", "crd/elasticjobs.elasticrun.dev")
     return cluster.client()
 
 
+def account(cluster: AnyCluster) -> Client:
+    """The operator's."""
+    return cluster.client(f"{cluster.namespace}:{NAME}")
+
+
 @pytest.fixture
-def kubectl(standin: StandIn) -> Iterator[Client]:
+def kubectl(cluster: AnyCluster) -> Iterator[Client]:
     """Of a user of a cluster with an operator."""
-    user = install(standin)
-    operator = Operator(standin)
+    user = install(cluster)
+    operator = Operator(cluster)
     yield user
     code, said = operator.stop()
     assert code == 0, said
 
 
-def names(standin: StandIn) -> list[str]:
-    return sorted(pod["metadata"]["name"] for pod in standin.objects("pods"))
-
-
-def test_ten_lines_are_enough_and_the_rights_too(kubectl: Client, standin: StandIn) -> None:
-    kubectl("apply", "-f", "-", given=TEN_LINES)
-    standin.until("pods", lambda pods: len(pods) == 3)
-    assert names(standin) == ["tr-0-0", "tr-1-0", "tr-master-0"]
-    for pod in standin.objects("pods"):
-        assert pod["spec"]["automountServiceAccountToken"] is False
-        assert "finalizers" not in pod["metadata"]
-    (job,) = standin.until(
-        "elasticjobs", lambda jobs: jobs[0].get("status"), group="elasticrun.dev"
-    )
-    assert job["status"]["phase"] == "Pending"
-    assert "0/2" in kubectl("get", "ej")
-    kubectl("scale", "ej/tr", "--replicas=3")
-    standin.until("pods", lambda pods: len(pods) == 4)
-    kubectl("delete", "pod", "tr-1-0")
-    standin.until("events", lambda events: said(events).count("created pod tr-1-0") == 2)
-    kubectl("delete", "ej", "tr")
-    standin.until("pods", lambda pods: not pods)
-    standin.until("secrets", lambda secrets: len(secrets) == 1)
+def used_as_allowed(cluster: AnyCluster) -> None:
+    """The operator has no right that its Role does not give, and asks for none."""
     allowed = {
         (verb, group, what)
-        for role in standin.objects("roles", "rbac.authorization.k8s.io")
+        for role in cluster.objects("roles", "rbac.authorization.k8s.io")
         for rule in role["rules"]
         for group in rule["apiGroups"]
         for what in rule["resources"]
         for verb in rule["verbs"]
     }
-    assert standin.used(USER) <= allowed
+    assert cluster.used(f"system:serviceaccount:{cluster.namespace}:{NAME}") <= allowed
+
+
+def names(cluster: AnyCluster) -> list[str]:
+    return sorted(pod["metadata"]["name"] for pod in cluster.objects("pods"))
+
+
+def test_ten_lines_are_enough_and_the_rights_too(kubectl: Client, cluster: AnyCluster) -> None:
+    kubectl("apply", "-f", "-", given=TEN_LINES)
+    cluster.until("pods", lambda pods: len(pods) == 3)
+    assert names(cluster) == ["tr-0-0", "tr-1-0", "tr-master-0"]
+    for pod in cluster.objects("pods"):
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        assert "finalizers" not in pod["metadata"]
+    (job,) = cluster.until(
+        "elasticjobs", lambda jobs: jobs[0].get("status"), group="elasticrun.dev"
+    )
+    assert job["status"]["phase"] == "Pending"
+    assert "0/2" in kubectl("get", "ej")
+    kubectl("scale", "ej/tr", "--replicas=3")
+    cluster.until("pods", lambda pods: len(pods) == 4)
+    kubectl("delete", "pod", "tr-1-0")
+    made = "created pod tr-1-"  # the second as the first, or as the next where that is there still
+    cluster.until("events", lambda events: sum(s.startswith(made) for s in said(events)) == 2)
+    kubectl("delete", "ej", "tr")
+    cluster.until("pods", lambda pods: not pods)
+    cluster.until("secrets", lambda secrets: len(secrets) == 1)
+    used_as_allowed(cluster)
 
 
 def test_without_an_image_it_says_what_to_type() -> None:
@@ -141,10 +166,11 @@ def test_without_an_image_it_says_what_to_type() -> None:
 
 
 def test_one_operator_for_all_namespaces(standin: StandIn) -> None:
-    """Its own things are in a namespace of its own, and its rights are enough."""
+    """Its own things are in a namespace of its own, and its rights are enough. (In a cluster of
+    others it would see to their jobs.)"""
     kubectl = install(standin, namespace="")
     kubectl("create", "namespace", "team")
-    operator = Operator(standin, account="elasticrun:elasticrun-operator", namespace="")
+    operator = Operator(standin, home="elasticrun", namespace="")
     for namespace in ("default", "team"):
         standin.client(namespace=namespace)("apply", "-f", "-", given=TEN_LINES)
     standin.until("pods", lambda pods: len(pods) == 6)
@@ -154,41 +180,42 @@ def test_one_operator_for_all_namespaces(standin: StandIn) -> None:
 
 
 def test_what_was_made_anew_is_left_alone(
-    standin: StandIn, monkeypatch: pytest.MonkeyPatch
+    cluster: AnyCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deletions and statuses are for the object that was looked at, not for its name."""
-    kubectl = install(standin)
+    kubectl = install(cluster)
     kubectl("apply", "-f", "-", given=TEN_LINES)
-    monkeypatch.setenv("KUBECONFIG", str(kubectl.kubeconfig))
+    monkeypatch.setenv("KUBECONFIG", str(account(cluster).kubeconfig))
 
     async def late() -> None:
-        cluster, key = api.Cluster("default"), ("default", "tr")
-        (job,) = await cluster.jobs()
+        server, key = api.Cluster(cluster.namespace), (cluster.namespace, "tr")
+        (job,) = await server.jobs()
         kubectl("label", "ej/tr", "a=b")
         version = job["metadata"]["resourceVersion"]
-        assert not await cluster.set_status(key, version, {"phase": "Running"})
-        assert not await cluster.remove(api.JOBS, key, "of another")
-        found = await cluster.get(api.JOBS, key)
+        assert not await server.set_status(key, version, {"phase": "Running"})
+        assert not await server.remove(api.JOBS, key, "of another")
+        found = await server.get(api.JOBS, key)
         assert found is not None
         assert "status" not in found
         uid = found["metadata"]["uid"]
-        assert [await cluster.remove(api.JOBS, key, uid) for _ in range(2)] == [True, False]
-        await cluster.close()
+        assert [await server.remove(api.JOBS, key, uid) for _ in range(2)] == [True, False]
+        await server.close()
 
     asyncio.run(late())
 
 
 def test_a_watch_whose_line_is_dead_is_begun_again(
-    standin: StandIn, monkeypatch: pytest.MonkeyPatch
+    cluster: AnyCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of the stand-in says a word within SILENCE, so all are taken for dead."""
-    monkeypatch.setenv("KUBECONFIG", str(install(standin).kubeconfig))
+    """None says a word within SILENCE, so all are taken for dead."""
+    install(cluster)
+    monkeypatch.setenv("KUBECONFIG", str(account(cluster).kubeconfig))
     monkeypatch.setattr(controller, "SILENCE", 0.2)
     begun: Counter[Any] = Counter()
 
     async def again() -> None:
-        cluster, enough = api.Cluster("default"), asyncio.Event()
-        watch = cluster.watch
+        server, enough = api.Cluster(cluster.namespace), asyncio.Event()
+        watch = server.watch
 
         def counted(kind: Any) -> AsyncIterator[tuple[str, dict[str, Any]]]:
             begun[kind] += 1
@@ -196,19 +223,33 @@ def test_a_watch_whose_line_is_dead_is_begun_again(
                 enough.set()
             return watch(kind)
 
-        monkeypatch.setattr(cluster, "watch", counted)
-        work = asyncio.create_task(controller.Controller(cluster).run())
+        monkeypatch.setattr(server, "watch", counted)
+        work = asyncio.create_task(controller.Controller(server).run())
         async with asyncio.timeout(LIMIT):
             await enough.wait()
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-        await cluster.close()
+        await server.close()
 
     asyncio.run(again())
 
 
 def said(events: list[dict[str, str]]) -> list[str]:
     return [event["message"] for event in events]
+
+
+@further(why="a Lease runs out after 15 s")
+def test_of_two_operators_one_leads(cluster: AnyCluster) -> None:
+    kubectl = install(cluster, "--replicas=2")
+    first = Operator(cluster, "--lease")
+    cluster.until("leases", lambda leases: bool(leases), group="coordination.k8s.io")
+    second = Operator(cluster, "--lease")
+    kubectl("apply", "-f", "-", given=TEN_LINES)
+    cluster.until("pods", lambda pods: len(pods) == 3)
+    first.kill()
+    kubectl("delete", "pod", "tr-1-0")
+    cluster.until("pods", lambda pods: len(pods) == 3)
+    assert second.stop()[0] == 0
 
 
 REFUSED = [
@@ -222,14 +263,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("right", "wrong", "why"), REFUSED, ids=[why for _, _, why in REFUSED])
-def test_what_is_wrong_is_refused(standin: StandIn, right: str, wrong: str, why: str) -> None:
-    kubectl = install(standin)
-    assert why in kubectl.refused("apply", "-f", "-", given=TEN_LINES.replace(right, wrong))
+def test_what_is_wrong_is_refused(cluster: AnyCluster) -> None:
+    kubectl = install(cluster)
+    for right, wrong, why in REFUSED:
+        assert why in kubectl.refused("apply", "-f", "-", given=TEN_LINES.replace(right, wrong))
 
 
 def test_what_a_server_refuses_of_the_template_is_a_condition(
-    kubectl: Client, standin: StandIn
+    kubectl: Client, cluster: AnyCluster
 ) -> None:
     kubectl("apply", "-f", "-", given=TEN_LINES.replace("image: i", "image: i, comand: [x]"))
 
@@ -240,13 +281,13 @@ def test_what_a_server_refuses_of_the_template_is_a_condition(
             for one in job.get("status", {}).get("conditions", ())
         )
 
-    standin.until("elasticjobs", refused, group="elasticrun.dev")
-    assert names(standin) == ["tr-master-0"]
+    cluster.until("elasticjobs", refused, group="elasticrun.dev")
+    assert names(cluster) == ["tr-master-0"]
     gang = TEN_LINES.replace("name: tr", "name: ga").replace(
         "minNodes: 1", "gang: {scheduler: volcano}"
     )
     kubectl("apply", "-f", "-", given=gang)
-    standin.until(
+    cluster.until(
         "elasticjobs",
         lambda jobs: "PodGroup ga: the server could not find" in json.dumps(jobs),
         group="elasticrun.dev",

@@ -1,104 +1,90 @@
 """An ElasticJob whole: the operator as the pod of its Deployment, with the rights it is given; its
-jobs' pods each a host with real agents and ranks."""
+jobs' pods each a host with real agents and ranks. Also in the cluster that
+ELASTICRUN_TEST_KUBECONFIG names, by an image with elasticrun[k8s] (ELASTICRUN_TEST_IMAGE)."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from elasticrun.testing.hosts import Lab
-from tests.harness import until_file
-from tests.kubernetes.cluster import Client, StandIn
+from tests.harness import await_true
+from tests.kubernetes.cluster import StandIn
+from tests.kubernetes.real import IMAGE, KUBECONFIG, AnyCluster, RealCluster
 from tests.kubernetes.server.kinds import Obj
+from tests.operator.test_operator import install, used_as_allowed
 
 pytestmark = pytest.mark.slow
 
-COMMAND = str(Path(sys.executable).with_name("elasticrun"))
-GROUP = "elasticrun.dev"
-OPERATOR = "system:serviceaccount:default:elasticrun-operator"
-
 
 @pytest.fixture
-def cluster(lab: Lab, tmp_path: Path) -> Iterator[StandIn]:
-    made = StandIn(tmp_path, lab=lab)
-    for name in ("n0", "n1", "n2"):
-        made.node(name, gpus=1)
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AnyCluster]:
+    made: AnyCluster
+    if KUBECONFIG:
+        if not IMAGE:
+            pytest.skip("ELASTICRUN_TEST_IMAGE names no image with elasticrun[k8s] in it")
+        made = RealCluster(Path(KUBECONFIG), tmp_path)
+    else:
+        made = StandIn(tmp_path, lab=request.getfixturevalue("lab"))
+        for name in ("n0", "n1", "n2"):
+            made.node(name)
     yield made
     made.close()
 
 
-@pytest.fixture
-def kubectl(cluster: StandIn) -> Client:
-    words = (COMMAND, "render", "operator", "--namespace=default", "--image=r/elasticrun:1")
-    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    kubectl = cluster.client()
-    kubectl("apply", "-f", "-", given=printed)
-    return kubectl
-
-
-def job(starts: Path, go: Path, **spec: object) -> str:
+def job(go: Path) -> str:
     """Its ranks say that they have started, and end when `go` is there."""
-    script = f'echo "$RANK of $WORLD_SIZE" >>{starts}; until [ -e {go} ]; do sleep 0.1; done'
-    one = {"name": "t", "image": "i", "command": ["elasticrun", "--no-python", "sh", "-c", script],
-           "resources": {"limits": {"nvidia.com/gpu": 1}}}  # fmt: skip
+    script = f'echo "$RANK of $WORLD_SIZE"; until [ -e {go} ]; do sleep 0.1; done'
+    one = {"name": "t", "image": IMAGE or "i",
+           "command": ["elasticrun", "--no-python", "sh", "-c", script]}  # fmt: skip
     return json.dumps({
-        "apiVersion": f"{GROUP}/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "tr"},
-        "spec": {"nodes": 2, "minNodes": 1, "template": {"spec": {"containers": [one]}}, **spec},
+        "apiVersion": "elasticrun.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "tr"},
+        "spec": {"nodes": 2, "minNodes": 1, "template": {"spec": {"containers": [one]}}},
     })  # fmt: skip
 
 
-def until_runs(cluster: StandIn, prefix: str, *, but: str) -> Obj:
-    """A pod that runs, and is another than the one with this uid."""
+def until_runs(cluster: AnyCluster, prefix: str, *, but: str = "") -> str:
+    """The name of a pod that runs, and has another uid than `but`."""
 
     def running(pods: list[Obj]) -> list[Obj]:
         return [p for p in pods if p["metadata"]["name"].startswith(prefix)
                 and p["status"]["phase"] == "Running" and p["metadata"]["uid"] != but]  # fmt: skip
 
-    return running(cluster.until("pods", running))[0]
+    name: str = running(cluster.until("pods", running))[0]["metadata"]["name"]
+    return name
 
 
-def test_training_goes_on_whatever_is_deleted(
-    cluster: StandIn, kubectl: Client, tmp_path: Path
-) -> None:
-    starts, go = tmp_path / "starts", tmp_path / "go"
-    kubectl("apply", "-f", "-", given=job(starts, go))
+def test_training_goes_on_whatever_is_deleted(cluster: AnyCluster, tmp_path: Path) -> None:
+    kubectl = install(cluster, deploy=True, image=IMAGE or "i")
+    go = tmp_path / "go"
+    kubectl("apply", "-f", "-", given=job(go))
 
-    def two(count: int) -> None:
-        whole = {"0 of 2", "1 of 2"}
-        until_file(starts, lambda text: set(text.splitlines()[-2:]) == whole
-                   and text.count("1 of 2") == count)  # fmt: skip
+    def starts(pod: str) -> int:
+        """How often its rank has begun, one of two."""
+        return sum(line.endswith(" of 2") for line in kubectl("logs", pod).splitlines())
 
-    two(1)
-    first = until_runs(cluster, "tr-1-", but="")
-    kubectl("delete", "pod", first["metadata"]["name"])
-    until_runs(cluster, "tr-1-", but=first["metadata"]["uid"])
-    two(2)
-    lives = starts.read_text()
+    def deleted(prefix: str, *how: str) -> str:
+        """Such a pod is; the name of the next."""
+        name = until_runs(cluster, prefix)
+        uid = kubectl("get", "pod", name, "-o", "jsonpath={.metadata.uid}")
+        kubectl("delete", "pod", name, *how)
+        return until_runs(cluster, prefix, but=uid)
 
-    operator = until_runs(cluster, "elasticrun-operator-", but="")["metadata"]["name"]
-    cluster.kill(operator)
-    master = until_runs(cluster, "tr-master-", but="")["metadata"]
-    kubectl("delete", "pod", master["name"])
-    until_runs(cluster, "tr-master-", but=master["uid"])
+    first, second = until_runs(cluster, "tr-0-"), until_runs(cluster, "tr-1-")
+    await_true(lambda: starts(first) == starts(second) == 1, "two ranks")
+    second = deleted("tr-1-")
+    await_true(lambda: (starts(first), starts(second)) == (2, 1), "two ranks again")
+
+    deleted("elasticrun-operator-", "--now")
+    deleted("tr-master-")
+    kubectl("wait", "ej/tr", "--for=condition=MasterReachable", "--timeout=100s")
     kubectl("wait", "ej/tr", "--for=condition=Training", "--timeout=100s")
-    assert starts.read_text() == lives, "no rank has noticed"
-
-    go.touch()
+    for pod in (first, second):
+        kubectl("exec", pod, "--", "sh", "-c", f"mkdir -p {go.parent}; touch {go}")
     kubectl("wait", "ej/tr", "--for=condition=Succeeded", "--timeout=100s")
-    assert starts.read_text() == lives
+    assert (starts(first), starts(second)) == (2, 1), "no rank has noticed"
     kubectl("delete", "ej", "tr")
     cluster.until("pods", lambda pods: not [p for p in pods if "tr-" in p["metadata"]["name"][:3]])
-    (role,) = cluster.objects("roles", "rbac.authorization.k8s.io")
-    allowed = {
-        (verb, group, what)
-        for rule in role["rules"]
-        for group in rule["apiGroups"]
-        for what in rule["resources"]
-        for verb in rule["verbs"]
-    }
-    assert cluster.used(OPERATOR) <= allowed
+    used_as_allowed(cluster)
