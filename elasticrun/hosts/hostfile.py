@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-MOST_BYTES: Final = 1024 * 1024
+MOST_CHARS: Final = 1024 * 1024
 """Of a host file."""
 
 _WORD = re.compile(
@@ -51,6 +51,8 @@ def listed(text: str) -> tuple[NamedHost, ...]:
 
 def in_file(text: str, path: str) -> tuple[NamedHost, ...]:
     """The hosts of a host file, one a line; `#` begins a comment. HostsError."""
+    if len(text) > MOST_CHARS:
+        raise HostsError(f"{path} has more than {MOST_CHARS} characters: that is no list of hosts")
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
         word, *keys = line.partition("#")[0].split() or [""]

@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any, Final, Self
 
 from elasticrun.hosts.far import CHUNK, GREETING, STREAMS
 from elasticrun.hosts.hostfile import NamedHost
-from elasticrun.system.network import names_this_host_only
+from elasticrun.system.network import is_this_host
 
 CONNECT_LIMIT: Final = 10
 """Seconds in which a host must answer."""
@@ -52,7 +51,7 @@ class Hopeless(Exception):
 
 def is_here(host: NamedHost) -> bool:
     """Whether it is this very host, which needs no ssh."""
-    return not host.user and (names_this_host_only(host.name) or host.name == socket.gethostname())
+    return not host.user and is_this_host(host.name)
 
 
 def command(host: NamedHost, ssh: Sequence[str]) -> list[str]:

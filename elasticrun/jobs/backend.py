@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
@@ -17,12 +18,17 @@ import msgspec
 from msgspec import Struct
 
 from elasticrun.jobs.rows import JobRow
-from elasticrun.runs.layout import MAX_BYTES, RunFolder, replace_file
+from elasticrun.runs.layout import (
+    CONSOLE,
+    MAX_BYTES,
+    SUBMITTED,
+    LocalAgent,
+    RunFolder,
+    replace_file,
+)
 from elasticrun.wire.messages import Reply, Request
 
-SUBMITTED: Final = "submitted.json"
 TOKEN: Final = "token"
-CONSOLE: Final = "console.log"
 
 OF_A_SUBMISSION: Final = (SUBMITTED, TOKEN, CONSOLE)
 
@@ -39,14 +45,6 @@ class Missing(NotDone):
     """The place has no such job."""
 
 
-class LocalAgent(Struct, frozen=True):
-    """One node of a job on this host. `started` is the kernel's start time of `pid`."""
-
-    node: str
-    pid: int
-    started: int
-
-
 class Submission(Struct, frozen=True, kw_only=True):
     """A job as it was submitted, and what carries it now."""
 
@@ -56,12 +54,12 @@ class Submission(Struct, frozen=True, kw_only=True):
     flags: tuple[str, ...] = ()  # of the launcher, the same on each node
     program: tuple[str, ...] = ()
     workdir: str = ""
-    env: dict[str, str] = {}  # beside the environment of who starts it
+    env: dict[str, str] = {}  # beside that of who starts it
     min_nodes: int = 1
     max_nodes: int = 1
     port: int = 0  # where the nodes of this host meet; 0: there is one node
-    agents: tuple[LocalAgent, ...] = ()  # under ssh: the process that follows them
-    boot_id: str = ""  # names the time for which their start times mean anything
+    agents: tuple[LocalAgent, ...] = ()  # as in `runs.layout.Starting`
+    boot_id: str = ""
     hosts: tuple[str, ...] = ()  # that ssh reaches, with users
     ssh: tuple[str, ...] = ()  # what reaches them
     script: str = ""  # for sbatch; objects of a cluster, as JSON
@@ -118,10 +116,14 @@ def write_submission(run: RunFolder, known: Submission) -> None:
 
 
 def make_token(run: RunFolder) -> Path:
-    """A fresh secret in the folder, for its owner alone, unless there is one. OSError."""
+    """A fresh secret in the folder, for its owner alone, unless there is one. OSError, also where
+    that one is another's or may be read by others."""
     path = run.path / TOKEN
-    if not path.exists():
+    if not os.path.lexists(path):
         replace_file(path, secrets.token_hex(32).encode() + b"\n")
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise OSError(f"{path} is not yours alone: remove it, and the job gets a fresh one")
     return path
 
 

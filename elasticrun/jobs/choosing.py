@@ -8,6 +8,7 @@ what runs here differ too much for a guess.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -15,11 +16,11 @@ from typing import Final
 from elasticrun.jobs.backend import Backend, NotDone, submission
 from elasticrun.jobs.kubernetes import KubernetesJobs
 from elasticrun.jobs.local import LocalJobs
-from elasticrun.jobs.rows import JobRow
+from elasticrun.jobs.rows import JobRow, row_of
 from elasticrun.jobs.slurm import SlurmJobs
 from elasticrun.jobs.ssh import SshJobs
-from elasticrun.runs.index import NoRun, find, runs_root
-from elasticrun.runs.layout import RunFolder
+from elasticrun.runs.index import NoRun, all_runs, find, runs_root
+from elasticrun.runs.layout import ENDED, RunFolder
 from elasticrun.wire.env import ON
 
 PLACES: Final = ("local", "ssh", "slurm", "k8s")
@@ -68,6 +69,19 @@ def place_of(run: RunFolder) -> str:
 def backend_of(run: RunFolder, environ: Mapping[str, str]) -> Backend:
     """The place of a job that is there. NotDone."""
     return backend(place_of(run), environ)
+
+
+def refuse_taken(root: Path, name: str, environ: Mapping[str, str]) -> None:
+    """NotDone where a job of this name lives. OSError."""
+    now = time.time()
+    known = [(run, job) for run in all_runs(root) if (job := run.job()) and job.name == name]
+    rows = [row_of(run, job, now) for run, job in known]
+    for row in by_their_places(rows, environ):
+        if row.state not in ENDED:
+            raise NotDone(
+                f"a job {name} is there already ({row.state}): choose another --name, or end that "
+                f"one by `elasticrun stop {name}`"
+            )
 
 
 def by_their_places(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[JobRow]:

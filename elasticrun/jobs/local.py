@@ -16,15 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from msgspec.structs import replace
 
 from elasticrun.core.words import names, some
 from elasticrun.jobs.backend import (
-    CONSOLE,
-    LocalAgent,
     NotDone,
     Submission,
     is_ours,
@@ -33,8 +30,7 @@ from elasticrun.jobs.backend import (
     write_submission,
 )
 from elasticrun.jobs.rows import JobRow
-from elasticrun.runs import layout
-from elasticrun.runs.layout import ENDED, RunFolder
+from elasticrun.runs.layout import CONSOLE, ENDED, LocalAgent, RunFolder
 from elasticrun.system.processes import boot_id, start_time
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 from elasticrun.wire.messages import Reply, Request
@@ -44,9 +40,6 @@ SECRETS: Final = ("ELASTICRUN_TOKEN", *GIT_USERNAMES, *GIT_PASSWORDS)
 
 LEAVE_LIMIT: Final = 600.0
 """Seconds that a job may take to save and leave, whatever its --departure-grace."""
-
-LAST_WORDS: Final = 4096
-"""Bytes at the end of what agents printed in which their last line is looked for."""
 
 END_LIMIT: Final = 60.0
 """Seconds from SIGTERM to SIGKILL of a job that is deleted."""
@@ -62,9 +55,8 @@ class LocalJobs:
     def submit(self, run: RunFolder, wanted: Submission) -> str:
         """One agent a node, all at once."""
         count = 1 if wanted.hosts else wanted.max_nodes
-        if count > 1:
-            wanted = replace(wanted, port=wanted.port or _free_port())
-        self._start(run, replace(wanted, agents=(), boot_id=boot_id()), count)
+        port = _free_port() if count > 1 else 0
+        self._start(run, replace(wanted, port=port, agents=()), count)
         nodes = f", with {count} agents as its nodes" if count > 1 else ""
         return f"job {wanted.name} is started on this host{nodes}"
 
@@ -76,9 +68,8 @@ class LocalJobs:
         if state == "succeeded":
             raise NotDone(f"job {known.name} has succeeded: submit it again to run it again")
         try:
-            (run.path / layout.RESULT).unlink(missing_ok=True)
-            if job := run.job():
-                run.write_job(replace(job, pid=0, started=0, formed=0.0, began=time.time()))
+            write_submission(run, replace(known, **this_process()))
+            run.begin_again()
         except OSError as wrong:
             raise NotDone(f"the run folder cannot be written: {wrong}") from None
         return self.submit(run, known)
@@ -151,22 +142,8 @@ class LocalJobs:
             raise NotDone(f"{command[0]} cannot be run: {wrong.strerror}") from None
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """By their run folders; one whose agents have ended before it began is lost, by what they
-        said last."""
-        return [self._begun(row) if row.state == "submitted" else row for row in rows]
-
-    def _begun(self, row: JobRow) -> JobRow:
-        run = RunFolder(Path(row.run))
-        try:
-            if not is_ours(run) or not submission(run).agents or living(run):
-                return row
-            with open(run.path / CONSOLE, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_WORDS))
-                said = file.read(LAST_WORDS).decode(errors="replace").split("\n")
-        except (NotDone, OSError):
-            return row
-        last = next((line for line in reversed(said) if line.strip()), "its agents have ended")
-        return replace(row, state="lost", reason=last.removeprefix("elasticrun: error: "))
+        """By their run folders."""
+        return list(rows)
 
     def _start(self, run: RunFolder, known: Submission, count: int) -> None:
         """So many agents more, on record before this returns. NotDone where none can be."""
@@ -176,7 +153,7 @@ class LocalJobs:
         try:
             for node in free[:count]:
                 started.append(self._agent(run, known, node))
-            write_submission(run, replace(known, agents=tuple(started), boot_id=boot_id()))
+                write_submission(run, replace(known, agents=tuple(started), boot_id=boot_id()))
         except OSError as wrong:
             _signal(started, signal.SIGTERM)
             raise NotDone(f"the job cannot be started: {wrong}") from None
@@ -227,16 +204,22 @@ def living(run: RunFolder) -> list[LocalAgent]:
     if is_ours(run):
         known = submission(run)
         host, name = known.host, known.name
-        found: Iterable[LocalAgent] = known.agents if known.boot_id == boot_id() else ()
+        found = [one for one in run.carriers() if one.node]
     elif job is not None and job.pid:
         host, name = job.host, job.name
-        found = [LocalAgent(job.host, job.pid, job.started)] if job.is_alive() else ()
+        found = [LocalAgent(job.host, job.pid, job.started)] if job.is_alive() else []
     else:
         submission(run)  # which says what is missing
         return []
     if host != own:
         raise NotDone(f"job {name} was started on {host}: type this there")
-    return [one for one in found if start_time(one.pid) == one.started]
+    return found
+
+
+def this_process() -> dict[str, Any]:
+    """Of a submission whose agents are not started yet: this process is to do it."""
+    own = LocalAgent("", os.getpid(), start_time(os.getpid()) or 0)
+    return {"agents": (own,), "boot_id": boot_id()}
 
 
 def _say(run: RunFolder, state: str, reason: str) -> None:

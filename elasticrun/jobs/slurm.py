@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from elasticrun.core.words import some
 from elasticrun.jobs.backend import NotDone, Submission, submission, write_submission
 from elasticrun.jobs.rows import JobRow
-from elasticrun.runs.layout import ENDED, RESULT, RunFolder, RunResult, replace_file
+from elasticrun.runs.layout import ENDED, RunFolder, RunResult, replace_file
 from elasticrun.wire.messages import Reply, Request
 
 SCRIPT: Final = "batch.sh"
@@ -74,9 +74,7 @@ class SlurmJobs:
             result = run.result()
             if result is not None and result.state == "succeeded":
                 raise NotDone(f"job {known.name} has succeeded: submit it again to run it again")
-            (run.path / RESULT).unlink(missing_ok=True)
-            if job := run.job():
-                run.write_job(replace(job, pid=0, formed=0.0, began=time.time()))
+            run.begin_again()
             return self.submit(run, known)
         if not queued.is_held:
             raise NotDone(f"job {known.name} is not suspended: Slurm has it as {queued.state}")

@@ -18,6 +18,7 @@ from elasticrun.jobs.backend import NotDone, Submission, submission
 from elasticrun.jobs.local import LocalJobs, living
 from elasticrun.jobs.rows import JobRow
 from elasticrun.runs.layout import RunFolder
+from elasticrun.system.network import is_this_host
 from elasticrun.wire.messages import Reply, Request
 
 
@@ -53,11 +54,14 @@ class SshJobs:
         self._here.end(run)
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
-        """By ssh, in the job's working directory; on the first host where none is named."""
+        """By ssh, in the job's working directory; on the first host where none is named. On this
+        very host as a child, as its agent is."""
         known = submission(run)
         found = [host for host in known.hosts if node in ("", host, host.rpartition("@")[2])]
         if not found:
             raise NotDone(f"job {known.name} has no host {node}: it has {names(known.hosts)}")
+        if is_this_host(found[0]):
+            return self._here.execute(run, "", command)
         terminal = ("-t",) if sys.stdin.isatty() else ()
         there = f"cd {shlex.quote(known.workdir)} && exec {shlex.join(command)}"
         words = [*known.ssh, *terminal, found[0], there]
@@ -79,6 +83,4 @@ def _by_process(row: JobRow) -> JobRow:
         runs = living(RunFolder(Path(row.run)))
     except NotDone:
         return row
-    if runs:
-        return replace(row, state="running")
-    return replace(row, state="lost", reason="the process that follows its agents has gone")
+    return replace(row, state="running") if runs else row

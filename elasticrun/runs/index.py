@@ -136,7 +136,7 @@ def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dic
 def keep_newest(root: Path) -> None:
     """Remove the oldest folders of ended jobs where there are more than MOST_ENDED. OSError."""
     now = time.time()
-    paths = sorted(_paths(root), key=lambda path: path.lstat().st_mtime, reverse=True)
+    paths = _paths(root)
     if len(paths) <= MOST_ENDED:
         return
     runs = [(path, RunFolder(path)) for path in paths]
@@ -149,7 +149,14 @@ def keep_newest(root: Path) -> None:
 def _paths(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
-    return [path for path in sorted(root.iterdir()) if _OURS.fullmatch(path.name)][-MAX_RUNS:]
+    ours = [path for path in root.iterdir() if _OURS.fullmatch(path.name)]
+    return sorted(ours, key=_changed, reverse=True)[:MAX_RUNS]
+
+
+def _changed(path: Path) -> float:
+    with contextlib.suppress(OSError):  # another prune was faster
+        return path.lstat().st_mtime
+    return 0.0
 
 
 def _remove(path: Path) -> None:

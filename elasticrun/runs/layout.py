@@ -23,12 +23,15 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import struct
+import time
 from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from elasticrun.core.sight.picture import EventRow, Goodput
 from elasticrun.system.processes import boot_id, start_time
@@ -43,6 +46,8 @@ LOGS: Final = "logs"
 AGENTS: Final = "agents"
 CHECKPOINTS: Final = "checkpoints"
 PREVIOUS: Final = "previous"
+SUBMITTED: Final = "submitted.json"
+CONSOLE: Final = "console.log"
 
 OF_A_RUN: Final = (JOB, EVENTS, PROGRESS, RESULT, ERROR, INCIDENTS, LOGS, AGENTS, CHECKPOINTS)
 """All that a run leaves. A folder that a person has named may hold other things beside it."""
@@ -57,9 +62,6 @@ MAX_BYTES: Final = 1024 * 1024
 
 LAST_BYTES: Final = 64 * 1024
 """From the end of a file in which its last row is looked for."""
-
-SUBMIT_LIMIT: Final = 60.0
-"""Seconds after which a job that was submitted on this host should have begun."""
 
 ENDED: Final = ("succeeded", "failed", "saved", "stopped", "lost")
 """States of jobs that run no more. Those before the end: submitted, waiting (for its nodes),
@@ -102,6 +104,22 @@ class JobRecord(Struct, frozen=True, kw_only=True):
         if self.boot_id and self.boot_id != boot_id():
             return False
         return start_time(self.pid) == self.started
+
+
+class LocalAgent(Struct, frozen=True):
+    """One node of a job on this host; without a name, the process that starts them. `started` is
+    the kernel's start time of `pid`."""
+
+    node: str
+    pid: int
+    started: int
+
+
+class Starting(Struct, frozen=True, kw_only=True):
+    """Of SUBMITTED, the processes of its host that carry the job."""
+
+    agents: tuple[LocalAgent, ...] = ()  # under ssh: the process that follows them
+    boot_id: str = ""  # names the time for which their start times mean anything
 
 
 class ShortRow(Struct, frozen=True):
@@ -181,8 +199,7 @@ class RunFolder:
         if job is None:
             return "lost"
         if not job.pid:
-            late = job.where == "local" and now - job.began > SUBMIT_LIMIT
-            return "lost" if late else "submitted"
+            return "lost" if self._is_left(job) else "submitted"
         if job.is_alive() is False and not self.is_held():
             return "lost"
         return "running" if job.formed else "waiting"
@@ -190,14 +207,35 @@ class RunFolder:
     def why_lost(self, job: JobRecord) -> str:
         """Of a lost job: what has ended it, as far as that is known, and what was heard last."""
         if not job.pid:
-            why = "it was submitted, and no launcher has begun"
-        elif job.boot_id and job.boot_id != boot_id():
+            return self._last_words() or "it was submitted, and no launcher has begun"
+        if job.boot_id and job.boot_id != boot_id():
             why = f"{job.host} was started anew while the job ran"
         else:
             why = f"its launcher, process {job.pid} of {job.host}, has gone and left no result"
         step, events = self.last_step(), self.events(0.0)
         why += f"; the last step it told was {step}" if step >= 0 else ""
         return why + (f"; last event: {events[-1].text}" if events else "")
+
+    def _last_words(self) -> str:
+        """The last line that launchers printed."""
+        with contextlib.suppress(OSError), open(self.path / CONSOLE, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
+            lines = file.read(LAST_BYTES).decode(errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "")
+            return last.removeprefix("elasticrun: error: ")
+        return ""
+
+    def _is_left(self, job: JobRecord) -> bool:
+        """Whether all that were to begin the job have gone, as far as this host can know."""
+        if job.where not in ("local", "ssh") or job.host != os.uname().nodename:
+            return False
+        return not self.carriers()
+
+    def carriers(self) -> list[LocalAgent]:
+        """The processes of this host that carry it, or are to start those, and live."""
+        known = self._read(SUBMITTED, Starting)
+        found = known.agents if known is not None and known.boot_id == boot_id() else ()
+        return [one for one in found if start_time(one.pid) == one.started]
 
     def last_step(self) -> int:
         """The newest step that was told; -1: none."""
@@ -231,6 +269,21 @@ class RunFolder:
                 return ""
             return file.read(MAX_BYTES).decode(errors="replace")
         return ""
+
+    def begin_again(self) -> None:
+        """Its job is to be started once more. OSError."""
+        (self.path / RESULT).unlink(missing_ok=True)
+        if job := self.job():
+            self.keep_incidents(job.attempt)
+            again = replace(job, pid=0, started=0, formed=0.0, began=time.time())
+            self.write_job(replace(again, attempt=job.attempt + 1))
+
+    def keep_incidents(self, attempt: int) -> None:
+        """Those of this start, before another counts from 1 again: 0007.json becomes 1-0007.json.
+        OSError."""
+        for path in list((self.path / INCIDENTS).glob("*.*")):
+            if path.stem.isdecimal():
+                path.rename(path.with_name(f"{attempt}-{path.name}"))
 
     def write_job(self, job: JobRecord) -> None:
         """In place of the one that is there; bytes of arguments and paths that are no text become
@@ -267,9 +320,9 @@ def hold(path: Path) -> int:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write it as a whole or not at all. OSError."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    """Write it as a whole or not at all, also where others may write. OSError."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
             file.write(data)

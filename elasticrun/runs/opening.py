@@ -104,6 +104,7 @@ def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool =
             known = ("began", "attempt", "formed", "git_commit", "versions", "endpoint")
             job = replace(job, **{name: getattr(before, name) for name in known})
         else:
+            folder.keep_incidents(before.attempt)
             job = replace(job, attempt=before.attempt + 1)
             (folder.path / layout.RESULT).unlink(missing_ok=True)
     opened = OpenRun(folder, job, lock)

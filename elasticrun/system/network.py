@@ -61,6 +61,11 @@ def names_this_host_only(host: str) -> bool:
     return host.lower().rstrip(".") in ("localhost", "ip6-localhost") or is_loopback(host)
 
 
+def is_this_host(host: str) -> bool:
+    """Whether that is a name of this host, as far as it shows without asking anybody."""
+    return names_this_host_only(host) or host == socket.gethostname()
+
+
 def mtu_to(address: str) -> int:
     """Largest packet in bytes that leaves for `address`: the interface's, or less where the way is
     known to take less. 0: there is no way, or the kernel does not tell."""

@@ -102,9 +102,13 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     begins = told(out, 2)[0]["start"]
     await_true(lambda: person.row("tr")["step"] > begins + 10, "snapshots of three")
 
+    reader = person.world.command(
+        [sys.executable, "-m", "elasticrun", "logs", "tr", "-f"], env=person.environ
+    )
     said = person.types("suspend", "tr")
     assert "job tr is suspended at step" in said
-    assert not person.world.survivors()
+    reader.until_text("this waits for its next start")
+    assert len(person.world.survivors()) == 1  # who reads
     assert person.row("tr")["state"] == "saved"
     assert starts(out, 0)[0] == 0
     lives = len(starts(out, 0))
@@ -112,8 +116,11 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     await_true(lambda: len(starts(out, 0)) > lives, "another life")
     assert starts(out, 0)[-1] > 0
     person.until("tr", state="running")
+    heads = [line for line in person.types("logs", "tr", "--all").splitlines() if "==" in line]
+    assert sum("attempt_0," in head for head in heads) == 2  # of each start
     before = max((folder / "ckpt").glob("step-*/.metadata"))
     assert "the job ends: stopped by" in person.types("stop", "tr", "--wait")
+    assert reader.wait() == 0
     person.world.nothing_left()
     assert max((folder / "ckpt").glob("step-*/.metadata")) > before  # it has saved first
 
@@ -140,7 +147,15 @@ signal.pause()
 def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Person) -> None:
     (person.world.scratch / "prints.py").write_text(PRINTS)
     script = str(person.world.scratch / "prints.py")
-    made = json.loads(person.types("submit", "-o", "json", "--nproc-per-node=2", "--", script))
+    words = ("submit", "-o", "json", "--nproc-per-node=2", "--", script)
+    racing = [
+        person.world.command([sys.executable, "-m", "elasticrun", *words], env=person.environ)
+        for _ in range(3)
+    ]
+    ended = {one.wait(): one for one in racing}
+    assert [one.wait() for one in racing].count(0) == 1  # the others are refused
+    assert "prints is" in ended[1].stderr
+    made = json.loads(ended[0].stdout)
     assert made["name"] == "prints"
     reader = person.world.command(
         [sys.executable, "-m", "elasticrun", "logs", "prints", "-f"], env=person.environ

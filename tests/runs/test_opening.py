@@ -45,10 +45,13 @@ def test_one_live_job_and_attempts_that_count(tmp_path: Path) -> None:
         begin(2)
     _end(first, "failed")
     (at / "events.jsonl").write_text("{}\n")
+    (at / "incidents").mkdir()
+    (at / "incidents/0001.json").touch()
     assert already(at) == ""
     second = begin(2)
     assert (second.job.attempt, second.folder.result()) == (2, None)
     second.close()
+    assert (at / "incidents/1-0001.json").exists()
     taken = begin(3, goes_on=True)  # a master that takes over: the same job
     assert (taken.job.attempt, taken.job.began) == (2, 2.0)
     _end(taken, "succeeded")
@@ -90,6 +93,9 @@ def test_one_that_was_submitted_is_the_same_job(tmp_path: Path) -> None:
     folder.write_job(JobRecord(name="train", began=1.0))
     run = open_named(tmp_path / "runs", _job(7), "0" * 8, tmp_path, fresh=False, goes_on=False)
     assert (run.job.attempt, run.job.began, run.job.pid) == (1, 1.0, 7)
+    folder.begin_again()  # resumed
+    assert (job := folder.job()) is not None
+    assert (job.attempt, job.pid) == (2, 0)
 
 
 def test_a_folder_without_a_list_of_runs(tmp_path: Path) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from elasticrun.runs import index
+from elasticrun.runs.claim import Claimed, claimed
 from elasticrun.runs.index import NoRun, all_runs, find, keep_newest, make_run, prune, runs_root
-from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
+from elasticrun.runs.layout import JobRecord, LocalAgent, RunFolder, RunResult, Starting
 from elasticrun.system.processes import boot_id, start_time
 
 HERE: dict[str, Any] = {
@@ -44,13 +47,31 @@ def _run(
         ({"formed": 1001.0, "boot_id": "an earlier start"}, "", "lost"),
         ({"formed": 1001.0, "boot_id": "another", "host": "elsewhere"}, "", "running"),
         ({"started": 1}, "failed", "failed"),
-        ({"pid": 0}, "", "submitted"),
-        ({"pid": 0, "began": 900.0}, "", "lost"),
-        ({"pid": 0, "began": 900.0, "where": "slurm"}, "", "submitted"),
+        ({"pid": 0, "where": "slurm"}, "", "submitted"),
     ],
 )
 def test_how_a_job_stands(tmp_path: Path, job: dict[str, Any], result: str, state: str) -> None:
     assert _run(tmp_path, "train", result, **job).state(1010.0) == state
+
+
+@pytest.mark.parametrize(
+    ("own", "state"),
+    [
+        ({}, "submitted"),  # however long it checks out code
+        ({"started": 1}, "lost"),
+        ({"boot_id": "an earlier start"}, "lost"),
+        ({"host": "elsewhere", "started": 1}, "submitted"),
+    ],
+)
+def test_a_job_that_has_not_begun_is_lost_when_its_processes_have_gone(
+    tmp_path: Path, own: dict[str, Any], state: str
+) -> None:
+    process = {**HERE, **own}
+    run = _run(tmp_path, "train", pid=0, host=process["host"])
+    agents = (LocalAgent("node0", os.getpid(), process["started"]),)
+    known = Starting(agents=agents, boot_id=process["boot_id"])
+    (run.path / "submitted.json").write_bytes(msgspec.json.encode(known))
+    assert run.state(1e9) == state
 
 
 @pytest.mark.parametrize(
@@ -154,6 +175,31 @@ def test_no_more_ended_ones_than_a_few(tmp_path: Path, monkeypatch: pytest.Monke
     left = {folder.path for folder in all_runs(tmp_path)}
     assert left == {running.path, runs[2].path, runs[3].path}
     assert foreign.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("before", "works"),
+    [
+        ((), True),
+        (("1 1 {boot} {host}",), True),  # another process has that pid
+        (("1 {started} an-earlier-start {host}", "none of ours"), True),
+        (("1 {started} {boot} {host}",), False),
+        (("1 1 {boot} elsewhere",), False),
+    ],
+)
+def test_a_name_is_claimed_by_one_process(
+    tmp_path: Path, before: tuple[str, ...], works: bool
+) -> None:
+    for number, whose in enumerate(before, start=1):
+        own = {"started": start_time(1), "boot": boot_id(), "host": HERE["host"]}
+        (tmp_path / f".a_b-claim-{number}").symlink_to(whose.format(**own))
+    has = False
+    with contextlib.suppress(Claimed), claimed(tmp_path, "a b"), claimed(tmp_path, "a"):
+        has = True
+        with pytest.raises(Claimed), claimed(tmp_path, "a b"):
+            pass
+    assert has == works
+    assert len(list(tmp_path.iterdir())) == (0 if works else len(before))
 
 
 def test_one_that_is_placed_is_listed_once(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from elasticrun.runs.layout import AGENTS
+from elasticrun.runs.layout import AGENTS, replace_file
 from elasticrun.system.processes import start_time
 from elasticrun.wire.messages import MAX_NODES
 from elasticrun.wire.types import dumps, loads
@@ -85,11 +85,8 @@ class LogNotes:
 
     def _write(self, kept: Path) -> None:
         kept.mkdir(mode=0o700, exist_ok=True)
-        file = kept / f"{int(self._run.began * 1e6):020d}-{self._run.pid}.json"
-        draft = file.with_suffix(".new")
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-            out.write(dumps(self._run))
-        draft.rename(file)
+        name = f"{int(self._run.began * 1e6):020d}-{self._run.pid}.json"
+        replace_file(kept / name, dumps(self._run).encode())
         most = MAX_NODES if kept.name == AGENTS else MOST_RUNS
         for old in sorted(kept.glob("*.json"))[:-most]:
             with contextlib.suppress(OSError):

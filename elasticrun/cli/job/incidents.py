@@ -72,18 +72,20 @@ def _rows(job: str, asked: Asked) -> tuple[Sequence[IncidentRow], str]:
         return read(folder.path / INCIDENTS, now), "".join(lost)
     master = find(job, trust.token(asked), trust.tls(asked))
     with asyncio.Runner() as runner:
-        picture = JobLine(master, runner).picture()
+        line = JobLine(master, runner)
+        picture = line.picture()
+    left = read(line.run.path / INCIDENTS, time.time()) if line.run is not None else []
+    earlier = [row for row in left if row.age > picture.status.age]  # of starts before this one
     verdict = picture.verdict
-    if verdict is None:
-        return picture.incidents, ""
-    return picture.incidents, f"held up now: {verdict.sentence}; {verdict.then}"
+    held = f"held up now: {verdict.sentence}; {verdict.then}" if verdict is not None else ""
+    return [*earlier, *picture.incidents], held
 
 
 def _shown(rows: Sequence[IncidentRow], number: int, now: str, *, as_text: bool) -> str:
     if not number:
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
         return table(rows, columns, now) if as_text else as_json(list(rows)) + "\n"
-    for row in rows:
+    for row in reversed(rows):  # each start counts from 1
         if row.number == number:
             return page(row) if as_text else as_json(row) + "\n"
     raise NotAnswered(f"there is no incident {number}: the job has {len(rows)}")

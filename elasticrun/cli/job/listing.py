@@ -109,6 +109,9 @@ def events(argv: Sequence[str]) -> int:
                 return 0
             job = name_of(picture.status.job_id, "")
             new = unseen(picture.events, last)
+            if not last and line.run is not None:  # of starts before this one
+                left = line.run.events(time.time())
+                new = [*(row for row in left if row.age > picture.status.age), *new]
             _print(new, ns)
             last = picture.events[-1].number if picture.events else last
             if not ns.follow or picture.status.outcome:

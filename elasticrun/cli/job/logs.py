@@ -29,9 +29,8 @@ from elasticrun.cli.job.deaths import RankFiles, ToldLife, deaths, tell
 from elasticrun.cli.jobs.listing import add_output, span
 from elasticrun.cli.settings import UsageError
 from elasticrun.core.words import nearest
-from elasticrun.jobs.backend import CONSOLE
 from elasticrun.runs import index
-from elasticrun.runs.layout import ENDED, RunFolder
+from elasticrun.runs.layout import CONSOLE, ENDED, RunFolder
 
 TAIL: Final = 20
 """Lines of each file where nobody has said how many."""
@@ -91,10 +90,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     variables = os.environ if environ is None else environ
     folder = _folder(variables, asked.job)
     try:
-        found = _runs(variables, asked.job, folder)
+        found = _runs(variables, asked, folder)
         while asked.follow and not found and folder is not None and not _is_over(folder):
             threading.Event().wait(LOOK_EVERY)  # until a rank has written
-            found = _runs(variables, asked.job, folder)
+            found = _runs(variables, asked, folder)
     except OSError as wrong:
         print(f"elasticrun logs: the user's folder cannot be read: {wrong}", file=sys.stderr)
         return 1
@@ -108,7 +107,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         return 1
     seen = _show(found, asked, folder or _folder(variables, found[0].job_id))
     if asked.follow:
-        _follow(found, asked, seen, partial(_runs, variables, asked.job, folder), folder)
+        _follow(found, asked, seen, partial(_runs, variables, asked, folder), folder)
     return 0
 
 
@@ -140,7 +139,7 @@ def _asked(argv: Sequence[str]) -> Wish:
     )
     text = "its name or id, or the beginning of its name; the newest one here"
     made.add_argument("job", nargs="?", metavar="JOB", default="", help=text)
-    text = "go on with what is written, until the job's agents here have ended"
+    text = "go on with what is written until the job has ended, over suspend and resume"
     made.add_argument("-f", "--follow", action="store_true", help=text)
     text = f"the last N lines of each file, 0 for all [{TAIL}; with --all: 0]"
     made.add_argument("--tail", metavar="N", type=int, default=None, help=text)
@@ -166,22 +165,31 @@ def _asked(argv: Sequence[str]) -> Wish:
     return Wish(ns.job, ns.follow, tail, ns.all, ns.rank, ns.node, since, as_json, grep)
 
 
-def _runs(environ: Mapping[str, str], job: str, folder: RunFolder | None) -> list[LoggedRun]:
-    """The newest run of the job, as all its agents know it: those of its run folder, or of this
-    host."""
-    known = whereabouts.runs_of(folder.path) if folder is not None else []
+def _runs(environ: Mapping[str, str], asked: Wish, folder: RunFolder | None) -> list[LoggedRun]:
+    """The newest start of the job as all its agents know it, or every one: those of its run folder,
+    or of this host, where an earlier job may have had the same name."""
+    job, known = asked.job, whereabouts.runs_of(folder.path) if folder is not None else []
+    if known and asked.everything:
+        return known
     if folder is not None and not known:
         record = folder.job()
         job = record.id if record is not None and record.id else job
     known = known or [run for run in whereabouts.runs(environ) if job in ("", run.job_id)]
-    newest = known[:1]
-    return [run for run in known if run.job_id == newest[0].job_id and _together(run, newest[0])]
+    own = [run for run in known if run.job_id == known[0].job_id]
+    return _starts(own)[-1] if own else []
 
 
-def _together(run: LoggedRun, newest: LoggedRun) -> bool:
-    """Whether it is of the same job, and not of an earlier one of the same name: it was there when
-    the newest agent began."""
-    return (run.is_here and run.is_alive) or _last_written(run) >= newest.began
+def _starts(runs: Iterable[LoggedRun]) -> list[list[LoggedRun]]:
+    """The agents of each start of the job, in order: one that begins when all before it have
+    written their last belongs to the next."""
+    starts: list[list[LoggedRun]] = []
+    last = 0.0
+    for run in sorted(runs, key=lambda run: run.began):
+        if not starts or run.began > last:
+            starts.append([])
+        starts[-1].append(run)
+        last = max(last, float("inf") if run.is_here and run.is_alive else _last_written(run))
+    return starts
 
 
 def _last_written(run: LoggedRun) -> float:
@@ -195,10 +203,11 @@ def _lives(
     runs: Iterable[LoggedRun], folder: RunFolder | None, *, everything: bool
 ) -> list[tuple[str, ToldLife]]:
     """The lives in order, each with its ranks: those that failed first, as they failed."""
-    found: dict[str, list[tuple[LoggedRun, LoggedLife]]] = {}
-    for run in runs:
-        for life in run.lives:
-            found.setdefault(life.folder, []).append((run, life))
+    found: dict[tuple[int, str], list[tuple[LoggedRun, LoggedLife]]] = {}
+    for start, agents in enumerate(_starts(runs)):
+        for run in agents:
+            for life in run.lives:
+                found.setdefault((start, life.folder), []).append((run, life))
     began_of = {name: min(life.began for _, life in parts) for name, parts in found.items()}
     ordered = sorted(found, key=lambda name: began_of[name])
     why = dict(zip(ordered, deaths(folder, [began_of[name] for name in ordered]), strict=True))
@@ -210,7 +219,7 @@ def _lives(
             for local_rank, rank in life.ranks.items()
         ]
         began = time.strftime("%F %T", time.localtime(began_of[name]))
-        shown.append((f"{name}, {began}", tell(ranks, why[name])))
+        shown.append((f"{name[1]}, {began}", tell(ranks, why[name])))
     return shown
 
 
@@ -289,26 +298,31 @@ def _follow(
     look: Callable[[], list[LoggedRun]],
     folder: RunFolder | None,
 ) -> None:
-    """Go on until all agents have ended: lines as they come, of lives that begin later too."""
+    """Go on until the job has ended: lines as they come, of lives that begin later too, also where
+    it was saved and is started again."""
     held: dict[Path, bytes] = {}
     for _, life in _lives(runs, None, everything=True):
         for path in (files.folder / stream for files in life.ranks for stream in STREAMS):
             if path not in seen and path.exists():
                 seen[path] = path.stat().st_size  # of an earlier life
-    waiting = threading.Event()
+    waiting, waits = threading.Event(), False
     while True:
-        ending = not any(run.is_alive for run in runs)
-        ending = ending or (folder is not None and _is_over(folder))
+        ending = _is_over(folder) if folder is not None else not any(run.is_alive for run in runs)
+        saved = ending and folder is not None and folder.state(time.time()) == "saved"
         runs = [run for run in look() if run.began >= min(old.began for old in runs)] or runs
         for _, life in _lives(filter(asked.takes, runs), None, everything=True):
             for files in life.ranks:
                 for stream in STREAMS if asked.rank in (None, files.rank) else ():
                     _go_on(files, files.folder / stream, seen, held, asked)
-                    if ending and (rest := held.get(files.folder / stream)):
+                    if ending and (rest := held.pop(files.folder / stream, b"")):
                         asked.write(files.rank, stream, filter(asked.wants, [rest]))
         sys.stdout.flush()
-        if ending:
+        if ending and not saved:
             break
+        if saved and not waits:
+            said = "elasticrun logs: the job is saved; this waits for its next start"
+            print(said, file=sys.stderr)
+        waits = saved
         waiting.wait(LOOK_EVERY)
 
 

@@ -16,13 +16,16 @@ from elasticrun.cli.job.asking import as_json
 from elasticrun.cli.trust import withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.jobs.backend import NotDone
-from elasticrun.jobs.choosing import backend_of, place_of
+from elasticrun.jobs.choosing import backend_of, place_of, refuse_taken
 from elasticrun.jobs.rows import DoneRow
+from elasticrun.runs.claim import Claimed, claimed
 from elasticrun.runs.index import NoRun, find, prune, runs_root
-from elasticrun.runs.layout import RunFolder
+from elasticrun.runs.layout import ENDED, RunFolder
 
 if TYPE_CHECKING:
     import argparse
+
+    from elasticrun.jobs.backend import Backend
 
 DOES: Final = {
     "suspend": "Have a job save a step and let go of what it runs on.",
@@ -48,12 +51,23 @@ def _do(verb: str, ns: argparse.Namespace) -> int:
     if verb == "suspend":
         said = place.suspend(run)
     elif verb == "resume":
-        said = place.resume(run)
+        said = _resume(run, place)
     else:
         said = _delete(run, keep=ns.keep_files)
     name = job.name if job else ns.job
     print(as_json(DoneRow(name=name, done=said, run_dir=where)) if ns.output == "json" else said)
     return EXIT_OK
+
+
+def _resume(run: RunFolder, place: Backend) -> str:
+    """One at a time, and not beside another job that has the name by now."""
+    job, root = run.job(), runs_root(os.environ)
+    if job is None or job.where == "k8s":
+        return place.resume(run)
+    with claimed(root, job.name):
+        if run.state(time.time()) in ENDED:
+            refuse_taken(root, job.name, withdraw())
+        return place.resume(run)
 
 
 def _delete(run: RunFolder, *, keep: bool) -> str:
@@ -119,7 +133,7 @@ def finished(do: Callable[[], int], prog: str = f"{PROG} submit") -> int:
     """Its exit code; 1 with a sentence where it cannot be done."""
     try:
         return do()
-    except NotDone as why:
+    except (NotDone, Claimed) as why:
         print(f"{prog}: {why}", file=sys.stderr)
     except OSError as wrong:
         if not wrong.filename:  # standard output

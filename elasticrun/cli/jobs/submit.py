@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from msgspec.structs import replace
+
 from elasticrun.cli import settings
 from elasticrun.cli.devices import shared_folder, this_machine
 from elasticrun.cli.flags import PROG, FlagHelp, Parser, add_group, get_args_parser
@@ -31,7 +33,6 @@ from elasticrun.cli.verbs import render, render_flags
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.jobs import choosing
 from elasticrun.jobs.backend import (
-    CONSOLE,
     TOKEN,
     Backend,
     NotDone,
@@ -39,12 +40,13 @@ from elasticrun.jobs.backend import (
     make_token,
     write_submission,
 )
-from elasticrun.jobs.local import meeting
-from elasticrun.jobs.rows import DoneRow, row_of
+from elasticrun.jobs.local import meeting, this_process
+from elasticrun.jobs.rows import DoneRow
 from elasticrun.render import checks, slurm
 from elasticrun.render.checks import Invalid
-from elasticrun.runs.index import all_runs, make_run, prune, run_path, runs_root
-from elasticrun.runs.layout import ENDED, RESULT, JobRecord, RunFolder, RunResult
+from elasticrun.runs.claim import claimed
+from elasticrun.runs.index import make_run, prune, run_path, runs_root
+from elasticrun.runs.layout import CONSOLE, ENDED, RESULT, JobRecord, RunFolder, RunResult
 from elasticrun.runs.opening import already, put_away
 from elasticrun.wire.env import ON
 
@@ -147,11 +149,8 @@ def _submit(
     root = runs_root(os.environ)
     ns.name = settings.name(ns.name, "--name") or Path(program[0]).name.removesuffix(".py")
     here = where != "k8s"  # its run folder and its working directory; else they are the pods'
-    if here:
-        _refuse_taken(root, ns.name)
     at = Path(ns.run_dir).absolute() if here and ns.run_dir else None
-    launch = secrets.token_hex(4)
-    run = RunFolder(at or run_path(root, ns.name, launch))
+    run = RunFolder(at or run_path(root, ns.name, secrets.token_hex(4)))
     if run.job() is not None and run.state(time.time()) not in ENDED:
         raise NotDone(f"another job runs in {run.path}: name another folder (--run-dir)")
     if here and ns.working_dir:
@@ -168,24 +167,37 @@ def _submit(
             say(said)
         return EXIT_OK
     known, place = wanted(ns, program, run.path, say)
+    if not here:  # the cluster knows which names are taken
+        said = _start(run, ns, known, place, root)
+    else:
+        with claimed(root, ns.name):
+            choosing.refuse_taken(root, ns.name, withdraw())
+            said = _start(run, ns, known, place, root)
+    _print(ns, run, where, said)
+    return EXIT_OK
+
+
+def _start(
+    run: RunFolder, ns: argparse.Namespace, known: Submission, place: Backend, root: Path
+) -> str:
+    """What its place says. NotDone."""
+    here = known.on != "k8s"
     try:
-        make_run(root, ns.name, launch, at)
+        make_run(root, ns.name, secrets.token_hex(4), run.path)
         if here and ns.fresh:
             put_away(run.path)
         (run.path / RESULT).unlink(missing_ok=True)
+        write_submission(run, replace(known, **this_process()))
         run.write_job(_record(known, ns))
-        write_submission(run, known)
-        if where == "slurm":
+        if known.on == "slurm":
             make_token(run)
     except OSError as wrong:
         raise NotDone(f"the run folder cannot be made: {wrong}") from None
     try:
-        said = place.submit(run, known)
+        return place.submit(run, known)
     except NotDone as why:
-        _give_up(run, str(why), fresh=at is None)
+        _give_up(run, str(why), fresh=not (here and ns.run_dir))
         raise
-    _print(ns, run, where, said)
-    return EXIT_OK
 
 
 def _give_up(run: RunFolder, why: str, *, fresh: bool) -> None:
@@ -194,18 +206,6 @@ def _give_up(run: RunFolder, why: str, *, fresh: bool) -> None:
         run.write_result(RunResult(state="failed", reason=why, ended=time.time()))
         if fresh:
             prune(run.path.parent, -86400.0, only={run.path})
-
-
-def _refuse_taken(root: Path, name: str) -> None:
-    now = time.time()
-    known = [(run, job) for run in all_runs(root) if (job := run.job()) and job.name == name]
-    rows = [row_of(run, job, now) for run, job in known]
-    for row in choosing.by_their_places(rows, withdraw()):
-        if row.state not in ENDED:
-            raise NotDone(
-                f"a job {name} is there already ({row.state}): choose another --name, or end that "
-                f"one by `{PROG} stop {name}`"
-            )
 
 
 def _of_this_host(

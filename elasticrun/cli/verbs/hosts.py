@@ -107,7 +107,7 @@ def _hosts(asked: Asked) -> tuple[hostfile.NamedHost, ...]:
             found = hostfile.listed(text)
         else:
             with open(path, encoding="utf-8") as file:
-                found = hostfile.in_file(file.read(hostfile.MOST_BYTES), path)
+                found = hostfile.in_file(file.read(hostfile.MOST_CHARS + 1), path)
     except hostfile.HostsError as wrong:
         raise UsageError(str(wrong), EXIT_USAGE) from None
     except (OSError, UnicodeDecodeError) as wrong:

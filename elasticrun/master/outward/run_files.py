@@ -225,8 +225,8 @@ def _typed(path: Path) -> Path:
 
 
 def read(folder: Path, now: float) -> list[IncidentRow]:
-    """All records in it, by number; what cannot be read is left out. `now`: seconds since 1970, to
-    which their ages are brought."""
+    """All records in it, the oldest first; what cannot be read is left out. `now`: seconds since
+    1970, to which their ages are brought."""
     rows = []
     with contextlib.suppress(OSError):
         for path in sorted(folder.glob("[0-9]*.json")):
@@ -234,4 +234,4 @@ def read(folder: Path, now: float) -> list[IncidentRow]:
                 row = msgspec.json.decode(path.read_bytes(), type=IncidentRow)
                 since = max(0.0, now - path.stat().st_mtime)
                 rows.append(replace(row, age=row.age + since))
-    return sorted(rows, key=lambda row: row.number)
+    return sorted(rows, key=lambda row: -row.age)

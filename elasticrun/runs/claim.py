@@ -1,0 +1,77 @@
+"""One process at a time starts a job of a name.
+
+A claim is a symbolic link beside the run folders, whose text says whose it is: of several that make
+one at the same moment, on NFS too, the file system lets one. A claim whose process was killed is in
+nobody's way: the next one has a higher number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from elasticrun.system.processes import boot_id, start_time
+
+FAR_LIMIT: Final = 600.0
+"""Seconds for which a claim of another host is believed: whether its process lives is not known."""
+
+
+class Claimed(Exception):
+    """Another process is at it; the text is a sentence."""
+
+
+@contextlib.contextmanager
+def claimed(root: Path, name: str) -> Iterator[None]:
+    """Within it no other process starts a job of this name. Claimed. Where nothing can be written
+    below `root`, all may."""
+    stem = f".{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-claim-"
+    before = _claims(root, stem)
+    own = root / f"{stem}{max(before, default=0) + 1}"
+    _refuse_others(before, name)
+    with contextlib.suppress(OSError):
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    whose = f"{os.getpid()} {start_time(os.getpid())} {boot_id()} {os.uname().nodename}"
+    try:
+        own.symlink_to(whose)
+    except FileExistsError:
+        raise _taken(name) from None
+    except OSError:
+        yield
+        return
+    try:
+        after = _claims(root, stem)
+        _refuse_others({number: path for number, path in after.items() if path != own}, name)
+        yield
+    finally:
+        for path in (*before.values(), own):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _claims(root: Path, stem: str) -> dict[int, Path]:
+    numbers = re.compile(re.escape(stem) + r"(\d{1,9})")
+    with contextlib.suppress(OSError):
+        found = [(numbers.fullmatch(name), name) for name in os.listdir(root)]
+        return {int(number[1]): root / name for number, name in found if number}
+    return {}
+
+
+def _refuse_others(claims: dict[int, Path], name: str) -> None:
+    for path in claims.values():
+        with contextlib.suppress(OSError, ValueError):  # it is let go of at this moment
+            pid, started, boot, host = os.readlink(path).split(" ", 3)
+            if host != os.uname().nodename:
+                lives = time.time() - path.lstat().st_mtime < FAR_LIMIT
+            else:
+                lives = boot == boot_id() and str(start_time(int(pid))) == started
+            if lives:
+                raise _taken(name, f" (process {pid} of {host})")
+
+
+def _taken(name: str, whose: str = "") -> Claimed:
+    return Claimed(f"a job {name} is being started at this moment{whose}")
