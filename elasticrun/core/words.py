@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 NAMED = 4
@@ -35,6 +36,13 @@ def of_spares(reason: str, nodes: Sequence[str]) -> str:
     """What these are told, for others."""
     are = "nodes {} are spares" if len(nodes) > 1 else "node {} is a spare"
     return f"{are.format(names(nodes))}: {reason.removeprefix(SPARE)}"
+
+
+def index_of(word: str) -> str:
+    """The index of the node that Arena calls so: `JOB-master-0` is 0, `JOB-worker-0` is 1; any
+    other word as it is."""
+    found = re.fullmatch(r".+-(?:master-0|worker-(\d{1,6}))", word)
+    return word if found is None else str(int(found[1]) + 1 if found[1] else 0)
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

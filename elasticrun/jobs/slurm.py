@@ -29,8 +29,8 @@ LEAVE_LIMIT: Final = 600.0
 LOOK_EVERY: Final = 0.5
 """Seconds between two looks at the queue, which tells nobody of itself."""
 
-FORM: Final = "%i|%T|%D|%r"
-"""Of squeue's lines, the same in all versions: number, state, nodes, reason."""
+FORM: Final = "%i|%T|%D|%S|%r"
+"""Of squeue's lines, the same in all versions: number, state, nodes, when it began, reason."""
 
 
 class Queued(NamedTuple):
@@ -38,6 +38,7 @@ class Queued(NamedTuple):
 
     state: str
     nodes: int
+    began: str  # local time, as in 2026-11-26T02:34:05
     reason: str
 
     @property
@@ -101,6 +102,8 @@ class SlurmJobs:
         if queued.state == "PENDING":
             self._call("scontrol", "hold", known.number)
             return f"job {known.name} is held before it has begun; {again}"
+        if (state := run.state(time.time())) in ("succeeded", "failed", "stopped"):
+            raise NotDone(f"job {known.name} has ended: {state}")
         self._call("scontrol", "requeuehold", known.number)
         if not self._until(known.number, lambda now: now is None or now.is_held, LEAVE_LIMIT):
             raise NotDone(f"job {known.name} is leaving yet: elasticrun list shows it")
@@ -138,7 +141,7 @@ class SlurmJobs:
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """By squeue; as they are where it cannot be asked."""
-        if all(row.state in ("succeeded", "failed", "stopped") for row in rows):
+        if all(row.state in ("succeeded", "stopped") for row in rows):  # Slurm may requeue others
             return list(rows)
         try:
             queue = self._queue()
@@ -152,9 +155,9 @@ class SlurmJobs:
         """Our jobs that have not ended, by number."""
         found = {}
         for line in self._call("squeue", "--me", "-h", "-o", FORM).splitlines():
-            number, state, nodes, reason = (line.split("|", 3) + [""] * 3)[:4]
+            number, state, nodes, began, reason = (line.split("|", 4) + [""] * 4)[:5]
             count = int(nodes) if nodes.isdecimal() else 0
-            found[number] = Queued(state, count, reason)
+            found[number] = Queued(state, count, began, reason)
         return found
 
     def _until(self, number: str, good: Callable[[Queued | None], bool], limit: float) -> bool:
@@ -209,4 +212,6 @@ def _by_queue(row: JobRow, queue: Mapping[str, Queued]) -> JobRow:
     if queued.state == "PENDING":
         return replace(row, state="submitted", reason=f"waits in Slurm: {queued.reason}")
     begins = row.state in ("saved", "lost", "submitted")  # once more, or for the first time
-    return replace(row, state="waiting") if begins else row
+    if row.state == "failed" and (result := RunFolder(Path(row.run)).result()):
+        begins = queued.began > time.strftime("%FT%T", time.localtime(result.ended))
+    return replace(row, state="waiting", reason="") if begins else row

@@ -275,7 +275,7 @@ class RunFolder:
         (self.path / RESULT).unlink(missing_ok=True)
         if job := self.job():
             self.keep_incidents(job.attempt)
-            again = replace(job, pid=0, started=0, formed=0.0, began=time.time())
+            again = replace(job, pid=0, started=0, formed=0.0, began=time.time(), endpoint="")
             self.write_job(replace(again, attempt=job.attempt + 1))
 
     def keep_incidents(self, attempt: int) -> None:

@@ -427,6 +427,7 @@ def test_whose_log_is_meant() -> None:
     assert chosen(pods, LogWish(everything=True)) == [old, new, one]
     assert chosen(pods, LogWish(node="master")) == [master]
     assert chosen(pods, LogWish(node="0")) == [old, new]
+    assert chosen(pods, LogWish(node="a-worker-0")) == [one]
     failed = [a_pod("a-0-000", "0", "Failed", 1), a_pod("a-1-0", "1", "Failed", 1)]
     assert chosen(failed, LogWish()) == failed[1:]
     told = [replace(failed[0], blames="a-0-000"), failed[1]]

@@ -167,7 +167,9 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
     assert person.row("prints")["state"] == "stopped"
     (line,) = person.types("logs", "pri", "--rank=1", "-o", "json").splitlines()
     assert json.loads(line) == {"rank": 1, "stream": "stdout", "line": "rank 1 is here"}
-    assert person.types("logs", "prints", "--node=elsewhere") == ""
+    for node in ("0", "prints-master-0"):
+        assert "rank 1 is here" in person.types("logs", "prints", "-i", node, "-t", "1")
+    assert "there is no node elsewhere" in person.hears("logs", "prints", "--node=elsewhere")[1]
     assert "did you mean prints?" in person.hears("logs", "prnts")[1]
     (console,) = Path(made["run_dir"]).glob("console.log")
     assert "rank 0 is here" not in console.read_text()

@@ -7,11 +7,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from elasticrun.core.words import index_of, names, nearest
 from elasticrun.runs.layout import AGENTS, replace_file
 from elasticrun.system.processes import start_time
 from elasticrun.wire.messages import MAX_NODES
@@ -50,6 +51,10 @@ class LoggedRun:
     lives: tuple[LoggedLife, ...] = ()
     host: str = ""  # "": this one
     node: str = ""  # the agent's, in the job
+
+    def first_rank(self) -> int:
+        """Of the newest life's ranks the first; many where there is none."""
+        return min(self.lives[-1].ranks.values(), default=MAX_NODES) if self.lives else MAX_NODES
 
     @property
     def is_here(self) -> bool:
@@ -91,6 +96,22 @@ class LogNotes:
         for old in sorted(kept.glob("*.json"))[:-most]:
             with contextlib.suppress(OSError):
                 old.unlink()
+
+
+def one_of(known: Sequence[LoggedRun], word: str) -> LoggedRun | None:
+    """The agent of the node that a person means: by its name, its host's, or its index."""
+    for one in known:
+        if word in (one.node, one.host):
+            return one
+    nodes = {one.node: one for one in sorted(known, key=LoggedRun.first_rank)}
+    at = index_of(word)
+    return [*nodes.values()][int(at)] if at.isdecimal() and int(at) < len(nodes) else None
+
+
+def no_node(word: str, known: Sequence[LoggedRun]) -> str:
+    """The sentence where there is none."""
+    found = sorted({one.node or one.host for one in known})
+    return f"there is no node {word}{nearest(word, found)}: there is {names(found)}"
 
 
 def runs(environ: Mapping[str, str]) -> list[LoggedRun]:

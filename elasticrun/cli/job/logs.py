@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -100,11 +100,21 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     if not found and folder is not None and (folder.path / CONSOLE).exists():
         asked.write(-1, CONSOLE, _read(folder.path / CONSOLE, asked)[1])
         return 0
+    if not found and folder is not None and folder.state(time.time()) == "submitted":
+        words = f"job {asked.job} has not begun; elasticrun status {asked.job} says why"
+        print(f"elasticrun logs: {words}", file=sys.stderr)
+        return 1
     if not found:
         what = f"job {asked.job}" if asked.job else "any job of yours"
         words = f"there are no log files of {what} on this host; --tee or --redirects writes them"
         print(f"elasticrun logs: {words}{_hint(variables, asked.job)}", file=sys.stderr)
         return 1
+    if asked.node:
+        meant = whereabouts.one_of(found, asked.node)
+        if meant is None:
+            print(f"elasticrun logs: {whereabouts.no_node(asked.node, found)}", file=sys.stderr)
+            return 1
+        asked = replace(asked, node=asked.node if asked.node == meant.host else meant.node)
     seen = _show(found, asked, folder or _folder(variables, found[0].job_id))
     if asked.follow:
         _follow(found, asked, seen, partial(_runs, variables, asked, folder), folder)
@@ -142,11 +152,12 @@ def _asked(argv: Sequence[str]) -> Wish:
     text = "go on with what is written until the job has ended, over suspend and resume"
     made.add_argument("-f", "--follow", action="store_true", help=text)
     text = f"the last N lines of each file, 0 for all [{TAIL}; with --all: 0]"
-    made.add_argument("--tail", metavar="N", type=int, default=None, help=text)
+    made.add_argument("-t", "--tail", metavar="N", type=int, default=None, help=text)
     made.add_argument("--rank", metavar="R", type=int, default=None, help="of this rank only")
     text = "of all lives, in order, and not of the newest only"
     made.add_argument("--all", action="store_true", help=text)
-    made.add_argument("--node", metavar="X", default="", help="of the ranks on this node only")
+    text = "of the ranks on this node only: its name, its host's, or its index"
+    made.add_argument("-i", "--node", "--instance", metavar="X", default="", help=text)
     text = "only files that were written to in that time: 90s, 5m, 12h, 7d"
     made.add_argument("--since", metavar="AGE", default="", help=text)
     add_output(made)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.agent.logs.whereabouts import runs_of
+from elasticrun.agent.logs.whereabouts import no_node, one_of, runs_of
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.job.asking import as_json
 from elasticrun.cli.trust import withdraw
@@ -96,7 +96,7 @@ def execute(argv: Sequence[str]) -> int:
     )
     made.add_argument("job", metavar="JOB", help="its name, or the beginning of it")
     text = "its name or host, as elasticrun status shows them; the first one where none is named"
-    made.add_argument("--node", default="", metavar="NODE", help=text)
+    made.add_argument("-i", "--node", "--instance", default="", metavar="NODE", help=text)
     ns = made.parse_args(argv[:at])
     command = list(argv[at + 1 :])
     if not command:
@@ -104,9 +104,12 @@ def execute(argv: Sequence[str]) -> int:
 
     def run_it() -> int:
         run = run_of(ns.job)
-        node = ns.node
-        if place_of(run) == "slurm":  # which knows hosts, and not the names of a job's nodes
-            node = next((one.host for one in runs_of(run.path) if one.node == node), node)
+        node, known = ns.node, runs_of(run.path)
+        if node and known and place_of(run) == "slurm":  # which knows hosts alone
+            meant = one_of(known, node)
+            if meant is None:
+                raise NotDone(no_node(node, known))
+            node = meant.host
         code = backend_of(run, withdraw()).execute(run, node, command)
         return code if code >= 0 else 128 - code  # by a signal, as a shell has it
 

@@ -36,7 +36,7 @@ from elasticrun.jobs.choosing import by_their_places
 from elasticrun.jobs.line import NotAnswered, master_of
 from elasticrun.jobs.rows import JobRow, live_row, row_of
 from elasticrun.runs import index
-from elasticrun.runs.layout import ENDED, RunFolder
+from elasticrun.runs.layout import ENDED, JobRecord, RunFolder
 
 TITLES: Final = ("NAME", "STATE", "NODES", "STEP", "RESTARTS", "AGE", "WHERE")
 
@@ -146,12 +146,8 @@ def shown(row: JobRow) -> tuple[str, ...]:
     )
 
 
-def left_lines(folder: RunFolder) -> list[str]:
+def left_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]:
     """What a job has left that does not run here, for people."""
-    job = folder.job()
-    if job is None:
-        return [f"{folder.path} says nothing of a job"]
-    (row,) = by_their_places([row_of(folder, job, time.time())], os.environ)
     said = {
         "outcome": row.reason,
         "command": " ".join(job.command),
@@ -160,7 +156,7 @@ def left_lines(folder: RunFolder) -> list[str]:
     }
     told = [*lines(TITLES, [shown(row)], COLUMNS), ""]
     told += [f"{name}: {text}" for name, text in said.items() if text]
-    if (error := folder.error(since=job.began)) and row.state != "succeeded":
+    if row.state in ("failed", "saved", "lost") and (error := folder.error(since=job.began)):
         told += ["", *error.rstrip("\n").split("\n")]
     return told
 

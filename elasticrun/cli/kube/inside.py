@@ -81,7 +81,7 @@ def execute(words: Sequence[str]) -> int:
     )
     made.add_argument("job", metavar="JOB", help="its name, or the beginning of it")
     text = "its index, or the name of its pod or of the cluster's node [default: the first]"
-    made.add_argument("--node", default="", metavar="NODE", help=text)
+    made.add_argument("-i", "--node", "--instance", default="", metavar="NODE", help=text)
     add_cluster(made)
     ns = made.parse_args(words[:at])
     command = list(words[at + 1 :])

@@ -29,13 +29,13 @@ def add_flags(made: Parser) -> None:
     text = "go on with what is printed, also by pods that come later, until the job is over"
     made.add_argument("-f", "--follow", action="store_true", help=text)
     text = f"the last N lines of each pod, 0 for all [{TAIL}; with --all: 0]"
-    made.add_argument("--tail", metavar="N", type=int, default=None, help=text)
+    made.add_argument("-t", "--tail", metavar="N", type=int, default=None, help=text)
     text = "only what was printed in that time: 90s, 5m, 12h, 7d"
     made.add_argument("--since", metavar="AGE", default="", help=text)
     text = "lines of this rank, where they carry its number (--tee, --run-dir)"
     made.add_argument("--rank", metavar="R", type=int, default=-1, help=text)
     text = "of this node: its index, or the name of its pod or of the cluster's node"
-    made.add_argument("--node", metavar="X", default="", help=text)
+    made.add_argument("-i", "--node", "--instance", metavar="X", default="", help=text)
     made.add_argument("--all", action="store_true", help="of all pods, also of earlier ones")
     text = "only lines in which this regular expression is found"
     made.add_argument("--grep", metavar="RE", default="", help=text)

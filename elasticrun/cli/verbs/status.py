@@ -222,6 +222,12 @@ def _named(job: str) -> Published | None:
     return None
 
 
+def _ours(job: str, token: str, files: Tls | None) -> Question | None:
+    """The master of a job that we know, here or elsewhere."""
+    named = _named(job)
+    return question_to(named, token, files) if named else _away(job, files)
+
+
 def _away(job: str, files: Tls | None) -> Question | None:
     """The master of a job that runs on another host, as its run folder knows it."""
     from elasticrun.jobs.line import NotAnswered, master_of
@@ -245,9 +251,9 @@ def _no_job(job: str) -> str:
     return f"there is no job {job} here{hint} (a master elsewhere is named by host:port)"
 
 
-def _left(job: str, *, as_json: bool, ended: bool = False) -> bool:
-    """Print what the run folder says of a job that does not run here; whether there is one.
-    `ended`: only of one that has."""
+def _left(job: str, *, as_json: bool, unheard: bool = False) -> bool:
+    """Print what the run folder, and the job's place, say of one that does not run here; whether
+    there is one. `unheard`: its master was asked and is silent; not of one that should run."""
     from elasticrun.cli.jobs.listing import left_lines
     from elasticrun.jobs.choosing import by_their_places
 
@@ -255,16 +261,18 @@ def _left(job: str, *, as_json: bool, ended: bool = False) -> bool:
         folder = index.find(index.runs_root(os.environ), job)
     except (OSError, index.NoRun):
         return False
-    if ended and folder.state(time.time()) not in ENDED:
-        return False
     record = folder.job()
-    if as_json and record is not None:
-        (row,) = by_their_places([row_of(folder, record, time.time())], os.environ)
+    if record is None:
+        return False
+    (row,) = by_their_places([row_of(folder, record, time.time())], os.environ)
+    if unheard and row.state in ("waiting", "running"):
+        return False
+    if as_json:
         result = folder.result()
         page = page_of(row, exit_code=result.exit_code if result else None)
         print(json.dumps(msgspec.to_builtins(page), indent=1))
     else:
-        print(*left_lines(folder), sep="\n")
+        print(*left_lines(folder, record, row), sep="\n")
     return True
 
 
@@ -458,12 +466,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         raise UsageError("--master-store: name the job by --rdzv-id")
     files, token = trust.tls(asked), trust.token(asked)
     here = not (ns.endpoint or store)
+    ours = _ours(ns.endpoint, token, files) if ns.endpoint else None
     try:
         with asyncio.Runner() as runner:  # one loop: grpc.aio does not take well to a second one
-            if ns.endpoint and (named := _named(ns.endpoint)):
-                questions = [question_to(named, token, files)]
-            elif ns.endpoint and (away := _away(ns.endpoint, files)):
-                questions = [away]
+            if ours:
+                questions = [ours]
             elif ns.endpoint and ":" not in ns.endpoint and _left(ns.endpoint, as_json=ns.json):
                 return 0
             elif ns.endpoint:
@@ -479,9 +486,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         return 1
     silent = [sentence for _, sentence in unheard]
     if silent and ns.endpoint and ":" not in ns.endpoint:
-        if _left(ns.endpoint, as_json=ns.json, ended=True):  # while it was asked
+        if _left(ns.endpoint, as_json=ns.json, unheard=True):
             return 0
-        silent = [f"{_no_job(ns.endpoint)}; {silent[0].partition(TO_FIND_OUT)[0]}"]
+        if not ours:
+            silent = [f"{_no_job(ns.endpoint)}; {silent[0].partition(TO_FIND_OUT)[0]}"]
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     runs = {str(one.endpoint): one.run for one in questions}

@@ -192,7 +192,8 @@ class Draining:
         group = self._group
         self.cause = event
         self._may_be_said_again(event, now)
-        self._asked = -1
+        if self._asked <= self._written:  # of an earlier departure; else it is for this one, too
+            self._asked = -1
         group.deadlines.arm("departing", now + self._grace)
         what = "this node leaves when its ranks have saved a step"
         group.reason = f"received {event.name}: {what}"

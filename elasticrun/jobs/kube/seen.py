@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+from elasticrun.core.words import index_of
 from elasticrun.jobs.rows import JobRow
 from elasticrun.operator.crd import GROUP, KIND, Json
 from elasticrun.operator.objects import INDEX, JOB, MASTER, ROLE, moment
@@ -226,7 +227,9 @@ class SeenPod:
         return self.phase == "Failed" and self.code not in (None, 0) and not self.leaving
 
     def is_called(self, word: str) -> bool:
-        """Whether a person may mean it by this: its index, its name, its host's or its node's."""
+        """Whether a person may mean it by this: its index, its name, its host's or its node's;
+        `JOB-master-0` is the pod of the job's master where there is one."""
+        word = index_of(word) if "-worker-" in word else word
         return word in (self.index, self.name, self.host, self.node)
 
 
