@@ -38,13 +38,14 @@ class Subject:
 
     nproc: ranks on this node, 0: not known. ranks: of the whole job at its largest, as far as is
     known. several: whether the job has more nodes than this one. accelerator: its name, "" for the
-    one that is found. starts: an agent starts now, to which processes that the kernel has killed
-    before are no matter."""
+    one that is found. data: folders by the names of --data. starts: an agent starts now, to which
+    processes that the kernel has killed before are no matter."""
 
     nproc: int = 0
     ranks: int = 1
     several: bool = False
     folders: tuple[JobFolder, ...] = ()
+    data: Mapping[str, str] = field(default_factory=dict)
     accelerator: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
     starts: bool = False
@@ -56,6 +57,7 @@ def checks(subject: Subject) -> list[Checks]:
     return [
         Checks(software.CHECK, software.examine),
         *(_disk(folder) for folder in subject.folders),
+        *(_data(name, path) for name, path in subject.data.items()),
         Checks(resources.SHM, lambda: resources.examine_shm(subject.nproc)),
         Checks("limits", lambda: resources.examine_limits(subject.ranks)),
         Checks(resources.CORES, lambda: resources.examine_cores(subject.nproc, environ)),
@@ -70,6 +72,10 @@ def _disk(folder: JobFolder) -> Checks:
     # A rank that touches a hanging file system cannot even be killed.
     late = Level.FAILED if folder.needed else Level.WARNING
     return Checks(folder.check, lambda: disk.examine(folder), late=late)
+
+
+def _data(name: str, path: str) -> Checks:
+    return Checks(f"data, {name}", lambda: disk.examine_data(name, path), late=Level.FAILED)
 
 
 def _accelerator(subject: Subject) -> Iterable[Finding]:

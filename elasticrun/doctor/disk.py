@@ -12,6 +12,7 @@ from typing import Final
 
 from elasticrun.doctor.verdict import GIB, MIB, amount, failed, ok, warning
 from elasticrun.wire.types import Finding
+from elasticrun.wire.user_folder import network_file_system
 
 BLOCK: Final = 4096
 """Bytes written to see whether the folder takes any: a quota shows nowhere else."""
@@ -102,6 +103,24 @@ def examine(folder: JobFolder) -> list[Finding]:
     if free < folder.little or (inodes is not None and inodes < FEW_INODES):
         return [warning(folder.check, seen, todo)]
     return [ok(folder.check, seen)]
+
+
+def examine_data(name: str, path: str) -> list[Finding]:
+    """Whether a folder of --data can be read here, and who else sees it. Blocks as long as the file
+    system does."""
+    check, todo = f"data, {name}", "mount it on this host, or name another folder (--data)"
+    if not os.path.isdir(path):
+        return [failed(check, f"there is no folder {path}", todo)]
+    if not os.access(path, os.R_OK | os.X_OK):
+        return [failed(check, f"{path} may not be read", "let this user read it")]
+    with os.scandir(path) as inside:
+        if next(inside, None) is None:
+            return [warning(check, f"{path} is empty", todo)]
+    found, network = os.statvfs(path), network_file_system(Path(path))
+    may = "written to" if os.access(path, os.W_OK) else "read, not written to"
+    seen = f"{path} may be {may}; {amount(found.f_bavail * found.f_frsize)} are free; "
+    whose = f"on {network}" if network else "on a disk of this host: other nodes have their own"
+    return [ok(check, seen + whose)]
 
 
 def _existing(path: Path) -> Path:

@@ -49,6 +49,29 @@ def test_a_file_system_of_its_own(
     assert "--log-dir" in only.todo or state is Level.OK
 
 
+@pytest.mark.parametrize(
+    ("setup", "state", "said"),
+    [
+        ("touch '{place}/a'", Level.OK, "may be written to"),
+        ("touch '{place}/a'; mount -o remount,ro '{place}'", Level.OK, "read, not written to"),
+        ("", Level.WARNING, "is empty"),
+        ("umount '{place}'; rmdir '{place}'", Level.FAILED, "there is no folder"),
+    ],
+)
+def test_a_folder_of_data(tmp_path: Path, setup: str, state: Level, said: str) -> None:
+    place = tmp_path / "data"
+    place.mkdir()
+    code = f"""
+from elasticrun.doctor.disk import examine_data
+found = examine_data("corpus", {str(place)!r})
+"""
+    first = f"mount -t tmpfs -o size=1m tmpfs '{place}'\n" + setup.format(place=place)
+    (only,) = found(code, setup=first, apart=("--mount",))
+    assert (only.check, only.state) == ("data, corpus", state), only
+    assert said in only.seen
+    assert ("disk of this host" in only.seen) == (state is Level.OK)
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     (only,) = disk.examine(JobFolder("log", str(tmp_path), little=0, none=0))
     assert only.state is Level.OK

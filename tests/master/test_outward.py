@@ -178,7 +178,15 @@ def test_what_failed_first_is_a_page_by_itself() -> None:
         ("script", 1, "ValueError: bad luck", "script"),
         ("script", 1, "OSError: [Errno 113] No route to host", "network"),
         ("script", 1, "CUDA error: uncorrectable ECC error", "hardware"),
-        ("signal", -9, "killed by SIGKILL", "unknown"),
+        (
+            "signal",
+            -9,
+            "killed by SIGKILL",
+            "unknown: a signal from outside the job; the kernel has",
+        ),
+        ("signal", -15, "killed by SIGTERM", "unknown: a signal from outside the job"),
+        ("hung", 0, "rank 6 hung", "unknown: it stood still"),
+        ("stuck", 0, "would not die", "hardware"),
         ("oom", -9, "killed by SIGKILL: the kernel was out of memory", "script"),
         ("peer-lost", 1, "", "network"),
         ("peer-lost", 1, f"ranks 4,5{HAD_ENDED}connection closed by peer", "script"),
@@ -188,7 +196,9 @@ def test_whose_doing_it_was(kind: str, exitcode: int, what: str, whose: str) -> 
     failed = m.Failure("h", 6, 0, 1, exitcode, 0, m.FailureKind(kind), what, "", "")
     sentence = f"rank 6 failed ({what_happened(failed)})"
     row = msgspec.structs.replace(ROW, kind=kind, exitcode=exitcode, sentence=sentence)
-    assert verdict(row) == whose
+    assert verdict(row).startswith(whose)
+    lost = msgspec.structs.replace(row, cause="node_lost", kind="")
+    assert verdict(lost).startswith("unknown: a machine, its network and an agent")
 
 
 def test_a_file_that_lines_are_added_to_does_not_grow_without_end(tmp_path: Path) -> None:

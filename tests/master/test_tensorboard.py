@@ -8,11 +8,12 @@ import signal
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import needs
 from tests.compat.live import PUPPET, finish
-from tests.harness import ELASTICRUN, World, await_exit, status_of
+from tests.harness import ELASTICRUN, World, await_exit, status_of, until_file
 
 needs.packages("tensorboard")
 pytestmark = pytest.mark.slow
@@ -32,9 +33,16 @@ def test_it_is_there_with_the_master_and_goes_with_it(world: World, tmp_path: Pa
     assert f"tensorboard: {url}\n" in status_of(env=world.environment())
     assert url in (run / "job.json").read_text()
 
-    (shown,) = [one for one in job.below() if "outward.tensorboard" in " ".join(one.cmdline())]
+    def shows() -> psutil.Process:
+        (found,) = [one for one in job.below() if "outward.tensorboard" in " ".join(one.cmdline())]
+        return found
+
+    shown = shows()
     master = shown.parent()
     assert master is not None
     os.kill(master.pid, signal.SIGKILL)
     assert not await_exit([shown.pid])
+    until_file(run / "job.json", lambda text: '"tensorboard": "http' in text and url not in text)
+    os.kill(shows().pid, signal.SIGKILL)
+    until_file(run / "job.json", lambda text: '"tensorboard": ""' in text)  # by itself: no link
     finish([peer], job)

@@ -41,7 +41,7 @@ ALWAYS: Final = ("nnodes", "nproc_per_node", "node_rank", "rdzv_id", "rdzv_endpo
 
 _OTHERS: Final = tuple(dest for dest in PLACE_FLAGS if dest not in ALWAYS)
 
-ROWS: Final = (*ALWAYS, *_OTHERS, "log_dir", "accelerator")
+ROWS: Final = (*ALWAYS, *_OTHERS, "log_dir", "data", "accelerator")
 """The launcher's flags that say what the machine is to do, and as which node of which job."""
 
 MASTER: Final = "master"
@@ -118,6 +118,7 @@ def _subject(
         ranks=min(MAX_RANKS, nodes * max(1, nproc)),
         several=nodes > 1 or not alone,
         folders=tuple(folders),
+        data=settings.data(asked.text("data")),
         accelerator=resolve.accelerator(asked),
         # Tools that are asked need not know the job's secret.
         environ={k: v for k, v in asked.environ.items() if k != trust.TOKEN_VARIABLE},

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from elasticrun.core.rounds.failures import ALL_LEFT, SIGNALS, is_of_its_own
+from elasticrun.core.rounds.failures import ALL_LEFT, SIGKILL, SIGNALS, is_of_its_own
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.core.words import plain, some
 from elasticrun.wire.messages import Failure, FailureKind
@@ -36,6 +36,21 @@ WORDS: Final = {
 """Causes, for people."""
 
 _OF_A_NODE: Final = {"preempted": "preempted", "node_slow": "hardware"}
+
+_UNKNOWN: Final = (
+    "no rank and no node has failed first",
+    "a machine, its network and an agent that was killed look the same from elsewhere",
+)
+"""Where no rank has failed: whether a node was lost."""
+
+_OUTSIDE: Final = "a signal from outside the job"
+_KILLED: Final = f"{_OUTSIDE}; the kernel has counted no kill for want of memory"
+
+_OF_A_RANK: Final = {
+    FailureKind.HUNG: "it stood still; the stacks say where",
+    FailureKind.SPAWN: "its process could not be started",
+    FailureKind.SPAWNER: "the process that forks ranks has died",
+}
 
 _NETWORK: Final = re.compile(
     r"network is unreachable|no route to host|connection (?:refused|timed out|reset)"
@@ -80,19 +95,24 @@ def page(row: IncidentRow) -> str:
 
 def verdict(row: IncidentRow) -> str:
     """Whose doing it was, as far as it shows: script, hardware, network or preempted; else
-    "unknown"."""
-    if row.cause in _OF_A_NODE or not row.kind:
+    "unknown: " and why."""
+    if row.cause in _OF_A_NODE:
+        return _OF_A_NODE[row.cause]
+    if not row.kind:
         left = row.sentence == ALL_LEFT  # each upon a signal
-        return _OF_A_NODE.get(row.cause, "preempted" if left else "unknown")
+        return "preempted" if left else f"unknown: {_UNKNOWN[row.cause == 'node_lost']}"
     kind, text = FailureKind(row.kind), row.sentence
     if kind is FailureKind.PEER_LOST and text.endswith(" had ended with 0)"):
         return "script"  # whose ranks do not all do as many collectives
     if kind is FailureKind.PEER_LOST or _NETWORK.search(text):
         return "network"
-    if _HARDWARE.search(text):
+    if _HARDWARE.search(text) or kind is FailureKind.STUCK:
         return "hardware"
     own = is_of_its_own(Failure("", row.rank, -1, 0, row.exitcode, 0, kind, "", "", ""))
-    return "script" if own or kind is FailureKind.OOM else "unknown"
+    if own or kind is FailureKind.OOM:
+        return "script"
+    killed = kind is FailureKind.SIGNAL and row.exitcode == -SIGKILL
+    return f"unknown: {_KILLED if killed else _OF_A_RANK.get(kind, _OUTSIDE)}"
 
 
 def error_page(row: IncidentRow, when: float) -> str:

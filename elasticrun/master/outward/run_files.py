@@ -79,7 +79,7 @@ class RunFiles:
         self._later(partial(self._write_formed, endpoint, time.time()))
 
     def tensorboard(self, url: str) -> None:
-        """TensorBoard serves there; from any thread."""
+        """TensorBoard serves there, or nowhere (""); from any thread."""
         self._later(partial(self._write_tensorboard, url))
 
     def noted(self, note: Note) -> None:

@@ -31,7 +31,7 @@ class TensorBoard:
     """One of them, on a free port of `host`."""
 
     def __init__(self, logdir: str, host: str, tell: Callable[[str], None]) -> None:
-        """`tell` hears its URL once, in a thread."""
+        """`tell` hears its URL in a thread, and "" when it has ended by itself."""
         self._logdir = logdir
         self._tell = tell
         self._process: subprocess.Popen[str] | None = None
@@ -83,8 +83,10 @@ class TensorBoard:
                 url = found[0]
                 logger.log(NOTICE, "TensorBoard of %s: %s", self._logdir, url)
                 self._tell(url)
+        process.wait()
         if self._process is not None:  # nobody has ended it
             logger.warning("TensorBoard has ended: %s", last[:300] or "it has said nothing")
+            self._tell("")
 
 
 def main() -> None:
