@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.workers.checkout import GitError, GitSource, check_out, parsed, pinned
+from elasticrun.agent.workers import checkout
+from elasticrun.agent.workers.checkout import GitError, GitSource, parsed, pinned
 from tests import needs
 from tests.harness import LIMIT, World, await_true, free_port, ran, until_file
 
@@ -30,6 +31,13 @@ def shown(secret: str) -> list[str]:
             except OSError:
                 pass
     return found
+
+
+def check_out(source: GitSource, work: Path, environ: dict[str, str]) -> Path:
+    """As by an agent that has ended since."""
+    folder, in_use = checkout.check_out(source, work, environ)
+    os.close(in_use)
+    return folder
 
 
 def has_secret(pid: int) -> bool:
@@ -141,6 +149,8 @@ def variables(password: str = SECRET) -> dict[str, str]:
         ("git@host:org/repo.git@feature/x", "git@host:org/repo.git", "feature/x", "repo"),
         ("ssh://git@host:22/repo/@main", "ssh://git@host:22/repo/", "main", "repo"),
         ("/srv/repo@main", "/srv/repo", "main", "repo"),
+        ("some/../repo", f"{os.getcwd()}/repo", "", "repo"),
+        (f"h:r@{'AB' * 20}", "h:r", "ab" * 20, "r"),
     ],
 )
 def test_what_git_says(text: str, url: str, ref: str, repository: str) -> None:
@@ -148,7 +158,17 @@ def test_what_git_says(text: str, url: str, ref: str, repository: str) -> None:
     assert parsed(text).repository == repository
 
 
-@pytest.mark.parametrize("text", ["-x", "https://h/r@-x", "https://me:pass@h/r", "/"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-x",
+        "https://h/r@-x",
+        "https://me:pass@h/r",
+        "/",
+        "http::https://me:pass@h/r",
+        "https://ghp_pass@h/r",
+    ],
+)
 def test_what_it_cannot_say(text: str) -> None:
     with pytest.raises(GitError, match="--git") as told:
         parsed(text)
@@ -169,11 +189,55 @@ def test_a_commit_for_a_name_and_a_checkout_of_it(origin: Origin, tmp_path: Path
     check_out(second, tmp_path / "work", environ)
     assert "second" in (folder / "lib/word.py").read_text()
     assert (folder / "result.txt").read_text() == "mine"
+    _, in_use = checkout.check_out(second, tmp_path / "work", {})  # nothing has to be fetched
+    with pytest.raises(GitError, match=r"a job runs from .* give this one its own"):
+        check_out(first, tmp_path / "work", environ)
+    os.close(in_use)
     (folder / "main.py").write_text("edited")
-    check_out(second, tmp_path / "work", {})  # nothing has to be fetched
+    check_out(second, tmp_path / "work", {})
     with pytest.raises(GitError, match="has changes that another commit would overwrite"):
         check_out(first, tmp_path / "work", environ)
     assert not origin.seen
+
+
+@pytest.mark.slow
+def test_a_submodule_elsewhere_hears_no_password(origin: Origin, tmp_path: Path) -> None:
+    """And what has failed once is not taken for whole afterwards."""
+    source, stranger = tmp_path / "served/train", Origin(tmp_path / "elsewhere")
+    try:
+        git(source, "checkout", "-qb", "parts")
+        git(source, "update-index", "--add", "--cacheinfo", f"160000,{stranger.first},part")
+        for url in (stranger.url, "../more"):
+            text = f"[submodule 'part']\n path = part\n url = {url}\n".replace("'", '"')
+            (source / ".gitmodules").write_text(text)
+            git(source, "add", ".gitmodules")
+            git(source, "commit", "-qm", url)
+        wrong, right = git(source, "rev-parse", "HEAD~1"), git(source, "rev-parse", "HEAD")
+        (tmp_path / "elsewhere/train").rename(tmp_path / "served/more")
+        check_out(GitSource(origin.url, origin.first), tmp_path, variables())
+        for _ in range(2):
+            with pytest.raises(GitError, match="are for the host of the URL alone"):
+                check_out(GitSource(origin.url, wrong), tmp_path, variables())
+    finally:
+        stranger.close()
+    (tmp_path / "code/train").rename(tmp_path / "code/before")
+    folder = check_out(GitSource(origin.url, right), tmp_path, variables())
+    assert (folder / "part/main.py").exists()
+
+
+@pytest.mark.slow
+def test_variables_that_mean_another_repository(origin: Origin, tmp_path: Path) -> None:
+    """As a hook of git has them: that one is left alone."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    git(mine, "init", "-q")
+    (mine / "file").write_text("mine")
+    git(mine, "add", ".")
+    git(mine, "commit", "-qm", "mine")
+    environ = {**variables(), "GIT_DIR": str(mine / ".git"), "GIT_WORK_TREE": str(mine)}
+    check_out(pinned(parsed(origin.url), environ), tmp_path, environ)
+    assert (mine / "file").read_text() == "mine"
+    assert not git(mine, "status", "--porcelain")
 
 
 @pytest.mark.slow
@@ -193,7 +257,14 @@ def test_why_there_is_no_code(origin: Origin, tmp_path: Path) -> None:
     assert "has no such commit" in told(f"{origin.url}@{'0' * 40}", variables())
     closed = f"http://127.0.0.1:{free_port()}/train"
     assert "onnect" in told(closed, variables())
-    (tmp_path / "code/train").mkdir(parents=True)
+    folder = check_out(GitSource(origin.url, origin.first), tmp_path, variables())
+    (folder / "more.txt").write_text("mine")
+    (tmp_path / "served/train/more.txt").write_text("theirs")
+    git(tmp_path / "served/train", "add", ".")
+    git(tmp_path / "served/train", "commit", "-qm", "three")
+    assert "would be overwritten by checkout; more.txt" in told(origin.url, variables())
+    folder.rename(tmp_path / "moved")
+    folder.mkdir()
     assert "is no checkout: move it away" in told(origin.url, variables())
 
 

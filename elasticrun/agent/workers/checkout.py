@@ -1,9 +1,10 @@
 """The code of the ranks from a git repository: which commit a name means, and one checkout of it a
 node, in WORKDIR/code/REPO.
 
-git does it, with the user's own configuration; nothing asks anybody for a password. User name and
-password come from the environment and reach git by two files in memory that only its own processes
-have open: they are in no argument, no variable and no file, and no helper of the user stores them.
+git does it, with the user's own configuration, in a session without a terminal: nothing asks for a
+password. User name and password come from the environment and reach git by two files in memory that
+only its own processes have open: they are in no argument, no variable and no file, no helper of the
+user stores them, and no host hears them but the URL's, whatever redirects and submodules say.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -31,7 +33,23 @@ LOOK_LIMIT: Final = 60.0
 
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?\Z")
 _AUTHORITY: Final = re.compile(r"[a-z+]+://[^/]*|[^/@:]+@[^/:]+:|")
-_REFUSED: Final = ("Authentication failed", "could not read Username", "could not read Password")
+_SECRET: Final = re.compile(r"://([^/@]*:|gh[a-z]_|github_pat_|glpat-)[^/@]*@")
+"""A password in a URL, or a token of GitHub or GitLab in the place of the user."""
+_HOST: Final = re.compile(r"(https?://)(?:[^/@]*@)?([^/]*)")
+
+_OF_ANOTHER: Final = (
+    "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR",
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_PREFIX", "GIT_NAMESPACE", "GIT_SHALLOW_FILE",
+)  # fmt: skip
+"""Variables that would have git work on another repository: a hook of the user's has them."""
+
+_ANSWER: Final = """#!/bin/sh
+case $1 in *"'https://"*|*"'"{scheme}*) ;; *) exit 1;; esac
+host=${{1#*://}}; host=${{host%%"'"*}}; host=${{host%%/*}}
+[ "${{host##*@}}" = {host} ] || exit 1
+case $1 in Username*) cat /dev/fd/{user};; *) cat /dev/fd/{password};; esac
+"""
+"""What git asks is `Username for 'https://HOST': `, or with USER@ before the host."""
 
 
 class GitError(Exception):
@@ -63,14 +81,16 @@ def parsed(text: str) -> GitSource:
     found = _AUTHORITY.match(text)
     at = text.find("@", found.end() if found else 0)
     url, ref = (text, "") if at < 0 else (text[:at], text[at + 1 :])
-    source = GitSource(url, ref)
-    if url.startswith("-") or ref.startswith("-") or not source.repository.strip("."):
-        raise GitError(f"--git={text}: write URL, or URL@BRANCH, URL@TAG or URL@COMMIT")
-    if re.match(r"[a-z+]+://[^/@]*:[^/@]*@", text):
+    if _SECRET.search(text):
         raise GitError(
             "--git: a password in the URL can be read by everybody on this machine: leave it out, "
             f"and set {GIT_USERNAMES[1]} and {GIT_PASSWORDS[1]}"
         )
+    if not re.match(r"-|[^/]*:|\Z", url):  # a folder of this host: git works in another one
+        url = os.path.abspath(os.path.expanduser(url))
+    source = GitSource(url, ref.lower() if _COMMIT.match(ref.lower()) else ref)
+    if url.startswith("-") or ref.startswith("-") or not source.repository.strip("."):
+        raise GitError(f"--git={text}: write URL, or URL@BRANCH, URL@TAG or URL@COMMIT")
     return source
 
 
@@ -83,30 +103,42 @@ def pinned(source: GitSource, environ: Mapping[str, str]) -> GitSource:
     told = _git(source, environ, "ls-remote", "--", source.url, *wanted, limit=LOOK_LIMIT)
     found = {ref: commit for commit, _, ref in (row.partition("\t") for row in told.splitlines())}
     commit = next((found[ref] for ref in wanted if ref in found), "")
+    if not commit and not source.ref:
+        raise GitError(f"--git={source}: it has no commit on its default branch")
     if not commit:
         hint = "; write all 40 digits of a commit" if re.fullmatch("[0-9a-f]{7,39}", name) else ""
         raise GitError(f"--git={source}: {source.url} has no branch and no tag {name}{hint}")
     return replace(source, ref=commit)
 
 
-def check_out(source: GitSource, workdir: Path, environ: Mapping[str, str]) -> Path:
-    """The folder in which this commit is checked out, made where it is not there. GitError."""
+def check_out(source: GitSource, workdir: Path, environ: Mapping[str, str]) -> tuple[Path, int]:
+    """The folder in which this commit is checked out, made where it is not there, and a file
+    descriptor: as long as that is open, nobody moves the folder to another commit. GitError."""
     folder = workdir / "code" / source.repository
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder.with_name(f".{folder.name}.lock")):
-            _put(source, folder, environ)
+            in_use = os.open(folder.with_name(f".{folder.name}.used"), os.O_RDWR | os.O_CREAT)
+            try:
+                _put(source, folder, environ, in_use)
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BaseException:
+                os.close(in_use)
+                raise
     except OSError as wrong:
         raise GitError(f"--git: {folder}: {wrong.strerror}") from None
-    return folder
+    return folder, in_use
 
 
-def _put(source: GitSource, folder: Path, environ: Mapping[str, str]) -> None:
+def _put(source: GitSource, folder: Path, environ: Mapping[str, str], in_use: int) -> None:
     if not folder.exists():
         part = folder.with_name(f".{folder.name}.{os.uname().nodename}.{os.getpid()}")
+        shutil.rmtree(part, ignore_errors=True)  # a container that was killed had the same number
         try:
             part.mkdir()
-            _git(source, environ, "init", "-q", cwd=part)
+            hashes = "sha256" if len(source.ref) == 64 else "sha1"
+            _git(source, environ, "init", "-q", f"--object-format={hashes}", cwd=part)
             _git(source, environ, "remote", "add", "origin", source.url, cwd=part)
             _fetch(source, part, environ)
             with contextlib.suppress(OSError):  # a node that shares the folder was faster
@@ -115,11 +147,22 @@ def _put(source: GitSource, folder: Path, environ: Mapping[str, str]) -> None:
             shutil.rmtree(part, ignore_errors=True)
     if not (folder / ".git").exists():
         raise GitError(f"--git: {folder} is there and is no checkout: move it away")
-    origin = _git(source, environ, "remote", "get-url", "origin", cwd=folder).strip()
+    origin = _git(source, environ, "config", "--get", "remote.origin.url", cwd=folder).strip()
     if origin != source.url:
         raise GitError(f"--git: {folder} is a checkout of {origin}: move it away")
-    if _git(source, environ, "rev-parse", "HEAD", cwd=folder).strip() == source.ref:
+    head = _git(source, environ, "rev-parse", "HEAD", cwd=folder).strip()
+    if head == source.ref:
+        _submodules(source, folder, environ)
         return
+    try:
+        fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise GitError(
+            f"--git: a job runs from {folder} at {head[:12]}: give this one its own working "
+            "directory, or end that one"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
     if _git(source, environ, "status", "--porcelain", "--untracked-files=no", cwd=folder):
         raise GitError(
             f"--git: {folder} has changes that another commit would overwrite: commit or undo them"
@@ -132,13 +175,19 @@ def _fetch(source: GitSource, folder: Path, environ: Mapping[str, str]) -> None:
     try:
         _git(source, environ, "fetch", "-q", "--depth=1", "origin", source.ref, cwd=folder)
     except GitError:
+        all_of_it = ["--unshallow"] if (folder / ".git/shallow").exists() else []
         heads = "+refs/heads/*:refs/remotes/origin/*"
-        _git(source, environ, "fetch", "-q", "--tags", "origin", heads, cwd=folder)
+        _git(source, environ, "fetch", "-q", *all_of_it, "--tags", "origin", heads, cwd=folder)
     try:
         _git(source, environ, "cat-file", "-e", f"{source.ref}^{{commit}}", cwd=folder)
     except GitError:
         raise GitError(f"--git={source}: {source.url} has no such commit") from None
     _git(source, environ, "checkout", "-q", "--detach", source.ref, cwd=folder)
+    _submodules(source, folder, environ)
+
+
+def _submodules(source: GitSource, folder: Path, environ: Mapping[str, str]) -> None:
+    """As this commit has them; nothing is fetched where they are."""
     if (folder / ".gitmodules").exists():
         words = ("submodule", "update", "-q", "--init", "--recursive", "--depth=1")
         _git(source, environ, *words, cwd=folder)
@@ -172,47 +221,64 @@ def _git(
     """What git prints. GitError."""
     secrets = [next((environ[name] for name in names if environ.get(name)), "")
                for names in (GIT_USERNAMES, GIT_PASSWORDS)]  # fmt: skip
-    hidden = (*GIT_USERNAMES, *GIT_PASSWORDS, "ELASTICRUN_TOKEN")
+    hidden = (*GIT_USERNAMES, *GIT_PASSWORDS, "ELASTICRUN_TOKEN", *_OF_ANOTHER)
     variables = {name: value for name, value in environ.items() if name not in hidden}
-    variables |= {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"}
-    variables.setdefault("GIT_SSH_COMMAND", "ssh -o BatchMode=yes")
+    variables |= {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "SSH_ASKPASS_REQUIRE": "never"}
     options = ["-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=60"]
     with contextlib.ExitStack() as files:
         fds: tuple[int, ...] = ()
         if any(secrets):
-            fds = tuple(files.enter_context(_in_memory(text)) for text in secrets)
-            asking = "#!/bin/sh\ncase $1 in Username*) cat /dev/fd/%d;; *) cat /dev/fd/%d;; esac\n"
-            script = files.enter_context(_in_memory(asking % fds))
-            fds = (*fds, script)
-            variables["GIT_ASKPASS"] = f"/dev/fd/{script}"
+            fds = tuple(_answering(files, source.url, secrets))
+            variables["GIT_ASKPASS"] = f"/dev/fd/{fds[-1]}"
             options += ["-c", "credential.helper="]
         try:
-            done = subprocess.run(
+            process = files.enter_context(subprocess.Popen(
                 ["git", *options, *words], cwd=cwd, env=variables, pass_fds=fds,
-                stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False,
-                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True, preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+            ))  # fmt: skip
+            try:
+                out, err = process.communicate(timeout=limit)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+                raise
         except FileNotFoundError:
             raise GitError("--git: there is no git on this machine: install it") from None
         except subprocess.TimeoutExpired:
             raise GitError(
                 f"--git={source}: git {words[0]} was not done within {limit:g} s"
             ) from None
-    if done.returncode:
-        raise GitError(_why(source, done.stderr.decode(errors="replace"), secrets))
-    return done.stdout.decode(errors="replace")
+    if process.returncode:
+        raise GitError(_why(source, err.decode(errors="replace"), secrets))
+    return out.decode(errors="replace")
+
+
+def _answering(files: contextlib.ExitStack, url: str, secrets: list[str]) -> Iterator[int]:
+    """Files in memory with user and password, and with the program that tells git one of them."""
+    found = _HOST.match(url)
+    scheme, host = map(shlex.quote, found.groups() if found else ("", ""))
+    user, password = (files.enter_context(_in_memory(text)) for text in secrets)
+    asking = _ANSWER.format(scheme=scheme, host=host, user=user, password=password)
+    yield from (user, password, files.enter_context(_in_memory(asking)))
 
 
 def _why(source: GitSource, said: str, secrets: list[str]) -> str:
-    lines = [line for line in said.splitlines() if line.strip()] or ["git has failed"]
-    last = next((line for line in lines if line.startswith("fatal:")), lines[-1])[:300]
-    for secret in filter(None, secrets):
-        last = last.replace(secret, "***")
-    what = f"--git={source}: {last.removeprefix('fatal: ').rstrip('.')}"
-    if any(word in last for word in _REFUSED):
-        both = f"{GIT_USERNAMES[1]} and {GIT_PASSWORDS[1]}"
-        what += f"; {'look at' if any(secrets) else 'set'} {both} where the job is started"
-    return what
+    """What git says, up to the first line that ends it: ssh's reason stands before that."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    noise = ("hint:", "warning:", "Cloning into", "error: unable to read askpass")
+    lines = [line for line in lines if not line.startswith(noise)] or ["git has failed"]
+    fatal = next((at for at, line in enumerate(lines) if line.startswith("fatal:")), len(lines))
+    told = "; ".join(
+        re.sub(r"^(fatal|error|remote): *|[.:]+$", "", line) for line in lines[: fatal + 1]
+    )
+    told = told.replace(secrets[1] or "\0", "***")[:300]
+    user, password = GIT_USERNAMES[1], GIT_PASSWORDS[1]
+    if any(secrets) and "could not read" in told:
+        told += f"; {user} and {password} are for the host of the URL alone"
+    elif "Authentication failed" in told or "could not read" in told:
+        told += f"; {'look at' if any(secrets) else 'set'} {user} and {password} where the job is "
+        told += "started"
+    return f"--git={source}: {told}"
 
 
 @contextlib.contextmanager

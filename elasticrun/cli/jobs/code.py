@@ -40,7 +40,7 @@ def enter(
     flags name stay where they were meant to be. NotHere."""
     source, workdir = checkout.parsed(git), Path.cwd()
     try:
-        folder = checkout.check_out(source, workdir, environ)
+        folder, _ = checkout.check_out(source, workdir, environ)  # held until this process ends
     except checkout.GitError as wrong:
         raise NotHere(str(wrong)) from None
     say(f"--git: the ranks run {source.url} at {source.ref[:12]}, in {folder}")
