@@ -57,6 +57,9 @@ class Submission(Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}  # beside that of who starts it
     min_nodes: int = 1
     max_nodes: int = 1
+    gpus: tuple[
+        str, ...
+    ] = ()  # that the nodes of this host share out, as CUDA_VISIBLE_DEVICES has it
     port: int = 0  # where the nodes of this host meet; 0: there is one node
     agents: tuple[LocalAgent, ...] = ()  # as in `runs.layout.Starting`
     boot_id: str = ""

@@ -45,10 +45,10 @@ def chosen(on: str, environ: Mapping[str, str], *, hosts: bool = False) -> str:
     return word
 
 
-def backend(place: str, environ: Mapping[str, str], gpus: Sequence[str] = ()) -> Backend:
+def backend(place: str, environ: Mapping[str, str]) -> Backend:
     """The place of that name. NotDone."""
     if place == "local":
-        return LocalJobs(environ, gpus)
+        return LocalJobs(environ)
     if place == "ssh":
         return SshJobs(environ)
     if place == "slurm":

@@ -46,11 +46,10 @@ END_LIMIT: Final = 60.0
 
 
 class LocalJobs:
-    """This host. `gpus`: the devices that ranks may use, as CUDA_VISIBLE_DEVICES names them."""
+    """This host."""
 
-    def __init__(self, environ: Mapping[str, str], gpus: Sequence[str] = ()) -> None:
+    def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
-        self._gpus = gpus
 
     def submit(self, run: RunFolder, wanted: Submission) -> str:
         """One agent a node, all at once."""
@@ -76,8 +75,13 @@ class LocalJobs:
 
     def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
         """The master sets the number; agents that are missing are started."""
-        said = ask(wanted).reason
         known, job = submission(run), run.job()
+        if known.gpus and wanted.number > known.max_nodes:
+            raise NotDone(
+                f"{some(known.max_nodes, 'node')} have shared out the GPUs of this host: none is "
+                "left for another one"
+            )
+        said = ask(wanted).reason
         if job is not None:
             low = min(known.min_nodes, wanted.number)
             with contextlib.suppress(OSError):  # a full disk; the master knows
@@ -166,7 +170,7 @@ class LocalJobs:
             words += [f"--token-file={make_token(run)}"]
         if known.port:
             at, nodes = int(node.removeprefix("node")), known.max_nodes
-            if share := self._gpus[at % nodes :: nodes]:
+            if share := known.gpus[at % nodes :: nodes]:
                 environ["CUDA_VISIBLE_DEVICES"] = ",".join(share)
         # -P: the folder the job runs in is not on the path of the command elasticrun either
         command = [sys.executable, "-P", "-m", "elasticrun", *words, *known.flags, *known.program]

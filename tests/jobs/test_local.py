@@ -12,6 +12,7 @@ from typing import Any
 import pexpect
 import pytest
 
+from tests.accelerators.standins import gpu, nvml
 from tests.harness import LIMIT, World, await_true, ran, until_file
 from tests.snapshots.conftest import TRAIN, starts, told, until_printed
 
@@ -175,6 +176,36 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
     assert "rank 0 is here" not in console.read_text()
     person.types("delete", "prints", "--keep-files")
     assert Path(made["run_dir"]).exists()
+
+
+SHOWS = """
+import os, signal
+print("has", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_nodes_on_one_host_share_out_its_gpus(person: Person) -> None:
+    """And do so again when the job is resumed."""
+    script = person.world.scratch / "shows.py"
+    script.write_text(SHOWS)
+    found = nvml(person.world.scratch, *(gpu(number) for number in range(5)))
+    person.environ |= {name: found[name] for name in ("PYTHONPATH", "STANDIN_NVML")}
+    person.environ["CUDA_VISIBLE_DEVICES"] = "4,1,0"
+    words = ("submit", "--name", "four", "--nodes", "4", "--", str(script))
+    assert "share out its GPUs, and it has 3" in person.hears(*words)[1]
+    person.types("submit", "--name", "two", "--nodes", "2", *LAST_CALL, "--", str(script))
+    for again in ("suspend", "scale"):
+        person.until("two", state="running", nodes=2)
+        await_true(lambda: person.types("logs", "two").count("has") == 2, "two ranks")
+        seen = {line[4:] for line in person.types("logs", "two").splitlines()}
+        assert seen == {"has 4,0", "has 1"}
+        if again == "suspend":
+            person.types("suspend", "two")
+            person.types("resume", "two")
+    assert "none is left for another one" in person.hears("scale", "two", "3")[1]
+    person.types("delete", "two")
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def _of_this_host(
             f"--nodes={ns.nnodes}: nodes on one host share out its GPUs, and it has {len(gpus)}",
             EXIT_USAGE,
         )
-    return known, choosing.backend("local", environ, gpus)
+    return replace(known, gpus=gpus), choosing.backend("local", environ)
 
 
 def _of_hosts(
@@ -297,9 +297,10 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     """As CUDA_VISIBLE_DEVICES names them."""
     from elasticrun.accelerators.nvidia import Nvidia
 
-    count = Nvidia().count(environ) or 0
-    listed = environ.get(Nvidia.visible_variable)
-    return tuple((listed.split(",") if listed else list(map(str, range(count))))[:count])
+    count, listed = Nvidia().count(environ), environ.get(Nvidia.visible_variable)
+    if listed:
+        return tuple(listed.split(",")[:count])
+    return tuple(map(str, range(count or 0)))
 
 
 def _of_slurm(
