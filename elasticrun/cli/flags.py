@@ -93,7 +93,7 @@ class Parsed(argparse.Namespace):
         self.given = {}
 
 
-class _Store(argparse.Action):
+class Store(argparse.Action):
     """Store a value, or True for a switch, and remember that the flag was given."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
@@ -353,10 +353,10 @@ def add_group(
             options |= {"action": special, "default": argparse.SUPPRESS}
             options |= {"choices": flag.choices} if flag.choices else {"nargs": 0}
         elif flag.kind is None:
-            options |= {"action": _Store, "nargs": 0, "const": True}
+            options |= {"action": Store, "nargs": 0, "const": True}
             options["default"] = _switch_default(parser, flag, environ)
         else:
-            options |= {"action": _Store, "choices": flag.choices or None}
+            options |= {"action": Store, "choices": flag.choices or None}
             options["type"] = partial(_convert, flag, flag.kind)
             options["metavar"] = flag.metavar or None
             options["default"] = _default(flag, environ)

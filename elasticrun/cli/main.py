@@ -16,7 +16,7 @@ from elasticrun.cli import settings
 from elasticrun.cli.flags import PROG, get_args_parser
 from elasticrun.cli.settings import Asked, NoProgram, NotHere, NothingToDo, UsageError, look
 from elasticrun.cli.trust import GIT_SECRETS, notes, withdraw
-from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig, MasterPlace
+from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, AgentConfig, MasterPlace
 from elasticrun.core.words import nearest
 from elasticrun.wire.env import RUN_FOLDER
 from elasticrun.wire.types import EntryKind, Entrypoint
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         mistyped = isinstance(error, NoProgram) and not words[0].startswith("-")
         hint = (meant(words[0]) or nearest(words[0], VERBS)) if mistyped else ""
         say(f"error: {error}{hint}")
-        return error.exit_code
+        return EXIT_USAGE if hint else error.exit_code
     except KeyboardInterrupt:  # before there was an agent to handle it
         return 130
 
@@ -142,6 +142,8 @@ def _do(verb: str, words: Sequence[str]) -> int:
     try:
         if verb == "master":
             return _master(words[1:])
+        if words[:2] == ["top", "node"]:  # kubectl and Arena know both
+            words = ["top", "nodes", *words[2:]]
         return _verb(verb, words[1:]) if verb else _launch(words)
     except SystemExit as end:  # argparse has printed a page of help
         if end.code or not (code := _printed(lambda: EXIT_OK)):

@@ -149,7 +149,7 @@ def run_plan(asked: Asked) -> RunPlan:
     on = {env.BY_SSH: "ssh", "SLURM_JOB_ID": "slurm", POD: "k8s"}
     return RunPlan(
         folder=folder,
-        name=settings.name(asked.text("name"), "--name") or own or stem,
+        name=settings.job_name(asked.text("name"), own or stem),
         fresh=fresh,
         tensorboard=logdir,
         nproc=asked.text("nproc_per_node"),

@@ -33,6 +33,7 @@ STATIC_PORT: Final = 29500
 """--master-port where none is given (torchrun's)."""
 
 _HOST = re.compile(r"(?!:\Z)[\w.:%-]+\Z")
+_JOB_NAME = re.compile(r"[\w.+=@,%][\w.+=@,%-]*")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\Z")
 
 
@@ -67,7 +68,7 @@ class NothingToDo(Exception):
     """This process has no part in the job, which is no failure; the text is one sentence."""
 
 
-def nodes(text: str) -> tuple[int, int]:
+def nodes(text: str, flag: str = "--nnodes") -> tuple[int, int]:
     """`N` or `MIN:MAX`: the smallest and the largest number of nodes."""
     parts = text.split(":")
     try:
@@ -75,13 +76,13 @@ def nodes(text: str) -> tuple[int, int]:
     except ValueError:
         numbers = []
     if len(numbers) not in (1, 2):
-        raise UsageError(f"--nnodes={text} is neither a number of nodes nor MIN:MAX")
+        raise UsageError(f"{flag}={text} is neither a number of nodes nor MIN:MAX")
     low, high = numbers[0], numbers[-1]
     if not 0 < low <= high:
-        raise UsageError(f"--nnodes={text}: the smallest number of nodes must be at least 1, and "
+        raise UsageError(f"{flag}={text}: the smallest number of nodes must be at least 1, and "
                          "not above the largest")  # fmt: skip
     if high > MAX_NODES:
-        raise UsageError(f"--nnodes={text}: more than {MAX_NODES} nodes are not supported")
+        raise UsageError(f"{flag}={text}: more than {MAX_NODES} nodes are not supported")
     return low, high
 
 
@@ -92,6 +93,20 @@ def name(text: str, flag: str) -> str:
     if not text.isprintable():
         raise UsageError(f"{flag}={text!r} holds a character that cannot be printed")
     return text
+
+
+def job_name(said: str, otherwise: str) -> str:
+    """What a job is called: by --name, else by what is made of `otherwise`. It stands in lines that
+    are printed to be typed, so a shell must read it as one word."""
+    if not said:
+        return re.sub(r"\A-|[^\w.+=@,%-]", "_", otherwise)
+    if not _JOB_NAME.fullmatch(name(said, "--name")):
+        raise UsageError(
+            f"--name={said!r}: a job's name has letters, digits and . _ - + = @ , % alone, and no "
+            "- at its beginning",
+            config.EXIT_USAGE,
+        )
+    return said
 
 
 def endpoint(text: str, default_port: int | None, flag: str) -> tuple[str, int]:

@@ -26,7 +26,7 @@ BARE: Final = (
 
 _PYTHON = r"(?:\S*/)?python[0-9.]*"
 
-_LAUNCHER = re.compile(
+LAUNCHER = re.compile(
     rf"(?<![\w./-])(?:(?:\S*/)?(?:torchrun|dlrover-run)|{_PYTHON}(?:\s+-u)?\s+-m\s+"
     r"torch\.distributed\.(?:run|launch))(?=\s|$)"
 )
@@ -146,7 +146,7 @@ def script_at(words: Sequence[str]) -> int:
 
 def _in_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None]:
     """The text and the flags taken out; None for them where there is not one launcher in it."""
-    found = list(_LAUNCHER.finditer(text))
+    found = list(LAUNCHER.finditer(text))
     if not found:
         found = list(_SCRIPT.finditer(text))
         if len(found) != 1:

@@ -65,7 +65,7 @@ def slurm_words(job: ForeignJob, document: Document) -> list[str]:
         )
     low, high = job.min_nodes, max(job.nodes, 1)
     made = ["--name", job.name, "--nnodes", f"{low}:{high}" if 0 < low < high else str(high)]
-    at = script_at(words)
+    at = 1 + script_at(words[1:])
     module = words[at : at + 1] in (["-m"], ["--module"])
     made += [*words[1:at], *words[at : at + module], *_resources(main, document, path)]
     if deadline := job.policy.get("activeDeadlineSeconds"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticrun.cli.jobs.arena import ROWS, translated
+from elasticrun.cli.settings import UsageError
 from elasticrun.render.checks import Invalid
 
 
@@ -35,6 +36,9 @@ def ours(where: str, *words: str) -> list[str]:
         ("ssh", "--env GIT_SYNC_BRANCH=dev --sync-source=u", "--git=u@dev"),
         ("k8s", "--loglevel debug --shell=sh --x", "--x"),
         ("k8s", "--max-restarts=3 -- train.py --gpus 3", "--max-restarts=3 -- train.py --gpus 3"),
+        ("k8s", "--x -- python train.py --y", "--x -- train.py --y"),
+        ("k8s", "-- torchrun --nnodes=2 --tee=3 train.py", "--tee=3 -- train.py"),
+        ("k8s", "--no-python -- python train.py", "--no-python -- python train.py"),
     ],
 )
 def test_flags(where: str, words: str, wanted: str) -> None:
@@ -48,6 +52,9 @@ def test_flags(where: str, words: str, wanted: str) -> None:
         ("/usr/bin/python3.11 -m pkg.train -u", ["--module", "--", "pkg.train", "-u"]),
         ("torchrun --nnodes=2 --node_rank 1 --nproc_per_node=4 --tee 3 t.py -x",
          ["--nproc_per_node=4", "--tee", "3", "--", "t.py", "-x"]),
+        ("python -u -m torch.distributed.run --nnodes 2 --tee=3 -m pkg.t",
+         ["--tee=3", "-m", "--", "pkg.t"]),
+        ("dlrover-run --network-check t.py", ["--network-check", "--", "t.py"]),
         ("bash run.sh", ["--no-python", "--", "bash", "run.sh"]),
         ("cd /x && python t.py", ["--no-python", "--", "sh", "-c", "cd /x && python t.py"]),
         ("python 'a b.py'", ["--", "a b.py"]),
@@ -69,10 +76,14 @@ def test_a_command_in_one_string(command: str, wanted: list[str]) -> None:
         ("local", ["--image=x"], "--image is said of pods: leave it out here"),
         ("ssh", ["--cpu=1"], "--cpu is said of pods and of Slurm's jobs"),
         ("k8s", ["python 'x"], "cannot be read"),
+        ("k8s", ["cd /x && torchrun t.py"], "each rank would start a launcher of its own"),
+        ("k8s", ["bash -c 'torchrun t.py'"], "with --working-dir for cd"),
+        ("k8s", ["tfjob", "--workers=2"], "tfjob: of Arena's kinds of jobs pytorch is what"),
+        ("local", ["--workers=-1"], "--workers=-1: the smallest number"),
     ],
 )
 def test_what_cannot_be_taken_over(where: str, words: list[str], part: str) -> None:
-    with pytest.raises(Invalid, match=part):
+    with pytest.raises((Invalid, UsageError), match=part):
         ours(where, *words)
 
 

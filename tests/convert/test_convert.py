@@ -230,7 +230,8 @@ def test_as_a_script_for_slurm(
     assert any("spec: left out: side containers, runPolicy.backoffLimit: " in line for line in said)
     module = TRAINJOB.replace("[python3, -u, tune.py]", "[python3, -m, pkg.tune, --lr, x]")
     script, _ = converted(module, monkeypatch, capsys, "--to", "slurm")
-    assert "-m pkg.tune --lr x" in script
+    assert "\n    --module \\\n" in script
+    assert "\n    pkg.tune --lr x\n" in script
 
 
 def test_what_yaml_has_and_json_has_not(

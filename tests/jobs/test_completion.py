@@ -34,13 +34,15 @@ def completed(script: str, world: World, *words: str) -> list[str]:
 
 def test_verbs_flags_and_names_of_jobs(world: World) -> None:
     pytest.importorskip("shtab")
-    path = make_run(Path(world.environment()["ELASTICRUN_RUNS"]), "train-7", "0123abcd")
-    RunFolder(path).write_job(JobRecord(name="train-7", began=1.0))
+    for launch in ("0123abcd", "4567abcd"):
+        path = make_run(Path(world.environment()["ELASTICRUN_RUNS"]), "train-7", launch)
+        RunFolder(path).write_job(JobRecord(name="train-7", began=1.0))
     script = ran("completion", "bash", env=world.environment()).stdout
     assert completed(script, world, "sus") == ["suspend"]
     assert completed(script, world, "--rdzv-en") == ["--rdzv-endpoint"]
     assert "--keep-files" in completed(script, world, "delete", "--k")
     assert completed(script, world, "delete", "tr") == ["train-7"]
+    assert completed(script, world, "top", "no") == ["nodes"]
     assert completed(script, world, "logs", "-f", "tr") == ["train-7"]
     assert ran("completion", "zsh", env=world.environment()).stdout.startswith(
         "#compdef elasticrun"

@@ -28,6 +28,7 @@ from elasticrun.cli.flags import Parser
 from elasticrun.cli.job.deaths import RankFiles, ToldLife, deaths, tell
 from elasticrun.cli.jobs.listing import add_output, span
 from elasticrun.cli.settings import UsageError
+from elasticrun.config import EXIT_USAGE
 from elasticrun.core.words import nearest
 from elasticrun.runs import index
 from elasticrun.runs.layout import CONSOLE, ENDED, RunFolder
@@ -166,11 +167,11 @@ def _asked(argv: Sequence[str]) -> Wish:
     ns = made.parse_args(argv)
     tail = (0 if ns.all else TAIL) if ns.tail is None else ns.tail
     if tail < 0:
-        raise UsageError(f"--tail={tail}: a number of lines is wanted")
+        raise UsageError(f"--tail={tail}: a number of lines is wanted", EXIT_USAGE)
     try:
         grep = re.compile(os.fsencode(ns.grep)) if ns.grep else None
     except re.error as wrong:
-        raise UsageError(f"--grep={ns.grep}: no regular expression: {wrong}") from None
+        raise UsageError(f"--grep={ns.grep}: no regular expression: {wrong}", EXIT_USAGE) from None
     since = time.time() - span(ns.since, "--since") if ns.since else 0.0
     as_json = ns.output == "json"
     return Wish(ns.job, ns.follow, tail, ns.all, ns.rank, ns.node, since, as_json, grep)

@@ -12,8 +12,10 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli import settings
+from elasticrun.cli.flags import PROG, get_args_parser
 from elasticrun.cli.rendezvous import MEETING_FLAGS, without
+from elasticrun.convert.command import LAUNCHER, SHELLS
 from elasticrun.render.checks import Invalid
 
 PODS, SLURM, LOCAL = "pods", "slurm", "local"
@@ -21,6 +23,15 @@ EVERYWHERE: Final = (PODS, SLURM, LOCAL)
 
 KINDS: Final = ("pytorch", "pytorchjob", "py")
 """What Arena wants to hear before the flags; one may stand there here, too."""
+
+OTHERS: Final = (
+    *("tf", "tfjob", "mpi", "mpijob", "horovod", "horovodjob", "et", "etjob", "ray", "rayjob"),
+    *("spark", "sparkjob", "volcano", "volcanojob", "deepspeed", "deepspeedjob"),
+)
+"""Its kinds of jobs that are none of ours."""
+
+LAUNCHERS: Final = ("torchrun", "dlrover-run", PROG)
+"""Programs whose flags are the launcher's."""
 
 
 class Row(NamedTuple):
@@ -77,6 +88,9 @@ SHORT: Final = {"-e": "--env", "-l": "--label", "-a": "--annotation", "-n": "--n
 
 _TIME: Final = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?\Z")
 _SHELL: Final = re.compile(r"[;&|<>`$]|\n")
+_PYTHON: Final = r"python[\d.]*"
+_BARE: Final = re.compile(rf"{_PYTHON}|{'|'.join(LAUNCHERS)}")
+_MODULES: Final = re.compile(r"(-u )?-m torch\.distributed\.(run|launch)(?= |\Z)")
 _REF: Final = re.compile(r"GIT_SYNC_(?:BRANCH|REV)=(.*)\Z")
 
 
@@ -88,10 +102,15 @@ def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> 
     words = list(words)
     if words and words[0] in KINDS:
         del words[0]
+    if words and words[0] in OTHERS:
+        raise Invalid(f"{words[0]}: of Arena's kinds of jobs {KINDS[0]} is what {PROG} runs")
     at = words.index("--") if "--" in words else len(words)
     flags, behind = words[:at], words[at:]
     if not behind and flags and " " in flags[-1].strip() and not flags[-1].startswith("-"):
         more, behind = _command(flags.pop())
+        flags += more
+    elif _BARE.fullmatch("".join(behind[1:2])) and "--no-python" not in flags:
+        more, behind = _program(behind[1:])
         flags += more
     return [*_Translation(flags, place, say).made(), *behind]
 
@@ -159,6 +178,8 @@ class _Translation:
             return []
         if self._place == LOCAL and name == "--gpus" and (self._ranks_said or value == "0"):
             return []
+        if name == "--workers":
+            settings.nodes(value, name)
         if self._place not in row.words:
             if not row.note:
                 raise Invalid(f"{name} is said of {_who(row)}: leave it out here")
@@ -207,17 +228,28 @@ def _command(text: str) -> tuple[list[str], list[str]]:
         words = shlex.split(text)
     except ValueError as wrong:
         raise Invalid(f"the command {text!r} cannot be read: {wrong}") from None
-    if _SHELL.search(text):
-        return ["--no-python"], ["--", "sh", "-c", text]
+    simple = not _SHELL.search(text)
+    if LAUNCHER.search(text) and (not simple or words[0].rpartition("/")[2] in SHELLS):
+        raise Invalid(
+            f"the command {text!r} is a shell's, and each rank would start a launcher of its own: "
+            "give the launcher's command alone, with --working-dir for cd and --env for variables"
+        )
+    return _program(words) if simple else (["--no-python"], ["--", "sh", "-c", text])
+
+
+def _program(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The same of its words."""
     name = words[0].rpartition("/")[2]
-    if name == "torchrun":
+    if re.fullmatch(_PYTHON, name) and (found := _MODULES.match(" ".join(words[1:4]))):
+        name, words = LAUNCHERS[0], words[found[0].count(" ") + 1 :]
+    if name in LAUNCHERS:
         ours = get_args_parser({})
         at = 1 + ours.script_at(words[1:])
         settled = [
             f"--{dest.replace('_', '-')}" for dest in (*MEETING_FLAGS, "nnodes", "node_rank")
         ]
         return without(words[1:at], settled), ["--", *words[at:]]
-    if not re.fullmatch(r"python[\d.]*", name):
+    if not re.fullmatch(_PYTHON, name):
         return ["--no-python"], ["--", *words]
     rest = words[2:] if words[1:2] == ["-u"] else words[1:]
     if rest[:1] == ["-m"]:

@@ -12,17 +12,25 @@ from typing import Final
 from elasticrun.cli.flags import PROG, Described, Parser, get_args_parser
 from elasticrun.config import EXIT_OK
 
-NAMES: Final = f"""{PROG} list -A -o json 2>/dev/null | sed -n 's/^ *"name": "\\(.*\\)",$/\\1/p'"""
+NAMES: Final = (
+    f"""{PROG} list -A -o json 2>/dev/null | sed -n 's/^ *"name": "\\(.*\\)",$/\\1/p' | sort -u"""
+)
 
-JOBS: Final = {
-    "bash": "_elasticrun_jobs",
-    "zsh": "_elasticrun_jobs",
-    "preamble": {
-        "bash": f'_elasticrun_jobs() {{ compgen -W "$({NAMES})" -- "$1"; }}',
-        "zsh": f'_elasticrun_jobs() {{ compadd -- ${{(f)"$({NAMES})"}} }}',
-    },
-}
-"""How the name of a job is completed."""
+
+def _names(function: str, more: str = "") -> dict[str, object]:
+    """How the name of a job is completed; `more`: words that may stand in its place."""
+    return {
+        "bash": function,
+        "zsh": function,
+        "preamble": {
+            "bash": f'{function}() {{ compgen -W "{more}$({NAMES})" -- "$1"; }}',
+            "zsh": f'{function}() {{ compadd -- {more}${{(f)"$({NAMES})"}} }}',
+        },
+    }
+
+
+JOBS: Final = _names("_elasticrun_jobs")
+OF_TOP: Final = _names("_elasticrun_top", "nodes ")
 
 FIRST: Final = {"render": ["k8s"], "exec": ["JOB", "--", "true"]}
 """Words without which a verb does not come to its parser."""
@@ -62,7 +70,7 @@ def _parser_of(verb: str, run: Callable[[str, list[str]], int]) -> argparse.Argu
     except Described as found:
         for action in found.parser._actions:
             if action.dest in ("job", "jobs") or (verb, action.dest) == ("status", "endpoint"):
-                action.complete = JOBS  # type: ignore[attr-defined]
+                action.complete = OF_TOP if verb == "top" else JOBS  # type: ignore[attr-defined]
         return found.parser
     finally:
         Parser.describes = False

@@ -26,11 +26,11 @@ from elasticrun.cli.jobs.code import pinned
 from elasticrun.cli.jobs.jobs import finished
 from elasticrun.cli.kube.submit import of_kubernetes
 from elasticrun.cli.resolve import resolve
-from elasticrun.cli.settings import Asked, UsageError
+from elasticrun.cli.settings import Asked, NoProgram, NotHere, UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.trust import GIT_SECRETS, TOKEN_VARIABLE, withdraw
 from elasticrun.cli.verbs import render, render_flags
-from elasticrun.config import EXIT_OK, EXIT_USAGE
+from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from elasticrun.jobs import choosing
 from elasticrun.jobs.backend import (
     TOKEN,
@@ -73,7 +73,7 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
         flags, program = render.split(arena.translated(words, where, say))
         made = parser(where)
         ns, extra = made.parse_known_args(flags)
-        render.refuse(extra)
+        render.refuse(extra, made)
         if not program or program[0].startswith("-"):
             raise Invalid(
                 f"nothing to run: name the script behind --, as in `{PROG} submit -- train.py`"
@@ -83,7 +83,7 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
         wanted = _HOW[where]
         return finished(lambda: _submit(where, ns, program, wanted, say))
     except (Invalid, UsageError, NotDone) as wrong:
-        code = wrong.exit_code if isinstance(wrong, UsageError) else EXIT_USAGE
+        code = EXIT_FAILED if isinstance(wrong, (NotHere, NoProgram)) else EXIT_USAGE
         raise UsageError(str(wrong), code) from None
 
 
@@ -147,7 +147,7 @@ def _submit(
     say: Callable[[str], None],
 ) -> int:
     root = runs_root(os.environ)
-    ns.name = settings.name(ns.name, "--name") or Path(program[0]).name.removesuffix(".py")
+    ns.name = settings.job_name(ns.name, Path(program[0]).name.removesuffix(".py"))
     here = where != "k8s"  # its run folder and its working directory; else they are the pods'
     at = Path(ns.run_dir).absolute() if here and ns.run_dir else None
     run = RunFolder(at or run_path(root, ns.name, secrets.token_hex(4)))
@@ -215,7 +215,7 @@ def _of_this_host(
     from elasticrun.cli.main import check_data, check_program
 
     environ = withdraw()
-    low, high = settings.nodes(ns.nnodes)
+    low, high = settings.nodes(ns.nnodes, ns.given.get("nnodes", ""))
     env = render.env(ns)
     for key, value in env.items():
         checks.setting(key, value, "run folder: set it where you type this, or give --token-file")

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from elasticrun.cli import settings, trust
 from elasticrun.cli.devices import Machine
-from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.flags import Parser, get_args_parser
 from elasticrun.cli.jobs import arena
 from elasticrun.cli.jobs.code import pinned
 from elasticrun.cli.resolve import resolve, shutdown_timeout
@@ -26,6 +26,7 @@ from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.verbs import render_flags
 from elasticrun.config import EXIT_OK, EXIT_USAGE
+from elasticrun.core.words import nearest
 from elasticrun.render import checks, grammar, pods, slurm, text
 from elasticrun.render.checks import Invalid
 from elasticrun.render.slurm import SIGNALS, Batch
@@ -109,7 +110,7 @@ def read(
     """What flags and program come to, and what the user should know of it. `gpus`: GPUs that each
     node is asked for, 0 for none said; `signal`: the one by which the scheduler has nodes leave, ""
     for none. UsageError, Invalid."""
-    low, high = settings.nodes(ns.nnodes)
+    low, high = settings.nodes(ns.nnodes, ns.given.get("nnodes", ""))
     settings.data(ns.data)
     if ns.git:
         ns.git = pinned(ns.git, trust.withdraw())
@@ -197,8 +198,9 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
         what = f"{target!r} cannot be rendered" if target else "nothing to render"
         raise Invalid(f"{what}: name one of {known} (see elasticrun render --help)")
     flags, program = split(arena.translated(rest, target, say))
-    ns, extra = render_flags.parser(target).parse_known_args(flags)
-    refuse(extra)
+    made = render_flags.parser(target)
+    ns, extra = made.parse_known_args(flags)
+    refuse(extra, made)
     if not program or program[0].startswith("-"):
         raise Invalid(
             f"nothing to run: name the script behind --, as in `elasticrun render {target} "
@@ -247,8 +249,8 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:at]), list(words[at + 1 :])
 
 
-def refuse(extra: Sequence[str]) -> None:
-    """Words before -- that nobody knows; raises, unless there are none."""
+def refuse(extra: Sequence[str], made: Parser) -> None:
+    """Words before -- that `made` does not know; raises, unless there are none."""
     if not extra:
         return
     word = extra[0].partition("=")[0]
@@ -258,9 +260,11 @@ def refuse(extra: Sequence[str]) -> None:
         )
     if any(word in flag.spellings for flag in FLAGS if flag.dest in render_flags.SETTLED):
         raise Invalid(f"{word}: what is printed settles that; leave it out")
+    known = [name for name in (*made._option_string_actions, *arena.ROWS) if "_" not in name]
+    hint = nearest(word.replace("_", "-"), known)
     raise Invalid(
-        f"{word} is no flag of this verb nor of the launcher; what is meant for the script stands "
-        "behind --"
+        f"{word} is no flag of this verb nor of the launcher"
+        + (hint or "; what is meant for the script stands behind --")
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Collection
 from typing import Any, Final
 
-from elasticrun.cli.flags import PROG, Flag, FlagHelp, Parser, add_group
+from elasticrun.cli.flags import PROG, Flag, FlagHelp, Parser, Store, add_group
 from elasticrun.cli.table import FLAGS, GROUPS
 from elasticrun.render.grammar import VOLUME_FORM
 from elasticrun.render.wanted import ASSUMED, GANGS, MASTER_PORT
@@ -106,7 +106,7 @@ def add_job(target: Parser, *, script: bool = False) -> None:
     text = "Name of the job." + " [default: its script's]" * script
     _add(group, "--name", text, required=not script, default="", metavar="NAME")
     text = "Nodes; the job begins with MIN and takes MAX. [default 1]"
-    group.add_argument("--nodes", "--nnodes", dest="nnodes", help=text, default="1",
+    group.add_argument("--nodes", "--nnodes", dest="nnodes", help=text, default="1", action=Store,
                        metavar="N|MIN:MAX")  # fmt: skip
     text = "Ranks on each node. [default: one for each GPU, else 1]"
     _text(group, "--nproc-per-node", "N", text)
