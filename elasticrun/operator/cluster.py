@@ -84,12 +84,24 @@ class Cluster:
     async def close(self) -> None:
         await self._client.close()
 
+    async def _ask(self, request: BasicRequest, *fine: int) -> Json | None:
+        """What is answered; None where that is one of these codes."""
+        answer = await self._client.send(self._client.build_adapter_request(request))
+        if answer.status_code in fine:
+            return None
+        self._client.raise_for_status(answer)
+        found: Json = answer.json()
+        return found
+
+    def _about(self, verb: str, kind: Any, key: Key, **how: Any) -> BasicRequest:
+        request: BasicRequest = self._client.prepare_request(
+            verb, kind, namespace=key[0], name=key[1], **how
+        )
+        return request
+
     async def version(self) -> tuple[int, int]:
         """Of the cluster, as (1, 37)."""
-        request = BasicRequest(method="GET", url="version")
-        answer = await self._client.send(self._client.build_adapter_request(request))
-        answer.raise_for_status()
-        found = answer.json()
+        found = await self._ask(BasicRequest(method="GET", url="version")) or {}
         return int(found["major"]), int(found["minor"].rstrip("+"))
 
     async def jobs(self) -> list[Json]:
@@ -111,18 +123,13 @@ class Cluster:
 
     async def get(self, kind: Any, key: Key) -> Json | None:
         """An object; None where there is none."""
-        try:
-            found: Json = await self._client.request("get", kind, namespace=key[0], name=key[1])
-        except ApiError as error:
-            if code_of(error) == GONE:
-                return None
-            raise
-        return found
+        return await self._ask(self._about("get", kind, key), GONE)
 
     async def pods(self, key: Key, uid: str) -> list[Json]:
         """The pods of a job, and of no other of that name."""
-        selector = {"labelSelector": f"{JOB}={key[1]}"}
-        request = self._client.prepare_request("list", PODS, namespace=key[0], params=selector)
+        request = self._client.prepare_request(
+            "list", PODS, namespace=key[0], params={"labelSelector": f"{JOB}={key[1]}"}
+        )
         return [pod async for pod in self._client.list(request) if _owner(pod) == uid]
 
     async def make(self, body: Json) -> bool:
@@ -130,76 +137,58 @@ class Cluster:
         job's, which for one that was made anew passes by itself, and where it is refused."""
         kind, meta = kind_of(body["apiVersion"], body["kind"]), body["metadata"]
         what, where = f"{body['kind']} {meta['name']}", meta["namespace"]
-        strict = {"fieldValidation": "Strict"}
+        request = self._client.prepare_request(
+            "post", obj=kind(body), namespace=where, params={"fieldValidation": "Strict"}
+        )
         try:
-            await self._client.request("post", obj=kind(body), namespace=where, params=strict)
+            if await self._ask(request, CONFLICT) is not None:
+                return True
         except ApiError as error:
             if code_of(error) in REFUSED:
                 raise NotMade(f"{what}: {error}") from None
-            if code_of(error) != CONFLICT:
-                raise
-            there = None if kind is SECRETS else await self.get(kind, (where, meta["name"]))
-            if there is not None and _owner(there) != _owner(body):
-                raise NotMade(f"a {what} is there that is not this job's: delete it") from None
-            return False
-        return True
+            raise
+        there = None if kind is SECRETS else await self.get(kind, (where, meta["name"]))
+        if there is not None and _owner(there) != _owner(body):
+            raise NotMade(f"a {what} is there that is not this job's: delete it")
+        return False
 
     async def remove(self, kind: Any, key: Key, uid: str) -> bool:
         """Delete an object, with its grace; False where it has gone, or is another of its name."""
-        request = self._client.prepare_request("delete", kind, namespace=key[0], name=key[1])
+        request = self._about("delete", kind, key)
         request.data = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-        try:
-            answer = await self._client.send(self._client.build_adapter_request(request))
-            self._client.raise_for_status(answer)
-        except ApiError as error:
-            if code_of(error) not in (GONE, CONFLICT):
-                raise
-            return False
-        return True
+        return await self._ask(request, GONE, CONFLICT) is not None
 
     async def set_status(self, key: Key, version: str, status: Json) -> bool:
         """Write a job's status; False where it is not any more what was read as `version`."""
-        try:
-            await self._client.request(
-                "patch", JOBS.Status, namespace=key[0], name=key[1],
-                obj={"metadata": {"resourceVersion": version}, "status": status},
-                headers={"Content-Type": PatchType.MERGE.value},
-            )  # fmt: skip
-        except ApiError as error:
-            if code_of(error) not in (GONE, CONFLICT):
-                raise
-            return False
-        return True
+        request = self._about(
+            "patch", JOBS.Status, key,
+            obj={"metadata": {"resourceVersion": version}, "status": status},
+            headers={"Content-Type": PatchType.MERGE.value},
+        )  # fmt: skip
+        return await self._ask(request, GONE, CONFLICT) is not None
 
     async def tell(self, event: Json) -> None:
         """Make an Event."""
         namespace = event["metadata"]["namespace"]
-        await self._client.request("post", obj=EVENTS(event), namespace=namespace)
+        await self._ask(
+            self._client.prepare_request("post", obj=EVENTS(event), namespace=namespace)
+        )
 
     async def put_lease(self, body: Json, *, new: bool) -> bool:
         """Make or replace a Lease; False where somebody else was faster."""
-        try:
-            await self._client.request(
-                "post" if new else "put", obj=LEASES(body), namespace=self.own, name=NAME
-            )
-        except ApiError as error:
-            if code_of(error) != CONFLICT:
-                raise
-            return False
-        return True
+        verb = "post" if new else "put"
+        request = self._about(verb, LEASES, (self.own, NAME), obj=LEASES(body))
+        return await self._ask(request, CONFLICT) is not None
 
     async def key(self) -> bytes:
         """What tokens are made from; made once, and kept in a Secret of the operator's own."""
-        for _ in range(3):
-            if found := await self.get(SECRETS, (self.own, NAME)):
+        where = (self.own, NAME)
+        for _ in range(2):  # the other replica may be faster in making it
+            if found := await self.get(SECRETS, where):
                 return base64.b64decode(found["data"]["key"])
             made = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": NAME}}
             made["stringData"] = {"key": secrets.token_hex(32)}
-            try:
-                await self._client.request("post", obj=SECRETS(made), namespace=self.own)
-            except ApiError as error:  # the other replica was faster
-                if code_of(error) != CONFLICT:
-                    raise
+            await self._ask(self._about("post", SECRETS, where, obj=SECRETS(made)), CONFLICT)
         raise ConfigError(f"the Secret {NAME} in {self.own} can neither be read nor made")
 
 

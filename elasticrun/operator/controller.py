@@ -202,10 +202,11 @@ class Controller:
                 return FIRST_RETRY  # the job has changed meanwhile
         for notice in todo.notices:
             await self._tell(job, notice)
+        unwilling = ""
         for order in todo.orders:
-            await self._do(job, order, pods)
-        if refused:  # it is not any more
-            del self._refused[key]
+            unwilling = await self._do(job, order, pods) or unwilling
+        self._refused[key] = unwilling
+        if unwilling != refused:  # the status is to say so
             return 0.0
         if todo.status.over:
             return todo.again
@@ -214,7 +215,8 @@ class Controller:
         calm = (trains or todo.status.phase in ("Suspended", "Pending")) and not todo.orders
         return min(POLL if calm else BUSY_POLL, todo.again or POLL)
 
-    async def _do(self, job: JobObject, order: planning.Order, pods: tuple[OwnedPod, ...]) -> None:
+    async def _do(self, job: JobObject, order: planning.Order, pods: tuple[OwnedPod, ...]) -> str:
+        """What its master does not want, in a sentence; what the API server does not is NotMade."""
         where = job.namespace
         match order:
             case planning.Make(body, notice):
@@ -226,9 +228,10 @@ class Controller:
                 if await self._cluster.remove(api.PODS, (where, pod.name), pod.uid):
                     await self._tell(job, notice)
             case planning.Resize(nodes):
-                await self._resize(job, nodes, pods)
+                return await self._resize(job, nodes, pods)
             case planning.Discard():
                 await self._cluster.remove(api.JOBS, (where, job.name), job.uid)
+        return ""
 
     async def _tell(self, job: JobObject, notice: planning.JobEvent) -> None:
         """An Event; the job goes on without it."""
@@ -280,18 +283,17 @@ class Controller:
         self._silent.pop(key, None)
         return said, ""
 
-    async def _resize(self, job: JobObject, nodes: int, pods: tuple[OwnedPod, ...]) -> None:
+    async def _resize(self, job: JobObject, nodes: int, pods: tuple[OwnedPod, ...]) -> str:
         master = _master(pods)
         if master is None:
-            return
+            return ""
         request = Request("scale", number=nodes, who=api.NAME, reason="spec.nodes")
         token = operator_token(self._token(job))
         try:
             reply = await ask_for(master, ASK_LIMIT, request, token=token, role=Role.OPERATOR)
         except LinkError as error:
             raise TimeoutError(f"the master at {master} was not told of {nodes}: {error}") from None
-        if not reply.ok:
-            raise api.NotMade(f"the master does not take {nodes} nodes: {reply.reason}")
+        return "" if reply.ok else f"the master does not take {nodes} nodes: {reply.reason}"
 
 
 def _master(pods: tuple[OwnedPod, ...]) -> Endpoint | None:

@@ -168,26 +168,39 @@ class ElasticStatus(Struct, frozen=True, rename="camel"):
 
 # ---------------------------------------------------------------- the schema
 
-_OPEN: Final = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_MAP: Final[Json] = {"type": "object", "additionalProperties": {"type": "string"}}
 
-_TEMPLATE: Final[Json] = {
-    **_OPEN,
-    "required": ["spec"],
-    "properties": {
-        "metadata": _OPEN,
-        "spec": {
-            **_OPEN,
-            "required": ["containers"],
-            "properties": {
-                "containers": {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {**_OPEN, "required": ["name", "image"]},
-                }
-            },
-        },
-    },
-}
+
+def _open(*required: str, **properties: Json) -> Json:
+    """An object of which the operator reads or changes `properties`; the server knows the rest."""
+    made: Json = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    made |= {"required": list(required)} if required else {}
+    return made | ({"properties": properties} if properties else {})
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+_TERMS: Final = _list(_open(matchExpressions=_list(_open())))
+_AFFINITY: Final = _open(
+    nodeAffinity=_open(
+        requiredDuringSchedulingIgnoredDuringExecution=_open(nodeSelectorTerms=_TERMS)
+    )
+)
+_CONTAINER: Final = _open(
+    "name", "image", env=_list(_open("name")), volumeMounts=_list(_open())
+)  # fmt: skip
+_TEMPLATE: Final = _open(
+    "spec",
+    metadata=_open(labels=_MAP, annotations=_MAP),
+    spec=_open(
+        "containers",
+        containers={**_list(_CONTAINER), "minItems": 1},
+        volumes=_list(_open()),
+        affinity=_AFFINITY,
+    ),
+)
 
 _RULES: Final = (
     ("!has(self.minNodes) || self.minNodes <= self.nodes", "minNodes is larger than nodes"),

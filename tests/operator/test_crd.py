@@ -12,7 +12,8 @@ import pytest
 
 from elasticrun.operator import crd, objects, plan
 
-TEMPLATE = {"spec": {"containers": [{"name": "train", "image": "i"}]}}
+ONE = {"name": "train", "image": "i"}
+TEMPLATE = {"spec": {"containers": [ONE]}}
 SCHEMA = crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 
 
@@ -39,6 +40,10 @@ REFUSED = [
     ({"gang": {"scheduler": "slurm"}}, "not one of"),
     ({"template": {"spec": {"containers": []}}}, "non-empty"),
     ({"template": {"spec": {"containers": [{"name": "train"}]}}}, "'image' is a required"),
+    ({"template": {"spec": {"containers": [{**ONE, "env": [{"value": "x"}]}]}}}, "'name' is a"),
+    ({"template": {"spec": {"containers": [{**ONE, "volumeMounts": {}}]}}}, "not of type"),
+    ({"template": {"spec": {"containers": [ONE], "affinity": []}}}, "not of type"),
+    ({"template": {"metadata": {"labels": {"a": 1}}, "spec": {"containers": [ONE]}}}, "not of"),
     ({"status": {}}, "status"),
 ]
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from elasticrun.operator import cluster as api, controller
+from elasticrun.operator.crd import GROUP
+from elasticrun.wire.messages import JobStatus, Reply
 from tests.kubernetes.cluster import StandIn
 from tests.kubernetes.real import standin_only
 from tests.kubernetes.server.kinds import Obj
 from tests.operator.test_operator import TEN_LINES, Operator, install
+from tests.operator.world import page
 
 pytestmark = [pytest.mark.slow, standin_only]
 
@@ -60,6 +65,47 @@ def test_a_bad_node_is_avoided_and_a_lost_one_replaced(cluster: StandIn) -> None
 
 def count(events: list[Obj], message: str) -> int:
     return sum(event["message"].startswith(message) for event in events)
+
+
+def test_a_master_that_does_not_take_a_size_is_no_hindrance(
+    cluster: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job says so; its pods are replaced all the same."""
+    kubectl = install(cluster)
+    monkeypatch.setenv("KUBECONFIG", str(kubectl.kubeconfig))
+
+    async def says(*_: object, **__: object) -> JobStatus:
+        return page(phase="running", max_nodes=9)
+
+    async def refuses(*_: object, **__: object) -> Reply:
+        return Reply(ok=False, reason="2 is no multiple")
+
+    monkeypatch.setattr(controller, "get_status", says)
+    monkeypatch.setattr(controller, "ask_for", refuses)
+    kubectl("apply", "-f", "-", given=TEN_LINES)
+
+    def seen() -> list[Obj]:
+        cluster.until("pods", lambda pods: len(pods) == 3 and all(
+            one["status"]["phase"] == "Running" for one in pods))  # fmt: skip
+        cluster.finish("tr-1-0", 137)
+        cluster.until("pods", lambda pods: run(pods, "tr-0-0", "tr-1-1", "tr-master-0"))
+        return cluster.until(
+            "elasticjobs", lambda jobs: reason(jobs[0], "Admitted") == "Refused", group=GROUP
+        )
+
+    async def operated() -> list[Obj]:
+        server = api.Cluster("default")
+        work = asyncio.create_task(controller.Controller(server).run())
+        try:
+            return await asyncio.to_thread(seen)
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await server.close()
+
+    assert "the master does not take 2 nodes: 2 is no multiple" in json.dumps(
+        asyncio.run(operated())
+    )
 
 
 def test_half_a_gang_is_given_back(cluster: StandIn) -> None:
