@@ -241,13 +241,32 @@ class RunFolder:
         """The newest step that was told; -1: none."""
         if result := self.result():
             return result.step
+        with contextlib.suppress(ValueError):
+            return int(self._last_row().get("step", "-1"))
+        return -1
+
+    def told(self) -> str:
+        """What the newest row of progress.csv says: `step 140, loss 0.2488`; "" without numbers
+        beside the step."""
+        row = {name: said for name, said in self._last_row().items() if said}
+        step = row.pop("step", "")
+        with contextlib.suppress(ValueError):
+            numbers = {name: float(said) for name, said in row.items()}
+            said = [
+                f"{name} {numbers[name]:.6g}" for name in numbers if name not in ("time", "round")
+            ]
+            return ", ".join([f"step {step}", *said]) if said else ""
+        return ""
+
+    def _last_row(self) -> dict[str, str]:
+        """By its titles; empty where there is none."""
         with contextlib.suppress(OSError, ValueError):
             with open(self.path / PROGRESS, "rb") as file:
                 titles = file.readline(LAST_BYTES).decode().rstrip("\r\n").split(",")
                 file.seek(max(file.tell(), os.fstat(file.fileno()).st_size - LAST_BYTES))
                 rows = file.read(LAST_BYTES).rpartition(b"\n")[0].splitlines()
-            return int(rows[-1].split(b",")[titles.index("step")]) if rows else -1
-        return -1
+            return dict(zip(titles, rows[-1].decode().split(","), strict=False)) if rows else {}
+        return {}
 
     def events(self, now: float) -> list[EventRow]:
         """What has happened, the newest last, as far back as MAX_BYTES. `now`: seconds since 1970,

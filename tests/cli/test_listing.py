@@ -141,6 +141,8 @@ def test_what_is_left_of_one(root: Path, capsys: pytest.CaptureFixture[str]) -> 
     told = capsys.readouterr().out
     for line in ("outcome: no restart", "command: elasticrun train.py", "rank 1 failed (ValueErr"):
         assert f"\n{line}" in told
+    assert status.main(["train-large"], {}) == 0
+    assert "\nprogress: step 42, loss 0.4\n" in capsys.readouterr().out
     with pytest.raises(NotAnswered, match=r"job eval has ended \(failed\): no restart; see "):
         find("eval")
     pid = os.getpid()

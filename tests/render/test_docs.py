@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.render.rendered import VERSIONS, check, render
 
@@ -36,6 +37,20 @@ def test_a_command_of_the_page(words: list[str]) -> None:
     if words[2] != "slurm":
         for version in VERSIONS:
             check(printed.documents, version)
+
+
+def test_the_cron_job_of_the_page() -> None:
+    """Its command, too: `submit` takes the flags of `render k8s`."""
+    (text,) = re.findall(
+        r"^```yaml\n(apiVersion: batch/v1\n.*?)^```",
+        (DOCS / "kubernetes.md").read_text(encoding="utf-8"), re.M | re.S,
+    )  # fmt: skip
+    job = yaml.safe_load(text)
+    check([job], VERSIONS[-1])
+    pod = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    words = shlex.split(pod["containers"][0]["command"][-1].replace("$(date +%j)", "001"))
+    assert words[:4] == ["elasticrun", "submit", "--on", "k8s"]
+    render("k8s", *words[4:])
 
 
 def test_there_are_some_and_what_was_not_run_says_so() -> None:

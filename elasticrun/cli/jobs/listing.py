@@ -150,6 +150,7 @@ def left_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]:
     """What a job has left that does not run here, for people."""
     said = {
         "outcome": row.reason,
+        "progress": folder.told(),
         "command": " ".join(job.command),
         "commit": job.git_commit,
         "run folder": row.run,

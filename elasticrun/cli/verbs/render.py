@@ -14,6 +14,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from elasticrun.cli import settings, trust
@@ -54,6 +55,15 @@ def of_pods(wanted: Pods) -> Iterator[str]:
             "--quarantine: a pod that stays parked keeps its index, and no pod takes its place: "
             f"--pods above {launch.max_nodes} has spares"
         )
+    for word in launch.flags:
+        flag, _, path = word.partition("=")
+        if flag in ("--run-dir", "--log-dir") and not any(
+            Path(path).is_relative_to(volume.mount) for volume in wanted.volumes
+        ):
+            yield (
+                f"{word}: on no volume of the pods (--volume, --data), so what is written there "
+                "goes with its pod"
+            )
     if not wanted.token_secret and not has(launch, "--token-file"):
         yield no_token()
     if launch.min_nodes < wanted.replicas and wanted.version < pods.SUCCESS_POLICY:

@@ -499,9 +499,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         print(json.dumps(shown[0] if not here and shown else shown, indent=1))
     elif whole:
         _show([(str(where), page) for where, page in answers], runs)
-        links = {"page": whole[0].page, "tensorboard": whole[0].tensorboard}
-        for word in [word for word, url in links.items() if url and len(whole) == 1]:
-            print(f"{word}: {links[word]}")
+        one = whole[0]
+        told = RunFolder(Path(one.run)).told() if one.run else ""
+        more = {"progress": told, "page": one.page, "tensorboard": one.tensorboard}
+        for word in [word for word, said in more.items() if said and len(whole) == 1]:
+            print(f"{word}: {more[word]}")
     return 1 if silent else 0
 
 
