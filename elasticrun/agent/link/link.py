@@ -23,7 +23,7 @@ from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.operator_log import logger
 from elasticrun.wire import auth
-from elasticrun.wire.messages import Hello, Refused, Report, Welcome
+from elasticrun.wire.messages import Hello, Leaving, Refused, Report, Welcome
 from elasticrun.wire.rpc.channel import LinkError, Unproved
 from elasticrun.wire.types import Endpoint
 
@@ -95,6 +95,8 @@ class Link:
         self._moved = asyncio.Event()
         self._dialled: Endpoint | None = None
         self._tries = 0
+        self._goodbye: Leaving | None = None  # that no session could carry
+        self._greets = False  # a hello is on its way, by which a master may know us already
         self.connected = asyncio.Event()
         """Set once a master has welcomed us, for good."""
 
@@ -102,9 +104,12 @@ class Link:
         self._tasks.start(self._run(), "the link to the master")
 
     def say(self, report: Report) -> None:
-        """Send a report; dropped without a session, since LinkBack makes the brain tell it all."""
+        """Send a report; dropped without a session, since LinkBack makes the brain tell it all. But
+        for that it leaves: by then it may be over."""
         if self._session is not None:
             self._session.say(report)
+        elif isinstance(report, Leaving):
+            self._goodbye = report
 
     def offer(self, report: Report) -> bool:
         """Send a report that matters only while it is new; whether it was sent."""
@@ -129,6 +134,9 @@ class Link:
 
     async def close(self, limit: float) -> None:
         """Deliver what was said, `limit` seconds at most, and end."""
+        if self._goodbye is not None and self._greets:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.connected.wait(), limit)
         session, self._session = self._session, None
         if session is not None:
             await session.close(limit)
@@ -159,6 +167,8 @@ class Link:
         if session.welcome is not None:
             self._owner.linked(Ordered(session.welcome))
         self._owner.linked(LinkBack())
+        if self._goodbye is not None:
+            session.say(self._goodbye)
         session.carry(
             lambda order: self._owner.linked(Ordered(order)),
             lambda silent: self._silent(session, silent),
@@ -252,6 +262,7 @@ class Link:
         kept = False
         try:
             session = Session(endpoint, self._trust, await self._pem())
+            self._greets = True
             answer = await self._answer(session)
             if isinstance(answer, Welcome):
                 kept = True
@@ -267,6 +278,7 @@ class Link:
         except TimeoutError:
             return FailedDial("no answer")
         finally:
+            self._greets = kept
             if session is not None and not kept:
                 await session.drop()
 

@@ -21,7 +21,7 @@ from elasticrun.agent.link.master_process import MasterProcess
 from elasticrun.core import events
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import logger
-from elasticrun.wire.messages import Hello, Join, Missed, Refused, Start, Welcome
+from elasticrun.wire.messages import Hello, Join, Leaving, Missed, Refused, Start, Welcome
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.agent.configs import agent_config
 from tests.harness import LIMIT
@@ -134,6 +134,21 @@ async def test_what_cannot_be_said_is_left_out(caplog, monkeypatch) -> None:
         assert not heard.count(LinkLost)
     (said,) = [one.message for one in caplog.records if "not sent to the master" in one.message]
     assert "missed.step is -1" in said
+
+
+async def test_a_master_hears_of_one_that_left_before_its_welcome() -> None:
+    """It may know this node by its hello, and would wait for it."""
+    leaving = Leaving("received SIGTERM", 15)
+    async with serving() as served, linked(served.endpoint, hello(spec=SPEC)) as (link, heard):
+        link.say(leaving)
+        asked = heard.hello
+        said = asyncio.Event()
+        heard.hello = lambda: (said.set(), asked())[1]
+        await said.wait()
+        await link.close(LIMIT)
+        await served.brain.until(
+            lambda event: isinstance(event, events.Heard) and event.report == leaving
+        )
 
 
 async def test_another_jobs_master_refuses(master: Hosted) -> None:
