@@ -139,6 +139,10 @@ def setting(key: str, value: str, place: str) -> None:
     come to lie, and what to do instead."""
     variable(key, "--env")
     plain(value, f"--env {key}")
+    if key in GIT_PASSWORDS:
+        noun = place.partition(":")[0]
+        by_secret = "create a Secret and name it with --git-secret"
+        place = f"{noun}: {by_secret if noun == 'manifest' else 'set it where you type this'}"
     if key == "ELASTICRUN_TOKEN" or key in GIT_PASSWORDS:
         raise Invalid(f"--env {key} would put the secret into the {place}")
 

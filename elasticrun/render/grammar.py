@@ -68,11 +68,13 @@ _SOURCES: Final[Mapping[str, Callable[[str, str], Mapping[str, Any]]]] = {
 
 
 def toleration(text: str) -> Toleration:
-    """`KEY`, `KEY=VALUE`, either with `:EFFECT`."""
+    """`KEY`, `KEY=VALUE`, either with `:EFFECT`; `all`."""
+    if text == "all":
+        return Toleration("")
     taint, _, effect = text.partition(":")
     key, equals, value = taint.partition("=")
     if not key:
-        raise Invalid(f"--toleration {text!r} is not KEY[=VALUE][:EFFECT]")
+        raise Invalid(f"--toleration {text!r} is not KEY[=VALUE][:EFFECT], and not all")
     return Toleration(key, value if equals else None, effect)
 
 

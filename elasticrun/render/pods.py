@@ -170,7 +170,8 @@ def _spec(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
 
 
 def _toleration(one: Toleration) -> dict[str, str]:
-    found = {"key": one.key, "operator": "Exists" if one.value is None else "Equal"}
+    found = {"key": one.key} if one.key else {}
+    found |= {"operator": "Exists" if one.value is None else "Equal"}
     found |= {} if one.value is None else {"value": one.value}
     return found | ({"effect": one.effect} if one.effect else {})
 

@@ -104,7 +104,8 @@ class Volume:
 
 @dataclass(frozen=True, slots=True)
 class Toleration:
-    """A taint that pods put up with; without `value` whatever its value, "" as effect means all."""
+    """A taint that pods put up with; without `value` whatever its value, "" as key or effect
+    means all."""
 
     key: str
     value: str | None = None
@@ -222,7 +223,8 @@ def _check_names(wanted: Pods) -> None:
 
 def _check_tolerations(tolerations: tuple[Toleration, ...]) -> None:
     for one in tolerations:
-        checks.label_key(one.key, "--toleration")
+        if one.key:
+            checks.label_key(one.key, "--toleration")
         checks.label_value(one.value or "", "--toleration")
         if one.effect not in ("", "NoSchedule", "PreferNoSchedule", "NoExecute"):
             raise Invalid(

@@ -36,7 +36,8 @@ LAUNCHERS: Final = ("torchrun", "dlrover-run", PROG)
 
 class Row(NamedTuple):
     """What becomes of one flag. `words`: ours at each place, with {value} (as it is), {seconds},
-    {minutes}, {taint}, {key} and {count} (of KEY=N), {mem} (Slurm's G for Gi) in them. `note`:
+    {minutes}, {taint}, {key} and {count} (of KEY=N), {mem} (Slurm's G for Gi), {host} and {mount}
+    (of /HOST[:/MOUNT]) in them. `note`:
     where there are none, why there need not be any. `alone`: what is meant without a value."""
 
     words: Mapping[str, tuple[str, ...]] = {}
@@ -65,10 +66,11 @@ ROWS: Final[Mapping[str, Row]] = {
     "--device": _pods("--gpu-resource={key}", "--gpus={count}"),
     "--rdma": _pods("--rdma={value}", alone="rdma/hca"),
     "--share-memory": Row({PODS: ("--shm={value}",)}, "/dev/shm is the host's own here"),
-    "--sync-source": _all("--git={value}"),
-    "--data-dir": Row({PODS: ("--volume=dir{number}=host:{value}:{value}",),
-                       SLURM: ("--data=dir{number}:{value}",),
-                       LOCAL: ("--data=dir{number}:{value}",)}),
+    "--working-dir": _all("--working-dir={value}"),
+    "--data-dir": Row({PODS: ("--volume=dir{number}=host:{host}:{mount}",),
+                       SLURM: ("--data=dir{number}:{host}",),
+                       LOCAL: ("--data=dir{number}:{host}",)}),
+    "--host-network": _pods("--host-network", alone="true"),
     "--gang": _pods("--gang={value}", alone="coscheduling"),
     "--toleration": _pods("--toleration={taint}"),
     "--running-timeout": Row({PODS: ("--deadline={seconds}",), SLURM: ("--time={minutes}",)}),
@@ -84,14 +86,21 @@ ROWS: Final[Mapping[str, Row]] = {
     **{name: Row({}, "it has no use here") for name in _IGNORED},
 }  # fmt: skip
 
-SHORT: Final = {"-e": "--env", "-l": "--label", "-a": "--annotation", "-n": "--namespace"}
+SHORT: Final = {"-e": "--env", "-l": "--label", "-a": "--annotation", "-n": "--namespace",
+                "-d": "--data", "-p": "--priority"}  # fmt: skip
+
+SPECIAL: Final = ("--env", "--data", "--git", "--sync-source", "--sync-mode", "--config-file")
+"""Flags that are more than a row of words."""
+
+ROOT: Final = "/root"
+"""Arena's --working-dir where none is given; its code is below that."""
 
 _TIME: Final = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?\Z")
 _SHELL: Final = re.compile(r"[;&|<>`$]|\n")
 _PYTHON: Final = r"python[\d.]*"
 _BARE: Final = re.compile(rf"{_PYTHON}|{'|'.join(LAUNCHERS)}")
 _MODULES: Final = re.compile(r"(-u )?-m torch\.distributed\.(run|launch)(?= |\Z)")
-_REF: Final = re.compile(r"GIT_SYNC_(?:BRANCH|REV)=(.*)\Z")
+_REF: Final = re.compile(r"(GIT_SYNC_(?:BRANCH|REV))=(.*)\Z")
 
 
 def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> list[str]:
@@ -123,7 +132,9 @@ class _Translation:
         self._place = place
         self._say = say
         self._ranks_said = any(re.match(r"--nproc[-_]per[-_]node\b", word) for word in flags)
-        self._git = self._ref = ""
+        self._git = ""
+        self._refs: dict[str, str] = {}
+        self._seen: set[str] = set()
         self._data: list[str] = []
 
     def made(self) -> list[str]:
@@ -131,19 +142,34 @@ class _Translation:
         while self._flags:
             word = self._flags.pop(0)
             name, equals, value = word.partition("=")
-            name = SHORT.get(name, name.replace("_", "-") if name.startswith("--") else name)
-            if name not in ROWS and name not in ("--env", "--data", "--sync-mode", "--config-file"):
+            name = SHORT.get(name, _spelt(name) if name.startswith("--") else name)
+            if name not in ROWS and name not in SPECIAL:
                 done.append(word)
                 continue
+            self._seen.add(name)
             row = ROWS.get(name, Row())
             if row.alone:
                 value = self._optional(value, equals, row)
             elif not equals:
                 value = self._next(name)
             done += self._meant(name, value, row)
-        if self._git and self._ref:
-            done[done.index(self._git)] = f"{self._git}@{self._ref}"
-        return done + ([f"--data={','.join(self._data)}"] if self._data else [])
+        return done + self._at_the_end()
+
+    def _at_the_end(self) -> list[str]:
+        """What several flags say together."""
+        done = [f"--data={','.join(self._data)}"] if self._data else []
+        if not self._git:
+            if "--sync-mode" in self._seen:
+                raise Invalid("--sync-mode=git: say which repository by --sync-source=URL")
+            return done + [f"--env={name}={ref}" for name, ref in self._refs.items()]
+        ref = self._refs.get("GIT_SYNC_REV") or self._refs.get("GIT_SYNC_BRANCH")
+        done.append(f"--git={self._git}@{ref}" if ref else f"--git={self._git}")
+        if self._place == PODS and {"--sync-source", "--working-dir"} & self._seen == {
+            "--sync-source"
+        }:
+            self._say(f"the code is put below {ROOT}, as Arena has it; --working-dir names another")
+            done.append(f"--working-dir={ROOT}")
+        return done
 
     def _next(self, name: str) -> str:
         if not self._flags:
@@ -159,21 +185,20 @@ class _Translation:
         if name == "--data":
             self._data.append(value)
             return []
+        if name == "--env" and (found := _REF.match(value)):
+            self._refs[found[1]] = found[2]
+            return []
         if name == "--env":
-            if found := _REF.match(value):
-                self._ref = found[1]
-                return []
             return [f"--env={value}"]
+        if name in ("--git", "--sync-source"):
+            self._git = value
+            return []
         if name == "--sync-mode":
             if value != "git":
                 raise Invalid(f"--sync-mode={value}: code comes from git, or is in the image")
             return []
         if name == "--config-file":
-            raise Invalid(
-                f"--config-file={value}: make it a ConfigMap by `kubectl create configmap NAME "
-                f"--from-file={value.partition(':')[0]}`, and add --volume "
-                "NAME=configmap:NAME:/FOLDER"
-            )
+            raise Invalid(_config_file(value) if self._place == PODS else _only(name, row))
         if value == "false" and row.alone:
             return []
         if self._place == LOCAL and name == "--gpus" and (self._ranks_said or value == "0"):
@@ -182,20 +207,33 @@ class _Translation:
             settings.nodes(value, name)
         if self._place not in row.words:
             if not row.note:
-                raise Invalid(f"{name} is said of {_who(row)}: leave it out here")
+                raise Invalid(_only(name, row))
             self._say(f"{name}={value} has no effect: {row.note}")
             return []
         made = [_filled(text, name, value, len(self._data)) for text in row.words[self._place]]
-        if name == "--sync-source":
-            (self._git,) = made
         if name == "--data-dir":
             self._data += [one.removeprefix("--data=") for one in made if one.startswith("--data=")]
             made = [one for one in made if not one.startswith("--data=")]
         return made
 
 
-def _who(row: Row) -> str:
-    return "pods" if SLURM not in row.words else "pods and of Slurm's jobs"
+def _spelt(name: str) -> str:
+    """`--workingDir`, of older Arenas, and `--working_dir` as --working-dir."""
+    return re.sub("[A-Z]+", lambda found: f"-{found[0].lower()}", name.replace("_", "-"))
+
+
+def _only(name: str, row: Row) -> str:
+    who = "pods" if SLURM not in row.words else "pods and of Slurm's jobs"
+    return f"{name} is said of {who}: leave it out here"
+
+
+def _config_file(value: str) -> str:
+    file, _, path = value.partition(":")
+    folder, _, name = (path or file).rpartition("/")
+    return (
+        f"--config-file={value}: pods read it from a ConfigMap: `kubectl create configmap NAME "
+        f"--from-file={name}={file}`, and here --volume NAME=configmap:NAME:{folder or '/FOLDER'}"
+    )
 
 
 def _filled(text: str, name: str, value: str, number: int) -> str:
@@ -203,11 +241,13 @@ def _filled(text: str, name: str, value: str, number: int) -> str:
     key, _, count = value.rpartition("=")
     if "{key}" in text and not (key and count.isdecimal()):
         raise Invalid(f"{name}={value} is not KEY=N")
-    if "{taint}" in text and value == "all":
-        raise Invalid("--toleration=all: name the taints, as KEY[=VALUE][:EFFECT]")
+    host, _, mount = value.partition(":")
+    if name == "--data-dir" and "{mount}" not in text and mount not in ("", host):
+        raise Invalid(f"--data-dir={value}: nothing is mounted here: the folder is {host}")
     seconds = _seconds(name, value) if "s}" in text else 0
     return text.format(
         value=value, key=key, count=count, number=number, seconds=seconds,
+        host=host, mount=mount or host,
         minutes=-(-seconds // 60), taint=value.partition(",")[0],
         mem=re.sub(r"([KMGT])i\Z", r"\1", value),
     )  # fmt: skip
@@ -254,4 +294,6 @@ def _program(words: Sequence[str]) -> tuple[list[str], list[str]]:
     rest = words[2:] if words[1:2] == ["-u"] else words[1:]
     if rest[:1] == ["-m"]:
         return ["--module"], ["--", *rest[1:]]
+    if rest and rest[0].startswith("-"):  # Python's own options, -c
+        return ["--no-python"], ["--", *words]
     return [], ["--", *rest]

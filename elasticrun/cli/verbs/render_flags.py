@@ -175,7 +175,12 @@ def add_pods(target: Parser) -> None:
 def _where(target: Parser) -> None:
     group = target.add_argument_group("where pods run")
     _many(group, "--selector", "KEY=VALUE", "Label that a node must have; may be repeated.")
-    _many(group, "--toleration", "KEY[=VALUE][:EFFECT]", "Taint to put up with; may be repeated.")
+    _many(
+        group,
+        "--toleration",
+        "KEY[=VALUE][:EFFECT]",
+        "Taint to put up with, or all; may be repeated.",
+    )
     _text(group, "--priority", "NAME", "Priority class.")
     _text(group, "--service-account", "NAME", "Service account of the pods.")
     _many(group, "--image-pull-secret", "NAME", "Secret for the image; may be repeated.")
