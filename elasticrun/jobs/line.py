@@ -7,6 +7,7 @@ import contextlib
 import getpass
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -16,11 +17,12 @@ import msgspec
 from elasticrun.config import Tls
 from elasticrun.core.sight.picture import Picture
 from elasticrun.jobs.backend import token
+from elasticrun.runs import index
 from elasticrun.runs.layout import RunFolder
 from elasticrun.wire import auth
 from elasticrun.wire.messages import Reply, Request, Role
 from elasticrun.wire.types import Endpoint, WireError
-from elasticrun.wire.user_folder import published, user_folder
+from elasticrun.wire.user_folder import Published, published, user_folder
 
 ANSWER_LIMIT: Final = 20.0
 """Seconds to wait for an answer: longer than the master itself waits for the ranks."""
@@ -104,6 +106,17 @@ def who() -> str:
     except (KeyError, OSError):  # a container's user without a name
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"[:200]
+
+
+def meant_here(job: str, here: Sequence[Published]) -> list[Published]:
+    """Of the masters on this host those whose job is called so, else those whose job begins so,
+    unless another one, which does not run here, is called so."""
+    if found := [one for one in here if job in (one.job_id, one.name)]:
+        return found
+    with contextlib.suppress(OSError, index.NoRun):
+        index.find(index.runs_root(os.environ), job, whole="it")
+        return []
+    return [one for one in here if one.job_id.startswith(job) or one.name.startswith(job)]
 
 
 def master_of(run: RunFolder) -> JobMaster:

@@ -19,6 +19,8 @@ from elasticrun.core.sight.picture import EventRow, Picture, RankRow, StackRow
 from elasticrun.jobs import line
 from elasticrun.jobs.rows import DoneRow, live_row, page_of
 from elasticrun.master.outward.record import result_of
+from elasticrun.runs.index import make_run
+from elasticrun.runs.layout import JobRecord, RunFolder
 from elasticrun.system.processes import start_time
 from elasticrun.wire import auth, user_folder
 from elasticrun.wire.types import Endpoint
@@ -159,6 +161,7 @@ def test_the_schema_is_that_of_what_is_printed() -> None:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("ELASTICRUN_RUNS", str(tmp_path / "runs"))
     return user_folder.user_folder(os.environ)
 
 
@@ -191,6 +194,13 @@ def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:
     ):
         with pytest.raises(line.NotAnswered, match=why):
             asking.find(job)
+    assert asking.find("train-17").operator == "for one"
+    run = RunFolder(make_run(here.parent / "runs", "train-1", "0badcafe"))
+    run.write_job(JobRecord(name="train-1", pid=1, started=1, host=os.uname().nodename))
+    with pytest.raises(
+        line.NotAnswered, match=r"job train-1 has ended \(lost\): its launcher, pro"
+    ):
+        asking.find("train-1")  # whose name it is
 
 
 @pytest.mark.parametrize(

@@ -87,11 +87,13 @@ def test_who_ended_without_a_word_comes_first(world: World, how: str, said: str)
     assert any(line.startswith("[2] ") for line in lines)
 
 
-@pytest.mark.parametrize("word", ["", "unknown"])
-def test_nothing_is_there(world: World, word: str) -> None:
+@pytest.mark.parametrize(
+    ("word", "why"), [("", "no log files of any"), ("x", "no job x has a run")]
+)
+def test_nothing_is_there(world: World, word: str, why: str) -> None:
     done = ran("logs", *filter(None, [word]), env=world.environment())
     assert done.returncode == 1
-    assert "no log files of" in done.stderr
+    assert why in done.stderr
 
 
 def test_followed_until_the_end(world: World) -> None:

@@ -25,7 +25,8 @@ from elasticrun.cli.table import TRUST
 from elasticrun.cli.verbs.status import NoStatus, name_of, parse_endpoint
 from elasticrun.config import Tls
 from elasticrun.core.words import nearest
-from elasticrun.jobs.line import JobLine, JobMaster, NotAnswered, master_of
+from elasticrun.jobs.line import JobLine, JobMaster, NotAnswered, master_of, meant_here
+from elasticrun.jobs.rows import row_of
 from elasticrun.runs import index
 from elasticrun.runs.layout import ENDED, RunFolder
 from elasticrun.wire import auth
@@ -55,7 +56,7 @@ def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
             raise NotAnswered(str(wrong)) from None
         ours = [one for one in here if one.port == endpoint.port]
         return _master(endpoint, ours[0] if ours and not token else None, token, files)
-    if job and not any(name.startswith(job) for one in here for name in (one.job_id, one.name)):
+    if job and not meant_here(job, here):
         with contextlib.suppress(OSError, index.NoRun):
             run = index.find(index.runs_root(os.environ), job)
             if run.state(time.time()) not in ENDED:
@@ -79,9 +80,7 @@ def _master(endpoint: Endpoint, own: Published | None, token: str, files: Tls | 
 
 def _pick(job: str, here: Sequence[Published]) -> Published:
     """The one that is meant, of those that run here."""
-    found = [one for one in here if job in (one.job_id, one.name)] if job else list(here)
-    if job and not found:
-        found = [one for one in here if one.job_id.startswith(job) or one.name.startswith(job)]
+    found = meant_here(job, here)
     if len(found) == 1:
         return found[0]
     listed = sorted(name_of(one.job_id, str(one.endpoint)) for one in found or here)
@@ -100,8 +99,7 @@ def left_by(job: str) -> RunFolder | None:
     """The run folder of a job that has ended, "" for the last; None if it runs here, or is not
     known."""
     try:
-        here = published(user_folder(os.environ))
-        if any(one.job_id.startswith(job) or one.name.startswith(job) for one in here):
+        if meant_here(job, published(user_folder(os.environ))):
             return None
         root = index.runs_root(os.environ)
         folder = index.find(root, job) if job else next(iter(index.all_runs(root)), None)
@@ -119,9 +117,11 @@ def ended(job: str) -> str:
         folder = index.find(index.runs_root(os.environ), job)
     except (OSError, index.NoRun):
         return ""
-    state, result = folder.state(time.time()), folder.result()
-    why = f": {result.reason}" if result and result.reason else ""
-    return f"job {job} has ended ({state}){why}; see {folder.path}" if state in ENDED else ""
+    record, now = folder.job(), time.time()
+    if record is None or (row := row_of(folder, record, now)).state not in ENDED:
+        return ""
+    why = f": {row.reason}" if row.reason else ""
+    return f"job {record.name} has ended ({row.state}){why}; see {row.run}"
 
 
 def _running(shown: str) -> str:

@@ -29,7 +29,6 @@ from elasticrun.cli.job.deaths import RankFiles, ToldLife, deaths, tell
 from elasticrun.cli.jobs.listing import add_output, span
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_USAGE
-from elasticrun.core.words import nearest
 from elasticrun.runs import index
 from elasticrun.runs.layout import CONSOLE, ENDED, RunFolder
 
@@ -108,7 +107,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     if not found:
         what = f"job {asked.job}" if asked.job else "any job of yours"
         words = f"there are no log files of {what} on this host; --tee or --redirects writes them"
-        print(f"elasticrun logs: {words}{_hint(variables, asked.job)}", file=sys.stderr)
+        why = words if folder is not None else _unknown(variables, asked.job) or words
+        print(f"elasticrun logs: {why}", file=sys.stderr)
         return 1
     if asked.node:
         meant = whereabouts.one_of(found, asked.node)
@@ -129,11 +129,13 @@ def _folder(environ: Mapping[str, str], job: str) -> RunFolder | None:
     return None
 
 
-def _hint(environ: Mapping[str, str], job: str) -> str:
-    """What a mistyped name was meant to be."""
-    with contextlib.suppress(OSError):
-        known = [one.name for run in index.all_runs(index.runs_root(environ)) if (one := run.job())]
-        return nearest(job, known)
+def _unknown(environ: Mapping[str, str], job: str) -> str:
+    """Why it is not known which job is meant; "" where none is named."""
+    try:
+        if job:
+            index.find(index.runs_root(environ), job)
+    except (OSError, index.NoRun) as why:
+        return str(why)
     return ""
 
 

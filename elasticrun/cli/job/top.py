@@ -15,6 +15,7 @@ from elasticrun.cli.verbs.status import duration, name_of, width
 from elasticrun.core.sight.picture import Picture, RankRow
 from elasticrun.core.words import some
 from elasticrun.jobs.line import JobLine, NotAnswered
+from elasticrun.jobs.rows import state_of
 from elasticrun.wire.types import write_ranges
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def head(picture: Picture) -> list[str]:
     status = picture.status
     step = max([status.step, *(row.step for row in picture.ranks)])
     said = [
-        f"{name_of(status.job_id, '') or 'job'}: {status.phase}",
+        f"{name_of(status.job_id, '') or 'job'}: {state_of(status)}",
         f"round {status.round.number}" if status.round else "no round yet",
         some(status.world_size, "rank"),
         f"step {step}" if step >= 0 else "",

@@ -29,7 +29,8 @@ import msgspec
 
 from elasticrun import __version__
 from elasticrun.config import ETCD_CALL_LIMIT, Tls
-from elasticrun.core.words import nearest, plain, some
+from elasticrun.core.words import names, nearest, plain, some
+from elasticrun.jobs.line import NotAnswered, master_of, meant_here
 from elasticrun.jobs.rows import JobPage, live_row, page_of, row_of, state_of
 from elasticrun.runs import index
 from elasticrun.runs.layout import ENDED, RunFolder
@@ -85,8 +86,11 @@ TITLES: Final = ("JOB", "STATE", "NODES", "STEP", "STEP AGE", "RESTARTS", "AGE")
 Row = tuple[str, ...]
 
 
-def name_of(job_id: str, where: str) -> str:
-    """A static job has no id of its own: all of them are called "none", as under torchrun."""
+def name_of(job_id: str, where: str, run: str = "") -> str:
+    """As its run folder has it, where that is known. A static job has no id of its own: all of them
+    are called "none", as under torchrun."""
+    if run and (job := RunFolder(Path(run)).job()):
+        return job.name
     return f"of {where}" if job_id in ("", "none") and where else job_id
 
 
@@ -94,7 +98,7 @@ def running(page: JobStatus, where: str, run: str = "") -> Row:
     """A job whose master at `where` has answered; `run`: its run folder, where it is known."""
     placed = sum(node.group_rank >= 0 for node in page.nodes)
     return (
-        name_of(page.job_id, where),
+        name_of(page.job_id, where, run),
         state_of(page, run),
         f"{placed}/{page.max_nodes}",
         *_step(page.step, page.step_age),
@@ -214,11 +218,8 @@ def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
 def _named(job: str) -> Published | None:
     """The one master of ours whose job is called so, or begins so."""
     with contextlib.suppress(NoStatus):
-        masters = published_here()
-        for same in (str.__eq__, str.startswith):
-            found = [one for one in masters if same(one.job_id, job) or same(one.name, job)]
-            if len(found) == 1:
-                return found[0]
+        found = meant_here(job, published_here())
+        return found[0] if len(found) == 1 else None
     return None
 
 
@@ -230,8 +231,6 @@ def _ours(job: str, token: str, files: Tls | None) -> Question | None:
 
 def _away(job: str, files: Tls | None) -> Question | None:
     """The master of a job that runs on another host, as its run folder knows it."""
-    from elasticrun.jobs.line import NotAnswered, master_of
-
     with contextlib.suppress(OSError, index.NoRun, NotAnswered):
         run = index.find(index.runs_root(os.environ), job)
         if run.state(time.time()) not in ENDED:
@@ -240,15 +239,19 @@ def _away(job: str, files: Tls | None) -> Question | None:
     return None
 
 
-def _no_job(job: str) -> str:
-    """That there is none of this name, and what may have been meant."""
+def _no_job(job: str, silent: str) -> str:
+    """That there is none of this name, or several are, and what may have been meant; `silent`: what
+    came of asking the host of that name."""
     known = []
     with contextlib.suppress(OSError, NoStatus):
         runs = index.all_runs(index.runs_root(os.environ))
         known = [one.name for run in runs if (one := run.job())]
         known += [name for one in published_here() for name in (one.name, one.job_id)]
+    begun = sorted({name for name in known if name.startswith(job)})
+    if len(begun) > 1:
+        return f"several jobs are meant by {job}: {names(begun)}; name one"
     hint = nearest(job, sorted({*known} - {""}))
-    return f"there is no job {job} here{hint} (a master elsewhere is named by host:port)"
+    return f"there is no job {job} here{hint} (a master elsewhere is named by host:port); {silent}"
 
 
 def _left(job: str, *, as_json: bool, unheard: bool = False) -> bool:
@@ -338,19 +341,19 @@ def ask(
 # ---------------------------------------------------------------- the page
 
 
-def _show(pages: Sequence[tuple[str, JobStatus]], runs: Mapping[str, str] | None = None) -> None:
+def _show(pages: Sequence[tuple[str, JobStatus]], runs: Mapping[str, str] = {}) -> None:
     """A line for each job. The page of a single one that runs, else why each of them waits. `runs`:
     their run folders, by where their masters are."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, width=width())
-    rows = [running(page, where, (runs or {}).get(where, "")) for where, page in pages]
+    rows = [running(page, where, runs.get(where, "")) for where, page in pages]
     drawn = lines(TITLES, rows, console.width)
     console.print(Text(drawn[0], "bold"), soft_wrap=True)
     for line in drawn[1:]:
         console.print(Text(line), soft_wrap=True)
-    for line in _page(pages[0][1], console.width) if len(pages) == 1 else _brief(pages):
+    for line in _page(pages[0][1], console.width) if len(pages) == 1 else _brief(pages, runs):
         console.print(Text(plain(line)), soft_wrap=True)
 
 
@@ -359,11 +362,11 @@ def _page(page: JobStatus, columns: int) -> list[str]:
     return ["", *_lines(page), *table, *_excluded(page)]
 
 
-def _brief(pages: Sequence[tuple[str, JobStatus]]) -> list[str]:
+def _brief(pages: Sequence[tuple[str, JobStatus]], runs: Mapping[str, str]) -> list[str]:
     """What is to be said of several jobs."""
     said = []
     for where, page in pages:
-        name = name_of(page.job_id, where)
+        name = name_of(page.job_id, where, runs.get(where, ""))
         why = f"waits: {page.reason}" if page.reason and not page.outcome else page.outcome
         why = why or (f"held up: {page.verdict}" if page.verdict else "")
         said.append(f"{name}: {why + '; ' if why else ''}all of it: elasticrun status {where}")
@@ -489,7 +492,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         if _left(ns.endpoint, as_json=ns.json, unheard=True):
             return 0
         if not ours:
-            silent = [f"{_no_job(ns.endpoint)}; {silent[0].partition(TO_FIND_OUT)[0]}"]
+            silent = [_no_job(ns.endpoint, silent[0].partition(TO_FIND_OUT)[0])]
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     runs = {str(one.endpoint): one.run for one in questions}
