@@ -57,7 +57,8 @@ class LocalJobs:
         port = _free_port() if count > 1 else 0
         self._start(run, replace(wanted, port=port, agents=()), count)
         nodes = f", with {count} agents as its nodes" if count > 1 else ""
-        return f"job {wanted.name} is started on this host{nodes}"
+        where = names(wanted.hosts) if wanted.hosts else "this host"
+        return f"job {wanted.name} is started on {where}{nodes}"
 
     def resume(self, run: RunFolder) -> str:
         """The same command in the same folder, with the environment of who resumes it."""

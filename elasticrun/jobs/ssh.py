@@ -30,8 +30,7 @@ class SshJobs:
 
     def submit(self, run: RunFolder, wanted: Submission) -> str:
         """Start the process that starts the agents."""
-        self._here.submit(run, wanted)
-        return f"job {wanted.name} is started on {names(wanted.hosts)}"
+        return self._here.submit(run, wanted)
 
     def resume(self, run: RunFolder) -> str:
         """The same hosts and command again."""

@@ -178,6 +178,19 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
     assert Path(made["run_dir"]).exists()
 
 
+@pytest.mark.slow
+def test_hosts_that_are_this_one_need_no_sshd(person: Person) -> None:
+    (person.world.scratch / "prints.py").write_text(PRINTS)
+    script = str(person.world.scratch / "prints.py")
+    words = ("--hosts", "localhost", "--ssh", "false", "--name", "hh")
+    person.types("submit", *words, "--", script)
+    person.until("hh", state="running")
+    assert person.types("exec", "hh", "--", "pwd").strip() == str(Path.cwd())
+    person.types("suspend", "hh")
+    assert "job hh is started on localhost" in person.types("resume", "hh")
+    person.types("delete", "hh")
+
+
 SHOWS = """
 import os, signal
 print("has", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)

@@ -255,6 +255,7 @@ def _of_hosts(
 ) -> tuple[Submission, Backend]:
     """Read as the launcher reads --hosts. UsageError."""
     from elasticrun.cli.verbs.hosts import plan_of
+    from elasticrun.hosts.ssh import is_here
 
     environ = withdraw()
     flags = render_flags.handed_on(ns)
@@ -264,7 +265,7 @@ def _of_hosts(
     words = [*flags, f"--rdzv-id={ns.name}", SAVES, *program]
     seen = {**environ, **render.env(ns)}
     plan = plan_of(words, Asked(get_args_parser(seen).parse_args(words), seen), seen)
-    if not shared_folder(str(run.parent), os.environ):
+    if not all(map(is_here, plan.hosts)) and not shared_folder(str(run.parent), os.environ):
         say(_not_shared(run.parent, "hosts"))
     known = Submission(
         name=ns.name,
