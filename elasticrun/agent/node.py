@@ -417,7 +417,7 @@ class NodeAgent:
         return {name: place for name, place in own.items() if place}
 
     def _say(self, report: m.Report) -> None:
-        if isinstance(report, m.RanksFailed | m.Finished):
+        if isinstance(report, m.RanksFailed | m.Stopped | m.Finished):
             self._progress.last_words()
         if isinstance(report, m.RanksFailed | m.Stopping | m.Stopped):
             newest = max(self._progress.newest, self._snapshots.drain.generation.newest())

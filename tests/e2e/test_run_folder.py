@@ -19,12 +19,15 @@ from tests.harness import await_true, free_port
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 from elasticrun import training
 for step in range(int(os.environ.get("STEPS", "4"))):
     extra = {"lr": 1e-4} if step > 1 else {}
     training.progress(step, loss=1 / (step + 1), **extra)
     time.sleep(float(os.environ.get("PAUSE", "0")))
+if os.environ.get("HOLD"):
+    open("held", "x").close()
+    signal.pause()
 if os.environ.get("BAD") and os.environ["RANK"] == "0":
     raise ValueError("bad luck")
 """
@@ -122,6 +125,14 @@ def test_all_nodes_hear_that_the_job_has_succeeded(place: Path) -> None:
     told = [job.communicate(timeout=120)[1] for job in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), told
     assert "job train has already succeeded at step 3" in told[0]
+
+
+def test_a_job_that_is_told_to_leave_has_all_its_rows(place: Path) -> None:
+    job = _begin("--run-dir=r", "train.py", HOLD="1")
+    await_true((place / "held").exists, "its steps")
+    job.terminate()
+    job.communicate(timeout=60)
+    assert [row["step"] for row in _progress(RunFolder(place / "r"))] == ["0", "1", "2", "3"]
 
 
 def test_rank_0_elsewhere_than_the_master(place: Path) -> None:
