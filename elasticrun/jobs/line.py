@@ -1,4 +1,5 @@
-"""The asking of a job's master: who it is, what proves that we may, and what it replies."""
+"""Which job is meant, and the asking of its master: who it is, what proves that we may, and what it
+replies."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import contextlib
 import getpass
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -108,15 +108,48 @@ def who() -> str:
     return f"{user}@{socket.gethostname()}"[:200]
 
 
-def meant_here(job: str, here: Sequence[Published]) -> list[Published]:
-    """Of the masters on this host those whose job is called so, else those whose job begins so,
-    unless another one, which does not run here, is called so."""
-    if found := [one for one in here if job in (one.job_id, one.name)]:
-        return found
-    with contextlib.suppress(OSError, index.NoRun):
-        index.find(index.runs_root(os.environ), job, whole="it")
-        return []
-    return [one for one in here if one.job_id.startswith(job) or one.name.startswith(job)]
+@dataclass(frozen=True, slots=True)
+class MeantJob:
+    """A job of this user's. Without either it is not known."""
+
+    master: Published | None = None  # of one that runs on this host
+    run: RunFolder | None = None
+
+
+def meant(job: str) -> MeantJob:
+    """The job that a word names, by one rule for all verbs: a whole name wins, of several jobs that
+    have had it the one that runs here, else the newest; a beginning counts where no other job's
+    name begins so, whether that runs or has ended. NotAnswered."""
+    here: list[Published] = []
+    with contextlib.suppress(OSError):
+        here = published(user_folder(os.environ))
+    named: list[tuple[MeantJob, tuple[str, ...]]] = []
+    for one in here:
+        run = RunFolder(Path(one.run)) if one.run else None
+        names = index.names_of(run) if run and run.job() else (one.name or one.job_id,)
+        named.append((MeantJob(one, run), (one.job_id, *names)))
+    masters = {os.path.realpath(one.run): one for one in here if one.run}
+    try:
+        root = index.runs_root(os.environ)
+        named += [(MeantJob(run=run), index.names_of(run)) for run in index.all_runs(root)]
+        found = index.pick(job, named)
+        if found is None and os.sep in job:
+            found = MeantJob(run=index.find(root, job))
+    except index.NoRun as wrong:
+        raise NotAnswered(str(wrong)) from None
+    except OSError:  # this user has no run folders
+        found = index.pick(job, named)
+    if found is None:
+        return MeantJob()
+    if found.master is None:
+        assert found.run is not None
+        return MeantJob(masters.get(os.path.realpath(found.run.path)), found.run)
+    called = dict(named)[found][-1]
+    same = [one for one, names in named if one.master and names[-1] == called]
+    if len(same) > 1 and job != found.master.job_id:
+        ids = ", ".join(str(one.master.job_id) for one in same if one.master)
+        raise NotAnswered(f"several jobs are called {called}: {ids}; name one by its id")
+    return found
 
 
 def master_of(run: RunFolder) -> JobMaster:

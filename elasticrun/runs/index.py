@@ -11,9 +11,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from elasticrun.core.words import nearest
 from elasticrun.runs.layout import ENDED, JOB, RunFolder
@@ -35,6 +35,9 @@ FINISHED: Final = tuple(state for state in ENDED if state != "saved")
 """States of jobs that nobody goes on with."""
 
 _OURS: Final = re.compile(r".+-[0-9a-f]{8}")
+
+
+T = TypeVar("T")
 
 
 class NoRun(Exception):
@@ -90,30 +93,37 @@ def find(root: Path, wanted: str, *, whole: str = "") -> RunFolder:
     """The run that is meant: by its folder's name, or its job's (of several the newest), by the
     folder itself, or by the beginning of a name where no other job's begins so. `whole`: the verb,
     where that is not enough, since what it does cannot be undone. NoRun, OSError."""
-    named = [(folder, _names(folder)) for folder in all_runs(root)]
-    for folder, names in named:
-        if wanted in names:
-            return folder
-    if wanted and os.path.isfile(os.path.join(wanted, JOB)):
+    named = [(folder, names_of(folder)) for folder in all_runs(root)]
+    is_name = any(wanted in names for _, names in named)
+    if wanted and not is_name and os.path.isfile(os.path.join(wanted, JOB)):
         at = Path(wanted).resolve()
         listed = next((one for one, _ in named if one.path.resolve() == at), None)
         if whole and listed is None:
             raise NoRun(f"{wanted} is in no list of yours: remove that folder by hand")
         return listed or RunFolder(at)
-    found = {
-        names[-1]: folder
-        for folder, names in reversed(named)
-        if any(one.startswith(wanted) for one in names)
-    }
-    if whole and found:
-        raise NoRun(f"{whole} cannot be undone and takes a whole name; there is {_listed(found)}")
-    if len(found) == 1:
-        return found.popitem()[1]
-    if found:
-        raise NoRun(f"several jobs are meant by {wanted}: {_listed(found)}; name one")
+    if (folder := pick(wanted, named, whole=whole)) is not None:
+        return folder
     known = {names[-1] for _, names in named}
     hint = nearest(wanted, known) or (f"; there is {_listed(known)}" if known else "")
     raise NoRun(f"no job {wanted} has a run folder in {root}{hint}")
+
+
+def pick(wanted: str, named: Sequence[tuple[T, tuple[str, ...]]], *, whole: str = "") -> T | None:
+    """The first that has the name; else the one that has a name which begins so, where no other
+    job's does. Each has its job's name last. None: no name begins so. NoRun as in `find`."""
+    for one, names in named:
+        if wanted in names:
+            return one
+    found = {
+        names[-1]: one
+        for one, names in reversed(named)
+        if any(name.startswith(wanted) for name in names)
+    }
+    if whole and found:
+        raise NoRun(f"{whole} cannot be undone and takes a whole name; there is {_listed(found)}")
+    if len(found) > 1:
+        raise NoRun(f"several jobs are meant by {wanted}: {_listed(found)}; name one")
+    return next(iter(found.values()), None)
 
 
 def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dict[str, Path | None]:
@@ -167,7 +177,8 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _names(folder: RunFolder) -> tuple[str, ...]:
+def names_of(folder: RunFolder) -> tuple[str, ...]:
+    """By which a run folder is known: its own, its job's id, and last its job's name."""
     job = folder.job()
     return (folder.path.name, job.id, job.name) if job else (folder.path.name,)
 

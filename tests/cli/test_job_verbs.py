@@ -19,8 +19,8 @@ from elasticrun.core.sight.picture import EventRow, Picture, RankRow, StackRow
 from elasticrun.jobs import line
 from elasticrun.jobs.rows import DoneRow, live_row, page_of
 from elasticrun.master.outward.record import result_of
-from elasticrun.runs.index import make_run
-from elasticrun.runs.layout import JobRecord, RunFolder
+from elasticrun.runs import index
+from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
 from elasticrun.system.processes import start_time
 from elasticrun.wire import auth, user_folder
 from elasticrun.wire.types import Endpoint
@@ -190,17 +190,44 @@ def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:
         ("", "several jobs are meant: train-17, train-18"),
         ("train-1", "several jobs are meant"),
         ("trian-17", "did you mean train-17"),
-        ("zzz", "there is train-17, train-18"),
+        ("zzz", "there is no job zzz here"),
     ):
         with pytest.raises(line.NotAnswered, match=why):
             asking.find(job)
     assert asking.find("train-17").operator == "for one"
-    run = RunFolder(make_run(here.parent / "runs", "train-1", "0badcafe"))
+    run = RunFolder(index.make_run(here.parent / "runs", "train-1", "0badcafe"))
     run.write_job(JobRecord(name="train-1", pid=1, started=1, host=os.uname().nodename))
     with pytest.raises(
         line.NotAnswered, match=r"job train-1 has ended \(lost\): its launcher, pro"
     ):
         asking.find("train-1")  # whose name it is
+
+
+def test_a_whole_name_wins_over_a_beginning_whether_it_runs_or_has_ended(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = here.parent / "runs"
+    monkeypatch.setenv("ELASTICRUN_RUNS", str(root))
+    for number, name in enumerate(("train", "train-large", "train-small")):
+        run = RunFolder(index.make_run(root, name, f"0000000{number}"))
+        run.write_job(JobRecord(name=name, id=f"id-{name}", where="local", began=float(number)))
+        if name == "train-large":
+            _publish(here, f"id-{name}", 1001, os.getpid(), run=str(run.path), name=name)
+        else:
+            run.write_result(RunResult(state="succeeded", reason="every rank ended with 0"))
+    for words in (["stop", "train"], ["restart", "train"], ["scale", "train", "2"]):
+        assert main(words) == 1
+        assert "job train has ended (succeeded): every rank" in capsys.readouterr().err
+    for verb in ("status", "events", "incidents", "top"):
+        main([verb, "train"])
+        said = capsys.readouterr()
+        assert "1001" not in said.out + said.err, (verb, said)  # nobody has asked train-large
+    assert asking.find("train-l").endpoint.port == asking.find("id-train-large").endpoint.port
+    for verb in ("stop", "status"):
+        assert main([verb, "tra"]) == 1
+        assert (
+            "several jobs are meant by tra: train, train-large, train-" in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize(

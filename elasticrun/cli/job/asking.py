@@ -1,8 +1,8 @@
 """Which job is meant, and the asking of its master.
 
-A job is named by its id, by the beginning of it as far as no other job of this user here begins so,
-or by its master's host:port; where one job alone is there, it need not be named. Who has the job's
-token proves it; else what the master has left in this user's folder does.
+A job is named as `jobs.line.meant` has it, or by its master's host:port; where one job alone runs
+here, it need not be named. Who has the job's token proves it; else what the master has left in this
+user's folder does.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from elasticrun.cli import trust
 from elasticrun.cli.flags import PROG, Parser, add_group
 from elasticrun.cli.settings import Asked
 from elasticrun.cli.table import TRUST
-from elasticrun.cli.verbs.status import NoStatus, name_of, parse_endpoint
+from elasticrun.cli.verbs.status import NoStatus, name_of, no_job, parse_endpoint
 from elasticrun.config import Tls
-from elasticrun.core.words import nearest
-from elasticrun.jobs.line import JobLine, JobMaster, NotAnswered, master_of, meant_here
+from elasticrun.jobs.line import JobLine, JobMaster, MeantJob, NotAnswered, master_of, meant
 from elasticrun.jobs.rows import row_of
 from elasticrun.runs import index
 from elasticrun.runs.layout import ENDED, RunFolder
@@ -43,8 +42,7 @@ MOST_NAMED: Final = 8
 def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
     """The master of the job that is meant. NotAnswered."""
     try:
-        folder = user_folder(os.environ)
-        here = published(folder)
+        here = published(user_folder(os.environ))
     except OSError as wrong:
         here = []
         if not _is_endpoint(job):
@@ -56,12 +54,16 @@ def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
             raise NotAnswered(str(wrong)) from None
         ours = [one for one in here if one.port == endpoint.port]
         return _master(endpoint, ours[0] if ours and not token else None, token, files)
-    if job and not meant_here(job, here):
-        with contextlib.suppress(OSError, index.NoRun):
-            run = index.find(index.runs_root(os.environ), job)
-            if run.state(time.time()) not in ENDED:
-                return master_of(run)
-    one = _pick(job, here)
+    one = _only(here) if not job else None
+    if one is None:
+        found = meant(job)
+        one = found.master
+        if one is None and found.run is not None:
+            if end := ended(found.run):
+                raise NotAnswered(end)
+            return master_of(found.run)
+    if one is None:
+        raise NotAnswered(no_job(job))
     return _master(one.endpoint, one, "" if one.operator else token, files if one.tls else None)
 
 
@@ -78,54 +80,39 @@ def _master(endpoint: Endpoint, own: Published | None, token: str, files: Tls | 
     return JobMaster(endpoint, auth.reader_token(token), auth.operator_token(token), files, run)
 
 
-def _pick(job: str, here: Sequence[Published]) -> Published:
-    """The one that is meant, of those that run here."""
-    found = meant_here(job, here)
-    if len(found) == 1:
-        return found[0]
-    listed = sorted(name_of(one.job_id, str(one.endpoint)) for one in found or here)
-    shown = ", ".join(listed[:MOST_NAMED]) + (", ..." if len(listed) > MOST_NAMED else "")
-    if found:
-        raise NotAnswered(f"several jobs are meant: {shown}; name one, or its host:port")
-    if job and (end := ended(job)):
-        raise NotAnswered(end)
-    if not job:
+def _only(here: Sequence[Published]) -> Published:
+    """The one that runs here, where nobody has named one. NotAnswered."""
+    if len(here) == 1:
+        return here[0]
+    if not here:
         raise NotAnswered("no job of yours runs on this host: name its master's host:port")
-    hint = nearest(job, [one.job_id for one in here])
-    raise NotAnswered(f"no job {job} of yours runs on this host{hint or _running(shown)}")
+    listed = sorted(one.name or name_of(one.job_id, str(one.endpoint)) for one in here)
+    shown = ", ".join(listed[:MOST_NAMED]) + (", ..." if len(listed) > MOST_NAMED else "")
+    raise NotAnswered(f"several jobs are meant: {shown}; name one, or its host:port")
 
 
 def left_by(job: str) -> RunFolder | None:
-    """The run folder of a job that has ended, "" for the last; None if it runs here, or is not
-    known."""
-    try:
-        if meant_here(job, published(user_folder(os.environ))):
+    """The run folder of a job that has ended, "" for the last; None if it runs, or is not known.
+    NotAnswered where several are meant."""
+    with contextlib.suppress(OSError):
+        if not job and published(user_folder(os.environ)):
             return None
-        root = index.runs_root(os.environ)
-        folder = index.find(root, job) if job else next(iter(index.all_runs(root)), None)
-        record = folder.job() if folder is not None else None
-        if record is None or folder is None or record.where != "local":
-            return folder
-        return folder if folder.state(time.time()) in ENDED else None
-    except (OSError, index.NoRun):
-        return None
+        runs = index.all_runs(index.runs_root(os.environ)) if not job else ()
+        found = meant(job) if job else MeantJob(run=next(iter(runs), None))
+        record = found.run.job() if found.run is not None else None
+        if found.master or found.run is None or record is None or record.where != "local":
+            return None if found.master else found.run
+        return found.run if found.run.state(time.time()) in ENDED else None
+    return None
 
 
-def ended(job: str) -> str:
-    """What its run folder says of a job that does not run here; "" where there is none."""
-    try:
-        folder = index.find(index.runs_root(os.environ), job)
-    except (OSError, index.NoRun):
-        return ""
+def ended(folder: RunFolder) -> str:
+    """What its run folder says of a job that does not run; "" of one that may."""
     record, now = folder.job(), time.time()
     if record is None or (row := row_of(folder, record, now)).state not in ENDED:
         return ""
     why = f": {row.reason}" if row.reason else ""
     return f"job {record.name} has ended ({row.state}){why}; see {row.run}"
-
-
-def _running(shown: str) -> str:
-    return f"; there is {shown}" if shown else ": name its master's host:port"
 
 
 # ---------------------------------------------------------------- a verb
@@ -139,7 +126,8 @@ def parser(verb: str, does: str) -> Parser:
 def add_job(made: Parser, environ: Mapping[str, str]) -> None:
     """Which job, how it is printed, and what proves that we may ask."""
     text = (
-        "the job's id, the beginning of it, or its master's host:port; not needed for the only one"
+        "its name or id, the beginning of one, or its master's host:port; not needed for the only "
+        "one"
     )
     made.add_argument("job", nargs="?", default="", metavar="JOB", help=text)
     add_way(made, environ)

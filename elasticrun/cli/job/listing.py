@@ -13,7 +13,6 @@ import msgspec
 
 from elasticrun.cli.job.asking import as_json, ended, left_by, parsed, parser, reach, run
 from elasticrun.cli.job.top import is_off
-from elasticrun.cli.verbs.status import name_of
 from elasticrun.core.sight.picture import EventRow, Picture, StackRow
 from elasticrun.core.words import plain, some
 from elasticrun.jobs.line import JobLine, NotAnswered
@@ -95,7 +94,7 @@ def events(argv: Sequence[str]) -> int:
     made.add_argument("-f", "--follow", action="store_true", help=text)
 
     def show(line: JobLine, ns: argparse.Namespace) -> int:
-        last, job = 0, ""
+        last = 0
         while True:
             try:
                 picture = line.picture()
@@ -103,11 +102,10 @@ def events(argv: Sequence[str]) -> int:
                 if not last:
                     raise
                 line.pause(POLL)  # its result is written behind its last answer
-                if not (end := ended(job)):
+                if not (end := ended(line.run) if line.run is not None else ""):
                     raise
                 _print([EventRow(last + 1, 0.0, "", end, "info")], ns)
                 return 0
-            job = name_of(picture.status.job_id, "")
             new = unseen(picture.events, last)
             if not last and line.run is not None:  # of starts before this one
                 left = line.run.events(time.time())
@@ -120,10 +118,10 @@ def events(argv: Sequence[str]) -> int:
             line.pause(POLL)
 
     asked = parsed(made, argv)
-    if (left := left_by(asked.ns.job)) is not None:
-        _print(left.events(time.time()), asked.ns)
-        return 0
     try:
+        if (left := left_by(asked.ns.job)) is not None:
+            _print(left.events(time.time()), asked.ns)
+            return 0
         return reach(asked, show)
     except NotAnswered as why:
         print(f"{made.prog}: {why}", file=sys.stderr)

@@ -4,7 +4,6 @@ a job that runs. The master carries it out, and notes among the job's events who
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from elasticrun.cli.trust import withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.jobs.backend import NotDone, is_ours
 from elasticrun.jobs.choosing import backend_of
-from elasticrun.jobs.line import JobLine, NotAnswered, who
+from elasticrun.jobs.line import JobLine, NotAnswered, meant, who
 from elasticrun.jobs.rows import DoneRow
-from elasticrun.runs.index import NoRun, find, runs_root
+from elasticrun.runs.index import names_of
 from elasticrun.runs.layout import RunFolder
 from elasticrun.wire.messages import MAX_NODES, Request
 
@@ -119,10 +118,12 @@ def _settle(made: Parser, ns: argparse.Namespace) -> None:
 
 
 def _tell(ns: argparse.Namespace, said: str, run: RunFolder | None) -> int:
-    """What was done."""
+    """What was done; to which job, where its name was not typed whole."""
     job = run.job() if run else None
     where = str(run.place) if run else ""
     done = DoneRow(name=job.name if job else ns.job, done=said, run_dir=where)
+    if run and job and ns.job and ":" not in ns.job and ns.job not in names_of(run):
+        said = f"{job.name}: {said}"
     print(as_json(done) if ns.output == "json" else said)
     return EXIT_OK
 
@@ -130,9 +131,9 @@ def _tell(ns: argparse.Namespace, said: str, run: RunFolder | None) -> int:
 def _by_its_place(job: str) -> tuple[str, RunFolder] | None:
     """What the place of a job whose master does not answer does to end it; None: nothing."""
     try:
-        run = find(runs_root(os.environ), job)
-        return (backend_of(run, withdraw()).stop(run), run) if is_ours(run) else None
-    except (NotDone, NoRun, OSError):
+        run = meant(job).run if job else None
+        return (backend_of(run, withdraw()).stop(run), run) if run and is_ours(run) else None
+    except (NotAnswered, NotDone, OSError):
         return None
 
 

@@ -29,8 +29,8 @@ import msgspec
 
 from elasticrun import __version__
 from elasticrun.config import ETCD_CALL_LIMIT, Tls
-from elasticrun.core.words import names, nearest, plain, some
-from elasticrun.jobs.line import NotAnswered, master_of, meant_here
+from elasticrun.core.words import nearest, plain, some
+from elasticrun.jobs.line import MeantJob, NotAnswered, master_of, meant
 from elasticrun.jobs.rows import JobPage, live_row, page_of, row_of, state_of
 from elasticrun.runs import index
 from elasticrun.runs.layout import ENDED, RunFolder
@@ -215,54 +215,35 @@ def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
     return page_of(row, page=link, tensorboard=board, master=status)
 
 
-def _named(job: str) -> Published | None:
-    """The one master of ours whose job is called so, or begins so."""
-    with contextlib.suppress(NoStatus):
-        found = meant_here(job, published_here())
-        return found[0] if len(found) == 1 else None
+def _master_of(found: MeantJob, token: str, files: Tls | None) -> Question | None:
+    """The master of the job that is meant, here or elsewhere; None of one that has ended."""
+    if found.master:
+        return question_to(found.master, token, files)
+    if found.run is not None and found.run.state(time.time()) not in ENDED:
+        with contextlib.suppress(NotAnswered):
+            master = master_of(found.run)
+            return Question(master.endpoint, master.reader, files, str(found.run.path))
     return None
 
 
-def _ours(job: str, token: str, files: Tls | None) -> Question | None:
-    """The master of a job that we know, here or elsewhere."""
-    named = _named(job)
-    return question_to(named, token, files) if named else _away(job, files)
-
-
-def _away(job: str, files: Tls | None) -> Question | None:
-    """The master of a job that runs on another host, as its run folder knows it."""
-    with contextlib.suppress(OSError, index.NoRun, NotAnswered):
-        run = index.find(index.runs_root(os.environ), job)
-        if run.state(time.time()) not in ENDED:
-            master = master_of(run)
-            return Question(master.endpoint, master.reader, files, str(run.path))
-    return None
-
-
-def _no_job(job: str, silent: str) -> str:
-    """That there is none of this name, or several are, and what may have been meant; `silent`: what
-    came of asking the host of that name."""
+def no_job(job: str) -> str:
+    """That there is none of this name, and what may have been meant."""
     known = []
     with contextlib.suppress(OSError, NoStatus):
         runs = index.all_runs(index.runs_root(os.environ))
         known = [one.name for run in runs if (one := run.job())]
         known += [name for one in published_here() for name in (one.name, one.job_id)]
-    begun = sorted({name for name in known if name.startswith(job)})
-    if len(begun) > 1:
-        return f"several jobs are meant by {job}: {names(begun)}; name one"
     hint = nearest(job, sorted({*known} - {""}))
-    return f"there is no job {job} here{hint} (a master elsewhere is named by host:port); {silent}"
+    return f"there is no job {job} here{hint} (a master elsewhere is named by host:port)"
 
 
-def _left(job: str, *, as_json: bool, unheard: bool = False) -> bool:
+def _left(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> bool:
     """Print what the run folder, and the job's place, say of one that does not run here; whether
     there is one. `unheard`: its master was asked and is silent; not of one that should run."""
     from elasticrun.cli.jobs.listing import left_lines
     from elasticrun.jobs.choosing import by_their_places
 
-    try:
-        folder = index.find(index.runs_root(os.environ), job)
-    except (OSError, index.NoRun):
+    if folder is None:
         return False
     record = folder.job()
     if record is None:
@@ -469,12 +450,13 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         raise UsageError("--master-store: name the job by --rdzv-id")
     files, token = trust.tls(asked), trust.token(asked)
     here = not (ns.endpoint or store)
-    ours = _ours(ns.endpoint, token, files) if ns.endpoint else None
     try:
+        found = meant(ns.endpoint) if ns.endpoint and ":" not in ns.endpoint else MeantJob()
+        ours = _master_of(found, token, files)
         with asyncio.Runner() as runner:  # one loop: grpc.aio does not take well to a second one
             if ours:
                 questions = [ours]
-            elif ns.endpoint and ":" not in ns.endpoint and _left(ns.endpoint, as_json=ns.json):
+            elif _left(found.run, as_json=ns.json):
                 return 0
             elif ns.endpoint:
                 questions = [question(parse_endpoint(ns.endpoint), token, files)]
@@ -484,15 +466,15 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
             else:
                 questions = _here(token, files)
             answers, unheard = ask(questions, runner)
-    except NoStatus as nothing:
+    except (NoStatus, NotAnswered) as nothing:
         print(f"elasticrun status: {nothing}", file=sys.stderr)
         return 1
     silent = [sentence for _, sentence in unheard]
     if silent and ns.endpoint and ":" not in ns.endpoint:
-        if _left(ns.endpoint, as_json=ns.json, unheard=True):
+        if _left(found.run, as_json=ns.json, unheard=True):
             return 0
         if not ours:
-            silent = [_no_job(ns.endpoint, silent[0].partition(TO_FIND_OUT)[0])]
+            silent = [f"{no_job(ns.endpoint)}; {silent[0].partition(TO_FIND_OUT)[0]}"]
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     runs = {str(one.endpoint): one.run for one in questions}
