@@ -102,6 +102,17 @@ class Store(argparse.Action):
             namespace.given[self.dest] = option_string or self.option_strings[0]
 
 
+class StoreAll(Store):
+    """A list with commas: each time the flag is given adds to it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if self.dest in getattr(namespace, "given", ()) and (
+            before := getattr(namespace, self.dest)
+        ):
+            values = f"{before},{values}"
+        super().__call__(parser, namespace, values, option_string)
+
+
 def _convert(flag: Flag, kind: Callable[[str], Any], text: str) -> Any:
     """Text to value, with a sentence that names the variable when the text came from one."""
     where = f" (from {text.variable})" if isinstance(text, FromEnvironment) else ""
@@ -356,7 +367,8 @@ def add_group(
             options |= {"action": Store, "nargs": 0, "const": True}
             options["default"] = _switch_default(parser, flag, environ)
         else:
-            options |= {"action": Store, "choices": flag.choices or None}
+            is_list = flag.origin == OURS and flag.metavar.endswith(",...")
+            options |= {"action": StoreAll if is_list else Store, "choices": flag.choices or None}
             options["type"] = partial(_convert, flag, flag.kind)
             options["metavar"] = flag.metavar or None
             options["default"] = _default(flag, environ)

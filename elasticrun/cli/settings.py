@@ -145,9 +145,11 @@ def data(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for item in filter(None, map(str.strip, text.split(","))):
         label, _, path = item.partition(":")
-        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", label) or not path.startswith("/"):
+        named = re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", label)
+        if not named or not re.fullmatch("/[^:]*[^:/][^:]*", path):
             raise UsageError(
-                f"--data={item}: write NAME:/PATH, with a name of lower case letters, digits and -",
+                f"--data={item}: write NAME:/PATH, with a name of lower case letters, digits "
+                "and -, and no colon in the path",
                 config.EXIT_USAGE,
             )
         if path in found.values() or label in found:

@@ -7,6 +7,7 @@ leaves out cannot be told it.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -67,6 +68,7 @@ ROWS: Final[Mapping[str, Row]] = {
     "--rdma": _pods("--rdma={value}", alone="rdma/hca"),
     "--share-memory": Row({PODS: ("--shm={value}",)}, "/dev/shm is the host's own here"),
     "--working-dir": _all("--working-dir={value}"),
+    "--data": _all("--data={value}"),
     "--data-dir": Row({PODS: ("--volume=dir{number}=host:{host}:{mount}",),
                        SLURM: ("--data=dir{number}:{host}",),
                        LOCAL: ("--data=dir{number}:{host}",)}),
@@ -89,7 +91,7 @@ ROWS: Final[Mapping[str, Row]] = {
 SHORT: Final = {"-e": "--env", "-l": "--label", "-a": "--annotation", "-n": "--namespace",
                 "-d": "--data", "-p": "--priority"}  # fmt: skip
 
-SPECIAL: Final = ("--env", "--data", "--git", "--sync-source", "--sync-mode", "--config-file")
+SPECIAL: Final = ("--env", "--git", "--sync-source", "--sync-mode", "--config-file")
 """Flags that are more than a row of words."""
 
 ROOT: Final = "/root"
@@ -135,7 +137,7 @@ class _Translation:
         self._git = ""
         self._refs: dict[str, str] = {}
         self._seen: set[str] = set()
-        self._data: list[str] = []
+        self._numbers = itertools.count()
 
     def made(self) -> list[str]:
         done: list[str] = []
@@ -157,13 +159,12 @@ class _Translation:
 
     def _at_the_end(self) -> list[str]:
         """What several flags say together."""
-        done = [f"--data={','.join(self._data)}"] if self._data else []
         if not self._git:
             if "--sync-mode" in self._seen:
                 raise Invalid("--sync-mode=git: say which repository by --sync-source=URL")
-            return done + [f"--env={name}={ref}" for name, ref in self._refs.items()]
+            return [f"--env={name}={ref}" for name, ref in self._refs.items()]
         ref = self._refs.get("GIT_SYNC_REV") or self._refs.get("GIT_SYNC_BRANCH")
-        done.append(f"--git={self._git}@{ref}" if ref else f"--git={self._git}")
+        done = [f"--git={self._git}@{ref}" if ref else f"--git={self._git}"]
         if self._place == PODS and {"--sync-source", "--working-dir"} & self._seen == {
             "--sync-source"
         }:
@@ -182,9 +183,6 @@ class _Translation:
         return row.alone if value in ("", "true") else value
 
     def _meant(self, name: str, value: str, row: Row) -> list[str]:
-        if name == "--data":
-            self._data.append(value)
-            return []
         if name == "--env" and (found := _REF.match(value)):
             self._refs[found[1]] = found[2]
             return []
@@ -210,11 +208,8 @@ class _Translation:
                 raise Invalid(_only(name, row))
             self._say(f"{name}={value} has no effect: {row.note}")
             return []
-        made = [_filled(text, name, value, len(self._data)) for text in row.words[self._place]]
-        if name == "--data-dir":
-            self._data += [one.removeprefix("--data=") for one in made if one.startswith("--data=")]
-            made = [one for one in made if not one.startswith("--data=")]
-        return made
+        number = next(self._numbers) if name == "--data-dir" else 0
+        return [_filled(text, name, value, number) for text in row.words[self._place]]
 
 
 def _spelt(name: str) -> str:

@@ -57,13 +57,13 @@ def of_pods(wanted: Pods) -> Iterator[str]:
         )
     for word in launch.flags:
         flag, _, path = word.partition("=")
-        if flag in ("--run-dir", "--log-dir") and not any(
+        is_local = flag == "--git" and path.startswith("/")
+        if (is_local or flag in ("--run-dir", "--log-dir")) and not any(
             Path(path).is_relative_to(volume.mount) for volume in wanted.volumes
         ):
-            yield (
-                f"{word}: on no volume of the pods (--volume, --data), so what is written there "
-                "goes with its pod"
-            )
+            lost = "what is written there goes with its pod"
+            so = "they have no such repository" if is_local else lost
+            yield f"{word}: on no volume of the pods (--volume, --data), so {so}"
     if not wanted.token_secret and not has(launch, "--token-file"):
         yield no_token()
     if launch.min_nodes < wanted.replicas and wanted.version < pods.SUCCESS_POLICY:
