@@ -189,7 +189,8 @@ class Signalled(Struct, frozen=True):
     """The agent received a signal. `death`: one of --signals-to-handle, else forward only. `step`:
     the newest that a rank with a Checkpointer is at; -1: no rank here can save its state. `margin`:
     steps in which word from the master comes to every rank. `held`: the newest of which there is a
-    snapshot here, whole or not; -1: there is none."""
+    snapshot here, whole or not; -1: there is none. `fresh`: no rank that runs here has made a
+    Checkpointer yet, so that they have lost nothing that `held` has not."""
 
     signum: int
     name: str
@@ -197,6 +198,7 @@ class Signalled(Struct, frozen=True):
     step: int = -1
     margin: int = 2
     held: int = -1
+    fresh: bool = False
 
 
 class LinkLost(Struct, frozen=True):

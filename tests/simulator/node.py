@@ -294,8 +294,8 @@ class Node:
     # ------------------------------------------------------------ what befalls it
 
     def signal(self, signum: int, name: str, *, death: bool) -> None:
-        held = self.memory.signalled()
-        self.feed(fx.Signalled(signum, name, death, self.memory.current, held=held))
+        held, current = self.memory.signalled(), self.memory.current
+        self.feed(fx.Signalled(signum, name, death, current, held=held, fresh=current < 0))
 
     def lose_spawner(self) -> None:
         """The fork server is killed: its ranks and stores go with it."""

@@ -331,7 +331,8 @@ class Drain:
         step = self.step() if death else NONE
         steps = (one.step for held in self._local.segments.held for one in held.snapshots())
         held = max(steps, default=NONE)
-        return Signalled(signum, name, death, step, self.margin(), held)
+        fresh = all(one.held is None for one in self.generation.ranks)
+        return Signalled(signum, name, death, step, self.margin(), held, fresh)
 
     def ask(self, order: m.SaveAt) -> None:
         """All ranks save their first step from this one on. The same order again, of a master that

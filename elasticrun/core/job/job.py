@@ -271,7 +271,8 @@ class Job:
 
     def _leaving(self, node: str, report: m.Leaving) -> None:
         ctx, rdzv = self._ctx, self._ctx.rdzv
-        if rdzv.last.is_member(node) and (rdzv.phase is Phase.RUNNING or not report.signal):
+        ran = rdzv.phase is Phase.RUNNING and self._saving.has_moved()
+        if rdzv.last.is_member(node) and (ran or not report.signal):
             self._left_a_round = True
         self._saving.node_leaves()
         self._saving.going((node,), signalled=report.signal != 0)

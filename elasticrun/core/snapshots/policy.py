@@ -178,6 +178,13 @@ class SnapshotPolicy:
             key = key_of(newest)
             self._left_behind = max(self._left_behind or key, key, key=order_of)
 
+    def has_moved(self) -> bool:
+        """Whether ranks of the present round are known to have gone on from where it began, or were
+        asked to save."""
+        newest = self._saves.points.choose().restore
+        asked = self._saves.departures.asked is not None
+        return asked or newest is None or self.newest_step > newest.step
+
     def is_left_in_storage(self) -> bool:
         """Whether another run would go on from there, or from a later step."""
         left = self._left_behind

@@ -65,7 +65,9 @@ class Draining:
         self._repeats = (0, 0.0)  # this signal, until then, is the same one said again
         self._asked = -1  # the step that the ranks are to save
         self._written = -1  # the newest step of the present round that is in storage
-        self._left_with: int | None = None  # told to go between two rounds: the newest step here
+        self._left_with: int | None = (
+            None  # told to go before ranks could save: the newest step here
+        )
         self._cut_short = False  # a rank of this round has ended before its time
         self.cause: fx.Signalled | None = None
         """The signal that came while ranks could save, until this node leaves."""
@@ -173,7 +175,7 @@ class Draining:
             pass
         elif event.held >= 0 and may_wait and group.state is not State.FINISHED:
             self._may_be_said_again(event, now)
-            if group.state is not State.RUNNING:
+            if group.state is not State.RUNNING or event.fresh:
                 self._left_with = event.held
             self.leave_unsaved(event, now)
         else:
@@ -229,7 +231,7 @@ class Draining:
 
     def has_saved(self) -> bool:
         """Whether the step that the ranks were to save before they leave is in storage; or, where
-        the signal came between two rounds, all that they had."""
+        the signal came between two rounds or as they began, all that they had."""
         step = self._asked if self._left_with is None else self._left_with
         return 0 <= step <= self._written
 

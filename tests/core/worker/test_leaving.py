@@ -201,13 +201,14 @@ def test_a_rank_that_loses_a_peer_names_those_that_were_through() -> None:
 HOLDS = replace(TERM, step=-1, held=5)
 
 
-@pytest.mark.parametrize("state", ["joined", "stopping"])
+@pytest.mark.parametrize("state", ["joined", "stopping", "beginning"])
 def test_what_earlier_ranks_have_left_is_written_out_first(state: str) -> None:
-    """Between two rounds this node may have the only copy of something."""
-    agent = Agent().running() if state == "stopping" else Agent().joined()
-    if state == "stopping":
-        agent.order(m.Stop(ROUND, "a rank has failed"))
-        agent.feed(HOLDS)
+    """Between two rounds, and as ranks begin, this node may have the only copy of something."""
+    agent = Agent().joined() if state == "joined" else Agent().running()
+    if state != "joined":
+        if state == "stopping":
+            agent.order(m.Stop(ROUND, "a rank has failed"))
+        agent.feed(replace(HOLDS, fresh=state == "beginning"))
         for local_rank in (0, 1):
             agent.exit(local_rank)
         agent.feed(fx.RanksSwept(()))
