@@ -30,13 +30,14 @@ class ChromeTrace:
         self._round: tuple[int, int, float] | None = None  # number, ranks, since
         self._hang: tuple[VerdictRow, float] | None = None  # that is not over, and since when
         self._began: float | None = None
+        self._incidents: dict[int, tuple[float, IncidentRow]] = {}  # when noticed, as told last
 
     def took(self, now: float, effects: Iterable[events.JobEffect]) -> None:
         """At this moment, seconds."""
         self._began = now if self._began is None else self._began
         for effect in effects:
-            if isinstance(effect, events.Filed) and effect.incident.over:
-                self._incident(effect.incident, now)
+            if isinstance(effect, events.Filed):
+                self._filed(effect.incident, now)
             elif isinstance(effect, events.Judged):
                 self._hang_over(now)
                 self._hang = None if effect.over else (effect.verdict, now - effect.verdict.since)
@@ -46,14 +47,21 @@ class ChromeTrace:
                 order = effect.order
                 if isinstance(order, m.Stop):
                     self._over(now)
-                elif isinstance(order, m.Start) and self._round is None:
+                elif isinstance(order, m.Start) and order.round.number != self._number:
+                    self._over(now)
                     self._round = (order.round.number, order.world_size, now)
 
     def write(self, path: Path, now: float) -> None:
         """The whole of it. OSError."""
         self._over(now)
         self._hang_over(now)
+        for noticed, row in self._incidents.values():
+            self._incident(row, noticed)
         path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))
+
+    @property
+    def _number(self) -> int:
+        return self._round[0] if self._round is not None else -1
 
     def _over(self, now: float) -> None:
         if self._round is not None:
@@ -68,10 +76,20 @@ class ChromeTrace:
             self._span(HANGS, f"{found.kind} ({found.klass})", since, now - since, about)
             self._hang = None
 
-    def _incident(self, row: IncidentRow, now: float) -> None:
-        at = now - sum(phase.seconds for phase in row.phases)
+    def _filed(self, row: IncidentRow, now: float) -> None:
+        """A record is begun, and written anew with each thing that becomes known."""
+        if row.number not in self._incidents and len(self._incidents) >= MOST:
+            return
+        noticed, _ = self._incidents.get(row.number, (now - row.age, row))
+        self._incidents[row.number] = (noticed, row)
+        if row.round == self._number:  # also where nobody is left who could be told to stop
+            self._over(noticed)
+
+    def _incident(self, row: IncidentRow, noticed: float) -> None:
+        at = noticed - sum(phase.seconds for phase in row.phases if phase.name == "detect")
         about = {"cause": row.cause, "what": row.sentence, "decision": row.decision}
-        self._span(INCIDENTS, f"incident {row.number}", at, now - at, about)
+        whole = sum(phase.seconds for phase in row.phases)
+        self._span(INCIDENTS, f"incident {row.number}", at, whole, about)
         for phase in row.phases:
             self._span(PHASES, phase.name, at, phase.seconds, {"incident": row.number})
             at += phase.seconds

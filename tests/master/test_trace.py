@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.core.events import (
     Attached,
     Detached,
+    Filed,
     Hangup,
     Heard,
     JobEvent,
@@ -23,7 +25,7 @@ from elasticrun.core.events import (
     Tell,
     Tick,
 )
-from elasticrun.core.sight.picture import VerdictRow
+from elasticrun.core.sight.picture import IncidentRow, PhaseRow, VerdictRow
 from elasticrun.trace import writer as trace_writer
 from elasticrun.trace.chrome import ChromeTrace
 from elasticrun.trace.words import effect_in_words, event_from_plain, event_to_plain
@@ -202,3 +204,30 @@ def test_a_hang_that_was_told_is_a_span(tmp_path: Path) -> None:
         ("idle (strong)", 10_000_000, 70_000_000),
         ("idle (strong)", 140_000_000, 70_000_000),
     ]
+
+
+def test_rounds_end_with_their_incidents_and_each_of_those_is_one_span(tmp_path: Path) -> None:
+    """Also where the only node is lost, so that nobody is told to stop; written anew, an incident
+    stays where it began."""
+    chrome, start = ChromeTrace(), m.Start(ROUND, 0, 2, 0, 4, 0, 4, 0, m.Endpoint("a", 1), True)
+    number = ROUND.number
+    row = IncidentRow(1, "node_lost", "node a is dead", "", "", 0.0, number, over=False)
+    later = replace(start, round=m.RoundName(ROUND.term, number + 1, "next"))
+    phases = (PhaseRow("detect", 4.0), PhaseRow("stop", 6.0), PhaseRow("warm", 2.0))
+    over = replace(row, age=20.0, over=True, phases=phases)
+    chrome.took(100.0, [])
+    chrome.took(101.0, [Tell((1,), start)])
+    chrome.took(110.0, [Filed(row)])
+    chrome.took(117.0, [Tell((1,), later)])
+    chrome.took(130.0, [Filed(over)])
+    chrome.took(131.0, [Filed(replace(over, last_lines="it failed"))])
+    chrome.write(tmp_path / "out.json", 131.0)
+    spans = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    drawn = {one["name"]: (one["ts"] / 1e6, one["dur"] / 1e6) for one in spans if one["ph"] == "X"}
+    assert drawn == {
+        f"round {number}": (1.0, 9.0),
+        f"round {number + 1}": (17.0, 14.0),
+        "incident 1": (6.0, 12.0),
+        **{"detect": (6.0, 4.0), "stop": (10.0, 6.0), "warm": (16.0, 2.0)},
+    }
+    assert sum(one["ph"] == "X" for one in spans) == len(drawn)

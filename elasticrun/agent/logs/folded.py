@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from elasticrun.agent.logs import masks
 from elasticrun.agent.logs.console import ConsoleWriter
-from elasticrun.agent.logs.fold import Fold, Told
+from elasticrun.agent.logs.fold import Fold, SharedLine, Told
 from elasticrun.wire.types import runs
 
 MOST_OF_A_RANK = 8
@@ -71,19 +72,31 @@ class FoldedConsole:
 
 
 def fold_texts(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """What ranks have written last, in order: each line once, with all who say it. Of a progress
-    bar its newest state."""
+    """What ranks have written last, in order: each line once, with all who say it of the same
+    moment. Of a progress bar its newest state."""
     ranks = sorted(texts)
-    fold, told = Fold(len(ranks)), list[Told]()
+    order: list[tuple[bytes, int]] = []
+    held: dict[tuple[bytes, int], SharedLine] = {}
     for place, rank in enumerate(ranks):
         lines = texts[rank].encode().replace(b"\r\n", b"\n").split(b"\n")
         shown = [masks.bare(line.rstrip(b"\r").rpartition(b"\r")[2]) for line in lines]
-        told += fold.said(place, [(line, False) for line in shown[-MOST_OF_A_RANK:] if line], 0.0)
-    told += fold.flush(0.0)
+        at, after = len(order), Counter[bytes]()
+        for line in reversed([line for line in shown if line][-MOST_OF_A_RANK:]):
+            key = masks.moment_of(line)
+            after[key] += 1
+            name = (key, after[key])
+            if name in held:
+                at = order.index(name)
+                held[name].join(place, line)
+            else:
+                order.insert(at, name)
+                held[name] = SharedLine(0, key, line, 1 << place, 0.0)
     return [
-        ([rank for place, rank in enumerate(ranks) if who >> place & 1], line)
-        for who, lines in told
-        for line in b"\n".join(lines).decode(errors="replace").split("\n")
+        (
+            [rank for place, rank in enumerate(ranks) if held[name].who >> place & 1],
+            held[name].words().decode(errors="replace"),
+        )
+        for name in order
     ]
 
 

@@ -42,6 +42,13 @@ def key_of(line: bytes) -> bytes:
     return key if _LETTER.search(bare) else text
 
 
+def moment_of(line: bytes) -> bytes:
+    """What the line shares with others of the same moment: only what was measured (`loss=2.31`) may
+    differ, and not what counts steps or items."""
+    text = bare(body(line))
+    return _NUMBER.sub(lambda one: b"\0" if b"." in one[0] else one[0], text)
+
+
 def bar_key(line: bytes) -> bytes:
     """What a bar's states have in common: all but numbers and what is drawn between two `|`."""
     return b"\r" + _masked(_BAR.sub(b"|\0|", body(line)))

@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from elasticrun.accelerators import Load
 from elasticrun.agent.logs.folded import fold_texts
-from elasticrun.agent.logs.masks import key_of
+from elasticrun.agent.logs.masks import moment_of
 from elasticrun.agent.sight import dump, outside
 from elasticrun.agent.sight.activity import Activity
 from elasticrun.agent.sight.outside import Threads
@@ -93,12 +93,13 @@ def reports(
 
 
 def said(texts: Mapping[int, str]) -> tuple[m.StackGroup, ...]:
-    """What these ranks have written last. A line's key is its text without numbers, and how many of
-    that key have come after it: so the newest ones of all nodes come together."""
+    """What these ranks have written last. A line's key is its text without what was measured,
+    and how many of that key have come after it: so those of a moment come together from all nodes.
+    """
     after: Counter[str] = Counter()
     rows = []
     for ranks, line in fold_texts(texts)[: -m.MAX_SAID - 1 : -1]:
-        key = blake2b(key_of(line.encode()), digest_size=8).hexdigest()
+        key = blake2b(moment_of(line.encode()), digest_size=8).hexdigest()
         after[key] += 1
         name = f"{key}-{after[key]}"
         text = line[:MOST_OF_A_LINE]

@@ -237,17 +237,19 @@ def test_keys(line: bytes, key: bytes) -> None:
 
 
 def test_the_ends_of_files_are_folded_too() -> None:
-    """Colours go, of a progress bar its newest state is left, and each rank has eight lines."""
+    """Colours go, of a progress bar its newest state is left, and each rank has eight lines; a step
+    that is another moment's is not folded away."""
     old = "".join(f"old {n}\n" for n in range(9))
     said = {
-        4: f"{old}\x1b[31mstep 7\x1b[0m\n 10%|#  |\r 20%|## |\r\nbye",
-        5: "step 8\n\nbye",
+        4: f"{old}\x1b[31mstep 7\x1b[0m loss 2.5\n 10%|#  |\r 20%|## |\r\nbye",
+        5: "step 7 loss 2.75\nstep 8 loss 2.5\n\nbye",
         7: "something else",
     }
     told = [(ranks, line) for ranks, line in fold_texts(said) if not line.startswith("old")]
     assert told == [
-        ([4, 5], "step ~7"),
+        ([4, 5], "step 7 loss ~2.5"),
         ([4], " 20%|## |"),
+        ([5], "step 8 loss 2.5"),
         ([4, 5], "bye"),
         ([7], "something else"),
     ]

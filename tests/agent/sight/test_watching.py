@@ -103,7 +103,7 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
             sight.obey(m.Inspect(ROUND, 2, stacks=True, lines=True))
             late = await said.until(lambda one: isinstance(one, m.Inspected) and one.number == 2)
             stopped = late.ranks[0]
-            assert [one.text for one in late.said] == ["step ~3", "loss ~2.5"]
+            assert [one.text for one in late.said] == ["step 3", "step 4", "loss ~2.5"]
             assert (stopped.being, stopped.answers, stopped.holds) == ("stopped", False, False)
             stacks = await said.until(lambda one: isinstance(one, m.Stacks) and one.number == 2)
             assert stacks.missing == "rank 4 does not answer: stopped"
