@@ -153,7 +153,8 @@ def keep_newest(root: Path) -> None:
     ours = [(path, run) for path, run in runs if path.is_symlink() or run.job() is not None]
     ended = [path for path, run in ours if run.state(now) in FINISHED]
     for path in ended[MOST_ENDED:]:
-        _remove(path)
+        with contextlib.suppress(OSError):  # the others go all the same
+            _remove(path)
 
 
 def _paths(root: Path) -> list[Path]:
@@ -170,11 +171,15 @@ def _changed(path: Path) -> float:
 
 
 def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):  # another prune was faster
+    with contextlib.suppress(FileNotFoundError):  # another prune was faster
         if path.is_symlink():
             path.unlink()
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+            return
+        try:
+            shutil.rmtree(path)
+        except OSError as wrong:
+            what = f"cannot be removed: {wrong.strerror}"
+            raise OSError(wrong.errno, what, str(path)) from None
 
 
 def names_of(folder: RunFolder) -> tuple[str, ...]:

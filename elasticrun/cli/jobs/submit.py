@@ -10,6 +10,7 @@ import dataclasses
 import getpass
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -192,6 +193,8 @@ def _start(
         if known.on == "slurm":
             make_token(run)
     except OSError as wrong:
+        if not (here and ns.run_dir):
+            shutil.rmtree(run.path, ignore_errors=True)
         raise NotDone(f"the run folder cannot be made: {wrong}") from None
     try:
         return place.submit(run, known)
