@@ -122,8 +122,8 @@ def kubectl(cluster: AnyCluster) -> Iterator[Client]:
     assert code == 0, said
 
 
-def used_as_allowed(cluster: AnyCluster) -> None:
-    """The operator has no right that its Role does not give, and asks for none."""
+def used_as_allowed(cluster: AnyCluster) -> set[tuple[str, str, str]]:
+    """The operator asks for nothing that its Role does not give; of that, what it has not used."""
     allowed = {
         (verb, group, what)
         for role in cluster.objects("roles", "rbac.authorization.k8s.io")
@@ -132,7 +132,9 @@ def used_as_allowed(cluster: AnyCluster) -> None:
         for what in rule["resources"]
         for verb in rule["verbs"]
     }
-    assert cluster.used(f"system:serviceaccount:{cluster.namespace}:{NAME}") <= allowed
+    used = cluster.used(f"system:serviceaccount:{cluster.namespace}:{NAME}")
+    assert used <= allowed
+    return allowed - used if used else set()
 
 
 def names(cluster: AnyCluster) -> list[str]:
@@ -157,10 +159,17 @@ def test_ten_lines_are_enough_and_the_rights_too(kubectl: Client, cluster: AnyCl
     kubectl("delete", "pod", "tr-1-0")
     made = "created pod tr-1-"  # the second as the first, or as the next where that is there still
     cluster.until("events", lambda events: sum(s.startswith(made) for s in said(events)) == 2)
-    kubectl("delete", "ej", "tr")
+    kubectl("delete", "pod", "tr-master-0")
+    kubectl("scale", "ej/tr", "--replicas=2")
+    cluster.until("pods", lambda pods: len(pods) == 3)
+    short = {"spec": {"runPolicy": {"activeDeadlineSeconds": 1, "ttlSecondsAfterFinished": 0}}}
+    kubectl("patch", "ej/tr", "--type=merge", "-p", json.dumps(short))
     cluster.until("pods", lambda pods: not pods)
     cluster.until("secrets", lambda secrets: len(secrets) == 1)
-    used_as_allowed(cluster)
+    assert kubectl("get", "ej") == ""
+    unused = {(verb, what) for verb, _, what in used_as_allowed(cluster)}
+    gangs = {("create", "podgroups"), ("get", "podgroups")}
+    assert unused <= {*gangs, ("get", "pods")}, "the last where a pod is there already"
 
 
 def test_without_an_image_it_says_what_to_type() -> None:
