@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import httpx2
 from lightkube.core.exceptions import ApiError
+from lightkube.core.generic_client import ALL_NS
 
 from elasticrun import __version__
 from elasticrun.operator import cluster as api, objects, plan as planning
@@ -59,6 +60,10 @@ LEASE: Final = 15
 
 RENEW: Final = 3.0
 
+NO_CRD: Final = (
+    "the cluster knows no ElasticJob: elasticrun render operator --image IMAGE | kubectl apply -f -"
+)
+
 logger = logging.getLogger("elasticrun")
 
 Trouble = ApiError, httpx2.HTTPError, TimeoutError, OSError
@@ -93,7 +98,8 @@ class Controller:
                 tries += 1
                 logger.warning("the operator cannot begin, try %d: %s", tries, _words(error))
                 await asyncio.sleep(_later(tries))
-        logger.info("the operator sees to the jobs of %s", self._cluster.namespace)
+        where = self._cluster.namespace.replace(ALL_NS, "all namespaces")
+        logger.info("the operator sees to the jobs of %s", where)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch(api.JOBS))
             group.create_task(self._watch(api.PODS))
@@ -143,8 +149,8 @@ class Controller:
                             self._wake((meta["namespace"], meta["name"]))
             except Exception as error:  # it may be cut in the middle of a line
                 tries += 1
-                if tries > 1:
-                    logger.info("a watch broke: %s", _words(error))
+                if tries in (2, 5) or tries % 50 == 0:
+                    logger.info("a watch broke, try %d: %s", tries, _words(error))
             await asyncio.sleep(_later(tries))
 
     async def _relist(self) -> None:
@@ -156,7 +162,9 @@ class Controller:
                 tries = 0
             except Exception as error:
                 tries += 1
-                logger.warning("the jobs cannot be listed: %s", _words(error))
+                missing = isinstance(error, ApiError) and api.code_of(error) == api.GONE
+                why = NO_CRD if missing else _words(error)
+                logger.warning("the jobs cannot be listed: %s", why)
             await asyncio.sleep(_later(tries) if tries else RELIST)
 
     # ------------------------------------------------------------ a pass
@@ -312,7 +320,8 @@ def _later(tries: int) -> float:
 
 
 def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400] or type(error).__name__
+    said = str(error).partition("For more information check")[0]  # httpx2's
+    return " ".join(said.split())[:400] or type(error).__name__
 
 
 # ---------------------------------------------------------------- one of several leads

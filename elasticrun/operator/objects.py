@@ -199,35 +199,24 @@ def _metadata(job: JobObject, name: str, **labels: str) -> Json:
     }
 
 
+def _owned(job: JobObject, kind: str, name: str, **body: Json) -> Json:
+    return {"apiVersion": "v1", "kind": kind, "metadata": _metadata(job, name), **body}
+
+
 def common(job: JobObject, version: tuple[int, int]) -> list[Json]:
     """What is made before the first pod: the Service, and what a gang scheduler wants."""
-    ports = [{"name": MASTER, "port": MASTER_PORT}]
-    service = {
+    spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
         "selector": {JOB: job.name},
-        "ports": ports,
+        "ports": [{"name": MASTER, "port": MASTER_PORT}],
     }
-    documents = [
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": _metadata(job, job.name),
-            "spec": service,
-        }
-    ]
-    return [*documents, *_gang(job, version).documents]
+    return [_owned(job, "Service", job.name, spec=spec), *_gang(job, version).documents]
 
 
 def secret(job: JobObject, token: str) -> Json:
     """The Secret with the job's token."""
-    metadata = _metadata(job, job.secret)
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": metadata,
-        "stringData": {"token": token},
-    }
+    return _owned(job, "Secret", job.secret, stringData={"token": token})
 
 
 def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:

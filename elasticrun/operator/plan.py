@@ -362,7 +362,8 @@ def _node(look: JobView, index: int, waits: list[float]) -> list[Order]:
 
 def _doubles(alive: list[OwnedPod]) -> list[Order]:
     """All but the oldest: it is the one that others know."""
-    return _remove(alive[1:], "Double", "an older one lives")
+    by_age = sorted(alive, key=lambda pod: (pod.created, pod.attempt))
+    return _remove(by_age[1:], "Double", "an older one lives")
 
 
 def _attempt(pods: list[OwnedPod]) -> int:

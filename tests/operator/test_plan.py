@@ -82,6 +82,23 @@ def test_a_pod_that_is_deleted_is_replaced_when_it_has_gone() -> None:
     assert "tr-1-1" in world.pods, "its node has gone, and nobody says so"
 
 
+def test_of_two_at_one_place_the_younger_goes() -> None:
+    """An operator that was shown an older state than its own has made one too many."""
+    world = training()
+    world.end("tr-1-0", 137)
+    world.look()
+    world.run()
+    del world.pods["tr-1-0"]
+    older, world.pods = world.pods, {}
+    world.now += 2
+    world.look()
+    world.pods |= older
+    world.run()
+    assert [name for name in world.names() if name.startswith("tr-1")] == ["tr-1-0", "tr-1-1"]
+    (order,) = (one for one in world.look().orders if isinstance(one, plan.Remove))
+    assert order.pod.name == "tr-1-0"
+
+
 @pytest.mark.parametrize("code", [93, 2])
 def test_never_after_these(code: int) -> None:
     world = training()
