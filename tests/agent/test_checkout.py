@@ -35,9 +35,8 @@ def shown(secret: str) -> list[str]:
 
 def check_out(source: GitSource, work: Path, environ: dict[str, str]) -> Path:
     """As by an agent that has ended since."""
-    folder, in_use = checkout.check_out(source, work, environ)
-    os.close(in_use)
-    return folder
+    os.close(checkout.check_out(source, work, environ))
+    return source.folder(work)
 
 
 def has_secret(pid: int) -> bool:
@@ -189,7 +188,7 @@ def test_a_commit_for_a_name_and_a_checkout_of_it(origin: Origin, tmp_path: Path
     check_out(second, tmp_path / "work", environ)
     assert "second" in (folder / "lib/word.py").read_text()
     assert (folder / "result.txt").read_text() == "mine"
-    _, in_use = checkout.check_out(second, tmp_path / "work", {})  # nothing has to be fetched
+    in_use = checkout.check_out(second, tmp_path / "work", {})  # nothing has to be fetched
     with pytest.raises(GitError, match=r"a job runs from .* give this one its own"):
         check_out(first, tmp_path / "work", environ)
     os.close(in_use)

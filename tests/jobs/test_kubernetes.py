@@ -42,6 +42,7 @@ class KubeUser:
         """What a verb prints that ends well."""
         done = ran(*words, env=self.environ)
         assert done.returncode == 0, (words, done.stdout, done.stderr)
+        self.notes = done.stderr
         return done.stdout
 
     def hears(self, *words: str) -> str:
@@ -87,7 +88,10 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     user = KubeUser(cluster, tmp_path)
     install(cluster)
     operator = Operator(cluster)
-    said = user.submits("tr", "--nodes", "1:2", "--gpus", "4", "--node-unit", "1", "--ttl", "60")
+    board = ("--tensorboard", "--logdir=/logs")
+    pods = ("--nodes", "1:2", "--gpus", "4", "--node-unit", "1", "--ttl", "60")
+    said = user.submits("tr", *pods, *board)
+    assert "--tensorboard: the master of an ElasticJob has a pod without volumes" in user.notes
     assert "made in namespace default: ElasticJob tr" in said
     assert "elasticrun logs tr -f" in said
     until_running(cluster, "tr-0-0", "tr-1-0", "tr-master-0")

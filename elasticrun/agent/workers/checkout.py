@@ -75,6 +75,10 @@ class GitSource:
         """The last part of the URL, as `git clone` names its folder."""
         return re.split(r"[/:]", self.url.rstrip("/"))[-1].removesuffix(".git")
 
+    def folder(self, workdir: Path) -> Path:
+        """Where it is checked out, as Arena has it."""
+        return workdir / "code" / self.repository
+
 
 def parsed(text: str) -> GitSource:
     """What `--git` says. GitError."""
@@ -111,10 +115,10 @@ def pinned(source: GitSource, environ: Mapping[str, str]) -> GitSource:
     return replace(source, ref=commit)
 
 
-def check_out(source: GitSource, workdir: Path, environ: Mapping[str, str]) -> tuple[Path, int]:
-    """The folder in which this commit is checked out, made where it is not there, and a file
-    descriptor: as long as that is open, nobody moves the folder to another commit. GitError."""
-    folder = workdir / "code" / source.repository
+def check_out(source: GitSource, workdir: Path, environ: Mapping[str, str]) -> int:
+    """Have this commit checked out in its folder. As long as the file descriptor is open, nobody
+    moves the folder to another commit. GitError."""
+    folder = source.folder(workdir)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder.with_name(f".{folder.name}.lock")):
@@ -128,7 +132,7 @@ def check_out(source: GitSource, workdir: Path, environ: Mapping[str, str]) -> t
                 raise
     except OSError as wrong:
         raise GitError(f"--git: {folder}: {wrong.strerror}") from None
-    return folder, in_use
+    return in_use
 
 
 def _put(source: GitSource, folder: Path, environ: Mapping[str, str], in_use: int) -> None:

@@ -39,11 +39,12 @@ def enter(
     """Check the code out and go to its folder, as if the command had been typed there; files that
     flags name stay where they were meant to be. NotHere."""
     source, workdir = checkout.parsed(git), Path.cwd()
+    folder = source.folder(workdir)
+    say(f"--git: the ranks run {source.url} at {source.ref[:12]}, in {folder}")
     try:
-        folder, _ = checkout.check_out(source, workdir, environ)  # held until this process ends
+        checkout.check_out(source, workdir, environ)  # held until this process ends
     except checkout.GitError as wrong:
         raise NotHere(str(wrong)) from None
-    say(f"--git: the ranks run {source.url} at {source.ref[:12]}, in {folder}")
 
     def here(path: str) -> str:
         return str(workdir / path) if path else ""

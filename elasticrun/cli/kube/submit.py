@@ -8,7 +8,7 @@ import json
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from elasticrun.cli import settings
 from elasticrun.cli.trust import withdraw
@@ -46,6 +46,15 @@ def of_kubernetes(
     return known, choosing.backend("k8s", withdraw())
 
 
+OF_ITS_MASTER: Final = {
+    "tensorboard": "--tensorboard: the master of an ElasticJob has a pod without volumes, so none "
+    "is started: run one on the folder of --logdir, or take --plain",
+    "run_dir": "--run-dir: an ElasticJob has logs and checkpoints there; events, progress and the "
+    "result are its master's, and go with its pod",
+}
+"""What is said of flags whose effect is the master's, where that has a pod of its own."""
+
+
 async def _checked(
     ns: argparse.Namespace, program: Sequence[str]
 ) -> tuple[list[dict[str, Any]], tuple[str, str], list[str]]:
@@ -67,6 +76,8 @@ async def _checked(
         if elastic:
             # its operator gives it a token
             notes = [note for note in notes if note != render.no_token()]
+            if wanted.launch.max_nodes > 1:  # else the pod itself has the master
+                notes += [note for dest, note in OF_ITS_MASTER.items() if dest in ns.given]
             documents = [elastic_document(wanted)]
         else:
             *others, job = pods.job_documents(wanted)

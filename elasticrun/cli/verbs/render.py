@@ -58,7 +58,7 @@ def of_pods(wanted: Pods) -> Iterator[str]:
     for word in launch.flags:
         flag, _, path = word.partition("=")
         is_local = flag == "--git" and path.startswith("/")
-        if (is_local or flag in ("--run-dir", "--log-dir")) and not any(
+        if (is_local or flag in ("--run-dir", "--log-dir", "--logdir")) and not any(
             Path(path).is_relative_to(volume.mount) for volume in wanted.volumes
         ):
             lost = "what is written there goes with its pod"
