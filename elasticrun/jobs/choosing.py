@@ -71,11 +71,14 @@ def backend_of(run: RunFolder, environ: Mapping[str, str]) -> Backend:
     return backend(place_of(run), environ)
 
 
-def refuse_taken(root: Path, name: str, environ: Mapping[str, str]) -> None:
-    """NotDone where a job of this name lives. OSError."""
+def refuse_taken(
+    root: Path, name: str, environ: Mapping[str, str], own: RunFolder | None = None
+) -> None:
+    """NotDone where a job of this name lives, other than that of `own`. OSError."""
     now = time.time()
     known = [(run, job) for run in all_runs(root) if (job := run.job()) and job.name == name]
-    rows = [row_of(run, job, now) for run, job in known]
+    mine = own.place if own else None
+    rows = [row_of(run, job, now) for run, job in known if run.place != mine]
     for row in by_their_places(rows, environ):
         if row.state not in ENDED:
             raise NotDone(

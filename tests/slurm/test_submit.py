@@ -64,7 +64,8 @@ def test_a_job_from_submit_to_delete(slurm: Slurm, waits: bool) -> None:
     until(slurm, state="running", nodes=2, where="slurm")
     assert "2 ranks on 2 nodes" in typed(slurm, "status", "tr")
     typed(slurm, "logs", "tr", "--tail", "1")
-    ids = [one["node"] for one in json.loads(typed(slurm, "status", "tr", "-o", "json"))["nodes"]]
+    page = json.loads(typed(slurm, "status", "tr", "-o", "json"))
+    ids = [one["node"] for one in page["master"]["nodes"]]
     hosts = [typed(slurm, "exec", "tr", "--node", node, "--", "hostname").strip() for node in ids]
     assert len({*hosts} & {*slurm.cluster.nodes}) == 2, (ids, hosts)
     assert "the job takes 1 node at most" in typed(slurm, "scale", "tr", "1")

@@ -66,7 +66,7 @@ def _resume(run: RunFolder, place: Backend) -> str:
         return place.resume(run)
     with claimed(root, job.name):
         if run.state(time.time()) in ENDED:
-            refuse_taken(root, job.name, withdraw())
+            refuse_taken(root, job.name, withdraw(), run)
         return place.resume(run)
 
 
