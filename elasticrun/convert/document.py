@@ -161,4 +161,4 @@ class _Reading:
                 seen.add(name)
             self._lines[inner] = line
             found[name] = self._value(value, inner)
-        return found
+        return {name: value for name, value in found.items() if value is not None}

@@ -115,15 +115,19 @@ def _command(spec: Fields, job: ForeignJob, path: str, container: str) -> None:
     """Put elasticrun into the command of the ranks' container, and that one first."""
     pod = job.template.setdefault("spec", {})
     containers = pod.get("containers") if isinstance(pod, dict) else None
-    if not isinstance(containers, list) or not [one for one in containers if isinstance(one, dict)]:
+    if not isinstance(containers, list) or not containers:
         raise spec.wrong(path, "its template has no container")
-    containers.sort(key=lambda one: isinstance(one, dict) and one.get("name") != container)
+    if not all(isinstance(one, dict) for one in containers):
+        raise spec.wrong(path, "a container of its template is no mapping")
+    containers.sort(key=lambda one: one.get("name") != container)
     if pod.pop("restartPolicy", "Never") != "Never":
         spec.note(path, f"its template's restartPolicy is left out: {BY_THE_POLICY}")
     main = containers[0]
-    words = [main.get("command") or [], main.get("args") or []]
+    words = [main.get(name, []) for name in ("command", "args")]
     if not all(isinstance(one, list) and all(isinstance(w, str) for w in one) for one in words):
         raise spec.wrong(path, "the container's command and args are no lists of words")
+    if not isinstance(main.get("env", []), list) or not isinstance(main.get("resources", {}), dict):
+        raise spec.wrong(path, "the container's env is no list, or its resources are no mapping")
     made = convert(*words, ranks=job.ranks, default=job.default, restarts=job.restarts)
     if not made.known:
         why = "names no launcher that is known, or several" if words[0] else "is the image's own"

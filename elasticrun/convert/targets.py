@@ -72,7 +72,7 @@ def slurm_words(job: ForeignJob, document: Document) -> list[str]:
         made += ["--time", str(math.ceil(deadline / 60))]
     for entry in main.get("env", ()):
         if isinstance(entry, Mapping) and isinstance(entry.get("value"), str):
-            made += ["--env", f"{entry['name']}={entry['value']}"]
+            made += ["--env", f"{entry.get('name')}={entry['value']}"]
         else:
             document.note(f"{path}.env", f"left out: {entry}: only plain values are carried over")
     for name in sorted(
@@ -95,8 +95,8 @@ def slurm_words(job: ForeignJob, document: Document) -> list[str]:
 
 
 def _resources(main: Mapping[str, Any], document: Document, path: str) -> Iterator[str]:
-    found = main.get("resources") or {}
-    wanted = {**found.get("requests", {}), **found.get("limits", {})}
+    parts = [main.get("resources", {}).get(part) for part in ("requests", "limits")]
+    wanted = {name: size for part in parts if isinstance(part, dict) for name, size in part.items()}
     for name, amount in wanted.items():
         if name == "cpu" and str(amount).isdecimal():
             yield from ("--cpus-per-task", str(amount))

@@ -281,6 +281,9 @@ def test_a_scale_plan() -> None:
         (TRAINJOB.replace("name: tune", "labels: {}"), "a job has a name"),
         (MSJOB.replace("containers: [{", "container: [{").replace("containers", "container"),
          "its template has no container"),
+        (MSJOB.replace("- {name: mindspore", "- 5\n          - {name: mindspore"), "is no mapping"),
+        (TRAINJOB.replace("env: [{name: HF_HOME, value: /data}]", "env: [x]\n    command: 5")
+         .replace("    command: [python3, -u, tune.py]\n", ""), "trainer.command: 5 is no list"),
         ("x: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
             f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a}]\n"
             for a, b in zip("abcdef", "bcdefg", strict=True)), "more than 50000 values"),
