@@ -18,7 +18,7 @@ HOME: Final = "elasticrun"
 BARE_IMAGE: Final = "python:3.12-slim"
 """Taken where no image with elasticrun is named: what it needs is installed as it starts."""
 
-NEEDED: Final = ("grpcio>=1.66", "msgspec>=0.19", "protobuf>=5.27", "lightkube>=0.17")
+NEEDED: Final = ("grpcio>=1.66", "msgspec>=0.19", "protobuf>=5.27", "lightkube>=1.0")
 
 PASSED: Final = 65532
 """The user without a name that containers run as by custom."""
@@ -115,7 +115,7 @@ def _deployment(asked: Installed) -> Json:
         "name": "operator",
         "image": asked.image or BARE_IMAGE,
         **_command(asked, words),
-        "env": [{"name": "HOME", "value": "/scratch"}],
+        "env": [{"name": name, "value": "/scratch"} for name in ("HOME", "TMPDIR")],
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
         "securityContext": {
             "allowPrivilegeEscalation": False,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from elasticrun.operator import cluster as api, controller
+from elasticrun.operator.deployment import NEEDED
 from tests.further import further
 from tests.harness import LIMIT
 from tests.kubernetes.cluster import Client, StandIn
@@ -177,7 +178,10 @@ def test_without_an_image_it_says_what_to_type() -> None:
     made = subprocess.run(words, capture_output=True, text=True, check=True)
     assert "fails for as long as PyPI does not have it" in made.stderr
     assert "elasticrun render operator --image registry.example/train:1.0" in made.stderr
-    assert "ranks" not in made.stdout.rpartition("---\n")[2], "there are none in the Deployment"
+    deployment = made.stdout.rpartition("---\n")[2]
+    assert "ranks" not in deployment, "there are none"
+    project = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
+    assert all(f"'{one}'" in deployment and f'"{one}"' in project for one in NEEDED)
 
 
 def test_one_operator_for_all_namespaces(standin: StandIn) -> None:
