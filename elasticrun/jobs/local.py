@@ -30,7 +30,7 @@ from elasticrun.jobs.backend import (
     write_submission,
 )
 from elasticrun.jobs.rows import JobRow
-from elasticrun.runs.layout import CONSOLE, ENDED, LocalAgent, RunFolder
+from elasticrun.runs.layout import CONSOLE, LocalAgent, RunFolder, RunResult
 from elasticrun.system.processes import boot_id, start_time
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 from elasticrun.wire.messages import Reply, Request
@@ -62,17 +62,23 @@ class LocalJobs:
 
     def resume(self, run: RunFolder) -> str:
         """The same command in the same folder, with the environment of who resumes it."""
-        known, state = submission(run), run.state(time.time())
+        known, before = submission(run), run.result()
         if living(run):
             raise NotDone(f"job {known.name} runs: there is nothing to resume")
-        if state == "succeeded":
+        if before is not None and before.state == "succeeded":
             raise NotDone(f"job {known.name} has succeeded: submit it again to run it again")
         try:
             write_submission(run, replace(known, **this_process()))
             run.begin_again()
         except OSError as wrong:
             raise NotDone(f"the run folder cannot be written: {wrong}") from None
-        return self.submit(run, known)
+        try:
+            return self.submit(run, known)
+        except NotDone:
+            if before is not None:  # it stands as it did
+                with contextlib.suppress(OSError):
+                    run.write_result(before)
+            raise
 
     def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
         """The master sets the number; agents that are missing are started."""
@@ -102,7 +108,8 @@ class LocalJobs:
             raise NotDone(f"job {name} is leaving yet: {names([one.node for one in left])}")
         again = f"elasticrun resume {name} goes on"
         state = run.state(time.time())
-        if state not in ENDED:  # its hosts do not share the folder
+        if state == "lost":  # it had not begun, or its hosts do not share the folder
+            _say(run, "stopped", "suspended; what was saved is not known here")
             return f"the agents of job {name} were told to save and have ended; {again}"
         if state == "saved":
             step = run.last_step()
@@ -118,6 +125,8 @@ class LocalJobs:
         """SIGTERM, for one whose master does not answer."""
         if not _signal(living(run), signal.SIGTERM):
             raise NotDone(f"job {_named(run)} does not run: {run.state(time.time())}")
+        if run.state(time.time()) == "submitted":
+            _say(run, "stopped", "stopped before it had begun")
         return f"job {_named(run)} has no master that answers: its agents were told to end"
 
     def end(self, run: RunFolder) -> None:
@@ -228,10 +237,11 @@ def this_process() -> dict[str, Any]:
 
 
 def _say(run: RunFolder, state: str, reason: str) -> None:
-    """How the job has ended, by who has ended it: its master knows of a signal alone."""
+    """How the job has ended, by who has ended it: its master, if it has one, knows of a signal
+    alone."""
+    result = run.result() or RunResult(job=_named(run), state=state, ended=time.time())
     with contextlib.suppress(OSError):
-        if result := run.result():
-            run.write_result(replace(result, state=state, reason=reason))
+        run.write_result(replace(result, state=state, reason=reason))
 
 
 def _signal(agents: Iterable[LocalAgent], number: int) -> int:

@@ -73,7 +73,12 @@ def _resume(run: RunFolder, place: Backend) -> str:
 def _delete(run: RunFolder, *, keep: bool) -> str:
     job = run.job()
     name = job.name if job is not None else run.path.name
-    backend_of(run, withdraw()).end(run)
+    with claimed(runs_root(os.environ), name):  # nobody resumes it meanwhile
+        backend_of(run, withdraw()).end(run)
+        return _removed(run, name, keep=keep)
+
+
+def _removed(run: RunFolder, name: str, *, keep: bool) -> str:
     if keep:
         return f"job {name} is ended; its run folder stays: {run.place}"
     if run.path.is_symlink():
