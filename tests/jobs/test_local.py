@@ -155,7 +155,7 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
     ]
     ended = {one.wait(): one for one in racing}
     assert [one.wait() for one in racing].count(0) == 1  # the others are refused
-    assert "prints is" in ended[1].stderr
+    assert "a job prints" in ended[1].stderr
     made = json.loads(ended[0].stdout)
     assert made["name"] == "prints"
     reader = person.world.command(
@@ -180,13 +180,18 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
 
 @pytest.mark.slow
 def test_hosts_that_are_this_one_need_no_sshd(person: Person) -> None:
-    (person.world.scratch / "prints.py").write_text(PRINTS)
-    script = str(person.world.scratch / "prints.py")
-    words = ("--hosts", "localhost", "--ssh", "false", "--name", "hh")
-    person.types("submit", *words, "--", script)
+    work = person.world.scratch / "work"
+    work.mkdir()
+    (work / "prints.py").write_text(PRINTS)
+    words = ("--hosts", "localhost", "--ssh", "false", "--name", "hh", "--working-dir", str(work))
+    person.types("submit", *words, "--", "prints.py")
     person.until("hh", state="running")
-    assert person.types("exec", "hh", "--", "pwd").strip() == str(Path.cwd())
+    assert person.types("exec", "hh", "--", "pwd").strip() == str(work)
     person.types("suspend", "hh")
+    gone = work.rename(work.with_name("gone"))
+    assert "the job cannot be started" in person.hears("resume", "hh")[1]
+    gone.rename(work)
+    assert person.row("hh")["state"] == "stopped"  # as it was
     assert "job hh is started on localhost" in person.types("resume", "hh")
     person.types("delete", "hh")
 
