@@ -18,6 +18,7 @@ import msgspec
 from elasticrun.config import EXIT_BAD_NODE, EXIT_FINAL, EXIT_SAVED, EXIT_USAGE
 from elasticrun.operator.crd import API_VERSION, GROUP, KIND, ElasticSpec, ElasticStatus, Json
 from elasticrun.render import pods as rendered
+from elasticrun.render.elastic import has_tls
 from elasticrun.render.wanted import GRACE, MASTER_PORT, Launch, Pods
 
 JOB: Final = f"{GROUP}/job"
@@ -158,6 +159,14 @@ class JobObject:
     def selector(self) -> str:
         """Of its nodes' pods."""
         return f"{JOB}={self.name},{ROLE}={NODE}"
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether its command or its variables name files that its master would not have."""
+        first = self.spec.template["spec"]["containers"][0]
+        words = map(str, [*(first.get("command") or ()), *(first.get("args") or ())])
+        names = [one["name"] for one in first.get("env") or ()]
+        return has_tls(words) or any(name.startswith("ELASTICRUN_TLS_") for name in names)
 
     @property
     def secret(self) -> str:

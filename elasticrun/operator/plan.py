@@ -23,6 +23,7 @@ from elasticrun.core.words import some
 from elasticrun.operator import objects
 from elasticrun.operator.crd import CONDITIONS, Avoided, ElasticStatus, JobCondition, Json
 from elasticrun.operator.objects import HOPELESS, MASTER_INDEX, JobObject, OwnedPod, moment, stamp
+from elasticrun.render.elastic import NO_TLS
 from elasticrun.wire.messages import JobStatus
 
 HEALTHY: Final = 60.0
@@ -217,6 +218,9 @@ def plan(job: JobObject, sight: Seen, now: float) -> ToDo:
 def _end(look: JobView) -> JobEnd | None:
     """Whether the job is over, and how."""
     job, spec, now = look.job, look.job.spec, look.now
+    if job.has_tls:
+        return JobEnd("Failed", "NoTls", f"--tls-cert and its like: {NO_TLS}; a Job of `elasticrun "
+                      "render k8s` has them")  # fmt: skip
     for pod in look.sight.pods:
         if pod.done and pod.code in HOPELESS and not (pod.disrupted or pod.deleted):
             return JobEnd(

@@ -3,6 +3,8 @@ the Indexed Job, but for what the operator tells its agents."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any, Final
 
 from elasticrun.render import pods
@@ -14,6 +16,8 @@ API: Final = "elasticrun.dev/v1alpha1"
 KIND: Final = "ElasticJob"
 
 UNIT: Final = "--node-unit="
+
+NO_TLS: Final = "its master has a pod of its own, without these files"
 
 
 def elastic_document(wanted: Pods) -> dict[str, Any]:
@@ -47,9 +51,16 @@ def _refuse(wanted: Pods) -> None:
         ("--rbac", wanted.rbac, "its pods have no rights in the cluster, its operator has them"),
         ("--port", wanted.port != MASTER_PORT, "its master has a pod and a port of its own"),
         ("--master-store", wanted.launch.by_etcd, "its master has a pod of its own"),
+        ("--tls-cert and its like", has_tls(wanted.launch.flags), NO_TLS),
     ):
         if given:
             raise Invalid(f"{flag}: an ElasticJob has none, {why}; --plain makes an Indexed Job")
+
+
+def has_tls(words: Iterable[str]) -> bool:
+    """Whether a launcher's words, those before its script, name files of TLS."""
+    own = itertools.takewhile(lambda word: not word.endswith(".py"), words)
+    return any(word.replace("_", "-").startswith("--tls-") for word in own)
 
 
 def _template(wanted: Pods) -> dict[str, Any]:

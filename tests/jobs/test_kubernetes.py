@@ -250,6 +250,7 @@ def test_what_cannot_be_is_one_sentence(cluster: StandIn, tmp_path: Path) -> Non
 
     assert "nodes is no multiple of nodeUnit" in says("--nodes", "3", "--node-unit", "2")
     assert "--plain makes an Indexed Job" in says("--rbac")
+    assert "--plain makes an Indexed Job" in says("--tls-cert=/c", "--tls-key=/k")
     assert "Context 'none' not found" in says("--context", "none")
     assert "could not find the requested resource" in says("--plain", "--gang", "volcano")
     user.environ["KUBECONFIG"] = str(tmp_path / "none")

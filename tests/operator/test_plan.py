@@ -48,6 +48,23 @@ def test_a_job_begins() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("container", "fails"),
+    [
+        ({"command": ["elasticrun", "--tls-ca", "/c", "train.py"]}, True),
+        ({"env": [{"name": "ELASTICRUN_TLS_CERT", "value": "/c"}]}, True),
+        ({"command": ["elasticrun", "train.py"], "args": ["--tls-ca=/c"]}, False),
+    ],
+)
+def test_files_of_tls_are_not_offered(container: dict[str, Any], fails: bool) -> None:
+    one = {"name": "train", "image": "i", **container}
+    world = Cluster(template={"spec": {"containers": [one]}})
+    world.settle()
+    assert (world.status.phase == "Failed") is fails
+    assert bool(world.names()) is not fails
+    assert ("elasticrun render k8s" in world.status.condition("Failed").message) is fails
+
+
 REPLACED = [(137, "free"), (143, "free"), (75, "free"), (99, "free"), (None, "free"),
             (1, "counted"), (139, "counted")]  # fmt: skip
 
