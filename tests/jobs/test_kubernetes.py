@@ -4,6 +4,7 @@ pods without processes, and once with real ones."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ import pytest
 
 from elasticrun.jobs.backend import NotDone
 from elasticrun.jobs.choosing import is_in_cluster
+from elasticrun.jobs.kube.api import KubeApi
+from elasticrun.jobs.kube.kubeconfig import settings
 from elasticrun.jobs.kube.pod_logs import LogWish, chosen
 from elasticrun.jobs.kube.room import quantity
 from elasticrun.jobs.kube.seen import STOPPED, ClusterJob, SeenPod
@@ -251,7 +254,7 @@ def test_what_cannot_be_is_one_sentence(cluster: StandIn, tmp_path: Path) -> Non
     assert "nodes is no multiple of nodeUnit" in says("--nodes", "3", "--node-unit", "2")
     assert "--plain makes an Indexed Job" in says("--rbac")
     assert "--plain makes an Indexed Job" in says("--tls-cert=/c", "--tls-key=/k")
-    assert "Context 'none' not found" in says("--context", "none")
+    assert "has no context none; it has it" in says("--context", "none")
     assert "could not find the requested resource" in says("--plain", "--gang", "volcano")
     user.environ["KUBECONFIG"] = str(tmp_path / "none")
     assert "no cluster is known here" in says()
@@ -469,9 +472,51 @@ def test_which_words_are_about_a_cluster(tmp_path: Path) -> None:
     assert not is_in_cluster(["near"], {**environ, "ELASTICRUN_ON": "k8s"})
 
 
-def test_no_cluster_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from elasticrun.jobs.kube.api import KubeApi
+A_CONFIG = """\
+current-context: it
+contexts: [{name: it, context: {cluster: c, user: me, namespace: team}}]
+clusters: [{name: c, cluster: {server: "https://k:1"}}]
+users: [{name: me, user: {token: t}}]
+"""
+"""A kubeconfig."""
 
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    with pytest.raises(NotDone, match="no cluster is known here"):
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "is no kubeconfig"),
+        ("this: [is: broken", "is no kubeconfig"),
+        ("current-context: it", "is no kubeconfig"),
+        (A_CONFIG.replace("user: me", "user: you"), "has a user you that is not in it"),
+        (A_CONFIG.replace("cluster: c,", "cluster: d,"), "has a cluster d that is not in it"),
+        (A_CONFIG.replace("current-", "#"), "has no current context: name one by --context; it"),
+        (A_CONFIG.replace("text: it", "text: itt"), "has no context itt; did you mean it?"),
+        (None, "no cluster is known here"),
+    ],
+)
+def test_a_kubeconfig_that_is_none_is_one_sentence(
+    text: str | None, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    if text is not None:
+        (tmp_path / "config").write_text(text)
+    with pytest.raises(NotDone, match=re.escape(why)):
         KubeApi()
+
+
+def test_kubeconfigs_are_read_as_kubectl_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Several files, of which some may be missing; a program that logs in is told what it asks."""
+    login = "{exec: {apiVersion: client.authentication.k8s.io/v1, command: in}}"
+    (tmp_path / "a").write_text("contexts: []\nclusters: []\nusers: []")
+    (tmp_path / "b").write_text(A_CONFIG.replace("{token: t}", login))
+    monkeypatch.setenv("KUBECONFIG", ":".join(str(tmp_path / one) for one in ("none", "a", "b")))
+    found = settings()
+    assert (found.context_name, found.namespace) == ("it", "team")
+    assert found.cluster.server == "https://k:1"
+    assert found.user is not None
+    assert found.user.exec is not None
+    assert found.user.exec.env is not None
+    (told,) = found.user.exec.env
+    assert '"apiVersion": "client.authentication.k8s.io/v1"' in told.value

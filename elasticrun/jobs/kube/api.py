@@ -12,13 +12,14 @@ from elasticrun.jobs.backend import Forbidden, NotDone
 
 try:
     import httpx2
-    from lightkube import AsyncClient, KubeConfig
+    from lightkube import AsyncClient
     from lightkube.core.exceptions import ApiError, ConfigError
     from lightkube.generic_resource import create_global_resource, create_namespaced_resource
     from lightkube.types import CascadeType, OnErrorAction, OnErrorResult, PatchType
 except ImportError:
     raise NotDone("jobs in Kubernetes need the extra k8s: pip install 'elasticrun[k8s]'") from None
 
+from elasticrun.jobs.kube.kubeconfig import settings
 from elasticrun.operator.cluster import JOBS, SECRETS, code_of
 from elasticrun.operator.crd import API_VERSION, KIND, Json
 
@@ -43,6 +44,8 @@ MOST_BREAKS: Final = 5
 
 GONE: Final = 404
 
+UNKNOWN: Final = "the cluster does not know you (401): log in to it again"
+
 _KINDS: Final = {
     (API_VERSION, KIND): ELASTIC_JOBS,
     ("batch/v1", "Job"): INDEXED_JOBS,
@@ -56,15 +59,8 @@ class KubeApi:
 
     def __init__(self, context: str = "", namespace: str = "") -> None:
         """NotDone where nothing says which server is meant."""
-        try:
-            config = KubeConfig.from_env().get(context or None)
-        except (ConfigError, OSError, ValueError, LookupError) as wrong:
-            raise NotDone(
-                f"no cluster is known here: {wrong}; $KUBECONFIG or ~/.kube/config says where it is"
-            ) from None
-        if config is None:
-            raise NotDone("the kubeconfig has no current context: name one by --context")
-        self.context: str = config.context_name if config.fname else ""
+        config = settings(context)
+        self.context: str = config.context_name
         """Of the kubeconfig; "" in a pod, which has none."""
 
         self.server = config.cluster.server
@@ -76,8 +72,15 @@ class KubeApi:
         try:
             limit = httpx2.Timeout(CALL_LIMIT)
             self._client = AsyncClient(self._config, timeout=limit, field_manager="elasticrun")
-        except (OSError, ValueError, AssertionError) as wrong:
-            raise NotDone(f"the kubeconfig's context cannot be used: {wrong}") from None
+        except FileNotFoundError:  # which ssl does not name
+            raise NotDone(
+                f"context {self.context} of the kubeconfig names a certificate or key that is not "
+                "there"
+            ) from None
+        except (OSError, ValueError, AssertionError, ConfigError, httpx2.InvalidURL) as wrong:
+            raise NotDone(
+                f"context {self.context} of the kubeconfig cannot be used: {wrong}"
+            ) from None
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -170,10 +173,16 @@ class KubeApi:
             raise _refusal(error, what) from None
         except httpx2.HTTPStatusError as error:
             code = error.response.status_code
-            raise NotDone(f"the cluster does not {what}: HTTP {code}") from None
-        except (httpx2.HTTPError, OSError) as error:
+            why = UNKNOWN if code == 401 else f"the cluster does not {what}: HTTP {code}"
+            raise NotDone(why) from None
+        except httpx2.HTTPError as error:
             why = str(error) or type(error).__name__
             raise NotDone(f"the API server at {self.server} does not answer: {why}") from None
+        except httpx2.InvalidURL as error:
+            raise NotDone(f"the kubeconfig's server {self.server} is no address: {error}") from None
+        except (ConfigError, OSError, LookupError, ValueError) as error:  # of the program for it
+            why = " ".join(str(error).split())[:600]
+            raise NotDone(f"the login that the kubeconfig names has failed: {why}") from None
 
 
 def _once_more(error: Exception, count: int) -> OnErrorResult:
@@ -189,7 +198,7 @@ def _refusal(error: ApiError, what: str) -> NotDone:
     status, code = error.status, code_of(error)
     said = " ".join((status.message or "").split())[:600] or f"HTTP {code}"
     if code == 401:
-        return NotDone("the cluster does not know you (401): log in to it again")
+        return NotDone(UNKNOWN)
     if code == 403:
         return Forbidden(f"you may not {what}: {said}; who runs the cluster can give you a Role")
     if code == 409 and status.reason == "AlreadyExists":

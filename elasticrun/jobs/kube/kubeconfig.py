@@ -1,0 +1,87 @@
+"""What the kubeconfig says: which API server, and as whom. As kubectl has it, $KUBECONFIG may name
+several files, of which the first that knows a name is right. Imported where lightkube is there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, TypeVar
+
+import yaml
+from lightkube import KubeConfig
+from lightkube.config.kubeconfig import DEFAULT_KUBECONFIG, SingleConfig
+from lightkube.config.models import NameValue, User
+from lightkube.core.exceptions import ConfigError
+from msgspec.structs import replace
+
+from elasticrun.core.words import nearest
+from elasticrun.jobs.backend import NotDone
+
+T = TypeVar("T")
+
+LOGIN: Final = "client.authentication.k8s.io/"
+"""Group of what a program that logs in is told and answers; its v1 reads as its v1beta1 does, which
+lightkube knows."""
+
+
+def settings(context: str = "") -> SingleConfig:
+    """Of a context, "" for the current one; in a pod without a kubeconfig those of its account.
+    NotDone."""
+    given = os.environ.get("KUBECONFIG") or DEFAULT_KUBECONFIG
+    named = [Path(one).expanduser() for one in given.split(os.pathsep) if one]
+    paths = [path for path in named if path.exists()]
+    if not paths:
+        try:
+            account = KubeConfig.from_service_account().get()
+            assert account is not None
+            return account._replace(context_name="")
+        except (ConfigError, OSError, LookupError):
+            raise NotDone(
+                f"no cluster is known here: {given} is not there; $KUBECONFIG says where another "
+                "kubeconfig is"
+            ) from None
+    files = list(map(_read, paths))
+    name = context or next((one.current_context for one in files if one.current_context), "")
+    there = [one for file in files for one in file.contexts]
+    has = nearest(name, there) or f"; it has {', '.join(there[:8]) or 'none'}"
+    if not name:
+        raise NotDone(f"the kubeconfig {given} has no current context: name one by --context{has}")
+    meant = _first(file.contexts.get(name) for file in files)
+    if meant is None:
+        raise NotDone(f"the kubeconfig {given} has no context {name}{has}")
+    home = next((file for file in files if meant.cluster in file.clusters), None)
+    user = _first(file.users.get(meant.user) for file in files) if meant.user else None
+    if home is None or (meant.user and user is None):
+        what = f"cluster {meant.cluster}" if home is None else f"user {meant.user}"
+        raise NotDone(f"context {name} of the kubeconfig {given} has a {what} that is not in it")
+    found = home.clusters[meant.cluster]
+    return SingleConfig(name, meant, found, _told(user), home.fname)
+
+
+def _read(path: Path) -> KubeConfig:
+    try:
+        return KubeConfig.from_file(path)
+    except OSError as wrong:
+        raise NotDone(f"the kubeconfig {path} cannot be read: {wrong.strerror}") from None
+    except (ConfigError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
+        raise NotDone(
+            f"{path} is no kubeconfig: `kubectl config view` says what is wrong with it; "
+            "$KUBECONFIG names another"
+        ) from None
+
+
+def _first(found: Iterable[T | None]) -> T | None:
+    return next((one for one in found if one is not None), None)
+
+
+def _told(user: User | None) -> User | None:
+    """With a program that logs in told what kubectl tells it."""
+    known = user.exec if user is not None else None
+    if user is None or known is None or not known.apiVersion.startswith(LOGIN):
+        return user
+    asks = {"apiVersion": known.apiVersion, "kind": "ExecCredential"}
+    asked = NameValue("KUBERNETES_EXEC_INFO", json.dumps({**asks, "spec": {"interactive": False}}))
+    env = [*(known.env or ()), asked]
+    return replace(user, exec=replace(known, apiVersion=f"{LOGIN}v1beta1", env=env))
