@@ -8,7 +8,6 @@ what runs here differ too much for a guess.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -75,10 +74,9 @@ def refuse_taken(
     root: Path, name: str, environ: Mapping[str, str], own: RunFolder | None = None
 ) -> None:
     """NotDone where a job of this name lives, other than that of `own`. OSError."""
-    now = time.time()
     known = [(run, job) for run in all_runs(root) if (job := run.job()) and job.name == name]
     mine = own.place if own else None
-    rows = [row_of(run, job, now) for run, job in known if run.place != mine]
+    rows = [row_of(run, job) for run, job in known if run.place != mine]
     for row in by_their_places(rows, environ):
         if row.state not in ENDED:
             raise NotDone(

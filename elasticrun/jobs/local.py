@@ -103,11 +103,11 @@ class LocalJobs:
         """SIGTERM, upon which agents save a step and leave."""
         name = submission(run).name
         if not _signal(living(run), signal.SIGTERM):
-            raise NotDone(f"job {name} does not run: {run.state(time.time())}")
+            raise NotDone(f"job {name} does not run: {run.state()}")
         if left := _await_end(living(run), LEAVE_LIMIT):
             raise NotDone(f"job {name} is leaving yet: {names([one.node for one in left])}")
         again = f"elasticrun resume {name} goes on"
-        state = run.state(time.time())
+        state = run.state()
         if state == "lost":  # it had not begun, or its hosts do not share the folder
             _say(run, "stopped", "suspended; what was saved is not known here")
             return f"the agents of job {name} were told to save and have ended; {again}"
@@ -124,8 +124,8 @@ class LocalJobs:
     def stop(self, run: RunFolder) -> str:
         """SIGTERM, for one whose master does not answer."""
         if not _signal(living(run), signal.SIGTERM):
-            raise NotDone(f"job {_named(run)} does not run: {run.state(time.time())}")
-        if run.state(time.time()) == "submitted":
+            raise NotDone(f"job {_named(run)} does not run: {run.state()}")
+        if run.state() == "submitted":
             _say(run, "stopped", "stopped before it had begun")
         return f"job {_named(run)} has no master that answers: its agents were told to end"
 
@@ -137,7 +137,7 @@ class LocalJobs:
         _signal(left, signal.SIGKILL)
         if left := _await_end(left, END_LIMIT):
             raise NotDone(f"process {left[0].pid} cannot be ended")
-        if here and run.state(time.time()) == "failed":
+        if here and run.state() == "failed":
             _say(run, "stopped", "ended by `elasticrun delete`")
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:

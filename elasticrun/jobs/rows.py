@@ -60,9 +60,10 @@ class DoneRow(Struct, frozen=True, kw_only=True):
     on: str = ""  # the place, of submit and in a cluster: local, ssh, slurm, k8s
 
 
-def row_of(folder: RunFolder, job: JobRecord, now: float) -> JobRow:
-    """By what its run folder says. `now`: seconds since 1970."""
-    result, state = folder.result(), folder.state(now)
+def row_of(folder: RunFolder, job: JobRecord) -> JobRow:
+    """By what its run folder says."""
+    result = folder.result()
+    state = result.state if result else folder.state()
     return JobRow(
         name=job.name,
         state=state,
@@ -74,9 +75,9 @@ def row_of(folder: RunFolder, job: JobRecord, now: float) -> JobRow:
         run=str(folder.place),
         nodes=result.nodes if result else 0,
         max_nodes=int(job.nodes.rpartition(":")[2] or 0),
-        step=folder.last_step(),
+        step=result.step if result else folder.last_step(),
         restarts=result.restarts if result else 0,
-        age=max(0.0, now - job.began),
+        age=max(0.0, time.time() - job.began),
         reason=result.reason if result else folder.why_lost(job) if state == "lost" else "",
     )
 
@@ -87,7 +88,7 @@ def state_of(status: JobStatus, run: str = "") -> str:
         return "hangs"
     if word := _STATES.get(status.phase):
         return word
-    state = RunFolder(Path(run)).state(time.time()) if run else ""
+    state = RunFolder(Path(run)).state() if run else ""
     return state if state in ENDED else OVER
 
 

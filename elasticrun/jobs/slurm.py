@@ -102,7 +102,7 @@ class SlurmJobs:
         if queued.state == "PENDING":
             self._call("scontrol", "hold", known.number)
             return f"job {known.name} is held before it has begun; {again}"
-        if (state := run.state(time.time())) in ("succeeded", "failed", "stopped"):
+        if (state := run.state()) in ("succeeded", "failed", "stopped"):
             raise NotDone(f"job {known.name} has ended: {state}")
         self._call("scontrol", "requeuehold", known.number)
         if not self._until(known.number, lambda now: now is None or now.is_held, LEAVE_LIMIT):

@@ -136,7 +136,7 @@ def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dic
         if only is not None and folder.path not in only:
             continue
         states = FINISHED if only is None else ENDED
-        if folder.state(now) in states and now - _ended(folder) >= since:
+        if folder.state() in states and now - _ended(folder) >= since:
             stays = folder.place if folder.path.is_symlink() else None
             _remove(folder.path)
             removed[folder.path.name] = stays
@@ -145,13 +145,12 @@ def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dic
 
 def keep_newest(root: Path) -> None:
     """Remove the oldest folders of ended jobs where there are more than MOST_ENDED. OSError."""
-    now = time.time()
     paths = _paths(root)
     if len(paths) <= MOST_ENDED:
         return
     runs = [(path, RunFolder(path)) for path in paths]
     ours = [(path, run) for path, run in runs if path.is_symlink() or run.job() is not None]
-    ended = [path for path, run in ours if run.state(now) in FINISHED]
+    ended = [path for path, run in ours if run.state() in FINISHED]
     for path in ended[MOST_ENDED:]:
         with contextlib.suppress(OSError):  # the others go all the same
             _remove(path)

@@ -189,10 +189,10 @@ class RunFolder:
             return found != fcntl.F_UNLCK
         return False
 
-    def state(self, now: float) -> str:
+    def state(self) -> str:
         """How the job stands, in a word; `lost`: launcher and master have gone without a result.
-        `now`: seconds since 1970. A job of another host runs until it has a result: only that host,
-        or its scheduler, knows better."""
+        A job of another host runs until it has a result: only that host, or its scheduler, knows
+        better."""
         if result := self.result():
             return result.state
         job = self.job()

@@ -93,7 +93,7 @@ def test_the_same_folder_again(place: Path) -> None:
     assert _run("--run-dir=r", "train.py", BAD="1").returncode == 1
     other = _begin("--run-dir=r", "train.py", STEPS="1000", PAUSE="0.1")
     folder = RunFolder(place / "r")
-    await_true(lambda: folder.state(0.0) == "running", "the second attempt")
+    await_true(lambda: folder.state() == "running", "the second attempt")
     done = _run("--run-dir=r", "train.py")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert f"job train (process {other.pid} of " in done.stderr

@@ -74,10 +74,10 @@ def test_one_live_job_and_attempts_that_count(tmp_path: Path) -> None:
 def test_a_job_whose_launcher_has_gone_before_its_master_runs(tmp_path: Path) -> None:
     gone = {"host": os.uname().nodename, "pid": os.getpid(), "started": 1}
     run = open_new(tmp_path, JobRecord(name="train", **gone), "0" * 8)
-    assert run.folder.state(0.0) == "waiting"
+    assert run.folder.state() == "waiting"
     assert prune(tmp_path, 0.0) == {}
     run.close()
-    assert run.folder.state(0.0) == "lost"
+    assert run.folder.state() == "lost"
     assert prune(tmp_path, 0.0) == {"train-00000000": None}
 
 

@@ -51,7 +51,7 @@ def _run(
     ],
 )
 def test_how_a_job_stands(tmp_path: Path, job: dict[str, Any], result: str, state: str) -> None:
-    assert _run(tmp_path, "train", result, **job).state(1010.0) == state
+    assert _run(tmp_path, "train", result, **job).state() == state
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_job_that_has_not_begun_is_lost_when_its_processes_have_gone(
     agents = (LocalAgent("node0", os.getpid(), process["started"]),)
     known = Starting(agents=agents, boot_id=process["boot_id"])
     (run.path / "submitted.json").write_bytes(msgspec.json.encode(known))
-    assert run.state(1e9) == state
+    assert run.state() == state
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_file_that_is_none_of_ours_says_nothing(tmp_path: Path) -> None:
         assert RunFolder(tmp_path).job() is None, text
     (tmp_path / "job.json").write_text('{"name": "t", "of a later version": 1}')
     assert RunFolder(tmp_path).job() == JobRecord(name="t")
-    assert RunFolder(tmp_path / "missing").state(0.0) == "lost"
+    assert RunFolder(tmp_path / "missing").state() == "lost"
 
 
 def test_an_argument_that_is_no_text_is_written_as_far_as_it_is(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -102,14 +101,14 @@ def left_by(job: str) -> RunFolder | None:
         record = found.run.job() if found.run is not None else None
         if found.master or found.run is None or record is None or record.where != "local":
             return None if found.master else found.run
-        return found.run if found.run.state(time.time()) in ENDED else None
+        return found.run if found.run.state() in ENDED else None
     return None
 
 
 def ended(folder: RunFolder) -> str:
     """What its run folder says of a job that does not run; "" of one that may."""
-    record, now = folder.job(), time.time()
-    if record is None or (row := row_of(folder, record, now)).state not in ENDED:
+    record = folder.job()
+    if record is None or (row := row_of(folder, record)).state not in ENDED:
         return ""
     why = f": {row.reason}" if row.reason else ""
     return f"job {record.name} has ended ({row.state}){why}; see {row.run}"

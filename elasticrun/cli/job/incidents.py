@@ -67,7 +67,7 @@ def _rows(job: str, asked: Asked) -> tuple[Sequence[IncidentRow], str]:
     folder = left_by(job)
     if folder is not None:
         now, record = time.time(), folder.job()
-        rows = by_their_places([row_of(folder, record, now)], os.environ) if record else []
+        rows = by_their_places([row_of(folder, record)], os.environ) if record else []
         lost = [f"the job is lost: {row.reason}" for row in rows if row.state == "lost"]
         return read(folder.path / INCIDENTS, now), "".join(lost)
     master = find(job, trust.token(asked), trust.tls(asked))

@@ -100,7 +100,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     if not found and folder is not None and (folder.path / CONSOLE).exists():
         asked.write(-1, CONSOLE, _read(folder.path / CONSOLE, asked)[1])
         return 0
-    if not found and folder is not None and folder.state(time.time()) == "submitted":
+    if not found and folder is not None and folder.state() == "submitted":
         words = f"job {asked.job} has not begun; elasticrun status {asked.job} says why"
         print(f"elasticrun logs: {words}", file=sys.stderr)
         return 1
@@ -140,7 +140,7 @@ def _unknown(environ: Mapping[str, str], job: str) -> str:
 
 
 def _is_over(folder: RunFolder) -> bool:
-    return folder.state(time.time()) in ENDED
+    return folder.state() in ENDED
 
 
 def _asked(argv: Sequence[str]) -> Wish:
@@ -322,7 +322,7 @@ def _follow(
     waiting, waits = threading.Event(), False
     while True:
         ending = _is_over(folder) if folder is not None else not any(run.is_alive for run in runs)
-        saved = ending and folder is not None and folder.state(time.time()) == "saved"
+        saved = ending and folder is not None and folder.state() == "saved"
         runs = [run for run in look() if run.began >= min(old.began for old in runs)] or runs
         for _, life in _lives(filter(asked.takes, runs), None, everything=True):
             for files in life.ranks:

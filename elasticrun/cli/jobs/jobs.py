@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -65,7 +64,7 @@ def _resume(run: RunFolder, place: Backend) -> str:
     if job is None or job.where == "k8s":
         return place.resume(run)
     with claimed(root, job.name):
-        if run.state(time.time()) in ENDED:
+        if run.state() in ENDED:
             refuse_taken(root, job.name, withdraw(), run)
         return place.resume(run)
 
@@ -86,7 +85,7 @@ def _removed(run: RunFolder, name: str, *, keep: bool) -> str:
     else:
         whole = f", and {run.path} is removed"
     if not prune(run.path.parent, -86400.0, only={run.path}):
-        raise NotDone(f"job {name} is ended, but its state is {run.state(time.time())}: its run "
+        raise NotDone(f"job {name} is ended, but its state is {run.state()}: its run "
                       f"folder {run.path} stays")  # fmt: skip
     return f"job {name} is deleted{whole}"
 

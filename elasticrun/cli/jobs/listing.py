@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -84,26 +83,26 @@ def add_output(made: Parser) -> None:
 def local_rows(token: str = "", files: Tls | None = None) -> tuple[list[JobRow], list[str]]:
     """The jobs of this user on this host, those that run first, the newest of each first; and a
     sentence for each master that does not answer."""
-    now, silent = time.time(), []
+    silent = []
     try:
         folders = index.all_runs(index.runs_root(os.environ))
     except OSError as wrong:
         silent.append(f"the run folders cannot be read: {wrong}")
         folders = []
     with asyncio.Runner() as runner:
-        rows, unheard = _running(token, files, [*_away(folders, now)], runner)
+        rows, unheard = _running(token, files, [*_away(folders)], runner)
     live = {os.path.realpath(row.run) for row in rows if row.run}
     left = [folder for folder in folders if os.path.realpath(folder.path) not in live]
-    rows += [row_of(folder, job, now) for folder in left if (job := folder.job())]
+    rows += [row_of(folder, job) for folder in left if (job := folder.job())]
     rows.sort(key=lambda row: (row.state in ENDED, row.age))
     return rows, [*silent, *unheard]
 
 
-def _away(folders: Iterable[RunFolder], now: float) -> Iterator[Question]:
+def _away(folders: Iterable[RunFolder]) -> Iterator[Question]:
     """The masters of jobs that run elsewhere."""
     for folder in folders:
         job = folder.job()
-        if job is None or job.where == "local" or folder.state(now) in ENDED:
+        if job is None or job.where == "local" or folder.state() in ENDED:
             continue
         with contextlib.suppress(NotAnswered):
             master = master_of(folder)
@@ -130,7 +129,7 @@ def _running(
 
 def has_ended(run: str) -> bool:
     """Whether the job of this run folder has; "" for one that is not known."""
-    return bool(run) and RunFolder(Path(run)).state(time.time()) in ENDED
+    return bool(run) and RunFolder(Path(run)).state() in ENDED
 
 
 def shown(row: JobRow) -> tuple[str, ...]:
@@ -202,7 +201,7 @@ def _meant(root: Path, jobs: Sequence[str]) -> list[Path] | None:
     """The folders of these jobs; None: of all. NoRun, also for one that has not ended."""
     found = [index.find(root, job, whole="prune") for job in jobs]
     for folder, job in zip(found, jobs, strict=True):
-        if (state := folder.state(time.time())) not in ENDED:
+        if (state := folder.state()) not in ENDED:
             raise index.NoRun(f"job {job} is {state}: `{PROG} stop {job}` ends it")
     return [folder.path for folder in found] if jobs else None
 

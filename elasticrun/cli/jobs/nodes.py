@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -107,7 +106,7 @@ def _masters() -> Iterator[tuple[str, JobMaster]]:
         folders = all_runs(runs_root(os.environ))
     for folder in folders:
         job = folder.job()
-        gone = os.path.realpath(folder.path) in here or folder.state(time.time()) in ENDED
+        gone = os.path.realpath(folder.path) in here or folder.state() in ENDED
         if job is None or job.where == "local" or gone:
             continue
         with contextlib.suppress(NotAnswered):

@@ -152,7 +152,7 @@ def _submit(
     here = where != "k8s"  # its run folder and its working directory; else they are the pods'
     at = Path(ns.run_dir).absolute() if here and ns.run_dir else None
     run = RunFolder(at or run_path(root, ns.name, secrets.token_hex(4)))
-    if run.job() is not None and run.state(time.time()) not in ENDED:
+    if run.job() is not None and run.state() not in ENDED:
         raise NotDone(f"another job runs in {run.path}: name another folder (--run-dir)")
     if here and ns.working_dir:
         try:

@@ -219,7 +219,7 @@ def _master_of(found: MeantJob, token: str, files: Tls | None) -> Question | Non
     """The master of the job that is meant, here or elsewhere; None of one that has ended."""
     if found.master:
         return question_to(found.master, token, files)
-    if found.run is not None and found.run.state(time.time()) not in ENDED:
+    if found.run is not None and found.run.state() not in ENDED:
         with contextlib.suppress(NotAnswered):
             master = master_of(found.run)
             return Question(master.endpoint, master.reader, files, str(found.run.path))
@@ -248,7 +248,7 @@ def _left(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> 
     record = folder.job()
     if record is None:
         return False
-    (row,) = by_their_places([row_of(folder, record, time.time())], os.environ)
+    (row,) = by_their_places([row_of(folder, record)], os.environ)
     if unheard and row.state in ("waiting", "running"):
         return False
     if as_json:
