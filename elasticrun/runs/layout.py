@@ -98,12 +98,12 @@ class JobRecord(Struct, frozen=True, kw_only=True):
     boot_id: str = ""  # names the time for which `started` and `pid` mean anything
 
     def is_alive(self) -> bool | None:
-        """Whether the process that launched it lives; None: this host cannot know."""
-        if not self.pid or self.host != os.uname().nodename:
+        """Whether the process that launched it lives; None: this host cannot know. A laptop may
+        have got another name since."""
+        if not self.pid:
             return None
-        if self.boot_id and self.boot_id != boot_id():
-            return False
-        return start_time(self.pid) == self.started
+        same = self.boot_id in ("", boot_id()) and start_time(self.pid) == self.started
+        return same or (False if self.host == os.uname().nodename else None)
 
 
 class LocalAgent(Struct, frozen=True):

@@ -12,6 +12,8 @@ from typing import Any
 import pexpect
 import pytest
 
+from elasticrun.jobs.backend import make_token
+from elasticrun.runs.layout import RunFolder
 from tests.accelerators.standins import gpu, nvml
 from tests.harness import LIMIT, World, await_true, ran, until_file
 from tests.snapshots.conftest import TRAIN, starts, told, until_printed
@@ -194,6 +196,14 @@ def test_hosts_that_are_this_one_need_no_sshd(person: Person) -> None:
     assert person.row("hh")["state"] == "stopped"  # as it was
     assert "job hh is started on localhost" in person.types("resume", "hh")
     person.types("delete", "hh")
+
+
+def test_a_secret_that_others_may_read_is_none(tmp_path: Path) -> None:
+    path = make_token(RunFolder(tmp_path))
+    assert make_token(RunFolder(tmp_path)) == path
+    path.chmod(0o640)
+    with pytest.raises(OSError, match="token is not yours alone: remove it"):
+        make_token(RunFolder(tmp_path))
 
 
 SHOWS = """

@@ -46,6 +46,7 @@ def _run(
         ({"formed": 1001.0, "started": 1}, "", "lost"),
         ({"formed": 1001.0, "boot_id": "an earlier start"}, "", "lost"),
         ({"formed": 1001.0, "boot_id": "another", "host": "elsewhere"}, "", "running"),
+        ({"formed": 1001.0, "host": "the name before"}, "", "running"),
         ({"started": 1}, "failed", "failed"),
         ({"pid": 0, "where": "slurm"}, "", "submitted"),
     ],
