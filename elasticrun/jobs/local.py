@@ -38,6 +38,9 @@ from elasticrun.wire.messages import Reply, Request
 SECRETS: Final = ("ELASTICRUN_TOKEN", *GIT_USERNAMES, *GIT_PASSWORDS)
 """Variables that a command beside the job is not given."""
 
+SUSPENDED: Final = "suspended"
+"""Its state in lists, and how the reason begins, of a job that was suspended here."""
+
 LEAVE_LIMIT: Final = 600.0
 """Seconds that a job may take to save and leave, whatever its --departure-grace."""
 
@@ -109,22 +112,26 @@ class LocalJobs:
         again = f"elasticrun resume {name} goes on"
         state = run.state()
         if state == "lost":  # it had not begun, or its hosts do not share the folder
-            _say(run, "stopped", "suspended; what was saved is not known here")
+            _say(run, "stopped", f"{SUSPENDED}; what was saved is not known here")
             return f"the agents of job {name} were told to save and have ended; {again}"
         if state == "saved":
             step = run.last_step()
             at = f" at step {step}" if step >= 0 else ""
-            _say(run, "saved", f"suspended{at}")
+            _say(run, "saved", f"{SUSPENDED}{at}")
             return f"job {name} is suspended{at}; {again}"
         if state == "succeeded":
             return f"job {name} had succeeded before it was told to leave"
-        _say(run, "stopped", "suspended; no step was saved")  # it is no failure
+        _say(run, "stopped", f"{SUSPENDED}; no step was saved")  # it is no failure
         return f"job {name} is suspended; it had saved no step when it ended; {again}"
 
     def stop(self, run: RunFolder) -> str:
-        """SIGTERM, for one whose master does not answer."""
+        """SIGTERM, for one whose master does not answer; one that is suspended stays so."""
         if not _signal(living(run), signal.SIGTERM):
-            raise NotDone(f"job {_named(run)} does not run: {run.state()}")
+            result = run.result()
+            if result is None or not result.reason.startswith(SUSPENDED):
+                raise NotDone(f"job {_named(run)} does not run: {run.state()}")
+            _say(run, "stopped", f"it was {result.reason}")
+            return f"job {_named(run)} is stopped; it was {result.reason}"
         if run.state() == "submitted":
             _say(run, "stopped", "stopped before it had begun")
         return f"job {_named(run)} has no master that answers: its agents were told to end"
@@ -156,8 +163,13 @@ class LocalJobs:
             raise NotDone(f"{command[0]} cannot be run: {wrong.strerror}") from None
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """By their run folders."""
-        return list(rows)
+        """By their run folders; one that was suspended is that, whether or not it had saved."""
+        return [
+            replace(row, state=SUSPENDED)
+            if row.state in ("saved", "stopped") and row.reason.startswith(SUSPENDED)
+            else row
+            for row in rows
+        ]
 
     def _start(self, run: RunFolder, known: Submission, count: int) -> None:
         """So many agents more, on record before this returns. NotDone where none can be."""

@@ -72,7 +72,7 @@ class SshJobs:
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """Where the hosts do not share the run folder, all that is known is whether the process
         here runs."""
-        return [_by_process(replace(row, where="ssh")) for row in rows]
+        return [_by_process(replace(row, where="ssh")) for row in self._here.jobs(rows)]
 
 
 def _by_process(row: JobRow) -> JobRow:

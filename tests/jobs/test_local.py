@@ -112,7 +112,7 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     assert "job tr is suspended at step" in said
     reader.until_text("this waits for its next start")
     assert len(person.world.survivors()) == 1  # who reads
-    assert person.row("tr")["state"] == "saved"
+    assert person.row("tr")["state"] == "suspended"
     assert starts(out, 0)[0] == 0
     lives = len(starts(out, 0))
     person.types("resume", "tr")
@@ -167,6 +167,9 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
         reader.until_text(f"[{rank}] rank {rank} is here\n", stream="stdout")
     assert "had saved no step" in person.types("suspend", "prints")
     assert reader.wait() == 0
+    assert person.row("prints")["state"] == "suspended"
+    assert "already (suspended)" in person.hears("submit", "--name", "prints", "--", script)[1]
+    assert "job prints is stopped" in person.types("stop", "prints")
     assert person.row("prints")["state"] == "stopped"
     (line,) = person.types("logs", "pri", "--rank=1", "-o", "json").splitlines()
     assert json.loads(line) == {"rank": 1, "stream": "stdout", "line": "rank 1 is here"}
