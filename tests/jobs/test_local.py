@@ -196,7 +196,7 @@ def test_hosts_that_are_this_one_need_no_sshd(person: Person) -> None:
     gone = work.rename(work.with_name("gone"))
     assert "the job cannot be started" in person.hears("resume", "hh")[1]
     gone.rename(work)
-    assert person.row("hh")["state"] == "stopped"  # as it was
+    assert person.row("hh")["state"] == "suspended"  # as it was
     assert "job hh is started on localhost" in person.types("resume", "hh")
     person.types("delete", "hh")
 

@@ -228,6 +228,8 @@ def test_rounds_end_with_their_incidents_and_each_of_those_is_one_span(tmp_path:
         f"round {number}": (1.0, 9.0),
         f"round {number + 1}": (17.0, 14.0),
         "incident 1": (6.0, 12.0),
-        **{"detect": (6.0, 4.0), "stop": (10.0, 6.0), "warm": (16.0, 2.0)},
+        "detect": (6.0, 4.0),
+        "stop": (10.0, 6.0),
+        "warm": (16.0, 2.0),
     }
     assert sum(one["ph"] == "X" for one in spans) == len(drawn)
