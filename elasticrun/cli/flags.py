@@ -142,7 +142,7 @@ class Parser(argparse.ArgumentParser):
     """Raise `Described` in the place of parsing: `elasticrun completion` wants parsers."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**{"formatter_class": FlagHelp, **kwargs})
         self.bad_switches: list[str] = []
         self.contract: set[str] = set()
         self.newer: set[str] = set()
@@ -229,14 +229,17 @@ class LaunchParser(Parser):
         return False
 
 
-class FlagHelp(argparse.RawDescriptionHelpFormatter):
-    """Help that shows each flag once, with dashes."""
+class FlagHelp(argparse.HelpFormatter):
+    """Help that shows each flag once, with dashes, and leaves a text of several lines as it is."""
 
     def __init__(self, prog: str) -> None:
         import shutil
 
         columns = max(60, shutil.get_terminal_size().columns - 2)
         super().__init__(prog, max_help_position=32, width=min(columns, 100))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -316,7 +319,6 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
         usage=f"{PROG} [options] script [arguments of the script ...]",
         description="Elastic launcher for distributed PyTorch, in the place of torchrun.",
         epilog=EPILOG,
-        formatter_class=FlagHelp,
         add_help=False,
     )
     parser.all_help = "--help-all"

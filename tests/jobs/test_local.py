@@ -177,6 +177,7 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
         assert "rank 1 is here" in person.types("logs", "prints", "-i", node, "-t", "1")
     assert "there is no node elsewhere" in person.hears("logs", "prints", "--node=elsewhere")[1]
     assert "did you mean prints?" in person.hears("logs", "prnts")[1]
+    assert "no rank 2 has log files here: there is 0-1" in person.hears("logs", "p", "--rank=2")[1]
     (console,) = Path(made["run_dir"]).glob("console.log")
     assert "rank 0 is here" not in console.read_text()
     person.types("delete", "prints", "--keep-files")
@@ -247,6 +248,7 @@ def test_nodes_on_one_host_share_out_its_gpus(person: Person) -> None:
         (["submit", "--wrong", "--", "train.py"], 2, "--wrong is no flag of this verb"),
         (["submit", "--on", "moon", "--", "train.py"], 2, "local, ssh, slurm, k8s"),
         (["submit", "--nmae=x", "--", "train.py"], 2, "did you mean --name?"),
+        (["submit", "--time=5", "--", "train.py"], 2, "--time is for --on slurm, and this is --"),
         (["submit", "--wokers=x", "--", "train.py"], 2, "did you mean --workers?"),
         (["submit", "--nodes", "3:2", "--", "train.py"], 2, "--nodes=3:2: the smallest"),
         (["submit", "--nnodes=two", "--", "train.py"], 2, "--nnodes=two is neither"),

@@ -34,6 +34,9 @@ from elasticrun.wire.user_folder import Published, published, user_folder
 if TYPE_CHECKING:
     import argparse
 
+JOB: Final = "its name or its run folder, or the beginning of one"
+"""What `--help` says of a job that is named."""
+
 MOST_NAMED: Final = 8
 """Jobs that a sentence lists."""
 
@@ -124,10 +127,7 @@ def parser(verb: str, does: str) -> Parser:
 
 def add_job(made: Parser, environ: Mapping[str, str]) -> None:
     """Which job, how it is printed, and what proves that we may ask."""
-    text = (
-        "its name or id, the beginning of one, or its master's host:port; not needed for the only "
-        "one"
-    )
+    text = f"{JOB}, or its master's host:port; not needed for the only one"
     made.add_argument("job", nargs="?", default="", metavar="JOB", help=text)
     add_way(made, environ)
 

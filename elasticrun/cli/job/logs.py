@@ -25,12 +25,14 @@ from typing import Final
 from elasticrun.agent.logs import whereabouts
 from elasticrun.agent.logs.whereabouts import LoggedLife, LoggedRun
 from elasticrun.cli.flags import Parser
+from elasticrun.cli.job.asking import JOB
 from elasticrun.cli.job.deaths import RankFiles, ToldLife, deaths, tell
 from elasticrun.cli.jobs.listing import add_output, span
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_USAGE
 from elasticrun.runs import index
 from elasticrun.runs.layout import CONSOLE, ENDED, RunFolder
+from elasticrun.wire.types import write_ranges
 
 TAIL: Final = 20
 """Lines of each file where nobody has said how many."""
@@ -116,6 +118,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
             print(f"elasticrun logs: {whereabouts.no_node(asked.node, found)}", file=sys.stderr)
             return 1
         asked = replace(asked, node=asked.node if asked.node == meant.host else meant.node)
+    ranks = {rank for run in found for life in run.lives for rank in life.ranks.values()}
+    if asked.rank is not None and asked.rank not in ranks and not asked.follow:
+        words = f"no rank {asked.rank} has log files here: there is {write_ranges(ranks) or 'none'}"
+        print(f"elasticrun logs: {words}", file=sys.stderr)
+        return 1
     seen = _show(found, asked, folder or _folder(variables, found[0].job_id))
     if asked.follow:
         _follow(found, asked, seen, partial(_runs, variables, asked, folder), folder)
@@ -150,7 +157,7 @@ def _asked(argv: Sequence[str]) -> Wish:
         epilog="Files are there where the job was started with --tee or --redirects. A rank that "
         "failed comes first.",
     )
-    text = "its name or id, or the beginning of its name; the newest one here"
+    text = f"{JOB}; the newest one here"
     made.add_argument("job", nargs="?", metavar="JOB", default="", help=text)
     text = "go on with what is written until the job has ended, over suspend and resume"
     made.add_argument("-f", "--follow", action="store_true", help=text)

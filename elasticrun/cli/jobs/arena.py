@@ -109,7 +109,6 @@ def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> 
     """What was typed behind `submit` or `render TARGET`, in our words; others stay as they are.
     `where`: a place of --on or a target of `render`; `say` hears which flags have no effect.
     Invalid."""
-    place = {"slurm": SLURM, "local": LOCAL, "ssh": LOCAL}.get(where, PODS)
     words = list(words)
     if words and words[0] in KINDS:
         del words[0]
@@ -123,7 +122,17 @@ def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> 
     elif _BARE.fullmatch("".join(behind[1:2])) and "--no-python" not in flags:
         more, behind = _program(behind[1:])
         flags += more
-    return [*_Translation(flags, place, say).made(), *behind]
+    return [*_Translation(flags, _place(where), say).made(), *behind]
+
+
+def known(where: str) -> list[str]:
+    """Arena's flags that mean something there."""
+    place = _place(where)
+    return [name for name, row in ROWS.items() if place in row.words or row.note]
+
+
+def _place(where: str) -> str:
+    return {"slurm": SLURM, "local": LOCAL, "ssh": LOCAL}.get(where, PODS)
 
 
 class _Translation:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun.agent.logs.whereabouts import no_node, one_of, runs_of
 from elasticrun.cli.flags import PROG, Parser
-from elasticrun.cli.job.asking import as_json
+from elasticrun.cli.job.asking import JOB, as_json
 from elasticrun.cli.trust import withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.jobs.backend import NotDone
@@ -36,7 +36,7 @@ DOES: Final = {
 def main(verb: str, argv: Sequence[str]) -> int:
     """One of DOES."""
     made = Parser(prog=f"{PROG} {verb}", description=DOES[verb])
-    add_job(made)
+    add_job(made, "its whole name, or its run folder" if verb == "delete" else JOB)
     if verb == "delete":
         text = "keep the run folder: only end the job"
         made.add_argument("--keep-files", action="store_true", help=text)
@@ -98,13 +98,13 @@ def execute(argv: Sequence[str]) -> int:
         usage=f"{PROG} exec JOB [--node NODE] -- command [arguments ...]",
         description="Run a command on a node of a job, in its working directory and environment.",
     )
-    made.add_argument("job", metavar="JOB", help="its name, or the beginning of it")
+    made.add_argument("job", metavar="JOB", help=JOB)
     text = "its name or host, as elasticrun status shows them; the first one where none is named"
     made.add_argument("-i", "--node", "--instance", default="", metavar="NODE", help=text)
-    ns = made.parse_args(argv[:at])
     command = list(argv[at + 1 :])
-    if not command:
+    if not command and not {"-h", "--help"} & {*argv}:
         made.error("name the command behind --, as in `elasticrun exec JOB -- nvidia-smi`")
+    ns = made.parse_args(argv[:at])
 
     def run_it() -> int:
         run = run_of(ns.job)
@@ -120,9 +120,8 @@ def execute(argv: Sequence[str]) -> int:
     return finished(run_it, made.prog)
 
 
-def add_job(made: Parser) -> None:
+def add_job(made: Parser, text: str) -> None:
     """Which job, and how it is printed."""
-    text = "its name or its run folder's, or the beginning of one"
     made.add_argument("job", metavar="JOB", help=text)
     made.add_argument("-o", "--output", choices=("text", "json"), default="text",
                       help="json: for programs")  # fmt: skip

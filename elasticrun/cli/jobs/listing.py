@@ -173,7 +173,7 @@ def prune(argv: Sequence[str]) -> int:
     )
     text = "that ended so long ago: 90s, 30m, 12h, 7d, 2w"
     made.add_argument("--since", metavar="AGE", default="", help=text)
-    made.add_argument("jobs", nargs="*", metavar="JOB", help="of these jobs")
+    made.add_argument("jobs", nargs="*", metavar="JOB", help="of these jobs, by whole names")
     add_output(made)
     ns = made.parse_args(argv)
     if not (ns.since or ns.jobs):

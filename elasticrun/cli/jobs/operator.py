@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from elasticrun import __version__
-from elasticrun.cli.flags import PROG, FlagHelp, Parser
+from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
@@ -29,7 +29,6 @@ def main(argv: Sequence[str]) -> int:
         description="See to the ElasticJobs of a cluster: make their pods, replace those that die, "
         "and show how they stand. `elasticrun render operator` installs it there; by hand it takes "
         "the cluster of the kubeconfig.",
-        formatter_class=FlagHelp,
     )
     text = "Namespace whose jobs are seen to. [default: all]"
     made.add_argument("--namespace", default="", metavar="NAME", help=text)
@@ -85,7 +84,6 @@ def render(argv: Sequence[str], say: Callable[[str], None]) -> int:
         prog=f"{PROG} render operator",
         description="The operator of ElasticJobs: its CRD, an account with its rights, a "
         "Deployment. It is printed, and sent nowhere.",
-        formatter_class=FlagHelp,
     )
     words = f"See to the jobs of this namespace alone, and run there. [default: all, from {HOME}]"
     made.add_argument("--namespace", default="", metavar="NAME", help=words)

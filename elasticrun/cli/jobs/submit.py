@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from elasticrun.cli import settings
 from elasticrun.cli.devices import shared_folder, this_machine
-from elasticrun.cli.flags import PROG, FlagHelp, Parser, add_group, get_args_parser
+from elasticrun.cli.flags import PROG, Parser, add_group, get_args_parser
 from elasticrun.cli.job.asking import as_json
 from elasticrun.cli.jobs import arena
 from elasticrun.cli.jobs.code import pinned
@@ -74,7 +74,8 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
         flags, program = render.split(arena.translated(words, where, say))
         made = parser(where)
         ns, extra = made.parse_known_args(flags)
-        render.refuse(extra, made)
+        if extra:
+            _refuse(extra, made, where)
         if not program or program[0].startswith("-"):
             raise Invalid(
                 f"nothing to run: name the script behind --, as in `{PROG} submit -- train.py`"
@@ -86,6 +87,15 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
     except (Invalid, UsageError, NotDone) as wrong:
         code = EXIT_FAILED if isinstance(wrong, (NotHere, NoProgram)) else EXIT_USAGE
         raise UsageError(str(wrong), code) from None
+
+
+def _refuse(extra: Sequence[str], made: Parser, where: str) -> None:
+    """Words before -- that nobody knows here; raises."""
+    word = extra[0].partition("=")[0]
+    theirs = [one for one in choosing.PLACES if word in parser(one)._option_string_actions]
+    if theirs:
+        raise Invalid(f"{word} is for --on {' or '.join(theirs)}, and this is --on {where}")
+    render.refuse(extra, made, where)
 
 
 def _place(flags: Sequence[str]) -> tuple[str, bool]:
@@ -108,7 +118,6 @@ def parser(where: str) -> Parser:
         description="Start a job that goes on without this terminal, on this host, in Slurm's "
         "queue or in Kubernetes (then this page shows what can be asked of these).",
         epilog="Flags of the launcher (see elasticrun --help-all) are handed on to every node.",
-        formatter_class=FlagHelp,
         allow_abbrev=False,
     )
     text = f"Where it runs. [default: ${ON}, else local]"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.cli import settings, trust
-from elasticrun.cli.flags import PROG, FlagHelp, Parser, add_group
+from elasticrun.cli.flags import PROG, Parser, add_group
 from elasticrun.cli.rendezvous import Meeting
 from elasticrun.cli.resolve import conf_keys, job_spec, shutdown_timeout
 from elasticrun.cli.settings import Asked, UsageError
@@ -51,7 +51,6 @@ def parser(environ: dict[str, str]) -> Parser:
         epilog="Where no flag of the job is given, what the first agent brings counts. --precheck "
         "means the checks of the job here (1: --network-check; 2: --comm-perf-test too); a node "
         "looks at its own machine where it is given it itself.",
-        formatter_class=FlagHelp,
     )
     made.add_argument(
         "--host", default="0.0.0.0", metavar="HOST", help="Address to bind. [default 0.0.0.0]"

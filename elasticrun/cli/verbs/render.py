@@ -210,7 +210,7 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
     flags, program = split(arena.translated(rest, target, say))
     made = render_flags.parser(target)
     ns, extra = made.parse_known_args(flags)
-    refuse(extra, made)
+    refuse(extra, made, target)
     if not program or program[0].startswith("-"):
         raise Invalid(
             f"nothing to run: name the script behind --, as in `elasticrun render {target} "
@@ -259,8 +259,9 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:at]), list(words[at + 1 :])
 
 
-def refuse(extra: Sequence[str], made: Parser) -> None:
-    """Words before -- that `made` does not know; raises, unless there are none."""
+def refuse(extra: Sequence[str], made: Parser, where: str) -> None:
+    """Words before -- that `made` does not know, which is for this place or target; raises, unless
+    there are none."""
     if not extra:
         return
     word = extra[0].partition("=")[0]
@@ -270,8 +271,8 @@ def refuse(extra: Sequence[str], made: Parser) -> None:
         )
     if any(word in flag.spellings for flag in FLAGS if flag.dest in render_flags.SETTLED):
         raise Invalid(f"{word}: what is printed settles that; leave it out")
-    known = [name for name in (*made._option_string_actions, *arena.ROWS) if "_" not in name]
-    hint = nearest(word.replace("_", "-"), known)
+    known = (*made._option_string_actions, *arena.known(where))
+    hint = nearest(word.replace("_", "-"), [name for name in known if "_" not in name])
     raise Invalid(
         f"{word} is no flag of this verb nor of the launcher"
         + (hint or "; what is meant for the script stands behind --")

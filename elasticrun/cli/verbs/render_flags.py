@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Collection
 from typing import Any, Final
 
-from elasticrun.cli.flags import PROG, Flag, FlagHelp, Parser, Store, add_group
+from elasticrun.cli.flags import PROG, Flag, Parser, Store, add_group
 from elasticrun.cli.table import FLAGS, GROUPS
 from elasticrun.render.grammar import VOLUME_FORM
 from elasticrun.render.wanted import ASSUMED, GANGS, MASTER_PORT
@@ -45,7 +45,6 @@ def parser(target: str) -> Parser:
         usage=f"{PROG} render {target} --name NAME [options] -- script [arguments ...]",
         description=f"{TARGETS[target]}. It is printed, and sent nowhere.",
         epilog="Flags of the launcher (see elasticrun --help-all) are handed on to every node.",
-        formatter_class=FlagHelp,
         allow_abbrev=False,
     )
     add_job(made)

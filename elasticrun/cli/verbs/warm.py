@@ -14,7 +14,7 @@ from typing import Final
 
 from elasticrun.agent import warm
 from elasticrun.cli import settings
-from elasticrun.cli.flags import PROG, FlagHelp, Parser
+from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Learning
 from elasticrun.wire import env, frames, spawning
@@ -60,7 +60,6 @@ def _parser() -> Parser:
         "the same user with the same interpreter and environment, are forked from it.",
         epilog="It ends by itself when no job has used it for a while. A job that differs in what "
         "matters (docs/warm.md) starts as ever, and says why.",
-        formatter_class=FlagHelp,
     )
     made.add_argument(
         "--idle", type=_seconds, metavar="MINUTES",
