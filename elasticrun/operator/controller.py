@@ -335,7 +335,8 @@ async def lead(cluster: api.Cluster, me: str, controller: Controller) -> None:
         while task is None or not task.done():
             held = _clock() - renewed < LEASE - RENEW
             try:
-                held, version = await _hold(cluster, me, stolen=_clock() - since > LEASE)
+                expired = seen if _clock() - since > LEASE else ""
+                held, version = await take_lease(cluster, me, expired)
                 since = since if version == seen else _clock()
                 renewed, seen = _clock() if held else renewed, version
             except Exception as error:
@@ -352,8 +353,9 @@ async def lead(cluster: api.Cluster, me: str, controller: Controller) -> None:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def _hold(cluster: api.Cluster, me: str, *, stolen: bool) -> tuple[bool, str]:
-    """Whether the Lease is ours now, and a word that changes when somebody renews it."""
+async def take_lease(cluster: api.Cluster, me: str, expired: str) -> tuple[bool, str]:
+    """Whether the Lease is ours now, and a word that changes when somebody renews it. Another's is
+    taken only where its word is still `expired`: who has slept himself knows of no other."""
     found: Json | None = await cluster.get(api.LEASES, (cluster.own, api.NAME))
     renewed = f"{stamp(time.time())[:-1]}.{int(time.time() % 1 * 1e6):06d}Z"
     spec = {"holderIdentity": me, "leaseDurationSeconds": LEASE, "renewTime": renewed}
@@ -362,7 +364,8 @@ async def _hold(cluster: api.Cluster, me: str, *, stolen: bool) -> tuple[bool, s
     if found is None:
         return await cluster.put_lease(body, new=True), renewed
     old, version = found.get("spec") or {}, found["metadata"]["resourceVersion"]
-    if old.get("holderIdentity") not in (me, "", None) and not stolen:
-        return False, str(old.get("renewTime"))
+    word = str(old.get("renewTime"))
+    if old.get("holderIdentity") not in (me, "", None) and word != expired:
+        return False, word
     body["metadata"]["resourceVersion"] = version
     return await cluster.put_lease(body, new=False), renewed

@@ -257,6 +257,25 @@ def said(events: list[dict[str, str]]) -> list[str]:
     return [event["message"] for event in events]
 
 
+def test_a_lease_that_is_renewed_is_left_to_its_holder(
+    cluster: AnyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one, too, who has slept for longer than it lasts."""
+    install(cluster, "--replicas=2")
+    monkeypatch.setenv("KUBECONFIG", str(account(cluster).kubeconfig))
+
+    async def held() -> list[bool]:
+        server, words, found = api.Cluster(cluster.namespace), [""], []
+        for who, expired in (("a", 0), ("b", 0), ("a", 0), ("b", 1), ("b", 3), ("a", 4)):
+            ours, word = await controller.take_lease(server, who, words[expired])
+            found.append(ours)
+            words.append(word)
+        await server.close()
+        return found
+
+    assert asyncio.run(held()) == [True, False, True, False, True, False]
+
+
 @further(why="a Lease runs out after 15 s")
 def test_of_two_operators_one_leads(cluster: AnyCluster) -> None:
     kubectl = install(cluster, "--replicas=2")
