@@ -13,7 +13,7 @@ import pexpect
 import pytest
 
 from elasticrun.jobs.backend import make_token
-from elasticrun.runs.layout import RunFolder
+from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
 from tests.accelerators.standins import gpu, nvml
 from tests.harness import LIMIT, World, await_true, ran, until_file
 from tests.snapshots.conftest import TRAIN, starts, told, until_printed
@@ -238,6 +238,17 @@ def test_nodes_on_one_host_share_out_its_gpus(person: Person) -> None:
             person.types("resume", "two")
     assert "none is left for another one" in person.hears("scale", "two", "3")[1]
     person.types("delete", "two")
+
+
+def test_what_has_succeeded_is_said_for_programs_too(person: Person) -> None:
+    run = RunFolder(person.world.scratch / "mine")
+    run.path.mkdir()
+    run.write_job(JobRecord(name="tr"))
+    run.write_result(RunResult(state="succeeded", step=7))
+    said = person.types("submit", "-o", "json", "--run-dir", str(run.path), "--", str(TRAIN))
+    made = json.loads(said)
+    assert (made["run_dir"], made["on"]) == (str(run.path), "local")
+    assert "has already succeeded at step 7" in made["done"]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,9 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
     job = run.job()
     assert job is not None
     assert (job.endpoint, job.formed > 0, job.versions["elasticrun"]) == ("h:1", True, __version__)
-    found = json.loads((run.path / "result.json").read_text())
+    text = (run.path / "result.json").read_text()
+    assert text.endswith("\n}\n")  # for reading
+    found = json.loads(text)
     assert found["ended"] - found["started"] == pytest.approx(60.0)
     for name, value in {
         "job": "run",
