@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -123,7 +124,7 @@ def _process_failure(failure: Failure, torch: ModuleType | None) -> Any:
     made = kind(failure.local_rank, failure.pid, failure.exitcode, "")
     data = read_error_file(failure.error_file).data
     made.error_file = failure.error_file or "<N/A>"
-    made.timestamp = failure.time_us // 1_000_000
+    made.timestamp = failure.time_us // 1_000_000 or int(time.time())  # a hang, which has none
     if data is not None:
         made.message = data["message"]
         made.error_file_data = data

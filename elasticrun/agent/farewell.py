@@ -118,13 +118,13 @@ def _block(index: int, failure: Failure) -> str:
     signal_text = f" ({signal_name(failure.exitcode)})" if failure.exitcode < 0 else ""
     if signal_text == " (<N/A>)":
         signal_text = ""
-    at = datetime.fromtimestamp(failure.time_us // 1_000_000)  # noqa: DTZ006 (for people here)
-    moment = at.isoformat(sep="_") if failure.time_us else "<N/A>"  # a hang has none
+    when = failure.time_us // 1_000_000 or int(time.time())  # a hang, which has none, ends now
+    at = datetime.fromtimestamp(when)  # noqa: DTZ006 (for people here)
     text = failure.traceback.replace("\n", "\n  ") or failure.message
     return "\n".join(
         (
             f"[{index}]:",
-            f"  time      : {moment}",
+            f"  time      : {at.isoformat(sep='_')}",
             f"  host      : {failure.host}",
             f"  rank      : {failure.rank} (local_rank: {failure.local_rank})",
             f"  exitcode  : {failure.exitcode} (pid: {failure.pid}) {signal_text}",

@@ -504,6 +504,7 @@ class RankSeen(Struct, frozen=True):
     says_left: float = 0.0  # seconds for which that holds yet, at most
     at: Annotated[tuple[Position, ...], AtMost(MAX_PLACES)] = ()
     partial: bool = False  # it is in groups that `at` does not tell of
+    idle: float = 0.0  # seconds since it used the CPU, or read or wrote; 0.0: not known
 
 
 class StackGroup(Struct, frozen=True):

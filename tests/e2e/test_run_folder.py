@@ -82,6 +82,7 @@ def test_a_failed_job_leaves_all_of_it(place: Path) -> None:
         assert f"\n{line}\n" in text, text
     events = [json.loads(line) for line in (place / "r" / "events.jsonl").open()]
     assert events[-1]["text"].startswith("the job is over: ")
+    assert events[-1]["level"] == "error"
     assert (place / "r" / "incidents" / "0001.md").is_file()
     shown = _run("events", "train")
     assert (shown.returncode, len(shown.stdout.splitlines())) == (0, len(events))

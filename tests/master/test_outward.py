@@ -172,6 +172,18 @@ def test_what_failed_first_is_a_page_by_itself() -> None:
         assert f"\n{line}\n" in text
     assert "\n    step 9\n    \ufffd[31mValueError: bad\n" in text
     assert error_page(msgspec.structs.replace(row, cause="scaled"), 0.0) == ""
+    for kind, who, whose in (
+        ("mismatch", "ranks:      0,3", "script"),
+        ("stopped", "rank:       3", "unknown: a signal has stopped it (SIGSTOP)"),
+    ):
+        ranks = who.split()[-1]
+        found = VerdictRow("certain", kind, "it hangs", 30.0, ranks, "", "", folder="logs/hang-1")
+        hung = msgspec.structs.replace(row, cause="hang", kind="hung", verdict=found)
+        text = error_page(hung, 0.0)
+        assert "ended with" not in text
+        for line in (who, f"verdict:    {whose}", "stacks:     logs/hang-1 on node b"):
+            assert f"\n{line}" in text
+        assert "- **Stacks and counters**: logs/hang-1 on node b\n" in page(hung)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +199,6 @@ def test_what_failed_first_is_a_page_by_itself() -> None:
             "unknown: a signal from outside the job; the kernel has",
         ),
         ("signal", -15, "killed by SIGTERM", "unknown: a signal from outside the job"),
-        ("hung", 0, "rank 6 hung", "unknown: it stood still"),
         ("stuck", 0, "would not die", "hardware"),
         ("oom", -9, "killed by SIGKILL: the kernel was out of memory", "script"),
         ("peer-lost", 1, "", "network"),

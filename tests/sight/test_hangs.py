@@ -182,3 +182,7 @@ def test_two_nodes_and_a_new_life(elastic_job: Any) -> None:
     assert {file.name for file in run.glob("logs/hang-1/*")} == {
         f"rank-{rank}.txt" for rank in range(4)
     }
+    error = (run / "error.txt").read_text()
+    assert "\nverdict:    script\n" in error
+    assert f"\nstacks:     {run}/logs/hang-1 on node " in error
+    assert not error.count("ended with: ")

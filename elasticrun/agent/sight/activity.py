@@ -29,6 +29,7 @@ class Activity:
     being: Being
     cpu: float = 0.0  # seconds, pollers left out
     io: int = 0  # bytes, read and written, files and pipes alike
+    own: int = 0  # of these, by main threads
     rss: int = 0  # bytes
     kernel: str = ""  # where the rank's main thread sleeps
 
@@ -57,7 +58,7 @@ class Activities:
         process = processes.read_process(root)
         if process is None or process.has_ended:
             return Activity(Being.ENDED)
-        cpu, io, rss = 0.0, 0, 0
+        cpu, io, own, rss = 0.0, 0, 0, 0
         for pid in (root, *(one.pid for one in processes.descendants(root))):
             try:
                 fields = processes.stat_fields(pid)
@@ -65,11 +66,11 @@ class Activities:
                 continue
             ticks = sum(map(int, fields[11:15]))  # its own, and of children that were waited for
             cpu += (ticks - self._polled(pid, seen)) / TICKS
-            io += _io(pid)
+            io += _io(pid, "io")
+            own += _io(pid, f"task/{pid}/io")
             rss += int(fields[21]) * PAGE
-        return Activity(
-            _being(root, process.state), max(0.0, cpu), io, rss, processes.text_of(root, "wchan")
-        )
+        being, kernel = _being(root, process.state), processes.text_of(root, "wchan")
+        return Activity(being, max(0.0, cpu), io, own, rss, kernel)
 
     def _polled(self, pid: int, seen: set[tuple[int, int]]) -> int:
         """Ticks of the threads that only poll."""
@@ -120,6 +121,6 @@ def _is_frozen(pid: int) -> bool:
         return False
 
 
-def _io(pid: int) -> int:
-    lines = (line.partition(": ") for line in processes.text_of(pid, "io").splitlines())
+def _io(pid: int, file: str) -> int:
+    lines = (line.partition(": ") for line in processes.text_of(pid, file).splitlines())
     return sum(int(number) for name, _, number in lines if name in ("rchar", "wchar"))

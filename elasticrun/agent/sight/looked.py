@@ -14,6 +14,7 @@ from elasticrun.agent.logs.masks import moment_of
 from elasticrun.agent.sight import dump, outside
 from elasticrun.agent.sight.activity import Activity
 from elasticrun.agent.sight.outside import Threads
+from elasticrun.agent.sight.pulse import RankBeat
 from elasticrun.agent.sight.stacks import Frame, group_stacks, place_of
 from elasticrun.wire import messages as m
 from elasticrun.wire.progress import MAX_GROUPS_SAID, GroupSays, RankSays
@@ -44,8 +45,9 @@ class RankLook:
     asked: bool  # its thread is there and could be asked
     said: RankSays | None  # None: it was silent
     activity: Activity
-    rates: tuple[float, float]  # cores, bytes a second
+    beat: RankBeat  # of the last pulse
     quiet: float
+    idle: float  # as in RankSeen
     progress: tuple[int, float]  # newest step, seconds of it
     word: tuple[str, float] = ("", 0.0)  # what it says it is in, and for how much longer at most
     device: Load = UNKNOWN_LOAD  # of the one that it computes on
@@ -203,10 +205,11 @@ def _seen(one: RankLook, groups: list[_Group]) -> m.RankSeen:
         being=one.activity.being,
         forked=one.forked,
         answers=said is not None,
-        cpu=one.rates[0],
-        io=one.rates[1],
+        cpu=one.beat.cpu,
+        io=one.beat.io,
         rss=one.activity.rss // MIB,
         quiet=one.quiet,
+        idle=one.idle,
         kernel=_line(one.activity.kernel),
         place=place,
         library=library,

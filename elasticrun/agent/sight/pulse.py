@@ -36,6 +36,7 @@ class RankBeat:
     step: int = -1
     cpu: float = 0.0  # cores, since the last look
     io: float = 0.0  # bytes a second
+    acts: bool = False  # its main thread has read or written anything at all
 
     @property
     def waits(self) -> bool:
@@ -45,7 +46,7 @@ class RankBeat:
     @property
     def works(self) -> bool:
         """Whether it does anything worth the name."""
-        return self.cpu >= BUSY_CPU or self.io >= BUSY_IO
+        return self.acts or self.cpu >= BUSY_CPU or self.io >= BUSY_IO
 
 
 @dataclass(slots=True)

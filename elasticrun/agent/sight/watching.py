@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from elasticrun import accelerators
@@ -53,7 +53,8 @@ class _Watched:
     tells: bool = True  # its ranks are not being stopped
     looked: float = 0.0
     seen: Mapping[int, Activity] = field(default_factory=dict)  # by pid, at the last look
-    rates: dict[int, tuple[float, float]] = field(default_factory=dict)  # cpu, io by local rank
+    beats: dict[int, RankBeat] = field(default_factory=dict)  # by local rank, without its groups
+    acted: dict[int, float] = field(default_factory=dict)  # when it did anything, by local rank
 
 
 class LocalSight:
@@ -130,8 +131,9 @@ class LocalSight:
         for rank in range(self._node.config.nproc_per_node):
             said = answers.get(rank)
             step, _ = self._progress.seen(rank)
-            cpu, io = life.rates.get(rank, (0.0, 0.0))
-            beats[rank] = RankBeat(said.groups if said is not None else None, step, cpu, io)
+            beat = life.beats.get(rank, RankBeat())
+            groups = said.groups if said is not None else None
+            beats[rank] = replace(beat, groups=groups, step=step)
         life.quiet.beat(beats, asyncio.get_running_loop().time())
 
     async def _look(self, life: _Watched, *, measure: bool = True) -> Mapping[int, Activity]:
@@ -157,7 +159,12 @@ class LocalSight:
         now = asyncio.get_running_loop().time()
         if measure:
             for rank, pid in pids.items():
-                life.rates[rank] = looked.rates(life.seen.get(pid), seen[pid], now - life.looked)
+                before, after = life.seen.get(pid), seen[pid]
+                cpu, io = looked.rates(before, after, now - life.looked)
+                acts = before is not None and before.own != after.own
+                life.beats[rank] = beat = RankBeat(cpu=cpu, io=io, acts=acts)
+                if before is None or beat.works:
+                    life.acted[rank] = now
             life.seen, life.looked = seen, now
         return {rank: seen[pid] for rank, pid in pids.items()}
 
@@ -186,8 +193,9 @@ class LocalSight:
                 asked=rank in answers,
                 said=answers.get(rank),
                 activity=seen.get(rank, Activity(m.Being.SLEEPS)),
-                rates=life.rates.get(rank, (0.0, 0.0)),
+                beat=life.beats.get(rank, RankBeat()),
                 quiet=life.quiet.rank_seconds(rank, now),
+                idle=max(0.001, now - life.acted[rank]) if rank in life.acted else 0.0,
                 progress=self._progress.seen(rank),
                 word=self._progress.word(rank),
                 device=devices[rank] if rank < len(devices) else looked.UNKNOWN_LOAD,

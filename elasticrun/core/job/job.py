@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from elasticrun.config import EXIT_OK
+from elasticrun.config import EXIT_OK, EXIT_SAVED
 from elasticrun.core import events as fx
 from elasticrun.core.context import JobContext
 from elasticrun.core.deadlines import earliest
@@ -314,10 +314,11 @@ class Job:
         self._sight.incidents.of_round(node, report)
         return True
 
-    def _ranks_failed(self, node: str, report: m.RanksFailed) -> None:
+    def _ranks_failed(self, node: str, report: m.RanksFailed, *, innocent: bool = False) -> None:
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
         stopped = rdzv.last.stages.get(node) in (Stage.STOPPING, Stage.STOPPED)
-        if not ctx.restarts.window.add(node, report.failures, now, stopped=stopped):
+        window, failures = ctx.restarts.window, report.failures
+        if not window.add(node, failures, now, stopped=stopped, innocent=innocent):
             return
         ctx.membership.corroborate(node, rdzv.last.is_concerned, now)
         if rdzv.phase is Phase.RUNNING and rdzv.last.is_member(node):
@@ -335,8 +336,9 @@ class Job:
         demand, self._sight.watch.demand = self._sight.watch.demand, None
         round_ = self._ctx.round
         if demand is not None and round_ is not None and self._ctx.rdzv.phase is Phase.RUNNING:
-            node, failure = demand
-            self._ranks_failed(node, m.RanksFailed(round_.name, (failure,)))
+            node, failure, blamed = demand
+            report = m.RanksFailed(round_.name, (failure,))
+            self._ranks_failed(node, report, innocent=not blamed)
 
     def _operate(self, request: m.Request) -> m.Reply:
         """An operator wants something done."""
@@ -499,9 +501,10 @@ class Job:
         assert round_ is not None
         round_.why_stopped = reason
         members = ctx.rdzv.reopen(ctx.now)
-        self._sight.round_over(reason)
+        failed = self._sight.round_over(reason)
         self._streams.health.call_in_the_doubted()
-        ctx.note(f"round {round_.name.number} is over: {reason}")
+        over = f"round {round_.name.number} is over: {reason}"
+        ctx.note(over, "error" if failed else "info", told=True)
         self._recorder.record()
         ctx.broadcast(members, m.Stop(round_.name, reason))
 
@@ -575,7 +578,8 @@ class Job:
         failures = () if exit_code == EXIT_OK else ctx.restarts.window.failures
         ctx.outcome = m.End(exit_code, reason, failures)
         self._until = None
-        ctx.note(f"the job is over: {reason}")
+        fine = exit_code in (EXIT_OK, EXIT_SAVED) or reason == self._requests.stop
+        ctx.note(f"the job is over: {reason}", "info" if fine else "error", told=True)
         self._recorder.record()
         end = replace(ctx.outcome, goodput=self._sight.ledger.last_line())
         ctx.out.append(fx.Tell(tuple(ctx.membership.sessions), end))

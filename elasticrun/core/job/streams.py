@@ -218,8 +218,8 @@ class Streams:
         for death in deaths:
             node, reason = death.node, f"is dead: {death.reason}"
             # where a round needed it, every agent says so itself (Start.why, Wait)
-            level = "info" if rdzv.last.is_concerned(node) else "warning"
-            ctx.note(f"node {node} {reason}", level)
+            needed = rdzv.last.is_concerned(node)
+            ctx.note(f"node {node} {reason}", "error" if needed else "warning", told=needed)
             last_heard = self._nodes[node].last_heard
             self._end_stay(node, death.since)
             rdzv.gone(node, reason, last_word=last_heard)

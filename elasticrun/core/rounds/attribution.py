@@ -54,6 +54,7 @@ class Cause:
     others: bool  # ranks of other nodes died by themselves too
     what: str = ""  # the failure, in words
     at: float = 0.0  # when it was reported
+    innocent: bool = False  # the node is not to blame, as for a hang of the script's
 
 
 @dataclass(slots=True)
@@ -83,7 +84,8 @@ class Attribution:
         if len(row) < (1 if probation else self._after):
             return ""
         moved = len({one.first_rank for one in row if one.first_rank >= 0}) > 1
-        if not moved and (any(one.others for one in row) or self._wherever_it_runs(cause)):
+        free = any(one.others or one.innocent for one in row)
+        if not moved and (free or self._wherever_it_runs(cause)):
             return ""
         if probation and len(row) == 1:
             return f"its ranks fail again: {cause.what}"
@@ -125,6 +127,8 @@ class Attribution:
     def in_words(self, cause: Cause, nodes: int) -> str:
         """What the last rounds together say, if the present one, of so many `nodes`, ended by
         `cause`; a clause for the sentence of the job's end. Empty if they say nothing."""
+        if cause.innocent:
+            return ""
         trail = [*self._trail, cause]
         same_rank = _tail(trail, lambda one: one.rank == cause.rank)
         places = len({one.node for one in same_rank})
@@ -134,7 +138,7 @@ class Attribution:
                 f"{places} different nodes: the script fails there wherever it runs"
             )
         row = self._row(cause)
-        if nodes > 1 and len(row) > 1 and not any(one.others for one in row):
+        if nodes > 1 and len(row) > 1 and not any(one.others or one.innocent for one in row):
             return (
                 f"in the last {len(row)} rounds ranks of node {cause.node} were the first to fail, "
                 "and no rank of another node did: the node may be at fault"

@@ -64,6 +64,7 @@ class _Told:
     node: str
     failure: Failure
     by_itself: bool  # nobody had stopped the rank
+    innocent: bool  # its node is not to blame
 
 
 class Window:
@@ -116,10 +117,17 @@ class Window:
         return bool(told) and not self.excused and all(map(is_of_its_own, told))
 
     def add(
-        self, node: str, failures: Iterable[Failure], now: float, *, stopped: bool = False
+        self,
+        node: str,
+        failures: Iterable[Failure],
+        now: float,
+        *,
+        stopped: bool = False,
+        innocent: bool = False,
     ) -> bool:
         """Note what `node` reported; whether any of it was new. `stopped`: its ranks were being
-        stopped, so that whatever they died of proves nothing."""
+        stopped, so that whatever they died of proves nothing. `innocent`: the node is not to
+        blame."""
         before = len(self._told)
         for failure in failures:
             if failure.kind is FailureKind.FINAL:
@@ -129,7 +137,8 @@ class Window:
             full = len(self._told) >= MAX_RANKS_REMEMBERED and not is_cause
             if full or failure.rank in self._told:
                 continue
-            told = _Told(node, failure, not stopped and failure.kind not in ECHOES)
+            by_itself = not (stopped or innocent) and failure.kind not in ECHOES
+            told = _Told(node, failure, by_itself, innocent)
             self._told[failure.rank] = told
             if is_cause:
                 self._first, self.story = told, self._say(node, failure)
@@ -144,10 +153,9 @@ class Window:
         if self._first is None or self.excused or self._first.failure.kind in ECHOES:
             return None
         node, rank = self._first.node, self._first.failure.rank
-        failure = self._first.failure
-        others = failure.kind is FailureKind.HUNG and not failure.host  # no node is to blame for it
-        others |= any(one.by_itself and one.node != node for one in self._told.values())
-        return Cause(node, rank, rank - self._first.failure.local_rank, others, self.story, at)
+        others = any(one.by_itself and one.node != node for one in self._told.values())
+        first_rank, innocent = rank - self._first.failure.local_rank, self._first.innocent
+        return Cause(node, rank, first_rank, others, self.story, at, innocent)
 
     def reported_by_another(self, node: str) -> bool:
         """Whether a node other than `node` has lost ranks in this round."""

@@ -28,6 +28,7 @@ ALL_LEFT = "every node has left"
 
 SIGABRT = 6
 SIGKILL = 9
+SIGTERM = 15
 SIGNALS = {
     1: "SIGHUP",
     2: "SIGINT",

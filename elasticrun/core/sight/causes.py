@@ -14,6 +14,9 @@ from elasticrun.wire.types import write_ranges
 MOST_KINDS = 4
 """Different ends of other ranks that are told apart."""
 
+FAILURES = ("rank_failed", "hang", "script", "node_lost")
+"""Causes that are errors among the events; the others are asked for, or meant to be."""
+
 _OF_A_RANK = {FailureKind.HUNG: "hang", FailureKind.FINAL: "script"}
 
 

@@ -17,7 +17,7 @@ from elasticrun.core.context import JobContext
 from elasticrun.core.events import Filed
 from elasticrun.core.sight.causes import Origin, followers, origin_of
 from elasticrun.core.sight.hangs.watch import Stood
-from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow
+from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow, VerdictRow
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
 
@@ -58,7 +58,7 @@ class _Open:
     first_told: bool = False  # a node has told of its first collective or step
     last_lines: str = ""
     stacks: tuple[StackRow, ...] = ()
-    hang: str = ""
+    verdict: VerdictRow | None = None
 
     def to(self, phase: str, now: float) -> None:
         """The next part of the way back begins."""
@@ -69,6 +69,7 @@ class _Open:
         spent = dict(self.spent)
         if self.phase:
             spent[self.phase] = spent.get(self.phase, 0.0) + now - self.since
+        stood = self.verdict if self.origin.cause != "hang" else None
         return IncidentRow(
             number=self.number,
             cause=self.origin.cause,
@@ -90,7 +91,8 @@ class _Open:
             exitcode=self.origin.exitcode,
             step=self.newest,
             kind=self.origin.kind,
-            hang=self.hang,
+            hang="" if stood is None else f"{stood.klass}: {stood.sentence}",
+            verdict=self.verdict,
         )
 
 
@@ -221,12 +223,14 @@ class Incidents:
             since=now,
             awaited=self._members(),
         )
-        if (detect := stood.quiet or self._detected(culprit)) > 0.0:
-            one.spent["detect"] = detect
-        if culprit.rank >= 0:
+        spent = {"detect": stood.quiet - stood.left or self._detected(culprit), "left": stood.left}
+        one.spent.update({name: seconds for name, seconds in spent.items() if seconds > 0.0})
+        one.verdict = stood.verdict
+        if culprit.cause == "hang":
+            one.last_lines = stood.wrote[-MOST_CHARS:]
+        elif culprit.rank >= 0:
             one.last_lines = ctx.restarts.window.failures[0].traceback[-MOST_CHARS:]
-        one.hang = stood.hang if culprit.cause != "hang" else ""
-        if stood.hang or culprit.cause == "hang":
+        if stood.verdict is not None or culprit.cause == "hang":
             one.stacks = stood.stacks[:MOST_STACKS]
         self._file(one.row(now, over=False))
 

@@ -75,7 +75,8 @@ class SlotLedger:
         self._moved = False  # training was told to move in this round
         self._counted = False  # something would tell if it moved
         self._waits = ("", "")  # class of the verdict that stands; what a rank says it is in
-        self._cause = ""  # of the end of the last round; "": there was none
+        self.cause = ""
+        """Of the end of the last round; "": there was none."""
         self._newest = -1  # step
         self._first_told = True  # whether the first step of this round is known
         self._done = 0  # steps whose time is in STEP
@@ -152,7 +153,7 @@ class SlotLedger:
             return 0.0
         self._sums[node] = after
         self._advance()
-        self._shift(self._warm(), ("restore", self._cause), restored - before.restored)
+        self._shift(self._warm(), ("restore", self.cause), restored - before.restored)
         self._saves += (saves - before.saves) * slots
         spent = saved - before.saved
         waited = min(spent, self._waited)  # all waited for the save, as a look has seen
@@ -186,9 +187,9 @@ class SlotLedger:
         """So many steps are done again: what they took is moved out of STEP."""
         steps = min(steps, self._done)
         if steps > 0:
-            self._shift(STEP, ("redone", self._cause), self._book[STEP] * steps // self._done)
+            self._shift(STEP, ("redone", self.cause), self._book[STEP] * steps // self._done)
             self._done -= steps
-            self._count(self._cause, "", ends=0, steps=steps)
+            self._count(self.cause, "", ends=0, steps=steps)
 
     def round_begins(self) -> None:
         """A round was formed."""
@@ -210,7 +211,7 @@ class SlotLedger:
             return
         self._advance()
         origin = origin_of(ctx, reason)
-        self._cause = origin.cause
+        self.cause = origin.cause
         if not quiet and origin.cause == "node_lost" and origin.node in last.away:
             quiet = max(0.0, ctx.now - last.last_word)
         if self._key in USEFUL:
@@ -306,19 +307,19 @@ class SlotLedger:
             return slots, ("start", "check")
         if short:
             return slots, (IDLE, "below_min")
-        return slots, ("down", self._cause) if self._cause else ("start", "wait")
+        return slots, ("down", self.cause) if self.cause else ("start", "wait")
 
     def _of_member(self, last: Participants, name: str) -> Key:
         if self._unseen:
             return UNKNOWN
         stage = last.stages[name]
         if stage is Stage.STARTING:
-            return ("down", self._cause) if self._cause else ("start", "spawn")
+            return ("down", self.cause) if self.cause else ("start", "spawn")
         return (IDLE, "done") if stage is Stage.FINISHED else ROUND
 
     def _warm(self) -> Key:
         """From where ranks run until they train."""
-        return ("down", self._cause) if self._cause else ("start", "init")
+        return ("down", self.cause) if self.cause else ("start", "init")
 
     # ------------------------------------------------------------ sums
 
@@ -391,7 +392,7 @@ class SlotLedger:
             lines=tuple(sorted(lines, key=lambda line: (line.category, line.cause))),
             ends=tuple(self._ends.values()),
             wall=self._wall,
-            cause=self._cause,
+            cause=self.cause,
             newest=self._newest,
             done=self._done,
             trained=self._trained,
@@ -411,7 +412,7 @@ class SlotLedger:
                 self._total += line.slots * passed
         self._ends = {one.cause: one for one in facts.ends}
         self._wall = facts.wall + (0 if self._over else passed)
-        self._cause, self._newest, self._done = facts.cause, facts.newest, facts.done
+        self.cause, self._newest, self._done = facts.cause, facts.newest, facts.done
         self._trained, self._saves = facts.trained, facts.saves
         self._sums = {one.node: one for one in facts.nodes}
         self._key = STEP if facts.newest >= 0 else MOVING

@@ -19,7 +19,7 @@ class RankRow(Struct, frozen=True):
 
     rank: int
     node: str
-    state: str  # stepping, waiting, odd, busy, starting, stopped, ended, silent
+    state: str  # stepping, waiting, odd, busy, idle, starting, stopped, ended, silent
     waits_for: str = ""  # ranks: "2", "0-41,43-63"
     place: str = ""  # "train.py:88 load_shard"
     call: str = ""  # the collective that it is in: "all_reduce #8231 [1000] float32 of dp"
@@ -96,7 +96,7 @@ def without_words(rows: Iterable[LedgerRow]) -> tuple[LedgerRow, ...]:
 class PhaseRow(Struct, frozen=True):
     """A part of the way back from an incident."""
 
-    name: str  # detect, stop, gather, spawn, restore, warm
+    name: str  # detect, left, stop, gather, spawn, restore, warm
     seconds: float
 
 
@@ -133,6 +133,7 @@ class IncidentRow(Struct, frozen=True):
     slot_seconds: float = 0.0
     cost: float = 0.0  # of these, at --slot-price; 0.0: no price is set
     hang: str = ""  # that stood when it began, where it is not the cause itself
+    verdict: VerdictRow | None = None  # on that hang, or on the one that is the cause
     last_lines: str = ""
     stacks: tuple[StackRow, ...] = ()
     exitcode: int = 0  # of the rank that failed first; negative: the signal that ended it

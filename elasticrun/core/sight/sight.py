@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from elasticrun.core.context import JobContext
 from elasticrun.core.deadlines import earliest
 from elasticrun.core.events import Judged, Note, Replied
+from elasticrun.core.sight.causes import FAILURES
 from elasticrun.core.sight.hangs.watch import Watch
 from elasticrun.core.sight.incidents import Incidents
 from elasticrun.core.sight.ledger import SlotLedger
@@ -139,12 +140,13 @@ class Sight:
         self.ledger.round_begins()
         self.incidents.round_begins()
 
-    def round_over(self, reason: str) -> None:
-        """The round is closed."""
+    def round_over(self, reason: str) -> bool:
+        """The round is closed; whether something had failed."""
         stood = self.watch.stood()
         self.ledger.round_over(reason, stood.quiet)
         self.incidents.round_over(reason, stood)
         self.watch.round_over()
+        return self.ledger.cause in FAILURES
 
     def next_deadline(self) -> float | None:
         """When `pursue` is due at the latest."""

@@ -14,6 +14,7 @@ from elasticrun.wire.messages import Failure, FailureKind
 
 PHASES: Final = {
     "detect": "from the last sign of life until it was noticed",
+    "left": "until something was done about it",
     "stop": "until every rank had ended",
     "gather": "until the next round was formed",
     "spawn": "until every rank ran again",
@@ -46,8 +47,20 @@ _UNKNOWN: Final = (
 _OUTSIDE: Final = "a signal from outside the job"
 _KILLED: Final = f"{_OUTSIDE}; the kernel has counted no kill for want of memory"
 
+_STANDS_STILL: Final = "it stood still; the stacks say where"
+
+_OF_A_HANG: Final = {
+    "mismatch": "script",
+    "deadlock": "script",
+    "ended": "script",
+    "disk": "hardware",
+    "fabric": "network",
+    "stopped": "unknown: a signal has stopped it (SIGSTOP), and none has sent it SIGCONT",
+    "frozen": "unknown: its cgroup was frozen",
+}
+"""By what the verdict has found."""
+
 _OF_A_RANK: Final = {
-    FailureKind.HUNG: "it stood still; the stacks say where",
     FailureKind.SPAWN: "its process could not be started",
     FailureKind.SPAWNER: "the process that forks ranks has died",
 }
@@ -78,6 +91,8 @@ def page(row: IncidentRow) -> str:
         lines.append(f"- **Then**: {plain(row.followed)}")
     if row.decision:
         lines.append(f"- **Decision**: {plain(row.decision)}")
+    if where := _stacks_at(row):
+        lines.append(f"- **Stacks and counters**: {where}")
     if row.excluded:
         lines.append(f"- **Left out**: {', '.join(row.excluded)}")
     lines += ["", *_timeline(row), "", *_cost(row)]
@@ -98,6 +113,9 @@ def verdict(row: IncidentRow) -> str:
     "unknown: " and why."""
     if row.cause in _OF_A_NODE:
         return _OF_A_NODE[row.cause]
+    if row.cause == "hang":
+        kind = "" if row.verdict is None else row.verdict.kind
+        return _OF_A_HANG.get(kind, f"unknown: {_STANDS_STILL}")
     if not row.kind:
         left = row.sentence == ALL_LEFT  # each upon a signal
         return "preempted" if left else f"unknown: {_UNKNOWN[row.cause == 'node_lost']}"
@@ -122,16 +140,19 @@ def error_page(row: IncidentRow, when: float) -> str:
         return ""
     code = row.exitcode
     end = f"signal {SIGNALS.get(-code, str(-code))}" if code < 0 else f"exit code {code}"
+    hang = row.verdict if row.cause == "hang" else None
+    who = "ranks" if hang is not None and not hang.ranks.isdecimal() else "rank"
     facts = {
         "when": time.strftime("%F %T %z", time.localtime(when)),
         "node": row.node,
-        "rank": str(row.rank) if row.rank >= 0 else "",
-        "ended with": end if code else "",
+        who: hang.ranks if hang is not None else str(row.rank) if row.rank >= 0 else "",
+        "ended with": end if code and row.cause != "hang" else "",
         "last step": str(row.step) if row.step >= 0 else "",
         "round": str(row.round),
         "verdict": verdict(row),
         "then": row.followed,
         "decision": row.decision,
+        "stacks": _stacks_at(row),
     }
     lines = [plain(row.sentence), ""]
     lines += [f"{name + ':':<12}{plain(said)}" for name, said in facts.items() if said]
@@ -205,6 +226,12 @@ def _cost(row: IncidentRow) -> Iterator[str]:
     yield f"**Cost**: {hours:.3g} slot-hours ({row.slot_seconds:.1f} slot-seconds){money}" + (
         f", and {steps} that had to be done again." if row.steps_lost else "."
     )
+
+
+def _stacks_at(row: IncidentRow) -> str:
+    folder = "" if row.verdict is None else row.verdict.folder
+    of_node = f" on node {row.node}" if row.node and row.cause == "hang" else ""
+    return f"{plain(folder)}{of_node}" if folder else ""
 
 
 def _block(text: str) -> Iterator[str]:

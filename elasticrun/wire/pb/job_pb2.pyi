@@ -1193,6 +1193,7 @@ class RankSeen(_message.Message):
     PARTIAL_FIELD_NUMBER: _builtins.int
     SAYS_FIELD_NUMBER: _builtins.int
     SAYS_LEFT_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     being: _builtins.str
@@ -1213,6 +1214,7 @@ class RankSeen(_message.Message):
     partial: _builtins.bool
     says: _builtins.str
     says_left: _builtins.float
+    idle: _builtins.float
     @_builtins.property
     def at(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]: ...
     def __init__(
@@ -1239,10 +1241,11 @@ class RankSeen(_message.Message):
         partial: _builtins.bool = ...,
         says: _builtins.str = ...,
         says_left: _builtins.float = ...,
+        idle: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "at", b"at", "being", b"being", "cpu", b"cpu", "forked", b"forked", "gpu", b"gpu", "gpu_mib", b"gpu_mib", "holds", b"holds", "io", b"io", "kernel", b"kernel", "library", b"library", "partial", b"partial", "pid", b"pid", "place", b"place", "quiet", b"quiet", "rank", b"rank", "rss", b"rss", "says", b"says", "says_left", b"says_left", "step", b"step", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "at", b"at", "being", b"being", "cpu", b"cpu", "forked", b"forked", "gpu", b"gpu", "gpu_mib", b"gpu_mib", "holds", b"holds", "idle", b"idle", "io", b"io", "kernel", b"kernel", "library", b"library", "partial", b"partial", "pid", b"pid", "place", b"place", "quiet", b"quiet", "rank", b"rank", "rss", b"rss", "says", b"says", "says_left", b"says_left", "step", b"step", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elasticrun.agent.sight import looked
 from elasticrun.agent.sight.activity import Activity
+from elasticrun.agent.sight.pulse import RankBeat
 from elasticrun.wire import messages as m
 from elasticrun.wire.progress import (
     GroupSays,
@@ -26,7 +27,8 @@ def rank(number: int, said: RankSays) -> looked.RankLook:
         asked=True,
         said=said,
         activity=Activity(m.Being.SLEEPS),
-        rates=(0.0, 0.0),
+        idle=0.0,
+        beat=RankBeat(),
         quiet=10.0,
         progress=(-1, 0.0),
     )

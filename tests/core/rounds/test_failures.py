@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elasticrun.core.rounds.attribution import Attribution
 from elasticrun.core.rounds.budget import Bill, Budget, Window
 from elasticrun.core.rounds.failures import (
     CONTRACT,
@@ -198,16 +199,18 @@ def test_an_excuse_holds_only_if_it_came_first() -> None:
     assert window.verdict(membership="", restarts_left=0).bill is Bill.HOPELESS
 
 
-@pytest.mark.parametrize("host", ["", "host-b"])
-def test_a_hang_is_charged_and_blamed_on_a_node_only_where_it_is_the_nodes(host: str) -> None:
+@pytest.mark.parametrize("innocent", [True, False])
+def test_a_hang_is_charged_and_blamed_on_a_node_only_where_it_is_the_nodes(innocent: bool) -> None:
     said = "rank 2 (node b) is in uninterruptible sleep for 300 s; 3 ranks wait for it"
-    hung = Failure(host, 2, 0, 7, 1, 0, FailureKind.HUNG, said, "", "")
+    hung = Failure("host-b", 2, 0, 7, 1, 0, FailureKind.HUNG, said, "", "")
     window = Window(doubt=5.0)
-    assert window.add("b", [hung], 1.0)
+    assert window.add("b", [hung], 1.0, innocent=innocent)
     verdict = window.verdict(membership="", restarts_left=1)
     assert (verdict.bill, verdict.reason) == (Bill.CHARGE, said)
     assert window.cause is not None
-    assert window.cause.others == (not host)
+    assert window.cause.innocent == innocent
+    told = Attribution().in_words(window.cause, 2)
+    assert told == "", "that ranks failed by themselves on both nodes, say"
     assert not window.failed_by_itself
 
 

@@ -298,6 +298,20 @@ def test_nobody_waits(idle: bool) -> None:
     assert (verdict is not None and verdict.klass is Klass.STILL) == idle
 
 
+def test_of_ranks_that_do_nothing_the_one_that_has_done_so_longest_is_named() -> None:
+    places = ("a.py:12 main", "a.py:5 fetch")
+    spans = ((30.0, 60.0), (60.0, 30.0), (31.0, 30.0), (0.0, 60.0))
+    told = [found(*(rank(n, idle=span[n], place=places[n]) for n in (0, 1))) for span in spans]
+    assert [one and one.sentence.partition("anything ")[2] for one in told] == [
+        "for 30 s, and none waits for another; rank 1 (node a) has been idle longest, for 60 s, "
+        "and is at a.py:5 fetch",
+        "for 30 s, and none waits for another; rank 0 (node a) has been idle longest, for 60 s, "
+        "and is at a.py:12 main",
+        "for 30 s, and none waits for another; rank 0 (node a) is at a.py:12 main",
+        "for 71 s, and none waits for another; rank 1 (node a) is at a.py:5 fetch",
+    ]
+
+
 @pytest.mark.parametrize("at", [(), (outside(),)])
 def test_where_torch_counts_nothing_stacks_tell_who_may_be_waited_for(
     at: tuple[Position, ...],

@@ -108,6 +108,10 @@ class RollCall:
         """What ranks have written last, the same of several nodes in one row; the newest last."""
         return tuple(_together(self._said)[-MOST_SAID:])
 
+    def said_by(self, rank: int) -> str:
+        """What this rank has written last, a line each."""
+        return "\n".join(row.text for row in self.said() if rank in _ranks(row.ranks))
+
     def stack_of(self, rank: int) -> str:
         """The main thread of a rank, a line a frame; "" where it is not known."""
         for row in self.stacks():
@@ -116,12 +120,12 @@ class RollCall:
         return ""
 
 
-def rows(scene: Scene, odd: Mapping[int, bool]) -> tuple[RankRow, ...]:
-    """The ranks for people. `odd`: who is waited for, and whether it works."""
+def rows(scene: Scene, odd: Mapping[int, str]) -> tuple[RankRow, ...]:
+    """The ranks for people. `odd`: the state of those whom the verdict names."""
     return tuple(_row(scene, one, odd) for _, one in sorted(scene.ranks.items()))
 
 
-def _row(scene: Scene, one: Sighting, odd: Mapping[int, bool]) -> RankRow:
+def _row(scene: Scene, one: Sighting, odd: Mapping[int, str]) -> RankRow:
     seen = one.seen
     waits = scene.waits_for(seen.rank) if seen.quiet >= SLOW_STEP else None
     return RankRow(
@@ -142,14 +146,14 @@ def _row(scene: Scene, one: Sighting, odd: Mapping[int, bool]) -> RankRow:
     )
 
 
-def _state(seen: m.RankSeen, odd: Mapping[int, bool], *, waits: bool) -> str:
+def _state(seen: m.RankSeen, odd: Mapping[int, str], *, waits: bool) -> str:
     match seen.being:
         case m.Being.ENDED:
             return "ended"
         case m.Being.STOPPED | m.Being.TRACED | m.Being.FROZEN:
             return "stopped"
     if seen.rank in odd:
-        return "busy" if odd[seen.rank] else "odd"
+        return odd[seen.rank]
     if waits:
         return "waiting"
     if seen.forked and not seen.answers:

@@ -29,6 +29,9 @@ IO_STILL: Final = 16 * 1024
 GPU_STILL: Final = 5
 """Percent below which a device is idle."""
 
+IDLE_GRAIN: Final = 5.0
+"""Seconds by which one rank must have been idle longer than others to be the first of them."""
+
 EDGES_NAMED: Final = 8
 """Ranks of a circle that a sentence names."""
 
@@ -169,6 +172,9 @@ class Scene:
         """`seconds`: since anything moved."""
         self.ranks = {one.seen.rank: one for one in sightings}
         self.seconds = seconds
+        idle = [one.seen.idle for one in self.living]
+        self.idle = min([seconds, *idle]) if all(idle) else seconds
+        """Seconds since any rank has done anything, whatever is counted."""
         self.groups = _gather(self.ranks)
         self._waits: dict[int, tuple[_Group, int]] = {}  # rank -> where, and for whom
         self._engaged: set[int] = set()  # in a call, and for whom they wait there is not known
@@ -188,6 +194,11 @@ class Scene:
         for group, blocker in self._waits.values():
             awaited.setdefault(blocker, group)
         self.awaited: Mapping[int, _Group] = awaited
+
+    @property
+    def living(self) -> list[Sighting]:
+        """The ranks that have not ended."""
+        return [one for one in self.ranks.values() if one.seen.being is not Being.ENDED]
 
     def waits_for(self, rank: int) -> tuple[_Group, int] | None:
         """In which group it waits, and for which rank (there may be more); None: for nobody."""
@@ -490,7 +501,7 @@ def _halted(scene: Scene) -> Impasse | None:
 def _still(scene: Scene) -> Impasse | None:
     """Nobody is in a collective that is known, and nobody does anything. Where torch counts none
     (gloo before torch 2.8), stacks tell who is in one and who may be the odd one."""
-    living = [one for one in scene.ranks.values() if one.seen.being is not Being.ENDED]
+    living = scene.living
     if not living or any(is_busy(one.seen) for one in living):
         return None
     inside, outside = 0, []
@@ -500,8 +511,11 @@ def _still(scene: Scene) -> Impasse | None:
         elif one.seen.place and one.seen.answers:
             outside.append(one)
     named = outside if inside and outside else living
-    first = min(named, key=lambda one: one.seen.rank)
-    where = f"; {scene.name(first.seen.rank)} is at {first.seen.place}" if first.seen.place else ""
+    first = min(named, key=lambda one: (-(one.seen.idle // IDLE_GRAIN), one.seen.rank))
+    longest = first.seen.idle - scene.idle >= IDLE_GRAIN
+    since = f" has been idle longest, for {first.seen.idle:.0f} s, and" if longest else ""
+    where = f"; {scene.name(first.seen.rank)}{since} is{scene.at(first.seen.rank)}"
+    where = where if first.seen.place else ""
     what = "and none waits for another"
     if inside:
         what = f"and {some(inside, 'rank')} may wait in torch.distributed for another"
@@ -510,7 +524,7 @@ def _still(scene: Scene) -> Impasse | None:
         "still",
         tuple(sorted(one.seen.rank for one in named)),
         (),
-        f"no rank has used its CPU or read or written anything for {scene.seconds:.0f} s, "
+        f"no rank has used its CPU or read or written anything for {scene.idle:.0f} s, "
         f"{what}{where}",
         node=first.node,
         place=first.seen.place,

@@ -16,6 +16,7 @@ Before a round is ended for it, all stacks are taken and written down on every n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +24,7 @@ from typing import Final
 from elasticrun.core.context import JobContext
 from elasticrun.core.deadlines import earliest
 from elasticrun.core.nodes.node import Health
+from elasticrun.core.rounds.failures import SIGTERM
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.rounds.round import Stage
 from elasticrun.core.sight.hangs.look import RollCall, rows
@@ -76,6 +78,9 @@ TOLD: Final[Mapping[Klass, float]] = {
 }
 """Seconds of stillness from which a verdict of this class is told."""
 
+STATES: Final[Mapping[Klass, str]] = {Klass.WEAK: "busy", Klass.STILL: "idle"}
+"""How ranks are shown that such a verdict names; else they are odd."""
+
 CERTAIN_ENDS: Final = 30.0
 """Seconds of stillness after which a round that certainly cannot go on is ended."""
 
@@ -91,9 +96,11 @@ torch kills the ranks, and nobody would ever know what they did."""
 class Stood:
     """How a round stood when it was over."""
 
-    quiet: float = 0.0  # seconds since anything moved in it
-    hang: str = ""  # that was told of
+    quiet: float = 0.0  # seconds since anything moved in it; 0.0 while a rank works for all others
+    left: float = 0.0  # of these, since that was told of
+    verdict: VerdictRow | None = None  # on a hang that was told of
     stacks: tuple[StackRow, ...] = ()  # of the last look at its ranks
+    wrote: str = ""  # what the odd rank had written last, at a look that was written down
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +117,21 @@ class Watch:
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
-        self.demand: tuple[str, m.Failure] | None = None
-        """The round is to end for this failure of a node's rank; the job takes it from here."""
+        self.demand: tuple[str, m.Failure, bool] | None = None
+        """The round is to end for this failure of a node's rank, and whether the node is to blame;
+        the job takes it from here."""
         self._places = Places()
         self._places.restore(ctx.waits)
         # quiet nodes: since when, and how many of their ranks are in a collective
         self._since_of: dict[str, tuple[float, int]] = {}
+        self._works_until: dict[str, float] = {}  # of these: until when a rank did anything
         self._has_moved = False  # a collective or a step of this life is known to have been done
         self._number = 0  # of the last look
         self._look: RollCall | None = None  # that is under way
         self._last: RollCall | None = None
         self._with_stacks: RollCall | None = None
         self._with_lines: RollCall | None = None
-        self._early_at = float("-inf")
+        self._early_at = -math.inf
         self._away = ctx.away
         self._move()
 
@@ -133,9 +142,11 @@ class Watch:
         self._looks: list[float] = []  # seconds of stillness at which it was looked by itself
         self._opinion: _Opinion | None = None  # of the last look
         self._row_at = 0.0  # when the first of the last looks was that all say the same
+        self._idle_at = -math.inf  # until when any rank did anything, as of the last look
         self._verdict: Impasse | None = None  # that two looks have agreed on
         self._told: Impasse | None = None  # what readers are shown
         self._noted: Impasse | None = None  # what a line has been written of
+        self._noted_at = math.inf  # when the first was
         self._final = False  # the look that is under way is the last before it is acted on
         self._acted = False
         self._torch_ends: float | None = None  # when torch itself ends the job
@@ -157,9 +168,13 @@ class Watch:
             return look.done
         self._has_moved = self._has_moved or report.first > 0.0
         if report.seconds <= 0.0:
+            self._works_until.pop(node, None)
             return self._since_of.pop(node, None) is not None
+        until = self._works_until.get(node, -math.inf)
+        ended = self._ctx.now if until == math.inf else until
+        self._works_until[node] = math.inf if report.busy else ended
         since, waiting = self._ctx.now - report.seconds, report.waiting
-        before, _ = self._since_of.get(node, (float("-inf"), 0))
+        before, _ = self._since_of.get(node, (-math.inf, 0))
         news = abs(since - before) > JITTER
         self._since_of[node] = (since if news else before, waiting)
         return news
@@ -169,13 +184,14 @@ class Watch:
         if self._since_of:
             self.round_over()
         self._has_moved = False
-        self._early_at = float("-inf")
+        self._early_at = -math.inf
 
     def round_over(self) -> None:
         """Nobody is looked at until the next one begins."""
         self._last = None
         if self._since_of or self._since is not None or self._look is not None:
             self._since_of.clear()
+            self._works_until.clear()
             self._look = None
             self._move()
 
@@ -221,16 +237,28 @@ class Watch:
     # ------------------------------------------------------------ for people
 
     def quiet(self) -> float:
-        """Seconds since a counter or a step of any rank moved; 0.0 while they move."""
-        return 0.0 if self._since is None else max(0.0, self._ctx.now - self._since)
+        """Seconds since a counter or a step of any rank moved, or, where no rank waits for others,
+        since any did anything; 0.0 while they do."""
+        since = self._since
+        if since is None:
+            return 0.0
+        if not any(waiting for _, waiting in self._since_of.values()):
+            since = max(since, *self._works_until.values())
+        return max(0.0, self._ctx.now - since)
 
     def stood(self) -> Stood:
         """What the record of the round's end keeps of its ranks; nothing while they move."""
         if self._since is None:
             return Stood()
         told = self._told
-        hang = f"{told.klass.value}: {told.sentence}" if told is not None and not told.says else ""
-        return Stood(self.quiet(), hang, self.stacks()[0])
+        if told is None:
+            return Stood(self.quiet(), stacks=self.stacks()[0])
+        works = told.klass is Klass.WEAK and not self._acted
+        quiet = 0.0 if works else self.quiet()
+        left = min(quiet, max(0.0, self._ctx.now - self._noted_at))
+        verdict = None if told.says else self.verdict()
+        wrote = self._written.said_by(told.odd[0]) if self._written is not None else ""
+        return Stood(quiet, left, verdict, self.stacks()[0], wrote)
 
     def verdict(self) -> VerdictRow | None:
         """What has been told and is still so."""
@@ -257,7 +285,7 @@ class Watch:
         if look is None:
             return -1.0, ()
         told = self._told
-        odd = {} if told is None else dict.fromkeys(told.odd, told.klass is Klass.WEAK)
+        odd = {} if told is None else dict.fromkeys(told.odd, STATES.get(told.klass, "odd"))
         return self._ctx.now - look.at, rows(Scene(look.sightings, self.quiet()), odd)
 
     def stacks(self) -> tuple[tuple[StackRow, ...], str]:
@@ -366,13 +394,15 @@ class Watch:
         self._looks = [*self._looks[-1:], ctx.now - self._since]
         ends = None if self._verdict is None else self._ends_at(self._verdict)
         self._final = ends is not None and ctx.now + GRAIN >= ends and not self._acted
-        strong = before is not None and before.impasse.klass in (Klass.CERTAIN, Klass.STRONG)
-        told_soon = strong and seconds >= TOLD[Klass.STRONG]
+        klass = None if before is None else before.impasse.klass
+        told_soon = klass in (Klass.CERTAIN, Klass.STRONG) and seconds >= TOLD[Klass.STRONG]
+        if before is not None and klass is Klass.STILL:
+            told_soon = self._begins(before.impasse) + TOLD[Klass.STILL] <= ctx.now + GRAIN
         late = self._dump_by is not None and ctx.now >= self._dump_by
         dump = self._final or ((told_soon or late) and not self._dumped)
         if dump:
             ctx.dumps, ctx.changed, self._dumped = ctx.dumps + 1, True, True
-        self._ask(self._members, stacks=dump, dump=ctx.dumps if dump else 0)
+        self._ask(self._members, stacks=dump, dump=ctx.dumps if dump else 0, lines=dump)
 
     def _ask(
         self, nodes: list[str] | tuple[str, ...], *, stacks: bool, dump: int, lines: bool = False
@@ -429,7 +459,9 @@ class Watch:
     def _agree(self, look: RollCall, sightings: list[Sighting], seconds: float) -> None:
         """Whether this look says what the one before has said, and nothing has moved."""
         before = self._opinion
-        impasse = judge(Scene(sightings, seconds))
+        scene = Scene(sightings, seconds)
+        impasse = judge(scene)
+        self._idle_at = look.at - scene.idle if scene.idle < seconds else -math.inf
         if impasse is None:
             self._opinion = self._verdict = None
             return
@@ -471,8 +503,11 @@ class Watch:
 
     def _begins(self, verdict: Impasse) -> float:
         """From when the time of a verdict counts. A rank that is seen to work now and then is no
-        idle one, however long nothing has moved."""
+        idle one, however long nothing has moved; where nobody waits, what any of them does counts
+        as a movement."""
         assert self._since is not None
+        if verdict.klass is Klass.STILL and self._idle_at > self._since:
+            return self._idle_at
         by_activity = verdict.klass in (Klass.STRONG, Klass.STILL)
         return max(self._since, self._row_at - FIRST_LOOK) if by_activity else self._since
 
@@ -498,7 +533,7 @@ class Watch:
             self._told = verdict
         if not due or (self._noted is not None and self._noted.is_like(verdict)):
             return
-        self._noted = verdict
+        self._noted, self._noted_at = verdict, min(self._noted_at, self._ctx.now)
         then = self._then(verdict)
         look = self._written
         folder, node = look.folder(verdict.node) if look is not None else ("", "")
@@ -506,8 +541,7 @@ class Watch:
         if look is not None and not folder:
             where = "; stacks are in no file (--log-dir DIR keeps them)"
         where += f" on node {node}" if folder and len(self._ctx.rdzv.last.stages) > 1 else ""
-        told_by = "still" if verdict.klass is Klass.STILL else f"hang ({verdict.klass.value})"
-        told_by = "no hang" if verdict.kind == SAID else told_by
+        told_by = "no hang" if verdict.kind == SAID else f"hang ({verdict.klass.value})"
         self._warn(f"{told_by}: {verdict.sentence}; {then}{where}")
 
     def _warn(self, text: str, level: str = "warning") -> None:
@@ -531,6 +565,8 @@ class Watch:
                 parts[0] += ", until somebody sends it SIGCONT (--on-hang=restart ends it)"
             elif verdict.klass is Klass.STRONG:
                 parts[0] += ", as it may wait for something (--on-hang=restart ends it)"
+            elif verdict.klass is Klass.STILL:
+                parts[0] += " (--on-hang=restart ends it)"
             elif verdict.klass is Klass.WEAK:
                 parts[0] += ", as it may well go on (--hang-limit sets an end)"
         elif ctx.restarts.budget.left(ctx.now):
@@ -558,17 +594,18 @@ class Watch:
         self.demand = (
             seen.node,
             m.Failure(
-                host=known.host if known is not None and verdict.of_node else "",
+                host=known.host if known is not None else "",
                 rank=rank,
                 local_rank=rank - seat.first_rank if seat is not None else -1,
                 pid=seen.seen.pid,
-                exitcode=1,
+                exitcode=-SIGTERM,  # by which it is ended
                 time_us=0,
                 kind=m.FailureKind.HUNG,
                 message=verdict.sentence,
                 traceback=f"{verdict.sentence}\n{stack}" if stack else "",
                 error_file="",
             ),
+            bool(verdict.of_node),
         )
 
 
