@@ -104,6 +104,15 @@ class Stood:
 
 
 @dataclass(frozen=True, slots=True)
+class _Quiet:
+    """A node of whose ranks none moves."""
+
+    since: float
+    waiting: int = 0  # ranks in a collective
+    works_until: float = -math.inf  # when a rank last did anything; math.inf: now
+
+
+@dataclass(frozen=True, slots=True)
 class _Opinion:
     """What a look has said."""
 
@@ -122,9 +131,7 @@ class Watch:
         the job takes it from here."""
         self._places = Places()
         self._places.restore(ctx.waits)
-        # quiet nodes: since when, and how many of their ranks are in a collective
-        self._since_of: dict[str, tuple[float, int]] = {}
-        self._works_until: dict[str, float] = {}  # of these: until when a rank did anything
+        self._since_of: dict[str, _Quiet] = {}  # nodes that are quiet
         self._has_moved = False  # a collective or a step of this life is known to have been done
         self._number = 0  # of the last look
         self._look: RollCall | None = None  # that is under way
@@ -167,16 +174,14 @@ class Watch:
             look.take(node, report)
             return look.done
         self._has_moved = self._has_moved or report.first > 0.0
+        before = self._since_of.pop(node, None)
         if report.seconds <= 0.0:
-            self._works_until.pop(node, None)
-            return self._since_of.pop(node, None) is not None
-        until = self._works_until.get(node, -math.inf)
-        ended = self._ctx.now if until == math.inf else until
-        self._works_until[node] = math.inf if report.busy else ended
-        since, waiting = self._ctx.now - report.seconds, report.waiting
-        before, _ = self._since_of.get(node, (-math.inf, 0))
-        news = abs(since - before) > JITTER
-        self._since_of[node] = (since if news else before, waiting)
+            return before is not None
+        known = before or _Quiet(-math.inf)
+        since, until = self._ctx.now - report.seconds, known.works_until
+        until = math.inf if report.busy else self._ctx.now if until == math.inf else until
+        news = abs(since - known.since) > JITTER
+        self._since_of[node] = _Quiet(since if news else known.since, report.waiting, until)
         return news
 
     def round_begins(self) -> None:
@@ -191,7 +196,6 @@ class Watch:
         self._last = None
         if self._since_of or self._since is not None or self._look is not None:
             self._since_of.clear()
-            self._works_until.clear()
             self._look = None
             self._move()
 
@@ -242,8 +246,8 @@ class Watch:
         since = self._since
         if since is None:
             return 0.0
-        if not any(waiting for _, waiting in self._since_of.values()):
-            since = max(since, *self._works_until.values())
+        if not any(one.waiting for one in self._since_of.values()):
+            since = max(since, *(one.works_until for one in self._since_of.values()))
         return max(0.0, self._ctx.now - since)
 
     def stood(self) -> Stood:
@@ -313,7 +317,7 @@ class Watch:
         if self._since_of and len(self._since_of) + len(last.completed) >= len(last.stages):
             running = self._running()
             if all(node in self._since_of for node in running):
-                since = max((self._since_of[node][0] for node in running), default=None)
+                since = max((self._since_of[node].since for node in running), default=None)
         if since != self._since:
             self._moved_on(since)
         if ctx.away != self._away:  # what was said meanwhile is old
@@ -378,7 +382,8 @@ class Watch:
 
     def _all_wait(self) -> bool:
         """Whether every rank is in a collective, as none is that has slow steps."""
-        round_, waiting = self._ctx.round, sum(self._since_of[node][1] for node in self._members)
+        quiet = (self._since_of[node] for node in self._members)
+        round_, waiting = self._ctx.round, sum(one.waiting for one in quiet)
         return round_ is not None and waiting == round_.facts.world_size
 
     def _span(self, at: float) -> float:
