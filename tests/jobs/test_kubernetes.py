@@ -147,7 +147,7 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     until_running(cluster, "tr-0-0")
     assert "job tr is stopped" in user.types("stop", "tr")
     assert user.row()["state"] == "stopped"
-    assert "the pods of job tr are gone, and with them what they printed" in user.hears(
+    assert "the pods of job tr are gone, and what they printed with them" in user.hears(
         "logs", "tr"
     )
     user.types("delete", "tr")
@@ -335,6 +335,14 @@ def test_logs_and_commands_of_pods_that_run(lab: Lab, tmp_path: Path) -> None:
         cluster.close()
 
 
+CLAIM = """\
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata: {name: shared}
+spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}
+"""
+
+
 @further("test_an_elastic_job_from_submit_to_delete", why="real pods, under an operator in a pod")
 def test_a_suspended_job_has_saved_and_its_master_answers(lab: Lab, tmp_path: Path) -> None:
     """What only a master knows is asked in its pod; a suspend right after a scale saves as well,
@@ -350,6 +358,9 @@ def test_a_suspended_job_has_saved_and_its_master_answers(lab: Lab, tmp_path: Pa
         user.environ |= {"LOGNAME": "ada"}
         install(cluster, deploy=True)
         words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "1:2", "--cpu", "1")
+        user.kubectl("apply", "-f", "-", given=CLAIM)
+        data = ("--data", f"shared:{tmp_path / 'mnt'}")
+        words = (*words, *data, "--run-dir", str(tmp_path / "mnt" / "run"))
         user.types(*words, "--env", f"PYTHONPATH={repository}", "--", *program)
         user.until("running")
         until_printed(out, 0)
@@ -366,6 +377,12 @@ def test_a_suspended_job_has_saved_and_its_master_answers(lab: Lab, tmp_path: Pa
         user.types("scale", "tr", "3")
         assert "job tr is suspended at step" in user.types("suspend", "tr")
         assert "tr is suspended, and its master" in user.hears("events", "tr")
+        assert "what its ranks wrote is on its volume" in user.hears("logs", "tr")
+        words = ("submit", "--on", "k8s", "--name", "reader", *IMAGE, *data, "--no-python")
+        user.types(*words, "--", "sleep", "1000")
+        await_true(
+            lambda: ran("logs", "tr", env=user.environ).stdout.startswith("[0] "), "kept logs"
+        )
         before = len(starts(out, 0))
         user.types("resume", "tr")
         await_true(lambda: len(starts(out, 0)) > before, "a life after it was resumed")
@@ -417,6 +434,22 @@ def test_states_of_indexed_jobs() -> None:
     assert of({}, suspend=True) == "suspended"
     assert of({"conditions": [complete]}) == "succeeded"
     assert of({"conditions": [{"type": "Failed", "status": "True"}]}) == "failed"
+
+
+def test_where_a_run_folder_is() -> None:
+    """Its path by either spelling, and what is mounted there in the end."""
+    mounts = [{"name": "d", "mountPath": "/d"}, {"name": "e", "mountPath": "/d/e", "subPath": "x"}]
+    volumes = [{"name": "d", "nfs": {"server": "s"}}, {"name": "e", "emptyDir": {}}]
+    for words, folder, there in (
+        (["--run-dir=/d/run"], "/d/run", {"at": "/d", "sub": None, "nfs": {"server": "s"}}),
+        (["elasticrun", "--run_dir", "/d/e/run"], "/d/e/run", None),
+        (["--run-dir", "/data"], "/data", None),
+        (["train.py"], "", None),
+    ):
+        container = {"name": "t", "command": words, "volumeMounts": mounts}
+        template = {"spec": {"containers": [container], "volumes": volumes}}
+        job = ClusterJob({**a_job("").body, "spec": {"template": template}})
+        assert (job.run_dir, job.volume_at(folder)) == (folder, there)
 
 
 def a_pod(name: str, index: str, phase: str = "Running", code: int | None = None) -> SeenPod:

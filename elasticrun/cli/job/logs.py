@@ -31,7 +31,7 @@ from elasticrun.cli.jobs.listing import add_output, span
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_USAGE
 from elasticrun.runs import index
-from elasticrun.runs.layout import CONSOLE, ENDED, RunFolder
+from elasticrun.runs.layout import AGENTS, CONSOLE, ENDED, RunFolder
 from elasticrun.wire.types import write_ranges
 
 TAIL: Final = 20
@@ -133,7 +133,8 @@ def _folder(environ: Mapping[str, str], job: str) -> RunFolder | None:
     """The run folder of the job that is named, if it has one."""
     with contextlib.suppress(index.NoRun, OSError):
         return index.find(index.runs_root(environ), job) if job else None
-    return None
+    # one whose master was elsewhere has nothing but what its agents left
+    return RunFolder(Path(job)) if job and os.path.isdir(os.path.join(job, AGENTS)) else None
 
 
 def _unknown(environ: Mapping[str, str], job: str) -> str:

@@ -7,9 +7,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from elasticrun.agent.logs.whereabouts import runs_of
 from elasticrun.cli.flags import PROG, Parser
+from elasticrun.cli.job import logs as files
 from elasticrun.cli.jobs.listing import span
 from elasticrun.cli.settings import UsageError
+from elasticrun.cli.trust import withdraw
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.jobs.backend import NotDone
 
@@ -68,7 +71,26 @@ async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> in
         )
     if there:
         return EXIT_OK
+    if (code := await _kept(api, job, ns)) is not None:
+        return code
     raise NotDone(_without_pods(job, wish))
+
+
+async def _kept(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int | None:
+    """Show what its run folder has kept, if this host or a pod that runs has it; else None."""
+    where = job.run_dir
+    if not where or job.state in ("submitted", "waiting"):
+        return None
+    wished = {"--tail": ns.tail, "--since": ns.since, "--node": ns.node, "--grep": ns.grep,
+              "--rank": None if ns.rank < 0 else ns.rank, "--output": ns.output}  # fmt: skip
+    words = [f"{flag}={one}" for flag, one in wished.items() if one not in (None, "")]
+    words = [where, *["--all"] * ns.all, *words]
+    if any(job.name in run.job_id and job.uid[:8] in run.job_id for run in runs_of(Path(where))):
+        return files.main(words)
+    from elasticrun.jobs.kube import inside
+
+    reading = await inside.by_a_reader(api, job, where, [PROG, "logs", *words])
+    return None if reading is None else inside.handed_over(reading, withdraw(), ours=True)
 
 
 def _wish(ns: argparse.Namespace) -> LogWish:
@@ -87,16 +109,18 @@ def _wish(ns: argparse.Namespace) -> LogWish:
 
 def _without_pods(job: ClusterJob, wish: LogWish) -> str:
     """What is to be said where no pod has a log."""
-    if wish.node:
-        return f"job {job.name} has no pod {wish.node} that has begun; `{PROG} status {job.name}`"
     if job.state in ("submitted", "waiting"):
         why = f": {job.reason}" if job.reason else ""
         return f"no pod of job {job.name} has begun yet{why}"
+    gone = f"the pods of job {job.name} are gone"
+    if wish.node:
+        gone = f"job {job.name} has no pod {wish.node} that has begun, or it is gone"
+    lost = f"{gone}, and what they printed with them"
     if not job.run_dir:
-        return (
-            f"the pods of job {job.name} are gone, and with them what they printed: `--run-dir "
-            "DIR` of submit keeps it, on a volume"
-        )
-    here = Path(job.run_dir) / "logs"
-    where = f"see {here}" if here.is_dir() else f"they are in {here} on the job's volume"
-    return f"the pods of job {job.name} are gone; its ranks' logs were kept: {where}"
+        return f"{lost}: `--run-dir DIR` of submit keeps it, on a volume"
+    if job.volume_at(job.run_dir) is None:
+        return f"{lost}: {job.run_dir} was on no volume"
+    return (
+        f"{gone}; what its ranks wrote is on its volume: where that is mounted, `{PROG} logs "
+        f"{job.run_dir}` shows it"
+    )

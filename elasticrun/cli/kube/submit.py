@@ -76,8 +76,7 @@ async def _checked(
         if elastic:
             # its operator gives it a token
             notes = [note for note in notes if note != render.no_token()]
-            if wanted.launch.max_nodes > 1:  # else the pod itself has the master
-                notes += [note for dest, note in OF_ITS_MASTER.items() if dest in ns.given]
+            notes += [note for dest, note in OF_ITS_MASTER.items() if dest in ns.given]
             documents = [elastic_document(wanted)]
         else:
             *others, job = pods.job_documents(wanted)

@@ -13,7 +13,8 @@ from elasticrun.core.words import names
 from elasticrun.jobs.backend import NotDone
 from elasticrun.jobs.kube import acts
 from elasticrun.jobs.kube.api import KubeApi
-from elasticrun.jobs.kube.seen import ClusterJob, SeenPod
+from elasticrun.jobs.kube.seen import OURS, ClusterJob, SeenPod, seen_pod, volume_at
+from elasticrun.operator.cluster import PODS
 from elasticrun.operator.objects import MASTER
 
 
@@ -36,14 +37,29 @@ async def by_master(
     pods = await _running(api, job)
     masters = [pod for pod in pods if pod.index == (MASTER if job.is_elastic else "0")]
     if not masters:
-        why = f": {job.reason}" if job.reason else ""
-        raise NotDone(f"job {job.name} is {job.state}, and its master's pod does not run{why}; "
+        why, verb = f": {job.reason}" if job.reason else "", "has" if job.is_over else "is"
+        raise NotDone(f"job {job.name} {verb} {job.state}, and its master's pod does not run{why}; "
                       f"`elasticrun status {job.name}` shows its pods")  # fmt: skip
     hosts = sorted({pod.host for pod in pods if pod.index != MASTER and pod.is_called(node)})
     if len(hosts) > 1:
         raise NotDone(f"several pods of job {job.name} are on {node}: {', '.join(hosts)}; name one")
     words = [*command, *(hosts or [node])] if node else command
     return _in_pod(api, job, masters[-1], words, ["-it"] if terminal and _at_terminal() else [])
+
+
+async def by_a_reader(
+    api: KubeApi, job: ClusterJob, path: str, command: Sequence[str]
+) -> list[str] | None:
+    """The words that run a command in a pod of ours that has what the job's pods had at that path;
+    None where none runs."""
+    there = job.volume_at(path) or {}
+    if not there or "hostPath" in there:  # which is another on each node
+        return None
+    for body in await api.list(PODS, job.namespace, labels=OURS):
+        pod = seen_pod(body)
+        if pod.phase == "Running" and volume_at(body["spec"], path) == there:
+            return _in_pod(api, job, pod, command, [])
+    return None
 
 
 def _at_terminal() -> bool:

@@ -83,8 +83,7 @@ async def show(api: KubeApi, job: ClusterJob, wish: LogWish, shown: Shown) -> bo
             await _lines(api, job, pod, wish, shown)
         return bool(there)
     old = {pod.name for pod in await pods(api, job) if pod.started} - {pod.name for pod in there}
-    await _Followed(api, job, wish, shown, old).run()
-    return True
+    return await _Followed(api, job, wish, shown, old).run()
 
 
 async def _lines(
@@ -110,8 +109,8 @@ class _Followed:
         self._seen = old
         self._streams: list[asyncio.Task[None]] = []
 
-    async def run(self) -> None:
-        """Until the job is over or lets go of its pods."""
+    async def run(self) -> bool:
+        """Until the job is over or lets go of its pods; whether there was one."""
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(self._watch(group))
             await self._until_over()
@@ -121,6 +120,7 @@ class _Followed:
                 _, left = await asyncio.wait(self._streams, timeout=LAST_WORDS)
                 for one in left:
                     one.cancel()
+        return bool(self._streams)
 
     async def _watch(self, group: asyncio.TaskGroup) -> None:
         job = self._job
