@@ -99,7 +99,7 @@ def execute(argv: Sequence[str]) -> int:
         description="Run a command on a node of a job, in its working directory and environment.",
     )
     made.add_argument("job", metavar="JOB", help=JOB)
-    text = "its name or host, as elasticrun status shows them; the first one where none is named"
+    text = "its name, its host's, or its index; the first one where none is named"
     made.add_argument("-i", "--node", "--instance", default="", metavar="NODE", help=text)
     command = list(argv[at + 1 :])
     if not command and not {"-h", "--help"} & {*argv}:
@@ -108,12 +108,13 @@ def execute(argv: Sequence[str]) -> int:
 
     def run_it() -> int:
         run = run_of(ns.job)
-        node, known = ns.node, runs_of(run.path)
-        if node and known and place_of(run) == "slurm":  # which knows hosts alone
+        node, known, place = ns.node, runs_of(run.path), place_of(run)
+        if node and known and place != "ssh":  # which knows the hosts as they were typed
             meant = one_of(known, node)
             if meant is None:
                 raise NotDone(no_node(node, known))
-            node = meant.host
+            alone = len({one.node for one in known}) == 1
+            node = meant.host if place == "slurm" else "" if alone else meant.node
         code = backend_of(run, withdraw()).execute(run, node, command)
         return code if code >= 0 else 128 - code  # by a signal, as a shell has it
 
