@@ -33,6 +33,8 @@ def ours(where: str, *words: str) -> list[str]:
         ("k8s", "--data a:/a --x --data=b:/b", "--data=a:/a --x --data=b:/b"),
         ("k8s", "--data-dir /d --data-dir /e", "--volume=dir0=host:/d:/d --volume=dir1=host:/e:/e"),
         ("local", "--data-dir /d --data-dir /e", "--data=dir0:/d --data=dir1:/e"),
+        ("k8s", "--tensorboard=true --host-network false x", "--tensorboard x"),
+        ("local", "--tensorboard x --tensorboard=false", "--tensorboard x"),
         ("k8s", "--data-dir /d:/e", "--volume=dir0=host:/d:/e"),
         ("local", "--data-dir /d:/d", "--data=dir0:/d"),
         ("ssh", "--env GIT_SYNC_BRANCH=dev --sync-source=u", "--git=u@dev"),

@@ -73,6 +73,7 @@ ROWS: Final[Mapping[str, Row]] = {
                        SLURM: ("--data=dir{number}:{host}",),
                        LOCAL: ("--data=dir{number}:{host}",)}),
     "--host-network": _pods("--host-network", alone="true"),
+    "--tensorboard": Row(dict.fromkeys(EVERYWHERE, ("--tensorboard",)), alone="true"),
     "--gang": _pods("--gang={value}", alone="coscheduling"),
     "--toleration": _pods("--toleration={taint}"),
     "--running-timeout": Row({PODS: ("--deadline={seconds}",), SLURM: ("--time={minutes}",)}),
@@ -187,7 +188,9 @@ class _Translation:
         return self._flags.pop(0)
 
     def _optional(self, value: str, equals: str, row: Row) -> str:
-        if not equals and self._flags and not self._flags[0].startswith("-"):
+        """A value is `true`, `false` or, where there is more to say than that, another word."""
+        following = self._flags[0] if self._flags and not equals else "-"
+        if following in ("true", "false") or not (row.alone == "true" or following.startswith("-")):
             value = self._flags.pop(0)
         return row.alone if value in ("", "true") else value
 
