@@ -19,6 +19,7 @@ from elasticrun.accelerators.base import cores as all_cores, torch_build
 from elasticrun.accelerators.nvidia import Nvidia
 from elasticrun.cli.rendezvous import SHARED_VARIABLE
 from elasticrun.cli.settings import NotHere
+from elasticrun.system.processes import user_name
 from elasticrun.wire.user_folder import network_file_system
 
 if TYPE_CHECKING:
@@ -91,16 +92,6 @@ def shared_folder(folder: str, environ: Mapping[str, str]) -> str:
         return network_file_system(Path(where))
     except OSError:
         return ""
-
-
-def user_name() -> str:
-    """This user's name, or number where it has none here."""
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())
 
 
 def facts(environ: Mapping[str, str]) -> HostFacts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
 import os
 import socket
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from elasticrun.core.sight.picture import Picture
 from elasticrun.jobs.backend import token
 from elasticrun.runs import index
 from elasticrun.runs.layout import RunFolder
+from elasticrun.system.processes import user_name
 from elasticrun.wire import auth
 from elasticrun.wire.messages import Reply, Request, Role
 from elasticrun.wire.types import Endpoint, WireError
@@ -101,11 +101,7 @@ class JobLine:
 
 def who() -> str:
     """`user@host`, for the events of a job."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"[:200]
+    return f"{user_name()}@{socket.gethostname()}"[:200]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -256,22 +256,25 @@ def _say(run: RunFolder, state: str, reason: str) -> None:
         run.write_result(replace(result, state=state, reason=reason))
 
 
+@contextlib.contextmanager
+def _process(one: LocalAgent) -> Iterator[int]:
+    """A descriptor by which it, and no later process of that pid, is meant. OSError."""
+    fd = os.pidfd_open(one.pid)
+    try:
+        if start_time(one.pid) != one.started:
+            raise ProcessLookupError(one.pid)
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def _signal(agents: Iterable[LocalAgent], number: int) -> int:
     """How many were still there."""
     told = 0
     for one in agents:
-        try:
-            fd = os.pidfd_open(one.pid)
-        except OSError:
-            continue
-        try:
-            if start_time(one.pid) == one.started:
-                signal.pidfd_send_signal(fd, number)
-                told += 1
-        except OSError:
-            pass
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError), _process(one) as fd:
+            signal.pidfd_send_signal(fd, number)
+            told += 1
     return told
 
 
@@ -279,17 +282,8 @@ def _await_end(agents: Sequence[LocalAgent], limit: float) -> list[LocalAgent]:
     """Those that still run when the time is over."""
     end = time.monotonic() + limit
     for one in agents:
-        try:
-            fd = os.pidfd_open(one.pid)
-        except OSError:
-            continue
-        try:
-            poll = select.poll()
-            poll.register(fd, select.POLLIN)
-            if start_time(one.pid) == one.started:
-                poll.poll(max(0.0, end - time.monotonic()) * 1000)
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError), _process(one) as fd:
+            select.select([fd], [], [], max(0.0, end - time.monotonic()))
     return [one for one in agents if start_time(one.pid) == one.started]
 
 

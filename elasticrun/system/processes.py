@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pwd
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def _prctl(option: int, argument: object, third: object = 0) -> bool:
     return bool(_libc.prctl(option, argument, third, 0, 0) == 0)
+
+
+def user_name() -> str:
+    """This user's name, or number where it has none here."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
 
 
 def die_with_parent(signum: int) -> None:

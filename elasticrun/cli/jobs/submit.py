@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import getpass
 import os
 import secrets
 import shutil
@@ -49,6 +48,7 @@ from elasticrun.runs.claim import claimed
 from elasticrun.runs.index import make_run, prune, run_path, runs_root
 from elasticrun.runs.layout import CONSOLE, ENDED, RESULT, JobRecord, RunFolder, RunResult
 from elasticrun.runs.opening import already, put_away
+from elasticrun.system.processes import user_name
 from elasticrun.wire.env import ON
 
 SAVES: Final = "--save-at-breakpoint"
@@ -360,15 +360,11 @@ _HOW: Final[Mapping[str, Wanted]] = {
 
 def _record(known: Submission, ns: argparse.Namespace) -> JobRecord:
     """What is known of a job that has not begun."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        user = str(os.getuid())
     low, high = known.min_nodes, known.max_nodes
     return JobRecord(
         name=known.name,
         id=known.name,
-        user=user,
+        user=user_name(),
         host=os.uname().nodename,
         began=time.time(),
         command=(PROG, *known.flags, *known.program),

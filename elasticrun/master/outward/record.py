@@ -4,7 +4,6 @@ job at once, what of it takes a moment to find out (the commit, versions), and t
 from __future__ import annotations
 
 import contextlib
-import getpass
 import importlib.metadata
 import os
 import platform
@@ -21,7 +20,7 @@ from elasticrun.master.outward.report import lasted
 from elasticrun.runs.index import run_path, runs_root
 from elasticrun.runs.layout import JobRecord, RunResult, ShortRow
 from elasticrun.runs.opening import OpenRun, already, open_named, open_new
-from elasticrun.system.processes import boot_id, start_time
+from elasticrun.system.processes import boot_id, start_time, user_name
 from elasticrun.wire import user_folder
 
 GIT_LIMIT: Final = 1.0
@@ -63,14 +62,11 @@ def _record(config: MasterConfig, hosted: bool) -> JobRecord:
     """What is known of the job at once. The process that launched it is the agent that has started
     this master."""
     pid, spec = os.getppid() if hosted else os.getpid(), config.spec
-    user = str(os.getuid())
-    with contextlib.suppress(KeyError, OSError):  # a container's user without a name
-        user = getpass.getuser()
     nodes = f"{spec.min_nodes}:{spec.max_nodes}" if spec is not None else ""
     return JobRecord(
         name=_name(config),
         id=config.job_id,
-        user=user,
+        user=user_name(),
         host=os.uname().nodename,
         began=time.time(),
         command=config.run.command,
