@@ -182,7 +182,7 @@ def _list(items: Json) -> Json:
     return {"type": "array", "items": items}
 
 
-_TERMS: Final = _list(_open(matchExpressions=_list(_open())))
+_TERMS: Final = _list(_open(matchFields=_list(_open())))
 _AFFINITY: Final = _open(
     nodeAffinity=_open(
         requiredDuringSchedulingIgnoredDuringExecution=_open(nodeSelectorTerms=_TERMS)

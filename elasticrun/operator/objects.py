@@ -326,15 +326,17 @@ def _shared_memory(spec: Json, container: Json) -> None:
 
 
 def _keep_away(spec: Json, nodes: list[str]) -> None:
-    """Every term is one way to be placed, so each is told."""
+    """Every term is one way to be placed, so each is told. By their names, one a requirement, as
+    servers want it: the label kubernetes.io/hostname is another word on some clouds."""
     required = (
         spec.setdefault("affinity", {})
         .setdefault("nodeAffinity", {})
         .setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
     )
     for term in required.setdefault("nodeSelectorTerms", [{}]):
-        term.setdefault("matchExpressions", []).append(
-            {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": sorted(nodes)}
+        term.setdefault("matchFields", []).extend(
+            {"key": "metadata.name", "operator": "NotIn", "values": [node]}
+            for node in sorted(nodes)
         )
 
 

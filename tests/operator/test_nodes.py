@@ -26,7 +26,7 @@ def cluster(tmp_path: Path) -> Iterator[StandIn]:
     """Four nodes with a GPU each, and an operator."""
     made = StandIn(tmp_path, hollow=True)
     for number in range(4):
-        made.node(f"n{number}", gpus=1)
+        made.node(f"n{number}", gpus=1, labels={"kubernetes.io/hostname": f"host-{number}"})
     yield made
     made.close()
 

@@ -181,8 +181,8 @@ def test_a_bad_node_is_avoided() -> None:
     (term,) = world.pods["tr-1-1"]["spec"]["affinity"]["nodeAffinity"][
         "requiredDuringSchedulingIgnoredDuringExecution"
     ]["nodeSelectorTerms"]
-    (rule,) = term["matchExpressions"]
-    assert (rule["operator"], rule["values"]) == ("NotIn", ["on-tr-1-0", "on-tr-2-0"])
+    rules = [(rule["operator"], rule["values"]) for rule in term["matchFields"]]
+    assert rules == [("NotIn", ["on-tr-1-0"]), ("NotIn", ["on-tr-2-0"])], "one value is allowed"
     world.end("tr-2-0", 143)
     world.look()
     world.run("tr-2-1", node="good")

@@ -100,10 +100,12 @@ def _why_not(pod: Obj, node: Obj, needs: Counter[str], taken: Counter[str]) -> s
     selector = spec.get("nodeSelector") or {}
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
-    fits = all(labels.get(name) == value for name, value in selector.items())
+    name = {"metadata.name": node["metadata"]["name"]}
+    fits = all(labels.get(key) == value for key, value in selector.items())
     if terms:
         fits = fits and any(
             all(_matches(one, labels) for one in term.get("matchExpressions") or ())
+            and all(_matches(one, name) for one in term.get("matchFields") or ())
             for term in terms["nodeSelectorTerms"]
         )
     if not fits:
