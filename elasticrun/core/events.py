@@ -131,7 +131,14 @@ class Judged(Struct, frozen=True):
     over: bool
 
 
-JobEffect = Tell | Hangup | Note | JobOver | Record | Replied | Filed | Judged
+class FoundSlow(Struct, frozen=True):
+    """A node is slow, and stays all the same."""
+
+    node: str
+    sentence: str
+
+
+JobEffect = Tell | Hangup | Note | JobOver | Record | Replied | Filed | Judged | FoundSlow
 
 
 # ---------------------------------------------------------------- the agent's: WorkerGroup

@@ -19,6 +19,20 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)
 
 
+_SPAN = re.compile(r" for (\d+) s(?! more)")
+
+
+def running_on(sentence: str, seconds: float) -> str:
+    """The sentence of a verdict, so many seconds after it was made: how long things have been so
+    goes on."""
+    return _SPAN.sub(lambda span: f" for {int(span[1]) + seconds:.0f} s", sentence)
+
+
+def timeless(sentence: str) -> str:
+    """The same without how long things have been so."""
+    return _SPAN.sub("", sentence)
+
+
 def names(nodes: Sequence[str]) -> str:
     """`n0`, `n0 and n1`, `n0, n1 and n2`, `n0, n1, n2 and 7 others`."""
     if len(nodes) > NAMED:

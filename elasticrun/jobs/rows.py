@@ -103,7 +103,7 @@ def live_row(status: JobStatus, endpoint: Endpoint, run: str) -> JobRow:
     folder = RunFolder(Path(run or os.devnull))
     job = folder.job()
     return JobRow(
-        name=job.name if job else status.job_id,
+        name=job.name if job else status.name or status.job_id,
         state=state_of(status, run),
         where=job.where if job else "local",
         id=status.job_id,

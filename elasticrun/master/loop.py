@@ -120,6 +120,8 @@ class Loop:
     ) -> None:
         self._brain = brain
         self._job_id = job_id
+        self.name = ""
+        """By which people know the job; "": by its id."""
         self.on_over: Callable[[events.JobOver], object] = lambda _: None
         """Called when the brain says how the job has ended."""
         self.on_noted: Callable[[events.Note], object] = lambda _: None
@@ -134,6 +136,8 @@ class Loop:
         """Called with each record of an incident, as often as it changes."""
         self.on_judged: Callable[[VerdictRow, bool], object] = lambda *_: None
         """Called with each verdict on a job that stands still, and again (true) when it is over."""
+        self.on_slow: Callable[[events.FoundSlow], object] = lambda _: None
+        """Called with each node that is found slow and stays."""
         self.figures = Figures(clock)
         self._clock = clock
         self._inbox: deque[events.JobEvent] = deque()
@@ -236,7 +240,8 @@ class Loop:
     def _status_now(self) -> m.JobStatus:
         status = self._brain.status()
         # A brain without a spec learns the name of its job from the first Hello only.
-        return self.figures.shown(replace(status, job_id=status.job_id or self._job_id))
+        job_id = status.job_id or self._job_id
+        return self.figures.shown(replace(status, job_id=job_id, name=self.name))
 
     # ------------------------------------------------------------ turns
 
@@ -362,6 +367,8 @@ class Loop:
             case events.Judged():
                 self.figures.judged(effect.verdict.klass, over=effect.over)
                 self.on_judged(effect.verdict, effect.over)
+            case events.FoundSlow():
+                self.on_slow(effect)
             case events.Replied():
                 self._reply(effect.number, effect.reply)
 

@@ -304,6 +304,7 @@ class Master:
         records = Records(config, hosted=self._hosted)
         brain = await self._remember(records, port, life)
         loop = Loop(brain, job_id=config.job_id, store=records.store, tracer=records.trace)
+        loop.name = config.run.name
         self._acquaint(loop, life, port)
         # where the job has no token, its user on this host may still operate it, and nobody else
         operator = operator_token(config.token or secrets.token_hex(32))
@@ -351,6 +352,7 @@ class Master:
         loop.on_formed = lambda: life.outward.formed(endpoint)
         loop.on_filed = life.outward.filed
         loop.on_judged = life.outward.judged
+        loop.on_slow = life.outward.slow
         loop.on_over = lambda outcome: life.over(outcome, loop.last_picture())
         loop.sources = self._config.sources
 

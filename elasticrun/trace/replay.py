@@ -373,7 +373,7 @@ class _Player:
                 return f"the job is over with {effect.exit_code}: {effect.reason}"
             case events.Record():
                 return f"recorded: {words.facts_in_words(effect.facts)}"
-            case events.Replied() | events.Filed() | events.Judged():
+            case events.Replied() | events.Filed() | events.Judged() | events.FoundSlow():
                 return words.effect_in_words(effect)
 
     def _told_in_short(self, tells: list[events.Tell]) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from elasticrun.core.events import (
     Filed,
+    FoundSlow,
     Hangup,
     Heard,
     JobEffect,
@@ -118,6 +119,8 @@ def effect_in_words(effect: JobEffect) -> str:
         case Judged():
             state = "over" if effect.over else "told"
             return f"verdict ({state}), {effect.verdict.klass}: {effect.verdict.sentence}"
+        case FoundSlow():
+            return f"slow: {effect.sentence}"
 
 
 def incident_in_words(incident: IncidentRow) -> str:

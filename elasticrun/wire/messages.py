@@ -1001,6 +1001,7 @@ class JobStatus(Struct, frozen=True):
     quiet: float = 0.0  # seconds since a collective or a step of any rank was complete
     goodput: str = ""  # where the time went, in a line; "" before the first round
     hang: str = ""  # what the verdict is: certain, strong, weak, still; "": none, or on purpose
+    name: NameOrEmpty = ""  # by which people know the job; "": by its id
 
 
 class Reached(Struct, frozen=True):

@@ -258,9 +258,12 @@ def test_a_thousand_ranks_are_a_few_lines_and_the_odd_one_comes_first() -> None:
     assert table[1].startswith("42 ")
     assert "1m" in table[1]
     assert "0-41,43-1023" in table[2]
-    assert "128 nodes" in table[2]
+    assert "train.py:88 load_shard" in table[1]  # where it is stays, whatever else has no room
     wide = top.table([_row(0), odd], 200)
     assert "train.py:88 load_shard" in wide[2]
+    assert "node-with-a-long-name-5" in wide[2]
+    thousand = top.page(Picture(status(), ranks=(*ranks, odd)), 200)
+    assert "128 nodes" in thousand[-1]
 
 
 def test_stacks_are_groups_of_ranks() -> None:

@@ -121,7 +121,7 @@ async def test_metrics_can_be_scraped() -> None:
         assert found["elasticrun_phase", "running"] == 1
         assert found["elasticrun_slot_seconds_total", "step", ""] == 4.0
         assert found["elasticrun_round_age_seconds",] >= 0
-        assert found["elasticrun_job", "job", __version__] == 1
+        assert found["elasticrun_job", "job", "job", __version__] == 1
         assert found["elasticrun_quiet_seconds",] == 7.5
         assert found["elasticrun_goodput_ratio",] == 0.5
         assert found["elasticrun_incidents_total", "hang"] == 0

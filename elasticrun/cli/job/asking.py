@@ -88,7 +88,7 @@ def _only(here: Sequence[Published]) -> Published:
         return here[0]
     if not here:
         raise NotAnswered("no job of yours runs on this host: name its master's host:port")
-    listed = sorted(one.name or name_of(one.job_id, str(one.endpoint)) for one in here)
+    listed = sorted(name_of(one.job_id, str(one.endpoint), one.name) for one in here)
     shown = ", ".join(listed[:MOST_NAMED]) + (", ..." if len(listed) > MOST_NAMED else "")
     raise NotAnswered(f"several jobs are meant: {shown}; name one, or its host:port")
 

@@ -33,8 +33,9 @@ MOST_NODES: Final = 3
 CALM: Final = ("stepping", "waiting", "ended")
 """States that come last, in this order: they are as it should be, or follow from another's."""
 
-SPARE: Final = ("DOES", "GPU", "MEMORY", "CPU", "STEP TIME", "NODE")
-"""Columns that are left out, in this order, where the terminal has no room."""
+SPARE: Final = ("GPU", "MEMORY", "CPU", "STEP TIME", "STEP", "NODE")
+"""Columns that are left out, in this order, where the terminal has no room: where a rank is counts
+most, and is cut at the margin last of all."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,7 +122,7 @@ def head(picture: Picture) -> list[str]:
     status = picture.status
     step = max([status.step, *(row.step for row in picture.ranks)])
     said = [
-        f"{name_of(status.job_id, '') or 'job'}: {state_of(status)}",
+        f"{name_of(status.job_id, '', status.name) or 'job'}: {state_of(status)}",
         f"round {status.round.number}" if status.round else "no round yet",
         some(status.world_size, "rank"),
         f"step {step}" if step >= 0 else "",
@@ -159,9 +160,9 @@ def table(rows: Sequence[RankRow], columns: int) -> list[str]:
         at = titles.index(name)
         if at in shown and sum(most[one] + 2 for one in shown) - 2 > columns:
             shown.remove(at)
-    return [
-        "  ".join(line[at].ljust(most[at]) for at in shown).rstrip() for line in [titles, *drawn]
-    ]
+    words = ["  ".join(line[at].ljust(most[at]) for at in shown) for line in [titles, *drawn]]
+    room = max(columns, sum(most[at] + 2 for at in shown if titles[at] != "DOES") + len("DOES"))
+    return [line[:room].rstrip() for line in words]
 
 
 def together(rows: Sequence[RankRow]) -> list[list[RankRow]]:

@@ -86,11 +86,11 @@ TITLES: Final = ("JOB", "STATE", "NODES", "STEP", "STEP AGE", "RESTARTS", "AGE")
 Row = tuple[str, ...]
 
 
-def name_of(job_id: str, where: str, run: str = "") -> str:
-    """As its run folder has it, where that is known. A static job has no id of its own: all of them
+def name_of(job_id: str, where: str, name: str = "") -> str:
+    """`name`, by which people know it, else its id. A static job has no id of its own: all of them
     are called "none", as under torchrun."""
-    if run and (job := RunFolder(Path(run)).job()):
-        return job.name
+    if name not in ("", job_id):
+        return name
     return f"of {where}" if job_id in ("", "none") and where else job_id
 
 
@@ -98,7 +98,7 @@ def running(page: JobStatus, where: str, run: str = "") -> Row:
     """A job whose master at `where` has answered; `run`: its run folder, where it is known."""
     placed = sum(node.group_rank >= 0 for node in page.nodes)
     return (
-        name_of(page.job_id, where, run),
+        name_of(page.job_id, where, page.name),
         state_of(page, run),
         f"{placed}/{page.max_nodes}",
         *_step(page.step, page.step_age),
@@ -334,7 +334,7 @@ def _show(pages: Sequence[tuple[str, JobStatus]], runs: Mapping[str, str] = {}) 
     console.print(Text(drawn[0], "bold"), soft_wrap=True)
     for line in drawn[1:]:
         console.print(Text(line), soft_wrap=True)
-    for line in _page(pages[0][1], console.width) if len(pages) == 1 else _brief(pages, runs):
+    for line in _page(pages[0][1], console.width) if len(pages) == 1 else _brief(pages):
         console.print(Text(plain(line)), soft_wrap=True)
 
 
@@ -343,14 +343,15 @@ def _page(page: JobStatus, columns: int) -> list[str]:
     return ["", *_lines(page), *table, *_excluded(page)]
 
 
-def _brief(pages: Sequence[tuple[str, JobStatus]], runs: Mapping[str, str]) -> list[str]:
+def _brief(pages: Sequence[tuple[str, JobStatus]]) -> list[str]:
     """What is to be said of several jobs."""
-    said = []
+    said, names = [], [page.name for _, page in pages]
     for where, page in pages:
-        name = name_of(page.job_id, where, runs.get(where, ""))
+        name = name_of(page.job_id, where, page.name)
         why = f"waits: {page.reason}" if page.reason and not page.outcome else page.outcome
+        one = where if name.endswith(where) or names.count(name) > 1 else name
         why = why or (f"held up: {page.verdict}" if page.verdict else "")
-        said.append(f"{name}: {why + '; ' if why else ''}all of it: elasticrun status {where}")
+        said.append(f"{name}: {why + '; ' if why else ''}all of it: elasticrun status {one}")
     return ["", *said] if said else []
 
 

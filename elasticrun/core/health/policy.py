@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from msgspec.structs import replace
 
 from elasticrun.core.context import JobContext
+from elasticrun.core.events import FoundSlow
 from elasticrun.core.health.groups import NodeVerdict, ProbeGroup, Standing
 from elasticrun.core.health.netcheck import NetCheck
 from elasticrun.core.health.speed import Slowness, Stragglers
@@ -312,7 +313,7 @@ class HealthPolicy:
         """The node has gone, or its present life has."""
         self._unresolved.pop(node, None)
         one = self._nodes[node]
-        one.probe, one.at_gate, one.slow = None, False, ""
+        one.probe, one.at_gate, one.slow, one.pace = None, False, "", None
         if self._stragglers is not None:
             self._stragglers.gone(node)
         if self._netcheck is not None:
@@ -354,6 +355,7 @@ class HealthPolicy:
             return
         if not self._nodes[node].slow:  # else it was told, whatever keeps it now
             self._ctx.note(f"{reason}; {why_not}", "warning")
+            self._ctx.out.append(FoundSlow(node, reason))
         self._nodes[node].slow = reason
 
     # ------------------------------------------------------------ while training
@@ -368,14 +370,15 @@ class HealthPolicy:
         if self._watched != round_.name:
             self._watched = round_.name
             for one in self._nodes.values():
-                one.slow = ""
+                one.slow, one.pace = "", None
             self._stragglers.new_round(tuple(round_.members))
+        self._nodes[node].pace = report
         slow = self._stragglers.heard(node, report, self._ctx.now)
         if slow is None:
             return None
         if not self._nodes[slow.node].slow:  # it is probed again before the next round
             self.doubt(slow.node)
-        self._found_slow(slow.node, f"{slow.node} is slow in training: {slow.evidence}")
+        self._found_slow(slow.node, f"node {slow.node} is slow in training: {slow.evidence}")
         return slow
 
 

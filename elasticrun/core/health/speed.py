@@ -386,8 +386,9 @@ class Stragglers:
         waiting = median(one.waiting() for one in others)
         theirs = "the other's" if len(others) == 1 else "the others'"
         they = "the other" if len(others) == 1 else "the others"
+        of = f" (median of {some(len(others), 'node')})" if len(others) > 1 else ""
         return (
-            f"its own part of a step takes {pace.own():.3g} s, {theirs} {own:.3g} s (median of "
-            f"{some(len(others), 'node')}), for {now - pace.slow_since:.0f} s; it waits "
+            f"its own part of a step takes {pace.own():.3g} s, {theirs} {own:.3g} s{of}, "
+            f"for {now - pace.slow_since:.0f} s; it waits "
             f"{pace.waiting():.0%} of its time, {they} {waiting:.0%}"
         )

@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import count
 
 from elasticrun.core.nodes.admission import Deaths
-from elasticrun.wire.messages import CheckSpec, Hello, JobSpec, Probe, SaveSpec, WatchSpec
+from elasticrun.wire.messages import CheckSpec, Hello, JobSpec, Probe, SaveSpec, Steps, WatchSpec
 from elasticrun.wire.types import Endpoint
 
 MAX_HOST_ADDRESSES = 4
@@ -48,6 +48,7 @@ class Node:
     probe: Probe | None = None  # the last that it was ordered
     at_gate: bool = False  # it is probed by itself, before the rendezvous may know of it
     slow: str = ""  # the evidence that it is slow, where it stays all the same
+    pace: Steps | None = None  # how training goes on it, as it has told last in this round
 
     @property
     def hello(self) -> Hello:

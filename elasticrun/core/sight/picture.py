@@ -141,6 +141,15 @@ class IncidentRow(Struct, frozen=True):
     kind: str = ""  # of the failure of that rank (wire.messages.FailureKind); "": none failed
 
 
+class PaceRow(Struct, frozen=True):
+    """How training goes on a node that tells its steps, as it was told last."""
+
+    node: str
+    seconds: float  # of a step
+    own: float  # of these, what the node does not wait for others; 0.0: not known
+    slow: bool  # whether it is thought slow
+
+
 class EventRow(Struct, frozen=True):
     """A line of what happened. `number` counts from 1 for the job's master: a reader that has seen
     one asks for no older ones."""
@@ -174,4 +183,5 @@ class Picture(Struct, frozen=True):
     incidents: tuple[IncidentRow, ...] = ()  # the newest last
     events: tuple[EventRow, ...] = ()  # the newest last
     slow: tuple[str, ...] = ()  # why nodes are thought slow, with figures
+    paces: tuple[PaceRow, ...] = ()
     settings: tuple[SettingRow, ...] = ()

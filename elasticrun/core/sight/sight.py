@@ -20,7 +20,8 @@ from elasticrun.core.sight.causes import FAILURES
 from elasticrun.core.sight.hangs.watch import Watch
 from elasticrun.core.sight.incidents import Incidents
 from elasticrun.core.sight.ledger import SlotLedger
-from elasticrun.core.sight.picture import EventRow, Picture, SettingRow, VerdictRow
+from elasticrun.core.sight.picture import EventRow, PaceRow, Picture, SettingRow, VerdictRow
+from elasticrun.core.words import running_on
 from elasticrun.wire import messages as m
 
 MAX_ASKED = 64
@@ -130,7 +131,9 @@ class Sight:
             return
         if before is not None:
             stood = before.since + passed
-            self._ctx.out.append(Judged(replace(before, since=stood, then=""), over=True))
+            said = running_on(before.sentence, passed)
+            told = replace(before, sentence=said, since=stood, then="")
+            self._ctx.out.append(Judged(told, over=True))
         if verdict is not None:
             self._ctx.out.append(Judged(verdict, over=False))
 
@@ -168,6 +171,11 @@ class Sight:
             incidents=self.incidents.page(),
             events=self.history.page(),
             slow=tuple(one.slow for one in self._ctx.nodes.values() if one.slow),
+            paces=tuple(
+                PaceRow(one.id, one.pace.seconds, one.pace.own, bool(one.slow))
+                for one in self._ctx.nodes.values()
+                if one.pace is not None
+            ),
             settings=settings(self._ctx.spec),
         )
 

@@ -1,8 +1,9 @@
 """Tells another program what happens to the job: one JSON on its stdin, or by POST.
 
-    {"event": "incident", "job": "run17", "time": 1767225600.0, "incident": {...}}
-    {"event": "hang", "job": "run17", "time": 1767225600.0, "over": false, "verdict": {...}}
-    {"event": "end", "job": "run17", "time": 1767225661.5, "exit_code": 0, "reason": "..."}
+    {"event": "incident", "job": "run17", "name": "run17", "time": 1767225600.0, "incident": {...}}
+    {"event": "hang", "job": ..., "name": ..., "time": ..., "over": false, "verdict": {...}}
+    {"event": "slow", "job": ..., "name": ..., "time": ..., "node": "a", "sentence": "..."}
+    {"event": "end", "job": ..., "name": ..., "time": 1767225661.5, "exit_code": 0, "reason": "..."}
 
 Incidents and verdicts are told when they begin and when they are over. Nothing waits for it but the
 end of the master, some seconds; a program that fails is tried again TRIES - 1 times, and told of
@@ -48,9 +49,10 @@ def is_address(target: str) -> bool:
 class Notifier:
     """Tells `target`, a URL or a command of the shell, in a thread."""
 
-    def __init__(self, target: str, job: str) -> None:
+    def __init__(self, target: str, job: str, name: str = "") -> None:
+        """`job`: its id; `name`: by which people know it."""
         self._target = target
-        self._job = job
+        self._about = {"job": job, "name": name or job}
         self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED)
         self._closing = threading.Event()
         self._failed = False
@@ -59,7 +61,7 @@ class Notifier:
 
     def put(self, event: str, **body: Any) -> None:
         """Tell of it; returns at once."""
-        data = {"event": event, "job": self._job, "time": time.time(), **body}
+        data = {"event": event, **self._about, "time": time.time(), **body}
         with contextlib.suppress(queue.Full, RuntimeError):  # RuntimeError: no thread can be had
             if not self._begun:
                 self._thread.start()

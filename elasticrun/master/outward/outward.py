@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from elasticrun.config import MasterConfig
-from elasticrun.core.events import JobOver, Note
+from elasticrun.core.events import FoundSlow, JobOver, Note
 from elasticrun.core.sight.picture import IncidentRow, Picture, VerdictRow
 from elasticrun.master.outward.record import open_fresh, open_placed, result_of, where
 from elasticrun.master.outward.run_files import RunFiles
@@ -38,7 +38,7 @@ class Outward:
         if config.on_event:
             from elasticrun.master.outward.notify import Notifier  # few jobs ask for it
 
-            self._notifier = Notifier(config.on_event, config.job_id)
+            self._notifier = Notifier(config.on_event, config.job_id, config.run.name)
         self._tensorboard: TensorBoard | None = None
         self._told: tuple[int, bool] = (0, False)  # the newest incident, and whether it was over
         self._files = RunFiles(partial(open_fresh, config, hosted), config.log_dir, tells=hosted)
@@ -111,6 +111,11 @@ class Outward:
         """The job stands still, and why; or it does so no more."""
         if self._notifier is not None:
             self._notifier.put("hang", verdict=msgspec.to_builtins(verdict), over=over)
+
+    def slow(self, found: FoundSlow) -> None:
+        """A node is slow, and stays."""
+        if self._notifier is not None:
+            self._notifier.put("slow", node=found.node, sentence=found.sentence)
 
     def over(self, end: JobOver, found: Picture) -> None:
         """The job has ended, and this is the last of it."""

@@ -72,9 +72,9 @@ def _families(loop: Loop) -> Iterator[Metric]:
         ("nodes_doing", "activity", "Nodes by what they do.", dict(sorted(activities.items()))),
         ("phase", "phase", "1 for the phase the job is in.", phases),
     ]
-    text = "The job and the version of elasticrun that serves it."
-    job = GaugeMetricFamily("elasticrun_job", text, labels=("job_id", "version"))
-    job.add_metric((status.job_id, __version__), 1.0)
+    text = "The job, by its id and its name, and the version of elasticrun that serves it."
+    job = GaugeMetricFamily("elasticrun_job", text, labels=("job_id", "name", "version"))
+    job.add_metric((status.job_id, status.name or status.job_id, __version__), 1.0)
     yield job
     for name, label, text, values in labelled:
         family = GaugeMetricFamily(f"elasticrun_{name}", text, labels=(label,))
@@ -88,6 +88,7 @@ def _families(loop: Loop) -> Iterator[Metric]:
         "restarts_left": ("Restarts left in the budget.", status.restarts_left),
         "max_restarts": ("Restarts the budget began with.", status.max_restarts),
         "quiet_seconds": ("Seconds since a collective or a step moved.", loop.quiet()),
+        "slow_nodes": ("Nodes that are thought slow, and stay.", len(loop.picture().slow)),
         "excluded_nodes": ("Nodes that the job refuses for now.", len(status.excluded)),
     }
     for name, (text, number) in gauges.items():

@@ -17,6 +17,7 @@ from msgspec.structs import asdict, replace
 
 from elasticrun import __version__
 from elasticrun.core.sight.picture import IncidentRow, Picture, RankRow, without_words
+from elasticrun.core.words import timeless
 from elasticrun.master.loop import Loop
 from elasticrun.master.outward.report import WORDS
 from elasticrun.wire.messages import JobStatus, Reply, Request
@@ -46,6 +47,12 @@ NO_LINK: Final = (
 
 AGES: Final = frozenset(("age", "looked", "since", "quiet", "step_age", "remaining"))
 """They run by themselves: the page counts on, and nothing is sent for them."""
+
+SENTENCES: Final = frozenset(("sentence", "verdict"))
+"""They have an age in them."""
+
+STILL: Final = 5.0
+"""Seconds from which on the page counts on for how long a rank has been quiet."""
 
 Parts = dict[str, tuple[object, bytes]]
 """Each field of a picture: what is compared of it, and its JSON."""
@@ -195,9 +202,14 @@ def parts_of(picture: Picture) -> Parts:
 
 
 def _still(value: Any) -> Any:
-    """The same without ages."""
+    """The same without ages; of a rank's `quiet`, whether it is still."""
     if isinstance(value, dict):
-        return {name: _still(one) for name, one in value.items() if name not in AGES}
+        still = {name: _still(one) for name, one in value.items() if name not in AGES}
+        if isinstance(quiet := value.get("quiet"), float):
+            still["quiet"] = quiet >= STILL
+        for name in SENTENCES & value.keys():
+            still[name] = timeless(str(value[name]))
+        return still
     if isinstance(value, list | tuple):
         return [_still(one) for one in value]
     return value

@@ -2434,6 +2434,7 @@ class StatusReply(_message.Message):
     QUIET_FIELD_NUMBER: _builtins.int
     GOODPUT_FIELD_NUMBER: _builtins.int
     HANG_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     phase: _builtins.str
     reason: _builtins.str
@@ -2454,6 +2455,7 @@ class StatusReply(_message.Message):
     quiet: _builtins.float
     goodput: _builtins.str
     hang: _builtins.str
+    name: _builtins.str
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
@@ -2486,10 +2488,11 @@ class StatusReply(_message.Message):
         quiet: _builtins.float = ...,
         goodput: _builtins.str = ...,
         hang: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "check", b"check", "excluded", b"excluded", "goodput", b"goodput", "hang", b"hang", "job_id", b"job_id", "last_failure", b"last_failure", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "outcome", b"outcome", "phase", b"phase", "quiet", b"quiet", "reason", b"reason", "restart_count", b"restart_count", "restarts_left", b"restarts_left", "round", b"round", "snapshot", b"snapshot", "step", b"step", "step_age", b"step_age", "verdict", b"verdict", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "check", b"check", "excluded", b"excluded", "goodput", b"goodput", "hang", b"hang", "job_id", b"job_id", "last_failure", b"last_failure", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "name", b"name", "nodes", b"nodes", "outcome", b"outcome", "phase", b"phase", "quiet", b"quiet", "reason", b"reason", "restart_count", b"restart_count", "restarts_left", b"restarts_left", "round", b"round", "snapshot", b"snapshot", "step", b"step", "step_age", b"step_age", "verdict", b"verdict", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

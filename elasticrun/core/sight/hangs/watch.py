@@ -39,6 +39,7 @@ from elasticrun.core.sight.hangs.waiting import (
     judge,
 )
 from elasticrun.core.sight.picture import RankRow, StackRow, VerdictRow
+from elasticrun.core.words import running_on
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import write_ranges
 
@@ -152,6 +153,7 @@ class Watch:
         self._idle_at = -math.inf  # until when any rank did anything, as of the last look
         self._verdict: Impasse | None = None  # that two looks have agreed on
         self._told: Impasse | None = None  # what readers are shown
+        self._told_at = 0.0  # when that was found
         self._noted: Impasse | None = None  # what a line has been written of
         self._noted_at = math.inf  # when the first was
         self._final = False  # the look that is under way is the last before it is acted on
@@ -273,7 +275,7 @@ class Watch:
         return VerdictRow(
             klass=told.klass.value,
             kind=told.kind,
-            sentence=told.sentence,
+            sentence=running_on(told.sentence, self._ctx.now - self._told_at),
             since=self.quiet(),
             ranks=write_ranges(told.odd),
             node=told.of_node,
@@ -535,7 +537,7 @@ class Watch:
         due = at + GRAIN >= (since or 0.0) + when or (ends is not None and at + GRAIN >= ends)
         due = due or (self._dump_by is not None and self._ctx.now >= self._dump_by)
         if told is not None or due:
-            self._told = verdict
+            self._told, self._told_at = verdict, at
         if not due or (self._noted is not None and self._noted.is_like(verdict)):
             return
         self._noted, self._noted_at = verdict, min(self._noted_at, self._ctx.now)
