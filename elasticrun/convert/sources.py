@@ -111,23 +111,32 @@ def _role(role: Fields, job: ForeignJob) -> int:
     return count
 
 
-def _command(spec: Fields, job: ForeignJob, path: str, container: str) -> None:
-    """Put elasticrun into the command of the ranks' container, and that one first."""
+def _container(spec: Fields, job: ForeignJob, path: str, called: str) -> dict[str, Any]:
+    """The container of the ranks in the job's template: it comes first there."""
     pod = job.template.setdefault("spec", {})
     containers = pod.get("containers") if isinstance(pod, dict) else None
     if not isinstance(containers, list) or not containers:
         raise spec.wrong(path, "its template has no container")
     if not all(isinstance(one, dict) for one in containers):
         raise spec.wrong(path, "a container of its template is no mapping")
-    containers.sort(key=lambda one: one.get("name") != container)
-    if pod.pop("restartPolicy", "Never") != "Never":
-        spec.note(path, f"its template's restartPolicy is left out: {BY_THE_POLICY}")
-    main = containers[0]
+    containers.sort(key=lambda one: one.get("name") != called)
+    main: dict[str, Any] = containers[0]
     words = [main.get(name, []) for name in ("command", "args")]
     if not all(isinstance(one, list) and all(isinstance(w, str) for w in one) for one in words):
         raise spec.wrong(path, "the container's command and args are no lists of words")
     if not isinstance(main.get("env", []), list) or not isinstance(main.get("resources", {}), dict):
         raise spec.wrong(path, "the container's env is no list, or its resources are no mapping")
+    if pod.pop("restartPolicy", "Never") != "Never":
+        spec.note(path, f"its template's restartPolicy is left out: {BY_THE_POLICY}")
+    if job.priority:
+        pod.setdefault("priorityClassName", job.priority)
+    return main
+
+
+def _command(spec: Fields, job: ForeignJob, path: str, called: str) -> None:
+    """Put elasticrun into the command of the ranks' container."""
+    main = _container(spec, job, path, called)
+    words = [main.pop(name, []) for name in ("command", "args")]
     made = convert(*words, ranks=job.ranks, default=job.default, restarts=job.restarts)
     if not made.known:
         why = "names no launcher that is known, or several" if words[0] else "is the image's own"
@@ -149,11 +158,8 @@ def _command(spec: Fields, job: ForeignJob, path: str, container: str) -> None:
                         for found in THEIRS.findall(one)}):  # fmt: skip
         spec.note(path, f"the command reads ${name}, which nothing sets here: take it out")
     for name, value in (("command", made.command), ("args", made.args)):
-        main.pop(name, None)
         if value:
             main[name] = value
-    if job.priority:
-        pod.setdefault("priorityClassName", job.priority)
     if job.nodes < 1:
         spec.note(path, "it has 0 pods: the job has 1 node, the fewest there can be")
 
@@ -184,7 +190,10 @@ def _dlrover(spec: Fields, job: ForeignJob, image: str) -> None:
                           ("restartTimeout", "a pod is replaced at once")):  # fmt: skip
             role.leave(left, why)
         role.leave("priority", "name a priorityClassName in the template")
-        job.gang = role.take("BatchScheduler", str, "") == "volcano"
+        scheduler = role.take("BatchScheduler", str, "")
+        job.gang = scheduler == "volcano"
+        if scheduler and not job.gang:
+            role.note("BatchScheduler", "left out: name another's gang in the ElasticJob by hand")
         job.nodes = _role(role, job)
         if (limit := role.number("restartCount", -1)) >= 0:
             job.policy["backoffLimit"] = min(limit * max(job.nodes, 1), 1000)
