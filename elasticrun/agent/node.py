@@ -247,7 +247,7 @@ class NodeAgent:
             )
         except TimeoutError as error:
             why = str(error) or f"no answer of the disk for {SLOT_LIMIT:g} s"
-            self._identity = identity.for_this_life(why)
+            self._identity = identity.for_this_life(why, os.environ)
         if self._identity.note:
             logger.warning("%s", self._identity.note)
         try:

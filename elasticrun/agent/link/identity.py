@@ -28,10 +28,16 @@ def host_name() -> str:
 # ---------------------------------------------------------------- node id
 
 
-def host_id() -> str:
-    """A name for this host that two hosts hardly share: its host name and its machine's id."""
-    machine = ""
-    for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
+MACHINE_ID: Final = "/etc/machine-id"
+BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
+
+
+def host_id(environ: Mapping[str, str]) -> str:
+    """A name for this host that two hosts hardly share: its host name and its machine's id. A
+    pod's host name goes on to its successor on another machine, and a machine's id that an image
+    has is the same on all of them: so there it is the kernel's."""
+    machine, in_pod = "", "KUBERNETES_SERVICE_HOST" in environ
+    for path in (BOOT_ID,) if in_pod else (MACHINE_ID, BOOT_ID):
         try:
             with open(path) as file:
                 machine = file.read().strip()
@@ -115,13 +121,13 @@ def identify(given: str, job_id: str, environ: Mapping[str, str]) -> Identity:
     try:
         slot = take_slot(str(user_folder(environ)), job_id)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        return for_this_life(str(error))
-    return Identity(f"{host_id()}-{slot.number}", slot)
+        return for_this_life(str(error), environ)
+    return Identity(f"{host_id(environ)}-{slot.number}", slot)
 
 
-def for_this_life(why: str) -> Identity:
+def for_this_life(why: str, environ: Mapping[str, str]) -> Identity:
     """An id where no folder can be used."""
-    name = f"{host_id()}-{secrets.token_hex(4)}"
+    name = f"{host_id(environ)}-{secrets.token_hex(4)}"
     note = f"this node's id lasts only as long as this agent: no user's folder ({why})"
     return Identity(name, None, note)
 

@@ -113,9 +113,15 @@ def _folder(word: str, whole: str = "") -> Folder:
             run = index.find(index.runs_root(os.environ), word, whole=whole)
         except (OSError, index.NoRun) as wrong:
             raise UsageError(f"there is no folder {path}, and {wrong}", EXIT_USAGE) from None
-    if run.job() is None:
+    if (job := run.job()) is None:
         return Folder(str(path))
     path = run.path / CHECKPOINTS
+    if not path.is_dir() and job.where == "k8s":
+        raise UsageError(
+            f"the checkpoints of job {job.name} are where its pods are: `{PROG} exec {job.name} -- "
+            f"{PROG} ckpt ls DIR` lists them",
+            EXIT_USAGE,
+        )
     if not path.is_dir():
         raise UsageError(
             f"the job keeps no checkpoints in its run folder ({path} is not there): name the "

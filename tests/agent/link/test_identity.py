@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.agent.link import identity
 from elasticrun.agent.link.identity import host_id, identify, offered_address
 from elasticrun.system.network import routed_address
 
@@ -27,10 +28,20 @@ def test_agents_of_one_job_get_different_slots_and_the_lowest_free_one(tmp_path:
     assert other.node.endswith("-0")
     first.release()
     again = identify("", "a", environ)
-    assert again.node == host_id() + "-0"
+    assert again.node == host_id(environ) + "-0"
     for each in (second, other, again):
         each.release()
     assert list((tmp_path / "elasticrun" / "slots").iterdir()) == []
+
+
+def test_a_pod_is_known_by_its_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And not by what its image says, which its successor elsewhere has as well."""
+    (tmp_path / "id").write_text("of-an-image")
+    monkeypatch.setattr(identity, "MACHINE_ID", str(tmp_path / "id"))
+    bare, pod = host_id({}), host_id({"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert bare != pod
+    (tmp_path / "id").unlink()
+    assert host_id({}) == pod
 
 
 def test_a_killed_agent_gives_its_slot_back(tmp_path: Path) -> None:
