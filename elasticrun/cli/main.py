@@ -7,10 +7,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from elasticrun.cli import settings
 from elasticrun.cli.flags import PROG, get_args_parser
@@ -89,14 +91,35 @@ OF_CLUSTERS: Final = (
 )
 """Verbs for jobs in Kubernetes as well."""
 
-VERBS: Final = (
-    *("master", "status", "doctor", "replay", "render", "warm", "logs", "convert", "operator"),
-    *("list", "prune", "ckpt"),
-    *("submit", "exec", "completion"),
-    *LOOKS,
-    *ORDERS,
-    *OF_A_SUBMITTED,
-)
+_AT: Final = {
+    "status": "verbs.status",
+    "doctor": "verbs.doctor",
+    "replay": "verbs.replay",
+    "render": "verbs.render",
+    "warm": "verbs.warm",
+    "logs": "job.logs",
+    "top": "job.top",
+    "stacks": "job.listing:stacks",
+    "events": "job.listing:events",
+    "incidents": "job.incidents",
+    "ckpt": "job.checkpoints",
+    "list": "jobs.listing",
+    "prune": "jobs.listing:prune",
+    "submit": "jobs.submit",
+    "exec": "jobs.jobs:execute",
+    "convert": "jobs.convert",
+    "operator": "jobs.operator",
+    "completion": "jobs.completion",
+    **dict.fromkeys(ORDERS, "job.orders"),
+    **dict.fromkeys(OF_A_SUBMITTED, "jobs.jobs"),
+}
+"""The module of each verb, below this folder, which is imported when it is asked for; and its
+function, where that is not `main`."""
+
+_HEARD: Final = ("submit", "render", "convert", "warm")
+"""Verbs whose functions are told how to say something to the user."""
+
+VERBS: Final = ("master", *_AT)
 """First words that are not a script."""
 
 ELSEWHERE: Final = {
@@ -314,90 +337,33 @@ def _in_cluster(verb: str, words: Sequence[str]) -> int | None:
         words = of_a_plan(words, say)
     others = int(verb in ("exclude", "include"))
     if not is_in_cluster(words, os.environ, others=others):
-        return _printed(lambda: _of_a_job(verb, words)) if plan else None
+        return _printed(lambda: _function_of(verb)(words)) if plan else None
     from elasticrun.cli.kube import verbs
 
     return (_read if verb == "exec" else _printed)(lambda: verbs.main(verb, words))
 
 
 def _verb(verb: str, words: Sequence[str]) -> int:
-    """One that prints, imported when it is asked for."""
+    """One that prints."""
     if verb in OF_CLUSTERS and (code := _in_cluster(verb, words)) is not None:
         return code
-    if verb == "status":
-        from elasticrun.cli.verbs import status
-
-        return _printed(lambda: status.main(words))
-    if verb in LOOKS or verb in ORDERS:
-        return _printed(lambda: _of_a_job(verb, words))
-    if verb in OF_A_SUBMITTED or verb == "exec":
-        from elasticrun.cli.jobs import jobs
-
-        if verb == "exec":
-            return _read(lambda: jobs.execute(words))
-        return _printed(lambda: jobs.main(verb, words))
-    if verb == "submit":
-        from elasticrun.cli.jobs import submit
-
-        return _printed(lambda: submit.main(words, say))
-    if verb == "doctor":
-        from elasticrun.cli.verbs import doctor
-
-        return _printed(lambda: doctor.main(words))
-    if verb == "logs":
-        from elasticrun.cli.job import logs
-
-        return _printed(lambda: logs.main(words))
-    if verb == "replay":
-        from elasticrun.cli.verbs import replay
-
-        return _printed(lambda: replay.main(words))
-    if verb == "render":
-        from elasticrun.cli.verbs import render
-
-        return _printed(lambda: render.main(words, say))
-    if verb in ("list", "prune"):
-        from elasticrun.cli.jobs import listing
-
-        return _printed(lambda: (listing.main if verb == "list" else listing.prune)(words))
-    if verb == "ckpt":
-        from elasticrun.cli.job import checkpoints
-
-        return _printed(lambda: checkpoints.main(words))
-    if verb == "completion":
-        from elasticrun.cli.jobs import completion
-
-        return _printed(lambda: completion.main(words, VERBS, _verb))
+    run = _function_of(verb)
     if verb == "operator":
-        from elasticrun.cli.jobs import operator
-
-        return operator.main(words)
-    if verb == "convert":
-        from elasticrun.cli.jobs import convert
-
-        return _printed(lambda: convert.main(words, say))
-    from elasticrun.cli.verbs import warm
-
-    return (_printed if "--list" in words else _read)(lambda: warm.main(words, say))
+        return run(words)
+    if verb == "exec" or (verb == "warm" and "--list" not in words):
+        return _read(lambda: run(words))
+    return _printed(lambda: run(words))
 
 
-def _of_a_job(verb: str, words: Sequence[str]) -> int:
-    """What is asked of one that runs."""
-    if verb in ORDERS:
-        from elasticrun.cli.job import orders
-
-        return orders.main(verb, words)
-    if verb == "top":
-        from elasticrun.cli.job import top
-
-        return top.main(words)
-    if verb == "incidents":
-        from elasticrun.cli.job import incidents
-
-        return incidents.main(words)
-    from elasticrun.cli.job import listing
-
-    return listing.stacks(words) if verb == "stacks" else listing.events(words)
+def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
+    """What does it with the words behind it."""
+    module, _, name = _AT[verb].partition(":")
+    does = getattr(importlib.import_module(f"elasticrun.cli.{module}"), name or "main")
+    if verb in (*ORDERS, *OF_A_SUBMITTED):
+        return partial(does, verb)
+    more: dict[str, Any] = {"say": say} if verb in _HEARD else {}
+    more |= {"verbs": VERBS, "run": _verb} if verb == "completion" else {}
+    return partial(does, **more)
 
 
 def _printed(show: Callable[[], int]) -> int:
