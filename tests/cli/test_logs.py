@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -17,6 +18,7 @@ open(f"{rank}-{life}", "x").close()
 if rank == "1":
     while not os.path.exists(f"0-{life}"):
         pass
+    print("\\r 10%\\r 20%", file=sys.stderr)
     raise ValueError(f"bad luck {life}")
 signal.pause()
 """
@@ -38,6 +40,7 @@ def test_a_job_that_failed_twice(world: World) -> None:
     assert newest[1:21] == [f"[1] rank 1 life 1 step {step}" for step in range(10, 30)]
     assert newest[-20:] == [f"[0] rank 0 life 1 step {step}" for step in range(10, 30)]
     assert "[1] ValueError: bad luck 1" in newest
+    assert [line for line in newest if "%" in line] == ["[1]  20%"]  # of a bar its newest state
 
     lives = [line for line in shown(world, "bad", "--all") if line.startswith("==")]
     assert [re.sub(", .* ==", " ==", line) for line in lives] == [
@@ -45,6 +48,11 @@ def test_a_job_that_failed_twice(world: World) -> None:
         "== rank 1 failed: ValueError: bad luck 0 (exit code 1) ==",
         "== attempt_1 ==",
         "== rank 1 failed (ValueError: bad luck 1) ==",
+    ]
+    rows = map(json.loads, shown(world, "--all", "--rank=0", "-o", "json", "--tail=1"))
+    assert [(row["life"], row["line"]) for row in rows] == [
+        ("attempt_0", "rank 0 life 0 step 29"),
+        ("attempt_1", "rank 0 life 1 step 29"),
     ]
     assert shown(world, "--rank=0", "--tail=1") == ["[0] rank 0 life 1 step 29"]
     grep = shown(world, "--rank=0", "--all", "--grep=step 2$")

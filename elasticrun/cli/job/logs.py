@@ -9,6 +9,7 @@ where ranks have no files, it is what the launcher printed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -47,6 +48,9 @@ FARTHEST: Final = 64 * 1024 * 1024
 LOOK_EVERY: Final = 0.2
 """Seconds between looks at files that are followed."""
 
+BARS_EVERY: Final = 10
+"""Looks from one state of a progress bar to the next."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -70,14 +74,14 @@ class Wish:
         """Whether the ranks of this agent are to be shown."""
         return self.node in ("", run.node, run.host)
 
-    def write(self, rank: int, stream: str, lines: Iterable[bytes]) -> None:
-        """Lines of a rank, with its number; -1: of the launcher, which has none."""
-        for line in lines:
-            text = line.rstrip(b"\r")
+    def write(self, rank: int, path: Path, lines: Iterable[bytes]) -> None:
+        """Lines of a rank's file, with its number; -1: of the launcher, which has none."""
+        for text in lines:
             if self.as_json:
                 row = {
+                    "life": path.parent.parent.name if rank >= 0 else "",
                     "rank": rank,
-                    "stream": stream.removesuffix(".log"),
+                    "stream": path.name.removesuffix(".log"),
                     "line": text.decode(errors="replace"),
                 }
                 text = json.dumps(row).encode()
@@ -100,7 +104,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         print(f"elasticrun logs: the user's folder cannot be read: {wrong}", file=sys.stderr)
         return 1
     if not found and folder is not None and (folder.path / CONSOLE).exists():
-        asked.write(-1, CONSOLE, _read(folder.path / CONSOLE, asked)[1])
+        asked.write(-1, folder.path / CONSOLE, _read(folder.path / CONSOLE, asked)[1])
         return 0
     if not found and folder is not None and folder.state() == "submitted":
         words = f"job {asked.job} has not begun; elasticrun status {asked.job} says why"
@@ -124,6 +128,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         print(f"elasticrun logs: {words}", file=sys.stderr)
         return 1
     seen = _show(found, asked, folder or _folder(variables, found[0].job_id))
+    if seen and not asked.follow and all(path.stat().st_mtime < asked.since for path in seen):
+        print("elasticrun logs: no rank has written in that time", file=sys.stderr)
+        return 1
     if asked.follow:
         _follow(found, asked, seen, partial(_runs, variables, asked, folder), folder)
     return 0
@@ -266,7 +273,7 @@ def _show(runs: Iterable[LoggedRun], asked: Wish, folder: RunFolder | None) -> d
                     late = path.stat().st_mtime >= asked.since
                 except OSError:
                     continue  # this stream has no file
-                asked.write(files.rank, stream, lines if late else ())
+                asked.write(files.rank, path, lines if late else ())
     sys.stdout.flush()
     return seen
 
@@ -310,7 +317,12 @@ def _lines(path: Path, start: int, end: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         file.seek(start)
         while file.tell() < end and (line := file.readline(min(BLOCK, end - file.tell()))):
-            yield line.rstrip(b"\r\n")
+            yield _newest(line.rstrip(b"\r\n"))
+
+
+def _newest(line: bytes) -> bytes:
+    """Of the states of a progress bar the newest; any other line as it is."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def _follow(
@@ -328,16 +340,17 @@ def _follow(
             if path not in seen and path.exists():
                 seen[path] = path.stat().st_size  # of an earlier life
     waiting, waits = threading.Event(), False
-    while True:
+    for looks in itertools.count():
         ending = _is_over(folder) if folder is not None else not any(run.is_alive for run in runs)
         saved = ending and folder is not None and folder.state() == "saved"
         runs = [run for run in look() if run.began >= min(old.began for old in runs)] or runs
         for _, life in _lives(filter(asked.takes, runs), None, everything=True):
             for files in life.ranks:
                 for stream in STREAMS if asked.rank in (None, files.rank) else ():
-                    _go_on(files, files.folder / stream, seen, held, asked)
-                    if ending and (rest := held.pop(files.folder / stream, b"")):
-                        asked.write(files.rank, stream, filter(asked.wants, [rest]))
+                    path = files.folder / stream
+                    _go_on(files, path, seen, held, asked)
+                    bars = not looks % BARS_EVERY
+                    _unfinished(files.rank, path, held, asked, ending=ending, bars=bars)
         sys.stdout.flush()
         if ending and not saved:
             break
@@ -361,6 +374,21 @@ def _go_on(
                 if len(rest) > BLOCK:
                     lines, rest = [*lines, rest], b""
                 held[path] = rest
-                asked.write(files.rank, path.name, filter(asked.wants, lines))
+                asked.write(files.rank, path, filter(asked.wants, map(_newest, lines)))
     except OSError:
         return  # not there
+
+
+def _unfinished(
+    rank: int, path: Path, held: dict[Path, bytes], asked: Wish, *, ending: bool, bars: bool
+) -> None:
+    """Of a line without an end: all of it when nothing more comes; of a progress bar now and then
+    its newest whole state."""
+    rest = held.get(path, b"")
+    line, left = rest, b""
+    if not ending:
+        line, bar, left = rest.rpartition(b"\r")
+        if not (bars and bar):
+            return
+    held[path] = left
+    asked.write(rank, path, filter(asked.wants, filter(None, [_newest(line)])))
