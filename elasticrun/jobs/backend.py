@@ -69,6 +69,7 @@ class Submission(Struct, frozen=True, kw_only=True):
     number: str = ""  # of the job, by its scheduler; in a cluster its kind
     context: str = ""  # of the kubeconfig
     namespace: str = ""
+    uid: str = ""  # of the object in the cluster
 
 
 class Backend(Protocol):

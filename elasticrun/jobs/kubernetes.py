@@ -38,19 +38,19 @@ class KubernetesJobs:
         from elasticrun.jobs.kube import acts
         from elasticrun.jobs.kube.api import KubeApi
 
-        async def make() -> str:
+        async def make() -> tuple[str, str]:
             async with KubeApi(wanted.context, wanted.namespace) as api:
                 documents = json.loads(wanted.script)
                 job = await acts.make(api, documents)
                 made = ", ".join(f"{one['kind']} {one['metadata']['name']}" for one in documents)
                 kind = "ej" if job.is_elastic else "job"
-                return (
+                return job.uid, (
                     f"made in namespace {job.namespace}: {made} (kubectl -n {job.namespace} get "
                     f"{kind} {job.name})"
                 )
 
-        made = asyncio.run(make())
-        write_submission(run, replace(wanted, script=""))  # a token is in it
+        uid, made = asyncio.run(make())
+        write_submission(run, replace(wanted, script="", uid=uid))  # a token is in the script
         return made
 
     def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
@@ -108,17 +108,15 @@ class KubernetesJobs:
     def _done(self, run: RunFolder, act: Act, missing: str = "") -> str:
         """Find its object and do something to it. `missing`: what is said where there is none; ""
         for NotDone."""
-        from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS, KubeApi
-        from elasticrun.jobs.kube.seen import ClusterJob
+        from elasticrun.jobs.kube.api import KubeApi
 
         known = submission(run)
 
         async def do() -> str:
             async with KubeApi(known.context, known.namespace) as api:
-                kind = ELASTIC_JOBS if known.number == ELASTIC_JOBS.__name__ else INDEXED_JOBS
-                body = await api.get(kind, known.name, api.namespace)
-                if body is not None:
-                    return await act(api, ClusterJob({**body, "kind": kind.__name__}))
+                job = await _object(api, known)
+                if job is not None:
+                    return await act(api, job)
                 if missing:
                     return missing
                 raise NotDone(
@@ -127,6 +125,18 @@ class KubernetesJobs:
                 )
 
         return asyncio.run(do())
+
+
+async def _object(api: KubeApi, known: Submission) -> ClusterJob | None:
+    """Its object, where that is there, and not a later one of that name."""
+    from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS
+    from elasticrun.jobs.kube.seen import ClusterJob
+
+    kind = ELASTIC_JOBS if known.number == ELASTIC_JOBS.__name__ else INDEXED_JOBS
+    body = await api.get(kind, known.name, api.namespace)
+    if body is None or known.uid not in ("", body["metadata"]["uid"]):
+        return None
+    return ClusterJob({**body, "kind": kind.__name__})
 
 
 def note_end(run: RunFolder, state: str, reason: str, row: JobRow | None = None) -> None:
@@ -141,18 +151,15 @@ def note_end(run: RunFolder, state: str, reason: str, row: JobRow | None = None)
 
 
 async def _looked_up(rows: Sequence[JobRow]) -> list[JobRow]:
-    from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS, KubeApi
-    from elasticrun.jobs.kube.seen import ClusterJob
+    from elasticrun.jobs.kube.api import KubeApi
 
     async def one(row: JobRow) -> JobRow:
         run = RunFolder(Path(row.run))
         known = submission(run)
         async with KubeApi(known.context, known.namespace) as api:
-            kind = ELASTIC_JOBS if known.number == ELASTIC_JOBS.__name__ else INDEXED_JOBS
-            body = await api.get(kind, known.name, api.namespace)
-        if body is None:
+            job = await _object(api, known)
+        if job is None:
             return replace(row, state="lost", reason="the cluster has it no more")
-        job = ClusterJob({**body, "kind": kind.__name__})
         now = replace(job.row(time.time(), row.run), user=row.user, host=row.host)
         if job.is_over:
             note_end(run, now.state, now.reason, now)

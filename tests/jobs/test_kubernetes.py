@@ -161,8 +161,13 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     user.kubectl("delete", "ej", "gone")
     assert user.row()["name"] == "gone-too"
     assert "lost" in user.types("list")
-    assert "no job gone is in namespace default" in user.hears("suspend", "gone")
-    assert "the cluster has job gone no more" in user.types("delete", "gone")
+    assert "`elasticrun delete gone` forgets it" in user.hears("suspend", "gone")
+    user.submits("gone")
+    rows = json.loads(user.types("list", "-o", "json"))
+    assert [row["state"] == "lost" for row in rows if row["name"] == "gone"] == [False, True]
+    user.kubectl("delete", "ej", "gone")
+    for _ in range(2):
+        assert "the cluster has job gone no more" in user.types("delete", "gone")
     assert "lost" not in user.types("list")
     assert "gone-too" in user.types("status", "--on", "k8s")
     operator.stop()

@@ -27,7 +27,7 @@ from elasticrun.cli.settings import UsageError
 from elasticrun.cli.verbs.status import duration, lines
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import plain, some
-from elasticrun.jobs.backend import Forbidden, Missing
+from elasticrun.jobs.backend import Forbidden, Missing, NotDone
 from elasticrun.jobs.rows import DoneRow, page_of
 from elasticrun.runs.index import prune
 from elasticrun.runs.layout import RunFolder
@@ -114,9 +114,12 @@ async def _run(verb: str, ns: argparse.Namespace) -> int:
         try:
             job = await find_job(api, ns.job, exact=bool(run or whole))
         except Missing:
-            if verb == "delete" and run is not None:
-                return _forget(ns, run, f"the cluster has job {ns.job} no more")
-            raise
+            if run is None:
+                raise
+            gone = f"the cluster has job {ns.job} no more"
+            if verb == "delete":
+                return _forget(ns, run, gone)
+            raise NotDone(f"{gone}: `{PROG} delete {ns.job}` forgets it") from None
         ns.job = job.name
         if verb == "status":
             return await _status(api, job, ns)

@@ -204,7 +204,10 @@ def _refusal(error: ApiError, what: str) -> NotDone:
     if code == 409 and status.reason == "AlreadyExists":
         return NotDone(f"{said}: choose another --name, or `elasticrun delete` that one")
     if code == 422 and status.details and status.details.causes:
-        causes = (f"{one.field}: {one.message}" for one in status.details.causes)
+        causes = (
+            f"{one.field}: {one.message}".removeprefix(': Invalid value: "object": ')
+            for one in status.details.causes
+        )
         return NotDone(f"the cluster does not {what}: {'; '.join(causes)[:1000]}")
     return NotDone(f"the cluster does not {what}: {said}")
 
