@@ -161,8 +161,6 @@ def _submit(
     here = where != "k8s"  # its run folder and its working directory; else they are the pods'
     at = Path(ns.run_dir).absolute() if here and ns.run_dir else None
     run = RunFolder(at or run_path(root, ns.name, secrets.token_hex(4)))
-    if run.job() is not None and run.state() not in ENDED:
-        raise NotDone(f"another job runs in {run.path}: name another folder (--run-dir)")
     if here and ns.working_dir:
         try:
             os.chdir(ns.working_dir)
@@ -180,7 +178,9 @@ def _submit(
     if not here:  # the cluster knows which names are taken
         said = _start(run, ns, known, place, root)
     else:
-        with claimed(root, ns.name):
+        with claimed(root, ns.name), claimed(root, str(run.path)):
+            if run.job() is not None and run.state() not in ENDED:
+                raise NotDone(f"another job runs in {run.path}: name another folder (--run-dir)")
             choosing.refuse_taken(root, ns.name, withdraw())
             said = _start(run, ns, known, place, root)
     _print(ns, run, where, said)
