@@ -55,6 +55,9 @@ OF_A_RUN: Final = (JOB, EVENTS, PROGRESS, RESULT, ERROR, INCIDENTS, LOGS, AGENTS
 LOCK: Final = ".lock"
 """Held by the job's master for as long as it lives."""
 
+KEPT_ROOM: Final = 64 * 1024
+"""Bytes of LOCK, so that the result can be written on a disk that has become full."""
+
 _LOCK: Final = "hhqqi"
 """struct flock: whole file, and no pid, since the lock is the open file's."""
 
@@ -311,7 +314,13 @@ class RunFolder:
 
     def write_result(self, result: RunResult) -> None:
         """How the job has ended, in place of what is there. OSError."""
-        self._write(RESULT, result)
+        try:
+            self._write(RESULT, result)
+        except OSError as wrong:
+            if wrong.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            os.truncate(self.path / LOCK, 0)  # the room that was kept for it
+            self._write(RESULT, result)
 
     def _write(self, name: str, record: Struct) -> None:
         text = json.dumps(msgspec.to_builtins(record), indent=2, ensure_ascii=False)
@@ -335,6 +344,8 @@ def hold(path: Path) -> int:
         if wrong.errno not in NO_LOCKS:
             os.close(fd)
             raise
+    with contextlib.suppress(OSError):  # a full disk is told of by others
+        os.posix_fallocate(fd, 0, KEPT_ROOM)
     return fd
 
 

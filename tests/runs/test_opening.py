@@ -12,6 +12,7 @@ import pytest
 from elasticrun.runs.index import all_runs, prune
 from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
 from elasticrun.runs.opening import OpenRun, RunRefused, already, open_named, open_new
+from tests.doctor.child import found
 
 
 def _job(pid: int, **more: Any) -> JobRecord:
@@ -96,6 +97,28 @@ def test_one_that_was_submitted_is_the_same_job(tmp_path: Path) -> None:
     folder.begin_again()  # resumed
     assert (job := folder.job()) is not None
     assert (job.attempt, job.pid) == (2, 0)
+
+
+FULL = """
+from pathlib import Path
+from elasticrun.doctor.verdict import ok
+from elasticrun.runs.layout import RunFolder, RunResult, hold
+folder = RunFolder(Path({place!r}))
+held = hold(folder.path)
+try:
+    with open(folder.path / "full", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+except OSError:
+    folder.write_result(RunResult(state="succeeded"))
+found = [ok("result", folder.state())]
+"""
+
+
+def test_a_disk_that_has_become_full_takes_the_result(tmp_path: Path) -> None:
+    setup = f"mount -t tmpfs -o size=1m tmpfs '{tmp_path}'"
+    (only,) = found(FULL.format(place=str(tmp_path)), setup=setup, apart=("--mount",))
+    assert only.seen == "succeeded"
 
 
 def test_a_folder_without_a_list_of_runs(tmp_path: Path) -> None:
