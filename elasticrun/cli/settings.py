@@ -33,7 +33,7 @@ STATIC_PORT: Final = 29500
 """--master-port where none is given (torchrun's)."""
 
 _HOST = re.compile(r"(?!:\Z)[\w.:%-]+\Z")
-_JOB_NAME = re.compile(r"[\w.+=@,%][\w.+=@,%-]*")
+_JOB_NAME = re.compile(r"[\w.+=@,%][\w.+=@,%-]{,127}")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\Z")
 
 
@@ -99,11 +99,11 @@ def job_name(said: str, otherwise: str) -> str:
     """What a job is called: by --name, else by what is made of `otherwise`. It stands in lines that
     are printed to be typed, so a shell must read it as one word."""
     if not said:
-        return re.sub(r"\A-|[^\w.+=@,%-]", "_", otherwise)
-    if not _JOB_NAME.fullmatch(name(said, "--name")):
+        return re.sub(r"\A-|[^\w.+=@,%-]", "_", otherwise)[:128]
+    if not _JOB_NAME.fullmatch(said):
         raise UsageError(
-            f"--name={said!r}: a job's name has letters, digits and . _ - + = @ , % alone, and no "
-            "- at its beginning",
+            f"--name={said!r}: a job's name has letters, digits and . _ - + = @ , % alone, 128 at "
+            "most, and no - at its beginning",
             config.EXIT_USAGE,
         )
     return said

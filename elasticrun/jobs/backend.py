@@ -19,7 +19,6 @@ from msgspec import Struct
 
 from elasticrun.jobs.rows import JobRow
 from elasticrun.runs.layout import (
-    CONSOLE,
     MAX_BYTES,
     SUBMITTED,
     LocalAgent,
@@ -29,8 +28,6 @@ from elasticrun.runs.layout import (
 from elasticrun.wire.messages import Reply, Request
 
 TOKEN: Final = "token"
-
-OF_A_SUBMISSION: Final = (SUBMITTED, TOKEN, CONSOLE)
 
 
 class NotDone(Exception):

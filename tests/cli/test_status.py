@@ -241,11 +241,11 @@ async def test_over_tls(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nobody_there_is_one_sentence(home: Path) -> None:
-    dead = f"127.0.0.1:{free_port()}"
-    code, out, err = aio.run(_status(dead))
-    assert (code, out) == (1, "")
-    assert dead in err
-    assert err.count("\n") == 1
+    for dead in (f"127.0.0.1:{free_port()}", ".", "no/folder"):
+        code, out, err = aio.run(_status(dead))
+        assert (code, out) == (1, "")
+        assert dead in err
+        assert err.count("\n") == 1
     code, _, err = aio.run(_status())
     assert code == 1
     assert "no master of yours runs on this host" in err
@@ -280,7 +280,7 @@ def test_endpoints(text: str, host: str, port: int) -> None:
     assert verb.parse_endpoint(text) == Endpoint(host, port)
 
 
-@pytest.mark.parametrize("text", ["", ":1", "h:x", "h:0", "h:70000", "h:-1"])
+@pytest.mark.parametrize("text", ["", ":1", "h:x", "h:0", "h:70000", "h:-1", "a/b"])
 def test_what_is_no_endpoint(text: str) -> None:
     with pytest.raises(verb.NoStatus, match="host:port"):
         verb.parse_endpoint(text)

@@ -106,7 +106,7 @@ async def _look(
         reader, writer = await asyncio.wait_for(opening, limit)
     except ssl.SSLError:
         raise
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, UnicodeError):  # the last: no host can be called so
         return PortAnswer.NOBODY
     try:
         writer.write(GREETING)

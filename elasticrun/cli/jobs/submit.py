@@ -204,7 +204,7 @@ def _start(
     except OSError as wrong:
         if not (here and ns.run_dir):
             shutil.rmtree(run.path, ignore_errors=True)
-        raise NotDone(f"the run folder cannot be made: {wrong}") from None
+        raise NotDone(f"the run folder {run.path} cannot be made: {wrong.strerror}") from None
     try:
         return place.submit(run, known)
     except NotDone as why:

@@ -168,7 +168,7 @@ def parse_endpoint(text: str) -> Endpoint:
     if not colon or text.endswith("]"):
         host, port = text, str(DEFAULT_PORT)
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise NoStatus(f"{text!r} is no endpoint: write host:port")
     return Endpoint(host, int(port))
 
@@ -459,6 +459,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
                 questions = [ours]
             elif _left(found.run, as_json=ns.json):
                 return 0
+            elif "/" in ns.endpoint:
+                raise NoStatus(no_job(ns.endpoint))
             elif ns.endpoint:
                 questions = [question(parse_endpoint(ns.endpoint), token, files)]
             elif store:
@@ -504,7 +506,7 @@ def _arguments(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Name
         "the job's name, or the beginning of it, or its master's host:port; without it all of "
         "yours that run on this host"
     )
-    parser.add_argument("endpoint", nargs="?", metavar="JOB", help=text)
+    parser.add_argument("endpoint", nargs="?", default="", metavar="JOB", help=text)
     text = "json: in the place of a table"
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
     parser.add_argument("--json", action="store_true", help="the same as -o json")
