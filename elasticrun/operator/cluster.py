@@ -20,11 +20,8 @@ from lightkube.core.generic_client import ALL_NS, BasicRequest, GenericAsyncClie
 from lightkube.generic_resource import create_namespaced_resource
 from lightkube.types import PatchType
 
-from elasticrun.operator.crd import API_VERSION, KIND, Json
+from elasticrun.operator.crd import API_VERSION, KIND, OPERATOR, Json
 from elasticrun.operator.objects import JOB
-
-NAME: Final = "elasticrun-operator"
-"""Of the operator's own objects: its Secret, its Lease, and what Events name as their source."""
 
 
 @functools.cache
@@ -76,7 +73,7 @@ class Cluster:
         if config is None:
             raise ConfigError("the kubeconfig has no current context")
         params = ConnectionParams(timeout=httpx2.Timeout(CALL_LIMIT), trust_env=True)
-        self._client: Any = GenericAsyncClient(params, config, field_manager=NAME)
+        self._client: Any = GenericAsyncClient(params, config, field_manager=OPERATOR)
         self.namespace = namespace or ALL_NS
         self.own = config.namespace
         """The namespace of the operator itself."""
@@ -177,19 +174,19 @@ class Cluster:
     async def put_lease(self, body: Json, *, new: bool) -> bool:
         """Make or replace a Lease; False where somebody else was faster."""
         verb = "post" if new else "put"
-        request = self._about(verb, LEASES, (self.own, NAME), obj=LEASES(body))
+        request = self._about(verb, LEASES, (self.own, OPERATOR), obj=LEASES(body))
         return await self._ask(request, CONFLICT) is not None
 
     async def key(self) -> bytes:
         """What tokens are made from; made once, and kept in a Secret of the operator's own."""
-        where = (self.own, NAME)
+        where = (self.own, OPERATOR)
         for _ in range(2):  # the other replica may be faster in making it
             if found := await self.get(SECRETS, where):
                 return base64.b64decode(found["data"]["key"])
-            made = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": NAME}}
+            made = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": OPERATOR}}
             made["stringData"] = {"key": secrets.token_hex(32)}
             await self._ask(self._about("post", SECRETS, where, obj=SECRETS(made)), CONFLICT)
-        raise ConfigError(f"the Secret {NAME} in {self.own} can neither be read nor made")
+        raise ConfigError(f"the Secret {OPERATOR} in {self.own} can neither be read nor made")
 
 
 def _owner(body: Json) -> str:

@@ -22,7 +22,7 @@ from lightkube.core.generic_client import ALL_NS
 
 from elasticrun import __version__
 from elasticrun.operator import cluster as api, objects, plan as planning
-from elasticrun.operator.crd import API_VERSION, KIND, Json
+from elasticrun.operator.crd import API_VERSION, KIND, OPERATOR, Json
 from elasticrun.operator.objects import JOB, MASTER_INDEX, JobObject, OwnedPod, stamp
 from elasticrun.render.wanted import MASTER_PORT
 from elasticrun.wire.auth import operator_token, reader_token
@@ -253,7 +253,7 @@ class Controller:
             "type": "Warning" if notice.warning else "Normal",
             "reason": notice.reason,
             "message": notice.message[:1000],
-            "source": {"component": api.NAME},
+            "source": {"component": OPERATOR},
             "firstTimestamp": now,
             "lastTimestamp": now,
             "count": 1,
@@ -295,7 +295,7 @@ class Controller:
         master = _master(pods)
         if master is None:
             return ""
-        request = Request("scale", number=nodes, who=api.NAME, reason="spec.nodes")
+        request = Request("scale", number=nodes, who=OPERATOR, reason="spec.nodes")
         token = operator_token(self._token(job))
         try:
             reply = await ask_for(master, ASK_LIMIT, request, token=token, role=Role.OPERATOR)
@@ -356,11 +356,11 @@ async def lead(cluster: api.Cluster, me: str, controller: Controller) -> None:
 async def take_lease(cluster: api.Cluster, me: str, expired: str) -> tuple[bool, str]:
     """Whether the Lease is ours now, and a word that changes when somebody renews it. Another's is
     taken only where its word is still `expired`: who has slept himself knows of no other."""
-    found: Json | None = await cluster.get(api.LEASES, (cluster.own, api.NAME))
+    found: Json | None = await cluster.get(api.LEASES, (cluster.own, OPERATOR))
     renewed = f"{stamp(time.time())[:-1]}.{int(time.time() % 1 * 1e6):06d}Z"
     spec = {"holderIdentity": me, "leaseDurationSeconds": LEASE, "renewTime": renewed}
     body: Json = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
-    body |= {"metadata": {"name": api.NAME, "namespace": cluster.own}, "spec": spec}
+    body |= {"metadata": {"name": OPERATOR, "namespace": cluster.own}, "spec": spec}
     if found is None:
         return await cluster.put_lease(body, new=True), renewed
     old, version = found.get("spec") or {}, found["metadata"]["resourceVersion"]

@@ -20,6 +20,9 @@ KIND: Final = "ElasticJob"
 PLURAL: Final = "elasticjobs"
 API_VERSION: Final = f"{GROUP}/{VERSION}"
 
+OPERATOR: Final = "elasticrun-operator"
+"""Name of the operator's own objects: its account, its Secret, its Lease; the source of Events."""
+
 LONGEST_NAME: Final = 50
 """Characters of a job's name: its pods' host names and its objects are made of it."""
 

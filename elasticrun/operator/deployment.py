@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from elasticrun import __version__
-from elasticrun.operator.crd import GROUP, PLURAL, Json, crd
-
-NAME: Final = "elasticrun-operator"
-"""Of the operator's own objects."""
+from elasticrun.operator.crd import GROUP, OPERATOR, PLURAL, Json, crd
 
 HOME: Final = "elasticrun"
 """Its namespace, where it sees to the jobs of all."""
@@ -66,15 +63,15 @@ def documents(asked: Installed) -> list[Json]:
     ]
     made = [crd(), *([] if asked.namespace else [space]), account]
     if asked.namespace:
-        made += _role("Role", home, NAME, [*rules, *_own(asked)])
+        made += _role("Role", home, OPERATOR, [*rules, *_own(asked)])
     else:
-        made += _role("ClusterRole", home, NAME, rules)
-        made += _role("Role", home, f"{NAME}-own", [_making(["secrets"]), *_own(asked)])
+        made += _role("ClusterRole", home, OPERATOR, rules)
+        made += _role("Role", home, f"{OPERATOR}-own", [_making(["secrets"]), *_own(asked)])
     return [*made, _deployment(asked)]
 
 
-def _named(namespace: str, name: str = NAME) -> Json:
-    labels = {"app.kubernetes.io/name": NAME}
+def _named(namespace: str, name: str = OPERATOR) -> Json:
+    labels = {"app.kubernetes.io/name": OPERATOR}
     space = {"namespace": namespace} if namespace else {}
     return {"name": name, **space, "labels": labels}
 
@@ -85,7 +82,7 @@ def _making(what: list[str], group: str = "") -> Json:
 
 def _own(asked: Installed) -> list[Json]:
     """Its Secret, and the Lease where there are two of it."""
-    its = {"resourceNames": [NAME]}
+    its = {"resourceNames": [OPERATOR]}
     rules: list[Json] = [
         {"apiGroups": [""], "resources": ["secrets"], **its, "verbs": ["get"]},
     ]
@@ -99,7 +96,7 @@ def _own(asked: Installed) -> list[Json]:
 def _role(kind: str, home: str, name: str, rules: list[Json]) -> list[Json]:
     group = "rbac.authorization.k8s.io"
     space = "" if kind == "ClusterRole" else home
-    subject = {"kind": "ServiceAccount", "name": NAME, "namespace": home}
+    subject = {"kind": "ServiceAccount", "name": OPERATOR, "namespace": home}
     role = {"apiVersion": f"{group}/v1", "kind": kind, "metadata": _named(space, name)}
     bound = {**role, "kind": f"{kind}Binding"}
     reference = {"apiGroup": group, "kind": kind, "name": name}
@@ -107,7 +104,7 @@ def _role(kind: str, home: str, name: str, rules: list[Json]) -> list[Json]:
 
 
 def _deployment(asked: Installed) -> Json:
-    labels = {"app.kubernetes.io/name": NAME}
+    labels = {"app.kubernetes.io/name": OPERATOR}
     words = ["operator"]
     words += [f"--namespace={asked.namespace}"] if asked.namespace else []
     words += ["--lease"] if asked.replicas > 1 else []
@@ -125,7 +122,7 @@ def _deployment(asked: Installed) -> Json:
         "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
     }
     spec = {
-        "serviceAccountName": NAME,
+        "serviceAccountName": OPERATOR,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": PASSED,
