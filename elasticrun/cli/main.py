@@ -175,15 +175,15 @@ def _do(verb: str, words: Sequence[str]) -> int:
 
 
 def _be_mortal() -> None:
-    """The first process of a container is deaf to every signal that it has no handler for. Until
-    the agent has its own, which may take seconds from a slow disk, these end us as they end any
-    other process."""
+    """The first process of a container is deaf to every signal that it has no handler for, and one
+    that fetches code has things to put away. Until the agent has its own handlers, which may take
+    seconds from a slow disk, these end us as they end any other process, with an exception."""
     import signal
 
     def leave(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, leave)
 
@@ -226,6 +226,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     if ns.git:
         from elasticrun.cli.jobs import code
 
+        _be_mortal()
         words = code.with_commit(words, ns, environ)
     if ns.srun:
         from elasticrun.cli.place import become_srun

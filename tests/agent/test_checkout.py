@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ class Origin:
 
     def __init__(self, folder: Path) -> None:
         self.clones = 0
+        self.asked = threading.Event()
         self.answers = threading.Event()  # unset, whoever asks has to wait
         self.answers.set()
         self.seen: list[str] = []
@@ -94,6 +96,7 @@ class Origin:
 
     def answer(self, asked: BaseHTTPRequestHandler) -> None:
         """At each request of git's look who shows the password at this moment."""
+        self.asked.set()
         self.answers.wait(LIMIT)
         self.seen += shown(SECRET)
         right = base64.b64encode(f"{USER}:{SECRET}".encode()).decode()
@@ -181,8 +184,10 @@ def test_a_commit_for_a_name_and_a_checkout_of_it(origin: Origin, tmp_path: Path
     first, second = (pinned(parsed(origin.url + name), environ) for name in ("@v1", ""))
     assert (first.ref, second.ref) == (origin.first, origin.second)
     assert pinned(first, {}) is first  # a commit needs no server
+    (tmp_path / f"work/code/.train.{os.uname().nodename}.1/half").mkdir(parents=True)
     folder = check_out(first, tmp_path / "work", environ)
     assert folder == tmp_path / "work/code/train"
+    assert sorted(os.listdir(folder.parent)) == [".train.lock", ".train.used", "train"]
     assert "first" in (folder / "lib/word.py").read_text()
     (folder / "result.txt").write_text("mine")
     check_out(second, tmp_path / "work", environ)
@@ -325,3 +330,21 @@ def test_a_job_that_is_submitted_has_the_commit_of_that_moment(
     assert any("second True ['--epochs', '2'] []" in text for text in texts)
     assert not any(SECRET in text for text in texts)
     assert not origin.seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_agent_that_is_ended_while_it_fetches(
+    origin: Origin, world: World, number: signal.Signals
+) -> None:
+    """Nothing goes on, and nothing half lies around."""
+    origin.answers.clear()
+    commit = f"--git={origin.url}@{origin.first}"
+    words = (os.sys.executable, "-m", "elasticrun", "--standalone", commit, "main.py")
+    job = world.command(words, env=world.environment(), cwd=world.scratch)
+    assert origin.asked.wait(LIMIT)
+    os.kill(job.pid, number)
+    assert job.wait() == 128 + number
+    await_true(lambda: not shown(origin.url), "end of git")
+    origin.answers.set()
+    assert sorted(os.listdir(world.scratch / "code")) == [".train.lock", ".train.used"]

@@ -137,8 +137,11 @@ def check_out(source: GitSource, workdir: Path, environ: Mapping[str, str]) -> i
 
 def _put(source: GitSource, folder: Path, environ: Mapping[str, str], in_use: int) -> None:
     if not folder.exists():
-        part = folder.with_name(f".{folder.name}.{os.uname().nodename}.{os.getpid()}")
-        shutil.rmtree(part, ignore_errors=True)  # a container that was killed had the same number
+        prefix = f".{folder.name}.{os.uname().nodename}."
+        for left in folder.parent.iterdir():
+            if left.name.startswith(prefix):  # by an agent that was killed
+                shutil.rmtree(left, ignore_errors=True)
+        part = folder.with_name(f"{prefix}{os.getpid()}")
         try:
             part.mkdir()
             hashes = "sha256" if len(source.ref) == 64 else "sha1"
