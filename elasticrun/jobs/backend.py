@@ -69,12 +69,20 @@ class Submission(Struct, frozen=True, kw_only=True):
     uid: str = ""  # of the object in the cluster
 
 
-class Backend(Protocol):
-    """One place. `run` is a job's run folder; each method returns a sentence on what was done, or
-    raises NotDone."""
+class Place(Protocol):
+    """Where jobs run. `run` is a job's run folder; each method returns a sentence on what was done,
+    or raises NotDone."""
 
     def submit(self, run: RunFolder, wanted: Submission) -> str:
         """Start it; returns when that is on its way. The folder has the job's record already."""
+
+    def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
+        """These rows of its jobs, by what the place itself knows of them, which may be better."""
+
+
+class Backend(Place, Protocol):
+    """One whose jobs this program itself looks after. In a cluster the API server is told instead,
+    by which a job without a run folder is known as well (`jobs/kube/`)."""
 
     def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
         """Set how many nodes it has at most; `ask` puts a request to its master."""
@@ -93,9 +101,6 @@ class Backend(Protocol):
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
         """Run a command on a node of it, on this terminal; the command's exit code."""
-
-    def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """These rows of its jobs, by what the place itself knows of them, which may be better."""
 
 
 def submission(run: RunFolder) -> Submission:

@@ -52,8 +52,6 @@ def backend(place: str, environ: Mapping[str, str]) -> Backend:
         return SshJobs(environ)
     if place == "slurm":
         return SlurmJobs(environ)
-    if place == "k8s":
-        return KubernetesJobs(environ)
     raise NotDone(f"nothing is known of a place {place}")
 
 
@@ -94,7 +92,8 @@ def by_their_places(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[
             own[place].append(row)
     for place, theirs in own.items():
         if theirs:
-            known |= {row.run: row for row in backend(place, environ).jobs(theirs)}
+            by = KubernetesJobs() if place == "k8s" else backend(place, environ)
+            known |= {row.run: row for row in by.jobs(theirs)}
     return [known.get(row.run, row) for row in rows]
 
 

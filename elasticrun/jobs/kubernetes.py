@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from elasticrun.jobs.backend import NotDone, Submission, submission, write_submission
 from elasticrun.jobs.rows import JobRow
 from elasticrun.runs.layout import ENDED, RunFolder, RunResult
-from elasticrun.wire.messages import Reply, Request
 
 if TYPE_CHECKING:
     from elasticrun.jobs.kube.api import KubeApi
@@ -24,14 +23,9 @@ if TYPE_CHECKING:
 LIST_LIMIT: Final = 5.0
 """Seconds that a list waits for a cluster; then it shows what is remembered."""
 
-Act = Callable[["KubeApi", "ClusterJob"], Awaitable[str]]
-
 
 class KubernetesJobs:
     """The clusters of the kubeconfig; which is meant, a job's run folder says."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
 
     def submit(self, run: RunFolder, wanted: Submission) -> str:
         """Make the objects that it was read as."""
@@ -53,78 +47,12 @@ class KubernetesJobs:
         write_submission(run, replace(wanted, script="", uid=uid))  # a token is in the script
         return made
 
-    def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
-        """The object says how many; the operator tells the master."""
-        from elasticrun.jobs.kube import acts
-
-        return self._done(run, lambda api, job: acts.scale(api, job, wanted.number))
-
-    def suspend(self, run: RunFolder) -> str:
-        """`spec.suspend`, upon which pods save and go."""
-        from elasticrun.jobs.kube import acts
-
-        return self._done(run, acts.suspend)
-
-    def resume(self, run: RunFolder) -> str:
-        """`spec.suspend` taken back."""
-        from elasticrun.jobs.kube import acts
-
-        return self._done(run, acts.resume)
-
-    def stop(self, run: RunFolder) -> str:
-        """Suspended, and marked as ended by a person; the object stays."""
-        from elasticrun.jobs.kube import acts
-
-        return self._done(run, lambda api, job: acts.suspend(api, job, stop=True))
-
-    def end(self, run: RunFolder) -> None:
-        """The object is deleted; it is as good where there is none."""
-        from elasticrun.jobs.kube import acts
-
-        self._done(run, acts.delete, missing="it has gone")
-        note_end(run, "stopped", "deleted from the cluster")
-
-    def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
-        """By kubectl, in a pod."""
-        from elasticrun.jobs.kube import acts, inside
-        from elasticrun.jobs.kube.api import KubeApi
-
-        known = submission(run)
-
-        async def where() -> list[str]:
-            async with KubeApi(known.context, known.namespace) as api:
-                job = await acts.find(api, known.name, exact=True)
-                return await inside.on_node(api, job, node, command)
-
-        return inside.handed_over(asyncio.run(where()), self._environ)
-
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """By their objects; those of a cluster that cannot be asked as they are."""
         try:
             return asyncio.run(_looked_up(rows))
         except NotDone:
             return list(rows)
-
-    def _done(self, run: RunFolder, act: Act, missing: str = "") -> str:
-        """Find its object and do something to it. `missing`: what is said where there is none; ""
-        for NotDone."""
-        from elasticrun.jobs.kube.api import KubeApi
-
-        known = submission(run)
-
-        async def do() -> str:
-            async with KubeApi(known.context, known.namespace) as api:
-                job = await _object(api, known)
-                if job is not None:
-                    return await act(api, job)
-                if missing:
-                    return missing
-                raise NotDone(
-                    f"the cluster has no job {known.name} in namespace {api.namespace} any more: "
-                    f"`elasticrun delete {known.name}` forgets it"
-                )
-
-        return asyncio.run(do())
 
 
 async def _object(api: KubeApi, known: Submission) -> ClusterJob | None:

@@ -34,8 +34,8 @@ from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from elasticrun.jobs import choosing
 from elasticrun.jobs.backend import (
     TOKEN,
-    Backend,
     NotDone,
+    Place,
     Submission,
     make_token,
     write_submission,
@@ -61,7 +61,7 @@ OF_HOSTS: Final = ("hosts", "hostfile", "ssh")
 """Flags of the launcher that only --on ssh takes."""
 
 Wanted = Callable[
-    [argparse.Namespace, Sequence[str], Path, Callable[[str], None]], tuple[Submission, Backend]
+    [argparse.Namespace, Sequence[str], Path, Callable[[str], None]], tuple[Submission, Place]
 ]
 """How what was typed is read for one place: with the run folder, and who hears of it."""
 
@@ -188,7 +188,7 @@ def _submit(
 
 
 def _start(
-    run: RunFolder, ns: argparse.Namespace, known: Submission, place: Backend, root: Path
+    run: RunFolder, ns: argparse.Namespace, known: Submission, place: Place, root: Path
 ) -> str:
     """What its place says. NotDone."""
     here = known.on != "k8s"
@@ -222,7 +222,7 @@ def _give_up(run: RunFolder, why: str, *, fresh: bool) -> None:
 
 def _of_this_host(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
-) -> tuple[Submission, Backend]:
+) -> tuple[Submission, Place]:
     """Read as the launcher will read it on this host. UsageError."""
     from elasticrun.cli.main import check_data, check_program
 
@@ -264,7 +264,7 @@ def _of_this_host(
 
 def _of_hosts(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
-) -> tuple[Submission, Backend]:
+) -> tuple[Submission, Place]:
     """Read as the launcher reads --hosts. UsageError."""
     from elasticrun.cli.verbs.hosts import plan_of
     from elasticrun.hosts.ssh import is_here
@@ -318,7 +318,7 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _of_slurm(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
-) -> tuple[Submission, Backend]:
+) -> tuple[Submission, Place]:
     """As `render slurm` prints it; the nodes find the run folder by its path. UsageError."""
     if ns.array:
         raise Invalid("--array: submit makes one job; elasticrun render slurm prints arrays")

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from elasticrun.cli import settings
-from elasticrun.cli.trust import withdraw
 from elasticrun.cli.verbs import render, render_flags
-from elasticrun.jobs import choosing
-from elasticrun.jobs.backend import Backend, Forbidden, Submission
+from elasticrun.jobs.backend import Forbidden, Place, Submission
+from elasticrun.jobs.kubernetes import KubernetesJobs
 from elasticrun.render import pods
 from elasticrun.render.elastic import elastic_document
 
 
 def of_kubernetes(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
-) -> tuple[Submission, Backend]:
+) -> tuple[Submission, Place]:
     """An ElasticJob where the cluster has that kind, else what `render k8s` prints; the API server
     has checked all of it. UsageError, Invalid, NotDone."""
     asked = argparse.Namespace(**{**vars(ns), "save_at_breakpoint": True})
@@ -43,7 +42,7 @@ def of_kubernetes(
         context=where[0],
         namespace=where[1],
     )
-    return known, choosing.backend("k8s", withdraw())
+    return known, KubernetesJobs()
 
 
 OF_ITS_MASTER: Final = {
