@@ -129,7 +129,7 @@ def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> 
 def known(where: str) -> list[str]:
     """Arena's flags that mean something there."""
     place = _place(where)
-    return [name for name, row in ROWS.items() if place in row.words or row.note]
+    return [*SPECIAL, *(name for name, row in ROWS.items() if place in row.words or row.note)]
 
 
 def _place(where: str) -> str:
@@ -175,9 +175,8 @@ class _Translation:
             return [f"--env={name}={ref}" for name, ref in self._refs.items()]
         ref = self._refs.get("GIT_SYNC_REV") or self._refs.get("GIT_SYNC_BRANCH")
         done = [f"--git={self._git}@{ref}" if ref else f"--git={self._git}"]
-        if self._place == PODS and {"--sync-source", "--working-dir"} & self._seen == {
-            "--sync-source"
-        }:
+        of_arena = "--sync-source" in self._seen and "--working-dir" not in self._seen
+        if of_arena and self._place == PODS:
             self._say(f"the code is put below {ROOT}, as Arena has it; --working-dir names another")
             done.append(f"--working-dir={ROOT}")
         return done
