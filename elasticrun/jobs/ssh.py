@@ -79,7 +79,10 @@ def _by_process(row: JobRow) -> JobRow:
     if row.state != "submitted":
         return row
     try:
-        runs = living(RunFolder(Path(row.run)))
+        run = RunFolder(Path(row.run))
+        runs = living(run)
     except NotDone:
         return row
-    return replace(row, state="running") if runs else row
+    _, own, said = run.last_words().partition("elasticrun: ")  # of a host that is not reached, say
+    reason = said if own else ""
+    return replace(row, state="running", reason=reason) if runs else row

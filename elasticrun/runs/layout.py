@@ -210,7 +210,7 @@ class RunFolder:
     def why_lost(self, job: JobRecord) -> str:
         """Of a lost job: what has ended it, as far as that is known, and what was heard last."""
         if not job.pid:
-            return self._last_words() or "it was submitted, and no launcher has begun"
+            return self.last_words() or "it was submitted, and no launcher has begun"
         if job.boot_id and job.boot_id != boot_id():
             why = f"{job.host} was started anew while the job ran"
         else:
@@ -219,8 +219,8 @@ class RunFolder:
         why += f"; the last step it told was {step}" if step >= 0 else ""
         return why + (f"; last event: {events[-1].text}" if events else "")
 
-    def _last_words(self) -> str:
-        """The last line that launchers printed."""
+    def last_words(self) -> str:
+        """The last line that launchers printed, "" for none."""
         with contextlib.suppress(OSError), open(self.path / CONSOLE, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
             lines = file.read(LAST_BYTES).decode(errors="replace").split("\n")

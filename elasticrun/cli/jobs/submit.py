@@ -296,7 +296,7 @@ def _of_hosts(
 
 
 def _to_files(ns: argparse.Namespace) -> bool:
-    return not {"tee", "redirects", "log_dir", "logs_specs"} & set(ns.given)
+    return not {"tee", "redirects", "logs_specs"} & set(ns.given)
 
 
 def _not_shared(folder: Path, who: str) -> str:
