@@ -43,6 +43,9 @@ def test_verbs_flags_and_names_of_jobs(world: World) -> None:
     assert "--keep-files" in completed(script, world, "delete", "--k")
     assert completed(script, world, "delete", "tr") == ["train-7"]
     assert completed(script, world, "top", "no") == ["nodes"]
+    assert completed(script, world, "render", "s") == ["slurm"]
+    for words in (("scale", "tr"), ("incidents", "tr"), ("ckpt", "ls", "tr")):
+        assert completed(script, world, *words) == ["train-7"], words
     assert completed(script, world, "logs", "-f", "tr") == ["train-7"]
     assert ran("completion", "zsh", env=world.environment()).stdout.startswith(
         "#compdef elasticrun"

@@ -130,7 +130,9 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     assert max((folder / "ckpt").glob("step-*/.metadata")) > before  # it has saved first
 
     assert person.row("tr")["state"] == "stopped"
-    assert "stopped by" in person.types("status", "tr")
+    said = person.types("status", "tr")
+    assert "stopped by" in said
+    assert "\nto go on: elasticrun resume tr\n" in said
     assert json.loads(person.types("status", "tr", "-o", "json"))["state"] == "stopped"
     person.types("logs", "tr", "--tail", "1")
     code, why = person.hears("suspend", "tr")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from elasticrun.cli.flags import PROG, Described, Parser, get_args_parser
+from elasticrun.cli.verbs.render_flags import TARGETS
 from elasticrun.config import EXIT_OK
 
 NAMES: Final = (
@@ -31,6 +32,14 @@ def _names(function: str, more: str = "") -> dict[str, object]:
 
 JOBS: Final = _names("_elasticrun_jobs")
 OF_TOP: Final = _names("_elasticrun_top", "nodes ")
+
+ALSO: Final = (
+    ("status", "endpoint"),
+    ("incidents", "words"),
+    ("scale", "number"),
+    ("ckpt", "folder"),
+)
+"""Arguments of verbs that may be a job, beside those that are called so."""
 
 FIRST: Final = {"render": ["k8s"], "exec": ["JOB", "--", "true"]}
 """Words without which a verb does not come to its parser."""
@@ -68,10 +77,19 @@ def _parser_of(verb: str, run: Callable[[str, list[str]], int]) -> argparse.Argu
     try:
         run(verb, FIRST.get(verb, []))
     except Described as found:
-        for action in found.parser._actions:
-            if action.dest in ("job", "jobs") or (verb, action.dest) == ("status", "endpoint"):
-                action.complete = OF_TOP if verb == "top" else JOBS  # type: ignore[attr-defined]
+        if verb == "render":  # whose target chooses the parser
+            found.parser.add_argument("target", choices=tuple(TARGETS))
+        _complete_jobs(verb, found.parser)
         return found.parser
     finally:
         Parser.describes = False
     raise AssertionError(f"{verb} parses nothing")
+
+
+def _complete_jobs(verb: str, parser: argparse.ArgumentParser) -> None:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                _complete_jobs(verb, below)
+        elif action.dest in ("job", "jobs") or (verb, action.dest) in ALSO:
+            action.complete = OF_TOP if verb == "top" else JOBS  # type: ignore[attr-defined]

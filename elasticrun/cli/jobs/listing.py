@@ -31,6 +31,7 @@ from elasticrun.cli.verbs.status import (
 )
 from elasticrun.config import EXIT_USAGE, Tls
 from elasticrun.core.words import some
+from elasticrun.jobs.backend import is_ours
 from elasticrun.jobs.choosing import by_their_places
 from elasticrun.jobs.line import NotAnswered, master_of
 from elasticrun.jobs.rows import JobRow, live_row, row_of
@@ -147,12 +148,14 @@ def shown(row: JobRow) -> tuple[str, ...]:
 
 def left_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]:
     """What a job has left that does not run here, for people."""
+    again = is_ours(folder) and row.state in (*ENDED, "suspended") and row.state != "succeeded"
     said = {
         "outcome": row.reason,
         "progress": folder.told(),
         "command": " ".join(job.command),
         "commit": job.git_commit,
         "run folder": row.run,
+        "to go on": f"{PROG} resume {job.name}" if again else "",
     }
     told = [*lines(TITLES, [shown(row)], COLUMNS), ""]
     told += [f"{name}: {text}" for name, text in said.items() if text]
