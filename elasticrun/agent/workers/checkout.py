@@ -16,6 +16,7 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,9 @@ GIT_LIMIT: Final = 600.0
 """Seconds for one git command, and for another agent on this node that is at it."""
 LOOK_LIMIT: Final = 60.0
 """Seconds for asking which commit a name means."""
+
+MFD_EXEC: Final = 0x10
+"""Of memfd_create: it may be run also where vm.memfd_noexec is 1. os has no name for it."""
 
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?\Z")
 _AUTHORITY: Final = re.compile(r"[a-z+]+://[^/]*|[^/@:]+@[^/:]+:|")
@@ -264,9 +268,10 @@ def _answering(files: contextlib.ExitStack, url: str, secrets: list[str]) -> Ite
     """Files in memory with user and password, and with the program that tells git one of them."""
     found = _HOST.match(url)
     scheme, host = map(shlex.quote, found.groups() if found else ("", ""))
-    user, password = (files.enter_context(_in_memory(text)) for text in secrets)
+    texts = (secrets[0] or "git", secrets[1])  # with a token any name will do, but no empty one
+    user, password = (files.enter_context(_in_memory(text)) for text in texts)
     asking = _ANSWER.format(scheme=scheme, host=host, user=user, password=password)
-    yield from (user, password, files.enter_context(_in_memory(asking)))
+    yield from (user, password, files.enter_context(_in_memory(asking, 0o700)))
 
 
 def _why(source: GitSource, said: str, secrets: list[str]) -> str:
@@ -289,13 +294,23 @@ def _why(source: GitSource, said: str, secrets: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def _in_memory(text: str) -> Iterator[int]:
-    """A file without a name; closed for writing, or the kernel would not run it."""
-    written = os.memfd_create("elasticrun")
+def _in_memory(text: str, mode: int = 0o600) -> Iterator[int]:
+    """A file without a name; closed for writing, or the kernel would not run it. GitError."""
     try:
-        os.fchmod(written, 0o700)
+        written = os.memfd_create(
+            "elasticrun", os.MFD_CLOEXEC | (MFD_EXEC if mode & stat.S_IXUSR else 0)
+        )
+    except OSError:  # a kernel before 6.3 knows no MFD_EXEC
+        written = os.memfd_create("elasticrun")
+    try:
+        os.fchmod(written, mode)
         os.write(written, text.encode())
         fd = os.open(f"/proc/self/fd/{written}", os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError:
+        raise GitError(
+            "--git: this host runs no program from memory (sysctl vm.memfd_noexec): leave "
+            f"{GIT_USERNAMES[1]} and {GIT_PASSWORDS[1]} out, and give git a credential helper"
+        ) from None
     finally:
         os.close(written)
     try:
