@@ -17,7 +17,7 @@ NAME = RoundName(1, 1, "aa")
 
 
 def group(key: str, ranks: str, count: int) -> m.StackGroup:
-    return m.StackGroup(key, ranks, count, "", f"train.py:{count} {key}")
+    return m.StackGroup(key, ranks, count, "", f"torch.nn forward\ntrain.py:{count} {key}")
 
 
 def test_stacks_of_all_nodes_come_together_the_rarest_first() -> None:
@@ -28,7 +28,8 @@ def test_stacks_of_all_nodes_come_together_the_rarest_first() -> None:
     )
     call.take("nobody", m.Stacks(NAME, 1, ()))
     assert [(row.ranks, row.count) for row in call.stacks()] == [("6", 1), ("0-5", 6)]
-    assert call.stack_of(5) == "train.py:4 step"
+    assert call.stack_of(5) == "torch.nn forward\ntrain.py:4 step"
+    assert call.lines_of(6) == {"": "train.py:1 load"}
     assert call.missing() == "rank 7: no; no word from c"
     assert call.folder("a") == call.folder("b") == ("logs/hang-1", "a")
     assert not call.done

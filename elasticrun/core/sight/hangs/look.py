@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -20,6 +21,9 @@ LONG: Final = 10.0
 
 MOST_SAID: Final = 100
 """Lines of the ranks' output that are shown."""
+
+OWN_LINE: Final = re.compile(r"^\S+:\d+ .+$", re.MULTILINE)
+"""Of a stack, a line in the user's own source."""
 
 SLOW_STEP: Final = 5.0
 """Seconds in which nothing of a rank moves before it is shown as one that waits."""
@@ -111,6 +115,13 @@ class RollCall:
     def said_by(self, rank: int) -> str:
         """What this rank has written last, a line each."""
         return "\n".join(row.text for row in self.said() if rank in _ranks(row.ranks))
+
+    def lines_of(self, rank: int) -> dict[str, str]:
+        """Where the threads of a rank and its loaders are in the user's source, by what they are
+        called, the main one ""."""
+        rows = [row for row in self.stacks() if rank in _ranks(row.ranks)]
+        lines = {row.thread: OWN_LINE.search(row.text) for row in rows}
+        return {thread: line[0] for thread, line in lines.items() if line is not None}
 
     def stack_of(self, rank: int) -> str:
         """The main thread of a rank, a line a frame; "" where it is not known."""

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec.structs import replace
+
 from elasticrun.core.context import JobContext
 from elasticrun.core.deadlines import earliest
 from elasticrun.core.nodes.node import Health
@@ -275,15 +277,30 @@ class Watch:
         return VerdictRow(
             klass=told.klass.value,
             kind=told.kind,
-            sentence=running_on(told.sentence, self._ctx.now - self._told_at),
+            sentence=running_on(self._in_words(told), self._ctx.now - self._told_at),
             since=self.quiet(),
             ranks=write_ranges(told.odd),
             node=told.of_node,
             then=self._then(told),
             folder=folder,
             says=told.says,
-            place=told.place,
+            place=told.place or self._lines(told).get("", ""),
         )
+
+    def _lines(self, told: Impasse) -> Mapping[str, str]:
+        """Where stacks find the threads of the rank that it is about, since nothing has moved."""
+        look = self._with_stacks
+        fresh = look is not None and self._since is not None and look.at >= self._since
+        return look.lines_of(told.odd[0]) if look and fresh and told.odd and not told.says else {}
+
+    def _in_words(self, told: Impasse) -> str:
+        """Its sentence, and what only stacks tell: where a rank is that does not say so itself, and
+        a worker of its data loader."""
+        lines = self._lines(told)
+        if "" in lines and not told.place:
+            return f"{told.sentence}; it is at {lines['']}"
+        loader = next((thread for thread in lines if thread.startswith("loader")), "")
+        return f"{told.sentence}; its {loader} is at {lines[loader]}" if loader else told.sentence
 
     def ranks(self) -> tuple[float, tuple[RankRow, ...]]:
         """The age of the last look, -1.0 for none, and its ranks."""
@@ -292,7 +309,15 @@ class Watch:
             return -1.0, ()
         told = self._told
         odd = {} if told is None else dict.fromkeys(told.odd, STATES.get(told.klass, "odd"))
-        return self._ctx.now - look.at, rows(Scene(look.sightings, self.quiet()), odd)
+        found = rows(Scene(look.sightings, self.quiet()), odd)
+        place = self._lines(told).get("", "") if told is not None else ""
+        if place and told is not None:  # of one that does not answer
+            odd_one = told.odd[0]
+            found = tuple(
+                replace(row, place=place) if row.rank == odd_one and not row.place else row
+                for row in found
+            )
+        return self._ctx.now - look.at, found
 
     def stacks(self) -> tuple[tuple[StackRow, ...], str]:
         """Of the last look with stacks, the rarest first; and what is missing."""
@@ -549,7 +574,7 @@ class Watch:
             where = "; stacks are in no file (--log-dir DIR keeps them)"
         where += f" on node {node}" if folder and len(self._ctx.rdzv.last.stages) > 1 else ""
         told_by = "no hang" if verdict.kind == SAID else f"hang ({verdict.klass.value})"
-        self._warn(f"{told_by}: {verdict.sentence}; {then}{where}")
+        self._warn(f"{told_by}: {self._in_words(verdict)}; {then}{where}")
 
     def _warn(self, text: str, level: str = "warning") -> None:
         """To whoever looks at the master or at a node of the round."""
