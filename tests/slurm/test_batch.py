@@ -140,9 +140,9 @@ def test_the_script_of_the_page(slurm: Slurm) -> None:
 def test_a_signal_before_the_end(slurm: Slurm, name: str, flags: str) -> None:
     """`--signal=USR1@...`: the step gets it, so many seconds before the time limit. Agents are told
     that it ends them (SIGTERM does anyway)."""
-    job = trains(slurm, "--time=1", f"--signal={name}@30", flags=flags)
+    job = trains(slurm, "--time=2", f"--signal={name}@60", flags=flags)
     until_file(job.console, lambda shown: f"\nover {EXIT_SAVED}\n" in shown)
-    # a second life on a busy machine may take longer than the half minute after which it is signalled
+    # a second life on a busy machine may take longer than the minute after which it is signalled
     slurm.cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=10")
     goes_on(slurm, job)
 
