@@ -54,6 +54,7 @@ class Submission(Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}  # beside that of who starts it
     min_nodes: int = 1
     max_nodes: int = 1
+    scaled: int = 0  # nodes at most by `scale` since; 0: it was not scaled
     gpus: tuple[
         str, ...
     ] = ()  # that the nodes of this host share out, as CUDA_VISIBLE_DEVICES has it

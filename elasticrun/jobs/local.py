@@ -56,8 +56,8 @@ class LocalJobs:
 
     def submit(self, run: RunFolder, wanted: Submission) -> str:
         """One agent a node, all at once."""
-        count = 1 if wanted.hosts else wanted.max_nodes
-        port = _free_port() if count > 1 else 0
+        count = 1 if wanted.hosts else wanted.scaled or wanted.max_nodes
+        port = _free_port() if wanted.max_nodes > 1 and not wanted.hosts else 0
         self._start(run, replace(wanted, port=port, agents=()), count)
         nodes = f", with {count} agents as its nodes" if count > 1 else ""
         where = names(wanted.hosts) if wanted.hosts else "this host"
@@ -94,8 +94,10 @@ class LocalJobs:
         said = ask(wanted).reason
         if job is not None:
             low = min(known.min_nodes, wanted.number)
+            known = replace(known, scaled=wanted.number)
             with contextlib.suppress(OSError):  # a full disk; the master knows
                 run.write_job(replace(job, nodes=f"{low}:{wanted.number}"))
+                write_submission(run, known)
         missing = wanted.number - len(living(run))
         if known.port and missing > 0:
             self._start(run, known, missing)
@@ -216,7 +218,8 @@ def meeting(known: Submission, node: str, port: int) -> list[str]:
         return words
     if known.max_nodes == 1:
         return [*words, "--standalone"]
-    words += [f"--nnodes={known.min_nodes}:{known.max_nodes}", f"--node-id={node}"]
+    most = known.scaled or known.max_nodes
+    words += [f"--nnodes={min(known.min_nodes, most)}:{most}", f"--node-id={node}"]
     return [*words, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
 
 

@@ -117,7 +117,7 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     assert person.row("tr")["state"] == "suspended"
     assert starts(out, 0)[0] == 0
     lives = len(starts(out, 0))
-    person.types("resume", "tr")
+    assert "with 3 agents" in person.types("resume", "tr"), "as it was scaled"
     await_true(lambda: len(starts(out, 0)) > lives, "another life")
     assert starts(out, 0)[-1] > 0
     person.until("tr", state="running")

@@ -103,16 +103,14 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     except OSError as wrong:
         print(f"elasticrun logs: the user's folder cannot be read: {wrong}", file=sys.stderr)
         return 1
-    if not found and folder is not None and (folder.path / CONSOLE).exists():
+    if not found and folder is not None and _has_words(folder.path / CONSOLE):
         asked.write(-1, folder.path / CONSOLE, _read(folder.path / CONSOLE, asked)[1])
         return 0
-    if not found and folder is not None and folder.state() == "submitted":
-        words = f"job {asked.job} has not begun; elasticrun status {asked.job} says why"
-        print(f"elasticrun logs: {words}", file=sys.stderr)
-        return 1
     if not found:
         what = f"job {asked.job}" if asked.job else "any job of yours"
         words = f"there are no log files of {what} on this host; --tee or --redirects writes them"
+        if folder is not None and folder.state() in ("submitted", "waiting"):
+            words = f"{what} has not begun; elasticrun status {asked.job} says how it stands"
         why = words if folder is not None else _unknown(variables, asked.job) or words
         print(f"elasticrun logs: {why}", file=sys.stderr)
         return 1
@@ -152,6 +150,10 @@ def _unknown(environ: Mapping[str, str], job: str) -> str:
     except (OSError, index.NoRun) as why:
         return str(why)
     return ""
+
+
+def _has_words(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
 
 
 def _is_over(folder: RunFolder) -> bool:
