@@ -51,8 +51,8 @@ class KubernetesJobs:
         """By their objects; those of a cluster that cannot be asked as they are."""
         try:
             return asyncio.run(_looked_up(rows))
-        except NotDone:
-            return list(rows)
+        except NotDone as why:  # the extra is missing
+            return [replace(row, reason=str(why)) for row in rows]
 
 
 async def _object(api: KubeApi, known: Submission) -> ClusterJob | None:
@@ -97,7 +97,9 @@ async def _looked_up(rows: Sequence[JobRow]) -> list[JobRow]:
         try:
             async with asyncio.timeout(LIST_LIMIT):
                 return row if row.state in ENDED else await one(row)
-        except (NotDone, TimeoutError, OSError):
-            return row
+        except TimeoutError:
+            return replace(row, reason=f"its cluster has not answered within {LIST_LIMIT:g} s")
+        except (NotDone, OSError) as why:
+            return replace(row, reason=str(why))
 
     return list(await asyncio.gather(*map(bounded, rows)))

@@ -157,12 +157,14 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
 
     user.submits("gone")
     user.submits("gone-too")
+    user.types("suspend", "gone")
     assert "several jobs are in namespace default" in user.hears("status", "--on", "k8s")
     user.kubectl("delete", "ej", "gone")
     assert user.row()["name"] == "gone-too"
     assert "lost" in user.types("list")
     assert "`elasticrun delete gone` forgets it" in user.hears("suspend", "gone")
     user.submits("gone")
+    assert "Suspended" not in user.types("status", "gone"), "which befell the one before"
     rows = json.loads(user.types("list", "-o", "json"))
     assert [row["state"] == "lost" for row in rows if row["name"] == "gone"] == [False, True]
     user.kubectl("delete", "ej", "gone")
@@ -170,6 +172,8 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
         assert "the cluster has job gone no more" in user.types("delete", "gone")
     assert "lost" not in user.types("list")
     assert "gone-too" in user.types("status", "--on", "k8s")
+    done = ran("list", env={**user.environ, "KUBECONFIG": "/none"})
+    assert "gone-too: no cluster is known here" in done.stdout
     operator.stop()
 
 

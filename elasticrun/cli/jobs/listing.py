@@ -30,7 +30,7 @@ from elasticrun.cli.verbs.status import (
     question_to,
 )
 from elasticrun.config import EXIT_USAGE, Tls
-from elasticrun.core.words import some
+from elasticrun.core.words import plain, some
 from elasticrun.jobs.backend import is_ours
 from elasticrun.jobs.choosing import by_their_places
 from elasticrun.jobs.line import NotAnswered, master_of
@@ -70,6 +70,9 @@ def main(argv: Sequence[str]) -> int:
         print(as_json(rows))
     elif rows:
         print(*lines(TITLES, [shown(row) for row in rows], COLUMNS), sep="\n")
+        for row in rows:
+            if (row.where, row.state) == ("k8s", "submitted") and row.reason:
+                print(f"{row.name}: {plain(row.reason)}")
     else:
         print(f"no job of yours is known here; `{PROG} train.py` runs one")
     return 1 if silent else 0

@@ -184,7 +184,8 @@ async def _status(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
     pods = await acts.pods(api, job)
     try:
         only = {"fields": {"involvedObject.name": job.name}}
-        events = await api.list(EVENTS, job.namespace, **only)
+        found = await api.list(EVENTS, job.namespace, **only)
+        events = [one for one in found if one["involvedObject"].get("uid") == job.uid]
         hidden = ""
     except Forbidden as why:
         events, hidden = [], str(why)
