@@ -229,7 +229,8 @@ def _spelt(name: str) -> str:
 
 
 def _only(name: str, row: Row) -> str:
-    who = "pods" if SLURM not in row.words else "pods and of Slurm's jobs"
+    pods, slurm = "pods (submit --on k8s)", "of Slurm's jobs (--on slurm)"
+    who = pods if SLURM not in row.words else f"{pods} and {slurm}"
     return f"{name} is said of {who}: leave it out here"
 
 
