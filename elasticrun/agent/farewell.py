@@ -24,7 +24,7 @@ from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.exits import signal_name, write_own, write_own_words
 from elasticrun.config import EXIT_FINAL, EXIT_OK, EXIT_SAVED, AgentConfig
 from elasticrun.core.events import Exit
-from elasticrun.core.rounds.failures import is_alike
+from elasticrun.core.rounds.failures import HAD_ENDED, is_alike
 from elasticrun.operator_log import StderrWriter, last_word, logger
 from elasticrun.system.sweep import end_at_once
 from elasticrun.wire import env
@@ -120,7 +120,9 @@ def _block(index: int, failure: Failure) -> str:
         signal_text = ""
     when = failure.time_us // 1_000_000 or int(time.time())  # a hang, which has none, ends now
     at = datetime.fromtimestamp(when)  # noqa: DTZ006 (for people here)
-    text = failure.traceback.replace("\n", "\n  ") or failure.message
+    who, ended, _ = failure.message.partition(HAD_ENDED)
+    before = f"{who} had ended with 0 before this:\n  " if ended and failure.traceback else ""
+    text = before + failure.traceback.replace("\n", "\n  ") or failure.message
     return "\n".join(
         (
             f"[{index}]:",

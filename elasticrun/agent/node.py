@@ -392,7 +392,7 @@ class NodeAgent:
     def _spawn(self, effect: fx.SpawnRanks) -> None:
         now = time.monotonic()
         start = effect.start
-        self._story.starts(start)
+        self._story.starts(start, now)
         # which the master may have told anew
         self._spawners.keep_alive(self._brain.master_lost_timeout)
         self._meeting.store(start.store)

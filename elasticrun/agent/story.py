@@ -76,9 +76,11 @@ class Story:
         since, before = self._broke or (now, -1)
         self._broke = (since, max(before, newest))
 
-    def starts(self, start: Start) -> None:
+    def starts(self, start: Start, now: float) -> None:
         """Ranks of this round are about to be started."""
         last, self._last = self._last, start
+        if self._broke is not None and start.down:  # the master knows when that began elsewhere
+            self._broke = (min(self._broke[0], now - start.down), self._broke[1])
         self._grows = last is not None and start.world_size > last.world_size
         size = f"{some(start.group_world_size, 'node')}, world size {start.world_size}"
         self._words, self._told = "", False

@@ -12,6 +12,9 @@ from elasticrun.core import events
 from elasticrun.core.sight.picture import IncidentRow, VerdictRow
 from elasticrun.wire import messages as m
 
+BEFORE: Final = ("detect", "left")
+"""Phases that were over when an incident began."""
+
 MOST: Final = 100_000
 """Events that are written; later ones are left out."""
 
@@ -86,7 +89,7 @@ class ChromeTrace:
             self._over(noticed)
 
     def _incident(self, row: IncidentRow, noticed: float) -> None:
-        at = noticed - sum(phase.seconds for phase in row.phases if phase.name == "detect")
+        at = noticed - sum(phase.seconds for phase in row.phases if phase.name in BEFORE)
         about = {"cause": row.cause, "what": row.sentence, "decision": row.decision}
         whole = sum(phase.seconds for phase in row.phases)
         self._span(INCIDENTS, f"incident {row.number}", at, whole, about)

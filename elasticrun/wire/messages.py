@@ -760,6 +760,7 @@ class Start(Struct, frozen=True):
     suspect: bool = False  # `restore` comes last too: ranks have failed soon after it
     restore_step: StepOrNone = -1  # a person wants this step and no other; -1: nobody does
     why: str = ""  # what ended the round before it, in a clause; "": it is the first, or not known
+    down: float = 0.0  # seconds since training stopped; 0.0: not known
 
     def agree(self, where: str) -> None:
         _agree_on_place(self, where)

@@ -36,7 +36,7 @@ class Told:
             say=self.lines.append,
         )
         if first is not None:
-            self.story.starts(first)
+            self.story.starts(first, self.now)
             self.story.running(self.now)
 
     def restart(self, start: Start, *, step: int | None = None, newest: int = -1) -> list[str]:
@@ -46,7 +46,7 @@ class Told:
         self.story.broke(newest, self.now)
         self.now = 10.2
         self.story.broke(newest, self.now)  # said again
-        self.story.starts(start)
+        self.story.starts(start, self.now)
         self.now = 10.41
         self.story.running(self.now)
         if step is not None:
@@ -73,7 +73,7 @@ def test_a_join() -> None:
         "restarted in 0.41 s",
     ]
     newcomer = Told(first=None)
-    newcomer.story.starts(both)
+    newcomer.story.starts(both, newcomer.now)
     newcomer.story.running(newcomer.now)
     newcomer.story.resumed(230, "memory", newcomer.now)
     assert newcomer.lines == ["this node joined: 2 nodes, world size 4", "resumed at step 230"]

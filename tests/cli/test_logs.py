@@ -79,7 +79,7 @@ dist.barrier()
         ("kill", "rank 1 failed (killed by SIGKILL); then ranks 0,2 lost their connection"),
         (
             "0",
-            "rank _ failed (lost its connection to another rank; rank 1 had ended with 0); "
+            "rank 1 ended with 0 while others went on; rank _ lost its connection; "
             "then rank _ lost its connection",
         ),
     ],

@@ -49,7 +49,7 @@ for step in range(ckpt.restore(), 40):
 }
 
 LINE = re.compile(
-    r"goodput \d+\.\d %( \(ETTR [\d.]+ %\))?: 1 restart cost [\d.]+ s \(rank failure [\d.]+ s\), "
+    r"goodput \d+\.\d %( \(ETTR [\d.]+ %\))?: 1 interruption cost [\d.]+ s \(rank failure [\d.]+ s\), "
     r"\d+ steps repeated(, checkpoints (?P<saves>[\d.]+) s)?"
 )
 

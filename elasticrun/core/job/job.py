@@ -503,6 +503,7 @@ class Job:
         members = ctx.rdzv.reopen(ctx.now)
         failed = self._sight.round_over(reason)
         self._streams.health.call_in_the_doubted()
+        self._last_failure = reason if failed else self._last_failure
         over = f"round {round_.name.number} is over: {reason}"
         ctx.note(over, "error" if failed else "info", told=True)
         self._recorder.record()
@@ -522,7 +523,7 @@ class Job:
             bill = restarts.settle(trouble, rdzv.formed_at, now)
             ctx.note(bill)
             self._last_failure = trouble or self._last_failure  # a suspicion has become a fact
-        self._sight.incidents.decided(why, bill)
+        down = self._sight.incidents.decided(why, bill)
         ctx.number += 1
         name = RoundName(ctx.term, ctx.number, ctx.mint())
         ready = [ctx.nodes[node] for node in rdzv.ready]
@@ -535,6 +536,7 @@ class Job:
         )
         round_ = Round(facts)
         round_.why = why or (last.why_stopped if last is not None else "")
+        round_.down = down
         ctx.round = round_
         for node in round_.seats:
             ctx.nodes[node].told = ""

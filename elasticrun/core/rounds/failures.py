@@ -180,7 +180,8 @@ def what_happened(failure: Failure) -> str:
     code, kind, message = failure.exitcode, failure.kind, failure.message
     if kind is FailureKind.HUNG:
         return message  # a sentence of the master's own, which is not too long
-    if kind is FailureKind.PEER_LOST:
+    lost = kind is FailureKind.STOPPED and _PEER_LOST.search(message)  # before it was stopped
+    if kind is FailureKind.PEER_LOST or lost:
         who, ended, _ = message.partition(HAD_ENDED)
         return f"lost its connection to another rank{ended and f'; {who} had ended with 0'}"
     if kind in (FailureKind.SPAWN, FailureKind.SPAWNER):

@@ -571,7 +571,10 @@ class Rendezvous:
                 if size >= self._largest
                 else f"nodes are taken {self._spec.node_unit} at a time"
             )
-            return Decision(Verb.WAIT, f"{SPARE}{why}; takes the place of a node that is lost")
+            place = "takes the place of a node that is lost"
+            if size == 1:  # nobody is left then who could say that its ranks are gone
+                place = f"takes its place when it leaves, or {self._silence():g} s after it is lost"
+            return Decision(Verb.WAIT, f"{SPARE}{why}; {place}")
         due, why = self._door.entry(size, possible, self._largest, bool(self._announced))
         if now < due:
             return Decision(Verb.WAIT, why, due)

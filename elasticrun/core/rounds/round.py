@@ -66,6 +66,7 @@ class Round:
     inherited: bool = False  # another master formed it
     why_stopped: str = ""
     why: str = ""  # as in Start; not recorded
+    down: float = 0.0  # the same
     name: RoundName = field(init=False)
     members: dict[str, Seat] = field(init=False)  # by node
     seats: dict[str, int] = field(init=False)  # node -> group rank
@@ -107,6 +108,7 @@ class Round:
             suspect=facts.suspect,
             restore_step=facts.restore_step,
             why=self.why,
+            down=self.down,
         )
 
 

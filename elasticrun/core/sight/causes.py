@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elasticrun.config import STOPPED_AFTER
 from elasticrun.core.context import JobContext
 from elasticrun.core.nodes.admission import ASKED, SLOW
-from elasticrun.core.rounds.failures import what_happened
+from elasticrun.core.nodes.node import Health
+from elasticrun.core.rounds.failures import HAD_ENDED, what_happened
 from elasticrun.core.words import some
 from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import write_ranges
@@ -30,13 +32,14 @@ class Origin:
     rank: int = -1
     exitcode: int = 0
     kind: str = ""
+    silent: float = 0.0  # seconds since the last sign of life of a node that was lost
 
 
 def origin_of(ctx: JobContext, reason: str) -> Origin:
     """Of the last round, which was over for this reason. O(members), once an incident."""
     node = _named(ctx, reason)
     if node:
-        return Origin(_of_a_node(ctx, node, reason), reason, node)
+        return Origin(_of_a_node(ctx, node, reason), reason, node, silent=_silence(ctx, node))
     window = ctx.restarts.window
     failures = window.failures
     if failures and not window.excused:
@@ -48,11 +51,12 @@ def origin_of(ctx: JobContext, reason: str) -> Origin:
     return Origin("master", reason)
 
 
-def followers(ctx: JobContext) -> str:
+def followers(ctx: JobContext, origin: Origin) -> str:
     """What became of the other ranks that failed, in a line; "" of none."""
     kinds: dict[str, list[int]] = {}
-    for failure in ctx.restarts.window.failures[1:]:
-        kinds.setdefault(what_happened(failure), []).append(failure.rank)
+    for failure in ctx.restarts.window.failures:
+        if failure.rank != origin.rank:
+            kinds.setdefault(what_happened(failure), []).append(failure.rank)
     told = [
         f"{'ranks' if len(ranks) > 1 else 'rank'} {write_ranges(ranks)}: {what}"
         for what, ranks in list(kinds.items())[:MOST_KINDS]
@@ -83,12 +87,25 @@ def _of_a_node(ctx: JobContext, node: str, reason: str) -> str:
     return "preempted" if "left: received " in reason else "node_lost"
 
 
+def _silence(ctx: JobContext, name: str) -> float:
+    """A stream that its kernel has closed, with the process, is the last sign of life."""
+    node = ctx.nodes.get(name)
+    if node is None or node.health not in (Health.SUSPECT, Health.DEAD):
+        return 0.0
+    closed = node.said is not None and node.quiet < STOPPED_AFTER
+    last = max(node.broke_at, node.last_heard) if closed else node.last_heard
+    return max(0.0, ctx.now - last)
+
+
 def _of_a_failure(ctx: JobContext, failure: Failure) -> Origin:
     node = node_of(ctx, failure.rank)
     alone = ctx.round is None or len(ctx.round.seats) < 2
     where = f"rank {failure.rank}" + ("" if alone or not node else f" on node {node}")
     if failure.kind is FailureKind.HUNG:
         sentence = failure.message or f"{where} hung"  # the verdict names the rank
+    elif failure.kind is FailureKind.PEER_LOST and HAD_ENDED in failure.message:
+        who = failure.message.partition(HAD_ENDED)[0]
+        sentence = f"{who} ended with 0 while others went on; {where} lost its connection"
     else:
         sentence = f"{where} failed ({what_happened(failure)})"
     cause = _OF_A_RANK.get(failure.kind, "rank_failed")

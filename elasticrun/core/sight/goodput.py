@@ -122,7 +122,7 @@ def _lost(found: Account, price: float) -> Iterator[str]:
     if ends > found.ended or any(down.values()):
         by_cost = sorted(down.items(), key=lambda one: (-one[1], one[0]))
         each = ", ".join(f"{_named(found, cause)} {seconds(micros)}" for cause, micros in by_cost)
-        again = [some(ends - found.ended, "restart")] if ends > found.ended else []
+        again = [some(ends - found.ended, "interruption")] if ends > found.ended else []
         which = " and ".join([*again, *(["the end"] if found.ended else [])])
         cost = f"{which} cost {seconds(sum(down.values()))}"
         yield f"{cost} ({each})" if each else cost

@@ -162,17 +162,22 @@ class Incidents:
         one.awaited = self._members()
         one.to("stop", ctx.now)
 
-    def decided(self, reason: str, decision: str) -> None:
+    def decided(self, reason: str, decision: str) -> float:
         """The next round is about to be formed; what ended the last one is certain now. `decision`:
-        what it costs, "" where nobody is charged."""
+        what it costs, "" where nobody is charged. Seconds since training stopped; 0.0: there was
+        none."""
         one = self._open
         if one is None:
-            return
+            return 0.0
         if not one.decision:
             one.origin = origin_of(self._ctx, reason) if reason else one.origin
-            if follow := followers(self._ctx):
+            if follow := followers(self._ctx, one.origin):
                 one.followed.insert(0, follow)
+            late = one.origin.silent - (self._ctx.now - one.began)
+            if late > 0.0 and "detect" not in one.spent:
+                one.spent = {"detect": late, **one.spent}
         one.decision = decision or one.decision or "the round is formed anew, free of charge"
+        return sum(one.spent.values()) + self._ctx.now - one.since
 
     def round_begins(self) -> None:
         """The next one is formed."""
@@ -223,7 +228,7 @@ class Incidents:
             since=now,
             awaited=self._members(),
         )
-        spent = {"detect": stood.quiet - stood.left or self._detected(culprit), "left": stood.left}
+        spent = {"detect": stood.quiet - stood.left or culprit.silent, "left": stood.left}
         one.spent.update({name: seconds for name, seconds in spent.items() if seconds > 0.0})
         one.verdict = stood.verdict
         if culprit.cause == "hang":
@@ -234,19 +239,13 @@ class Incidents:
             one.stacks = stood.stacks[:MOST_STACKS]
         self._file(one.row(now, over=False))
 
-    def _detected(self, culprit: Origin) -> float:
-        """Seconds from the last word of who was lost until now; 0.0: it was known at once."""
-        ctx, last = self._ctx, self._ctx.rdzv.last
-        if culprit.cause == "node_lost" and culprit.node in last.away:
-            return max(0.0, ctx.now - last.last_word)
-        return 0.0
-
     def _members(self) -> set[str]:
         last = self._ctx.rdzv.last
         return {node for node in last.stages if node not in last.away}
 
-    def _close(self, *, moves: bool) -> None:
-        """Training goes on; or nobody tells whether it did, and something else has happened."""
+    def _close(self, *, moves: bool, trained: float = 0.0) -> None:
+        """Training goes on, for `trained` seconds by now; or nobody tells whether it did, and
+        something else has happened."""
         ctx, one = self._ctx, self._open
         assert one is not None
         if one.phase == "warm" and not moves:
@@ -254,6 +253,7 @@ class Incidents:
             one.phase = ""
         if one.newest >= 0 and one.restored >= 0 and not one.steps_lost:
             one.steps_lost = max(0, one.newest - one.restored)
+        one.since += trained
         row = one.row(ctx.now, over=True)
         if moves:
             ctx.backs.extend(phase.seconds for phase in row.phases if phase.name == "warm")
@@ -262,7 +262,8 @@ class Incidents:
         if moves and one.first_told:
             lost = f", {some(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
             were = "was" if one.ranks == 1 else "were"
-            back = f"{some(one.ranks, 'rank')} {were} back after {row.age:.1f} s"
+            down = sum(phase.seconds for phase in row.phases)
+            back = f"{some(one.ranks, 'rank')} {were} back after {down:.1f} s"
             ctx.note(f"incident {row.number}: {row.sentence}, {back}{lost}")
         self._file(row)
 
@@ -276,7 +277,7 @@ class Incidents:
             self._begin(outcome.reason, stood())
         one = self._open
         assert one is not None
-        if not one.decision and (follow := followers(self._ctx)):
+        if not one.decision and (follow := followers(self._ctx, one.origin)):
             one.followed.insert(0, follow)
         end = f"the job ends with code {outcome.exit_code}: {outcome.reason}"
         one.decision = f"{one.decision}; {end}" if one.decision else end
@@ -314,4 +315,5 @@ class Incidents:
                 each = report.restored / self._ctx.round.members[node].ranks
                 one.spent["restore"] = min(each, self._ctx.now - one.since)
                 one.since += one.spent["restore"]
-            self._close(moves=True)
+            trained = min(report.steps * report.seconds, self._ctx.now - one.since)
+            self._close(moves=True, trained=trained)

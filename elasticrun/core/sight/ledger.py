@@ -206,14 +206,13 @@ class SlotLedger:
 
     def round_over(self, reason: str, quiet: float) -> None:
         """The round is closed for this reason. `quiet`: seconds since anything moved in it."""
-        ctx, last = self._ctx, self._ctx.rdzv.last
+        ctx = self._ctx
         if ctx.rdzv.succeeded or ctx.round is None:
             return
         self._advance()
         origin = origin_of(ctx, reason)
         self.cause = origin.cause
-        if not quiet and origin.cause == "node_lost" and origin.node in last.away:
-            quiet = max(0.0, ctx.now - last.last_word)
+        quiet = quiet or origin.silent
         if self._key in USEFUL:
             late = min(self._live, _micros(quiet) * self._held[ROUND])
             self._shift(self._key, self._warm(), late)

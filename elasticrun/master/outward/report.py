@@ -120,7 +120,7 @@ def verdict(row: IncidentRow) -> str:
         left = row.sentence == ALL_LEFT  # each upon a signal
         return "preempted" if left else f"unknown: {_UNKNOWN[row.cause == 'node_lost']}"
     kind, text = FailureKind(row.kind), row.sentence
-    if kind is FailureKind.PEER_LOST and text.endswith(" had ended with 0)"):
+    if kind is FailureKind.PEER_LOST and " ended with 0" in text:
         return "script"  # whose ranks do not all do as many collectives
     if kind is FailureKind.PEER_LOST or _NETWORK.search(text):
         return "network"

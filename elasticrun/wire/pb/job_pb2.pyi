@@ -1754,6 +1754,7 @@ class Start(_message.Message):
     SUSPECT_FIELD_NUMBER: _builtins.int
     RESTORE_STEP_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    DOWN_FIELD_NUMBER: _builtins.int
     group_rank: _builtins.int
     group_world_size: _builtins.int
     first_rank: _builtins.int
@@ -1766,6 +1767,7 @@ class Start(_message.Message):
     suspect: _builtins.bool
     restore_step: _builtins.int
     why: _builtins.str
+    down: _builtins.float
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
@@ -1790,10 +1792,11 @@ class Start(_message.Message):
         suspect: _builtins.bool = ...,
         restore_step: _builtins.int = ...,
         why: _builtins.str = ...,
+        down: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "round", b"round", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "restore_step", b"restore_step", "rewound_from", b"rewound_from", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "suspect", b"suspect", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "restore_step", b"restore_step", "rewound_from", b"rewound_from", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "suspect", b"suspect", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -312,7 +312,7 @@ def test_the_line() -> None:
     master = Master()
     rank_fails(master)
     assert master.job.status().goodput == (
-        "goodput 46.7 %: 1 restart cost 5.0 s (rank failure 5.0 s), 4 steps repeated, start 7.0 s"
+        "goodput 46.7 %: 1 interruption cost 5.0 s (rank failure 5.0 s), 4 steps repeated, start 7.0 s"
     )
 
 
