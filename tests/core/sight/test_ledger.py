@@ -312,12 +312,13 @@ def test_the_line() -> None:
     master = Master()
     rank_fails(master)
     assert master.job.status().goodput == (
-        "goodput 46.7 %: 1 interruption cost 5.0 s (rank failure 5.0 s), 4 steps repeated, start 7.0 s"
+        "goodput 46.7 %: 1 interruption cost 5.0 s (rank failure 5.0 s), 4 steps repeated, "
+        "start 7.0 s"
     )
 
 
 @pytest.mark.parametrize(
-    ("restarts", "which"), [(0, "the end cost"), (1, "1 restart and the end cost")]
+    ("restarts", "which"), [(0, "the end cost"), (1, "1 interruption and the end cost")]
 )
 def test_a_failure_that_ends_the_job_is_no_restart(restarts: int, which: str) -> None:
     master = Master(replace(SPEC, max_restarts=restarts))
