@@ -148,8 +148,8 @@ def _put(source: GitSource, folder: Path, environ: Mapping[str, str], in_use: in
         part = folder.with_name(f"{prefix}{os.getpid()}")
         try:
             part.mkdir()
-            hashes = "sha256" if len(source.ref) == 64 else "sha1"
-            _git(source, environ, "init", "-q", f"--object-format={hashes}", cwd=part)
+            hashes = ["--object-format=sha256"] if len(source.ref) == 64 else []  # since git 2.29
+            _git(source, environ, "init", "-q", *hashes, cwd=part)
             _git(source, environ, "remote", "add", "origin", source.url, cwd=part)
             _fetch(source, part, environ)
             with contextlib.suppress(OSError):  # a node that shares the folder was faster
