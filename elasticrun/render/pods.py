@@ -208,7 +208,8 @@ def _env(wanted: Pods) -> list[dict[str, Any]]:
         by_key = {"secretKeyRef": {"name": wanted.token_secret, "key": wanted.token_key}}
         env.append({"name": "ELASTICRUN_TOKEN", "valueFrom": by_key})
     for part in ("username", "password") if wanted.git_secret else ():
-        by_key = {"secretKeyRef": {"name": wanted.git_secret, "key": part}}
+        key: dict[str, Any] = {"name": wanted.git_secret, "key": part}
+        by_key = {"secretKeyRef": key | ({"optional": True} if part == "username" else {})}
         env.append({"name": f"GIT_SYNC_{part.upper()}", "valueFrom": by_key})
     return env + [{"name": key, "value": literal(value)} for key, value in wanted.env.items()]
 

@@ -109,12 +109,12 @@ def test_data_is_a_claim_of_its_name_and_is_looked_at_in_the_pod() -> None:
 def test_secrets_are_named_and_never_shown() -> None:
     words = ("--token-secret", "s:k", "--git-secret", "g")
     env = {one["name"]: one for one in render(*LEAST, *words, *RUN).container["env"]}
-    for name, secret, key in (
-        ("ELASTICRUN_TOKEN", "s", "k"),
-        ("GIT_SYNC_USERNAME", "g", "username"),
-        ("GIT_SYNC_PASSWORD", "g", "password"),
+    for name, key in (
+        ("ELASTICRUN_TOKEN", {"name": "s", "key": "k"}),
+        ("GIT_SYNC_USERNAME", {"name": "g", "key": "username", "optional": True}),
+        ("GIT_SYNC_PASSWORD", {"name": "g", "key": "password"}),
     ):
-        assert env[name]["valueFrom"] == {"secretKeyRef": {"name": secret, "key": key}}
+        assert env[name]["valueFrom"] == {"secretKeyRef": key}
     for flag, variable in (("--token-secret", "ELASTICRUN_TOKEN"), ("", "GIT_SYNC_PASSWORD")):
         with pytest.raises(UsageError, match=flag or "would put the secret into"):
             render(*LEAST, "--env", f"{variable}=x", *RUN)

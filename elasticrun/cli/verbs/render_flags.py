@@ -164,7 +164,10 @@ def add_pods(target: Parser) -> None:
           "stand for one in a VALUE.")  # fmt: skip
     _text(group, "--token-secret", "NAME[:KEY]", "Secret with the job's token (its key `token`).")
     _text(
-        group, "--git-secret", "NAME", "Secret for --git, with the keys `username` and `password`."
+        group,
+        "--git-secret",
+        "NAME",
+        "Secret for --git: its keys `password` and, if any, `username`.",
     )
     _number(group, "--port", f"Port of the job's master. [default {MASTER_PORT}]", MASTER_PORT)
     _where(target)
