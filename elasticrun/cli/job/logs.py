@@ -45,6 +45,9 @@ BLOCK: Final = 256 * 1024
 FARTHEST: Final = 64 * 1024 * 1024
 """Bytes from the end of a file in which its last lines are looked for."""
 
+LONG_WAIT: Final = 50
+"""Looks after which somebody who waits for the first rank is told so: Slurm may take days."""
+
 LOOK_EVERY: Final = 0.2
 """Seconds between looks at files that are followed."""
 
@@ -97,8 +100,13 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     folder = _folder(variables, asked.job)
     try:
         found = _runs(variables, asked, folder)
+        looks = 0
         while asked.follow and not found and folder is not None and not _is_over(folder):
             threading.Event().wait(LOOK_EVERY)  # until a rank has written
+            looks += 1
+            if looks == LONG_WAIT:
+                said = f"elasticrun logs: no rank of job {asked.job} has begun; this waits for it"
+                print(said, file=sys.stderr)
             found = _runs(variables, asked, folder)
     except OSError as wrong:
         print(f"elasticrun logs: the user's folder cannot be read: {wrong}", file=sys.stderr)
