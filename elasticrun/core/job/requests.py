@@ -126,11 +126,13 @@ class OperatorRequests:
 
 
 def _find(asked: str, hosts: dict[str, str]) -> str | None:
-    """The node that is meant: by its id, or by its host where only one has it."""
+    """The node that is meant: by its id, or by its host. Unwilling where several are on that."""
     if asked in hosts:
         return asked
     named = [node for node, host in hosts.items() if asked and host == asked]
-    return named[0] if len(named) == 1 else None
+    if len(named) > 1:
+        raise Unwilling(f"{len(named)} nodes are on {asked}: {names(sorted(named))}; name one")
+    return named[0] if named else None
 
 
 def _known(nodes: list[str], word: str = "it has ") -> str:

@@ -323,3 +323,12 @@ def test_a_node_that_no_agent_has_told_of_yet_can_be_excluded_and_included() -> 
         effects = after.feed(fx.Requested(number, m.Request(verb, "b")))
         (reply,) = [one.reply for one in effects if isinstance(one, fx.Replied)]
         assert reply.ok, reply.reason
+
+
+def test_a_host_with_two_nodes_is_no_node() -> None:
+    master = Master()
+    for session, node in ((1, "a"), (2, "b")):
+        master.feed(fx.Attached(session, hello(node, host="big")))
+    effects = master.feed(fx.Requested(1, m.Request("exclude", "big")))
+    (reply,) = [one.reply for one in effects if isinstance(one, fx.Replied)]
+    assert (reply.ok, reply.reason) == (False, "2 nodes are on big: a and b; name one")
