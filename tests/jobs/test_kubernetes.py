@@ -21,6 +21,7 @@ from elasticrun.jobs.kube.kubeconfig import settings
 from elasticrun.jobs.kube.pod_logs import LogWish, chosen
 from elasticrun.jobs.kube.room import quantity
 from elasticrun.jobs.kube.seen import STOPPED, ClusterJob, SeenPod
+from elasticrun.jobs.line import who
 from elasticrun.runs.index import make_run
 from elasticrun.runs.layout import JobRecord, RunFolder
 from elasticrun.testing.hosts import Lab
@@ -364,7 +365,6 @@ def test_a_suspended_job_has_saved_and_its_master_answers(lab: Lab, tmp_path: Pa
     try:
         cluster.node("n0", gpus=8)
         user = KubeUser(cluster, tmp_path)
-        user.environ |= {"LOGNAME": "ada"}
         install(cluster, deploy=True)
         words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "1:2", "--cpu", "1")
         user.kubectl("apply", "-f", "-", given=CLAIM)
@@ -379,7 +379,7 @@ def test_a_suspended_job_has_saved_and_its_master_answers(lab: Lab, tmp_path: Pa
         assert "stepping" in user.types("top", "tr")
         assert "it has tr-0-" in user.hears("exclude", "tr-5", "tr")
         assert "node tr-1 is not excluded" in user.hears("include", "1", "tr")
-        assert "restarted by ada@" in user.types("restart", "tr", "--reason", "a look")
+        assert f": for {who()}: a look" in user.types("restart", "tr", "--reason", "a look")
         assert "a look" in json.loads(user.types("events", "tr", "-o", "json"))[3]["text"]
         await_true(lambda: len(starts(out, 0)) == 2, "another life")
 

@@ -56,10 +56,10 @@ def ask_master(verb: str, words: Sequence[str]) -> int:
     ns.job, number = (" ".join(ns.words), 0) if flag else meant(ns.words)
 
     asked = [PROG, verb, f"--output={ns.output}", *[str(number)] * bool(number)]
+    if flag == "--reason":  # who asks there is the container's user
+        ns.reason = ": ".join(filter(None, (f"for {who()}", ns.reason)))
     if flag and (value := getattr(ns, flag[2:])):
         asked.append(flag if value is True else f"{flag}={value}")
-    if flag == "--reason":  # the master notes who asks
-        asked = ["env", f"LOGNAME={who().partition('@')[0]}", *asked]
 
     async def worded(api: KubeApi, job: ClusterJob) -> list[str]:
         from elasticrun.jobs.kube import inside
