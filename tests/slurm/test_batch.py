@@ -142,7 +142,7 @@ def test_a_signal_before_the_end(slurm: Slurm, name: str, flags: str) -> None:
     that it ends them (SIGTERM does anyway)."""
     job = trains(slurm, "--time=2", f"--signal={name}@60", flags=flags)
     until_file(job.console, lambda shown: f"\nover {EXIT_SAVED}\n" in shown)
-    # a second life on a busy machine may take longer than the minute after which it is signalled
+    # a second life on a busy machine may take longer than the minute until its own signal
     slurm.cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=10")
     goes_on(slurm, job)
 
