@@ -49,8 +49,8 @@ for step in range(ckpt.restore(), 40):
 }
 
 LINE = re.compile(
-    r"goodput \d+\.\d %( \(ETTR [\d.]+ %\))?: 1 interruption cost [\d.]+ s \(rank failure [\d.]+ s\)"
-    r", \d+ steps repeated(, checkpoints (?P<saves>[\d.]+) s)?"
+    r"goodput \d+\.\d %( \(ETTR [\d.]+ %\))?: 1 interruption cost [\d.]+ s "
+    r"\(rank failure [\d.]+ s\), \d+ steps repeated(, checkpoints (?P<saves>[\d.]+) s)?"
 )
 
 

@@ -129,12 +129,21 @@ def _lost(found: Account, price: float) -> Iterator[str]:
     if steps := sum(one.steps for one in found.ends):
         yield f"{some(steps, 'step')} repeated"
     spent = {word: found.of(kind) for kind, word in KINDS}
+    for (_, cause), micros in _dearest(found, "wait"):
+        spent[f"waits for {cause}"] = micros
+        spent["waits for one rank"] -= micros
     spent["first restore"] = found.book.get(("restore", ""), 0)
     for word, micros in spent.items():
         if micros * found.wall >= SHORT * found.total:
             yield f"{word} {seconds(micros)}"
     if price:
         yield f"{(found.total - found.useful) / MICROS / 3600 * price:.2f} of money not trained for"
+
+
+def _dearest(found: Account, kind: str) -> list[tuple[tuple[str, str], int]]:
+    """The rows of this category that have a cause, the three that have cost most."""
+    rows = [one for one in found.book.items() if one[0][0] == kind and one[0][1]]
+    return sorted(rows, key=lambda row: -row[1])[:3]
 
 
 def _named(found: Account, cause: str) -> str:

@@ -254,13 +254,16 @@ class SlotLedger:
 
     def _judge(self, verdict: str, quiet: float, says: str) -> None:
         """Another verdict stands, or none any more. What was quiet goes with it."""
-        self._waits, had = (verdict, says), self._key[0] in ("hang", "wait")
+        said, had = self._waits[1], self._key[0] in ("hang", "wait")
+        self._waits = (verdict, says)
         key = self._row("wait", says) if verdict == "weak" else ("hang", verdict)
         if not verdict and not had:
             return
         if not verdict:
             self._waited += self._live if self._key == WAIT else 0
             key, self._live = STEP if self._newest >= 0 else MOVING, 0
+        elif said:  # for as long as it had the word of the script
+            self._live = 0
         elif had:
             self._shift(self._key, key, self._live)
         elif self._key in USEFUL:

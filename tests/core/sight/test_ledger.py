@@ -341,7 +341,14 @@ def test_what_a_rank_does_on_purpose_has_its_name(monkeypatch: pytest.MonkeyPatc
     assert not [one for one in master.feed(fx.Tick()) if isinstance(one, fx.Judged)]
     assert master.job.quiet() == 0.0
     passes(master, 5.0)
-    assert rows(master) == pytest.approx({**STORIES[steps], "wait judge": 4 * 25.0})
+    monkeypatch.setattr(Watch, "verdict", lambda _: replace(found, kind="busy", says=""))
+    master.feed(fx.Tick())  # its minutes are over
+    passes(master, 5.0)
+    assert rows(master) == pytest.approx(
+        {**STORIES[steps], "wait judge": 4 * 25.0, "wait": 4 * 5.0}
+    )
+    assert "waits for one rank 5.0 s" in master.job.status().goodput
+    assert "waits for judge 25 s" in master.job.status().goodput
 
 
 def test_what_was_quiet_goes_with_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

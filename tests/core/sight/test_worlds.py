@@ -21,7 +21,7 @@ def alarms(seed: int, silent: float = 0.0) -> list[str]:
     """What is told of an hour of healthy training."""
     world = Training(healthy(seed), silent=silent).run(HOUR)
     assert not any("is over" in text for _, text in world.notes)
-    told = [f"{at:.0f}: {text}" for at, text in world.notes if "moves again" not in text]
+    told = [f"{at:.0f}: {text}" for at, text in world.notes if "ranks go on" not in text]
     return [text for text in told if "hang" in text or "still:" in text]
 
 

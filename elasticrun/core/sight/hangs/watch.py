@@ -361,7 +361,7 @@ class Watch:
             if self._places.learn(_place(opinion.impasse), seconds):
                 self._ctx.waits, self._ctx.changed = self._places.record(), True
             if self._noted is not None:
-                self._warn(f"it moves again after {now - before:.0f} s", "info")
+                self._warn(f"ranks go on after {now - before:.0f} s", "info")
         self._move()
         self._since = since
 
@@ -565,6 +565,7 @@ class Watch:
             self._told, self._told_at = verdict, at
         if not due or (self._noted is not None and self._noted.is_like(verdict)):
             return
+        before = self._noted
         self._noted, self._noted_at = verdict, min(self._noted_at, self._ctx.now)
         then = self._then(verdict)
         look = self._written
@@ -574,7 +575,9 @@ class Watch:
             where = "; stacks are in no file (--log-dir DIR keeps them)"
         where += f" on node {node}" if folder and len(self._ctx.rdzv.last.stages) > 1 else ""
         told_by = "no hang" if verdict.kind == SAID else f"hang ({verdict.klass.value})"
-        self._warn(f"{told_by}: {self._in_words(verdict)}; {then}{where}")
+        broken = before is not None and before.says and not verdict.says
+        over = f" (its time in {before.says} is over)" if before is not None and broken else ""
+        self._warn(f"{told_by}: {self._in_words(verdict)}{over}; {then}{where}")
 
     def _warn(self, text: str, level: str = "warning") -> None:
         """To whoever looks at the master or at a node of the round."""
