@@ -1,4 +1,4 @@
-"""One process at a time starts or removes a job of a name.
+"""One process at a time starts, scales or removes a job of a name.
 
 A claim is a symbolic link beside the run folders, whose text says whose it is: of several that make
 one at the same moment, on NFS too, the file system lets one. A claim whose process was killed is in
@@ -27,8 +27,8 @@ class Claimed(Exception):
 
 @contextlib.contextmanager
 def claimed(root: Path, name: str) -> Iterator[None]:
-    """Within it no other process starts or removes a job of this name. Claimed. Where nothing can
-    be written below `root`, all may."""
+    """Within it no other process starts, scales or removes a job of this name. Claimed. Where
+    nothing can be written below `root`, all may."""
     stem = f".{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-claim-"
     before = _claims(root, stem)
     own = root / f"{stem}{max(before, default=0) + 1}"
@@ -74,4 +74,4 @@ def _refuse_others(claims: dict[int, Path], name: str) -> None:
 
 
 def _taken(name: str, whose: str = "") -> Claimed:
-    return Claimed(f"another elasticrun{whose} starts or removes a job {name} at this moment")
+    return Claimed(f"another elasticrun{whose} changes a job {name} at this moment")

@@ -4,6 +4,7 @@ a job that runs. The master carries it out, and notes among the job's events who
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from elasticrun.cli.flags import Parser
 from elasticrun.cli.job.asking import as_json, parsed, parser, reach
 from elasticrun.cli.trust import withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK
-from elasticrun.jobs.backend import NotDone, is_ours
+from elasticrun.jobs.backend import NotDone, is_ours, submission
 from elasticrun.jobs.choosing import backend_of
 from elasticrun.jobs.line import JobLine, NotAnswered, meant, who
 from elasticrun.jobs.rows import DoneRow
-from elasticrun.runs.index import names_of
+from elasticrun.runs.claim import Claimed, claimed
+from elasticrun.runs.index import names_of, runs_root
 from elasticrun.runs.layout import RunFolder
 from elasticrun.wire.messages import MAX_NODES, Request
 
@@ -86,7 +88,7 @@ def main(verb: str, argv: Sequence[str]) -> int:
         _settle(made, asked.ns)
     try:
         return reach(asked, partial(_order, verb, order))
-    except (NotAnswered, NotDone) as why:
+    except (NotAnswered, NotDone, Claimed) as why:
         said = _by_its_place(asked.ns.job) if verb == "stop" else None
         if not said:
             print(f"{made.prog}: {why}", file=sys.stderr)
@@ -99,7 +101,8 @@ def _order(verb: str, order: OrderOf, line: JobLine, ns: argparse.Namespace) -> 
     node, number = ns.node if order.node else "", ns.number if verb == "scale" else 0
     request = Request(verb, node, number, who=who(), reason=reason)
     if verb == "scale" and line.run is not None and is_ours(line.run):
-        said = backend_of(line.run, withdraw()).scale(line.run, request, line.reply)
+        with claimed(runs_root(os.environ), submission(line.run).name):  # or agents are there twice
+            said = backend_of(line.run, withdraw()).scale(line.run, request, line.reply)
     else:
         said = line.reply(request).reason
     _tell(ns, said, line.run)
