@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.core.sight.picture import EventRow, Picture, SettingRow
+from elasticrun.core.sight.picture import EventRow, PaceRow, Picture, SettingRow
 from elasticrun.master.page import stream
 from tests import aio, needs
 from tests.master.people import LIMIT, Recorder
@@ -121,6 +121,10 @@ async def test_a_hang_is_read_from_top_to_bottom(browser: Any) -> None:
         seen.brain.whole = replace(made, verdict=older)
         await tab.locator("#sentence").get_by_text("74 s").wait_for()
         assert await seen.text("#said") == aloud
+        seen.brain.whole = replace(made, verdict=replace(older, says="evaluation"))
+        await tab.get_by_text("What the others wait for").wait_for()  # which its script has said
+        assert await tab.title() == "waits: run17"
+        assert await tab.locator("#line .open").count() == 0
 
 
 async def test_what_scripts_and_hosts_say_stays_text(browser: Any) -> None:
@@ -172,8 +176,12 @@ async def test_the_stream_comes_back(browser: Any, monkeypatch: pytest.MonkeyPat
         async with seen.tab.expect_request("**/events**"):
             pass
         whole = seen.brain.whole
-        seen.brain.whole = replace(whole, slow=("node003 is slow",))
-        await seen.tab.get_by_text("node003 is slow").wait_for()
+        paces = (PaceRow("node003", 0.6, 0.6, slow=True), PaceRow("node001", 0.6, 0.4, slow=False))
+        seen.brain.whole = replace(whole, slow=("node003 is slow",), paces=paces)
+        await seen.tab.get_by_text("node003 is slow", exact=True).wait_for()
+        await seen.tab.locator("#sentence").get_by_text("; node node003 is slow.").wait_for()
+        assert "own part of a step: node003 600 ms, node001 400 ms" in await seen.text("#steps")
+        assert await seen.tab.locator(".node.slow").count() == 1
         assert await seen.text("#contact") == "live"
         seen.brain.page = replace(seen.brain.page, phase="ended", outcome="It is over.")
         await seen.tab.get_by_text("the job has ended").wait_for()
