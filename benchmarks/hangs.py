@@ -50,13 +50,13 @@ class Fault:
 
     klass: str
     within: float
-    rank: str = r"^rank 1 \(node [^)]+\)"
+    rank: str = r"^rank 1( \(node [^)]+\))?"
     busy: bool = False
 
 
 FAULTS: Final = {
-    "other": Fault("certain", 15.0, r"rank 1 \(node [^)]+\) is in broadcast"),
-    "skipped": Fault("certain", 15.0, r"rank 1 \(node [^)]+\) is in barrier"),
+    "other": Fault("certain", 15.0, r"rank 1( \(node [^)]+\))? is in broadcast"),
+    "skipped": Fault("certain", 15.0, r"rank 1( \(node [^)]+\))? is in barrier"),
     "order": Fault("certain", 15.0, r"rank 1 (\(node [^)]+\) )?waits for rank"),
     "sleep": Fault("strong", 70.0),
     "stop": Fault("strong", 70.0),

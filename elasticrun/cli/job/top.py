@@ -132,7 +132,9 @@ def head(picture: Picture) -> list[str]:
     lines = [", ".join(word for word in said if word)]
     if picture.verdict is not None:
         verdict = picture.verdict
-        lines.append(f"{'no hang' if verdict.says else verdict.klass}: {verdict.sentence}")
+        lines.append(
+            f"{'no hang' if verdict.says else f'hang ({verdict.klass})'}: {verdict.sentence}"
+        )
         lines += [verdict.then] if verdict.then else []
     elif status.outcome:
         lines.append(f"over: {status.outcome}")

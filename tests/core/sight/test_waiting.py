@@ -92,7 +92,7 @@ def test_what_ranks_do_on_purpose_together_is_no_hang(at: tuple[Position, ...]) 
     assert alone.kind in ("fabric", "still")
     assert said is not None
     assert (said.klass, said.kind, said.held, said.says) == (Klass.WEAK, "said", True, "judge")
-    assert said.sentence.startswith("rank 1 (node a) says it is in judge, for 60 s more at most; ")
+    assert said.sentence.startswith("rank 1 says it is in judge, for 60 s more at most; ")
 
 
 def test_the_sentence() -> None:
@@ -215,7 +215,7 @@ def test_a_circle_is_a_deadlock() -> None:
     assert verdict is not None
     assert (verdict.klass, verdict.kind, verdict.odd) == (Klass.CERTAIN, "deadlock", (0, 1))
     assert verdict.sentence.startswith(
-        "deadlock: rank 0 (node a) waits for rank 1 in all_reduce #6 [1000] float32 of group x, "
+        "deadlock: rank 0 waits for rank 1 in all_reduce #6 [1000] float32 of group x, "
         "rank 1 waits for rank 0 in"
     )
 
@@ -303,12 +303,12 @@ def test_of_ranks_that_do_nothing_the_one_that_has_done_so_longest_is_named() ->
     spans = ((30.0, 60.0), (60.0, 30.0), (31.0, 30.0), (0.0, 60.0))
     told = [found(*(rank(n, idle=span[n], place=places[n]) for n in (0, 1))) for span in spans]
     assert [one and one.sentence.partition("anything ")[2] for one in told] == [
-        "for 30 s, and none waits for another; rank 1 (node a) has been idle longest, for 60 s, "
+        "for 30 s, and none waits for another; rank 1 has been idle longest, for 60 s, "
         "and is at a.py:5 fetch",
-        "for 30 s, and none waits for another; rank 0 (node a) has been idle longest, for 60 s, "
+        "for 30 s, and none waits for another; rank 0 has been idle longest, for 60 s, "
         "and is at a.py:12 main",
-        "for 30 s, and none waits for another; rank 0 (node a) is at a.py:12 main",
-        "for 71 s, and none waits for another; rank 1 (node a) is at a.py:5 fetch",
+        "for 30 s, and none waits for another; rank 0 is at a.py:12 main",
+        "for 71 s, and none waits for another; rank 1 is at a.py:5 fetch",
     ]
 
 

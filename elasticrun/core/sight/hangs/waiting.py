@@ -244,7 +244,10 @@ class Scene:
         return tuple(sorted(living or found))
 
     def name(self, rank: int) -> str:
-        return f"rank {rank} (node {self.ranks[rank].node})"
+        """With its node, where there is another."""
+        node = self.ranks[rank].node
+        alone = all(one.node == node for one in self.ranks.values())
+        return f"rank {rank}" if alone else f"rank {rank} (node {node})"
 
     def at(self, rank: int) -> str:
         """Where in the user's source it is: " at train.py:88 step"; "" where nobody knows."""
