@@ -305,7 +305,8 @@ class Restarts:
             own = self._scheduler_codes and root is not None and is_the_scripts(root)
             return Judgement(end=end, code=code_of(Ending.SPENT if own else Ending.RANK))
         if verdict.bill is Bill.DOUBT and verdict.until is not None:
-            reason = "ranks have lost a peer: waiting for the news that its node is lost"
+            news = "what became of it" if self._nodes == 1 else "the news that its node is lost"
+            reason = f"ranks have lost a peer: waiting for {news}"
             return Judgement(reason=reason, until=verdict.until)
         if verdict.bill is Bill.CHARGE:
             wait = self.budget.delay(opened - formed_at)

@@ -598,6 +598,8 @@ class Rendezvous:
             return Decision(Verb.WAIT, reason, expected)
         if (until := self._awaited.next()) is not None:
             reason = "waiting for the other nodes of the last round to stop their ranks and join"
+            if len(last.stages) == 1:
+                reason = "waiting for the node of the last round to stop its ranks and join"
             return Decision(Verb.WAIT, reason, until)
         fence = 0.0 if last.fenced or not last.stages else last.last_word + self._silence()
         if now < fence:

@@ -131,3 +131,14 @@ def test_the_hang_limit_counts_from_the_last_movement_whatever_was_seen_since() 
     world.run(400.0)
     assert world.over_at is not None
     assert 40.0 <= world.over_at - 4.0 < 46.0
+
+
+def test_a_short_hang_limit_is_kept_where_early_looks_have_been_made_already() -> None:
+    def plan(rank: int, step: int) -> list[tuple[str, float]]:
+        load = {4: 12.0, 8: float("inf")}.get(step, 0.1) if rank == 3 else 0.1
+        return [("load", load), ("world", 0.0)]
+
+    watch = m.WatchSpec(hang_limit=20.0)
+    world = worlds.Training(plan, spec=replace(by_hand.SPEC, watch=watch)).run(100.0)
+    assert world.over_at is not None
+    assert world.over_at < 40.0

@@ -183,7 +183,8 @@ def test_a_rank_that_dies_of_the_agents_signal_was_stopped(signum: int, shell: b
 
 
 def test_a_rank_that_loses_a_peer_names_those_that_were_through() -> None:
-    lost = m.Failure("h", 6, 2, 1, 1, 0, m.FailureKind.PEER_LOST, "closed by peer", "", "")
+    kind, closed = m.FailureKind.PEER_LOST, "connection closed by peer"
+    lost = m.Failure("h", 6, 2, 1, 1, 0, kind, closed, "", "")
     for through, told in (((0, 1), "; ranks 4,5 had ended with 0"), ((), "")):
         ranks = LocalRanks(3, "here")
         ranks.begin(4)
@@ -194,6 +195,8 @@ def test_a_rank_that_loses_a_peer_names_those_that_were_through() -> None:
         failure = ranks.failed(fx.RankExited(2, 1, lost), 10.0)
         assert what_happened(failure) == f"lost its connection to another rank{told}"
         assert failure.message.endswith("closed by peer")
+        cut_short = replace(lost, exitcode=-15, kind=m.FailureKind.STOPPED)  # as it printed that
+        assert what_happened(cut_short) == "lost its connection to another rank"
 
 
 # ---------------------------------------------------------------- where no rank runs

@@ -398,7 +398,9 @@ class Watch:
         assert self._since is not None
         if not self._looks:
             rare = self._since + FIRST_LOOK >= self._early_at + EARLY_EVERY
-            return FIRST_LOOK if rare or self._all_wait() else LATER[0]
+            limit = self._ctx.spec.watch.hang_limit or math.inf
+            late = min(LATER[0], max(FIRST_LOOK, limit - SECOND))
+            return FIRST_LOOK if rare or self._all_wait() else late
         last = self._looks[-1]
         if len(self._looks) == 1:
             return last + SECOND
