@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import http.server
 import json
 import re
@@ -18,7 +19,7 @@ import pytest
 
 from elasticrun import __version__
 from elasticrun.config import MasterConfig
-from elasticrun.core.events import JobOver, Note
+from elasticrun.core.events import FoundSlow, JobOver, Note
 from elasticrun.core.job.views import nothing_yet
 from elasticrun.core.rounds.failures import HAD_ENDED, what_happened
 from elasticrun.core.sight.picture import (
@@ -343,16 +344,27 @@ def test_a_command_that_fails_is_told_once(
 
 
 def test_a_verdict_is_told_to_a_command(tmp_path: Path) -> None:
-    out = Outward(MasterConfig("run17", "", 0, None, on_event=f"cat >> {tmp_path}/told"))
+    config = MasterConfig("id-17", "", 0, None, on_event=f"cat >> {tmp_path}/told")
+    run = dataclasses.replace(config.run, name="run17")
+    out = Outward(dataclasses.replace(config, run=run))
     verdict = VerdictRow("strong", "idle", "rank 3 is idle", 61.0, "3", "", "it is left as it is")
     for over in (False, True):
         out.judged(verdict, over)
+    out.slow(FoundSlow("b", "node b is slow"))
     assert out._notifier is not None
     out._notifier._queue.put(None)
     out._notifier._thread.join(20.0)
     lines = (tmp_path / "told").read_text().replace("}{", "}\n{").splitlines()
     events = [json.loads(line) for line in lines]
-    assert [(one["event"], one["over"]) for one in events] == [("hang", False), ("hang", True)]
+    *hangs, slow = events
+    assert [(one["event"], one["over"]) for one in hangs] == [("hang", False), ("hang", True)]
+    told = {key: slow[key] for key in ("event", "node", "job", "name")}
+    assert told == {"event": "slow", "node": "b", "job": "id-17", "name": "run17"}
+        "slow",
+        "b",
+        "id-17",
+        "run17",
+    )
     assert events[0]["verdict"] == msgspec.to_builtins(verdict)
 
 

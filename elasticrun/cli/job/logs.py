@@ -116,7 +116,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         return 0
     if not found:
         what = f"job {asked.job}" if asked.job else "any job of yours"
-        words = f"there are no log files of {what} on this host; --tee or --redirects writes them"
+        words = f"there are no log files of {what} on this host; --log-dir keeps them"
         if folder is not None and folder.state() in ("submitted", "waiting"):
             words = f"{what} has not begun; elasticrun status {asked.job} says how it stands"
         why = words if folder is not None else _unknown(variables, asked.job) or words
