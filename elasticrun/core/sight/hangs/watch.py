@@ -564,7 +564,7 @@ class Watch:
         due = at + GRAIN >= (since or 0.0) + when or (ends is not None and at + GRAIN >= ends)
         due = due or (self._dump_by is not None and self._ctx.now >= self._dump_by)
         if told is not None or due:
-            self._told, self._told_at = verdict, at
+            self._told, self._told_at = verdict, self._opinion.at if self._opinion else at
         if not due or (self._noted is not None and self._noted.is_like(verdict)):
             return
         before = self._noted
