@@ -579,7 +579,8 @@ class Watch:
         told_by = "no hang" if verdict.kind == SAID else f"hang ({verdict.klass.value})"
         broken = before is not None and before.says and not verdict.says
         over = f" (its time in {before.says} is over)" if before is not None and broken else ""
-        self._warn(f"{told_by}: {self._in_words(verdict)}{over}; {then}{where}")
+        level = "info" if verdict.says else "warning"
+        self._warn(f"{told_by}: {self._in_words(verdict)}{over}; {then}{where}", level)
 
     def _warn(self, text: str, level: str = "warning") -> None:
         """To whoever looks at the master or at a node of the round."""
