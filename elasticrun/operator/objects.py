@@ -137,6 +137,7 @@ def _why(waiting: Json, scheduled: Json) -> str:
 
 NNODES: Final = "ELASTICRUN_NNODES"
 TOKEN: Final = "ELASTICRUN_TOKEN"
+RUN_DIR: Final = "ELASTICRUN_RUN_DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +341,47 @@ def _keep_away(spec: Json, nodes: list[str]) -> None:
         )
 
 
+def named_run_dir(container: Json) -> str:
+    """The run folder that a container's command or its environment names; "" for none. Words behind
+    the script are the script's."""
+    words = [str(one) for key in ("command", "args") for one in container.get(key) or ()]
+    for flag, after in zip(words, [*words[1:], ""], strict=True):
+        name, _, value = flag.partition("=")
+        if name in ("--run-dir", "--run_dir"):
+            return value or after
+        if flag.endswith(".py"):
+            break
+    given = {one["name"]: str(one.get("value") or "") for one in container.get("env") or ()}
+    return given.get(RUN_DIR, "")
+
+
+def volume_at(spec: Json, path: str) -> Json | None:
+    """What the first container of a pod has mounted there, and where; None for nothing that
+    outlasts the pod."""
+    first: Json = next(iter(spec.get("containers") or ()), {})
+    there = _mount_at(first, path)
+    if there is None:
+        return None
+    source = _sources(spec).get(there["name"], {})
+    if not source or "emptyDir" in source:
+        return None
+    return {"at": there["mountPath"], "sub": there.get("subPath"), **source}
+
+
+def _mount_at(container: Json, path: str) -> Json | None:
+    mounts = container.get("volumeMounts") or ()
+    there = [one for one in mounts if f"{path}/".startswith(one["mountPath"].rstrip("/") + "/")]
+    return max(there, key=lambda one: len(one["mountPath"]), default=None)
+
+
+def _sources(spec: Json) -> dict[str, Json]:
+    """Of a pod's volumes by name."""
+    return {
+        one["name"]: {key: of for key, of in one.items() if key != "name"}
+        for one in spec.get("volumes") or ()
+    }
+
+
 _OF_THE_TEMPLATE: Final = (
     "nodeSelector", "tolerations", "imagePullSecrets", "securityContext", "priorityClassName",
 )  # fmt: skip
@@ -350,7 +392,8 @@ _OF_ITS_CONTAINER: Final = ("image", "imagePullPolicy", "securityContext")
 
 
 def master_pod(job: JobObject, attempt: int) -> Json:
-    """The pod of the job's master: the template's image, and none of its devices."""
+    """The pod of the job's master: the template's image, and none of its devices; of its volumes
+    the one that the job's run folder is on."""
     template = job.spec.template["spec"]
     first = template["containers"][0]
     its_address = {"fieldRef": {"fieldPath": "status.podIP"}}
@@ -373,5 +416,11 @@ def master_pod(job: JobObject, attempt: int) -> Json:
         "terminationGracePeriodSeconds": 10,
         "containers": [container],
     }
+    folder = named_run_dir(first)
+    if volume_at(template, folder) is not None and (mount := _mount_at(first, folder)):
+        name = mount["name"]
+        container["args"].append(f"--run-dir={folder}")
+        container["volumeMounts"] = [mount]
+        spec["volumes"] = [one for one in template["volumes"] if one["name"] == name]
     metadata = _metadata(job, pod_name(job, MASTER_INDEX, attempt), **{ROLE: MASTER})
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

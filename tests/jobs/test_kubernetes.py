@@ -95,7 +95,7 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     board = ("--tensorboard", "--logdir=/logs")
     pods = ("--nodes", "1:2", "--gpus", "4", "--node-unit", "1", "--ttl", "60")
     said = user.submits("tr", *pods, *board)
-    assert "--tensorboard: the master of an ElasticJob has a pod without volumes" in user.notes
+    assert "--tensorboard: the master of an ElasticJob has a pod of its own" in user.notes
     assert "made in namespace default: ElasticJob tr" in said
     assert "elasticrun logs tr -f" in said
     until_running(cluster, "tr-0-0", "tr-1-0", "tr-master-0")
@@ -387,6 +387,11 @@ def test_a_suspended_job_has_saved_and_its_master_answers(lab: Lab, tmp_path: Pa
         assert "job tr is suspended at step" in user.types("suspend", "tr")
         assert "tr is suspended, and its master" in user.hears("events", "tr")
         assert "what its ranks wrote is on its volume" in user.hears("logs", "tr")
+        run = RunFolder(tmp_path / "mnt" / "run")
+        result = run.result()
+        assert result is not None
+        assert result.state == "saved", result
+        assert (run.path / "events.jsonl").stat().st_size > 0
         words = ("submit", "--on", "k8s", "--name", "reader", *IMAGE, *data, "--no-python")
         user.types(*words, "--", "sleep", "1000")
         await_true(
@@ -453,7 +458,7 @@ def test_where_a_run_folder_is() -> None:
         (["--run-dir=/d/run"], "/d/run", {"at": "/d", "sub": None, "nfs": {"server": "s"}}),
         (["elasticrun", "--run_dir", "/d/e/run"], "/d/e/run", None),
         (["--run-dir", "/data"], "/data", None),
-        (["train.py"], "", None),
+        (["train.py", "--run-dir=/d"], "", None),
     ):
         container = {"name": "t", "command": words, "volumeMounts": mounts}
         template = {"spec": {"containers": [container], "volumes": volumes}}

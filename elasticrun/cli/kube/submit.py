@@ -45,13 +45,10 @@ def of_kubernetes(
     return known, KubernetesJobs()
 
 
-OF_ITS_MASTER: Final = {
-    "tensorboard": "--tensorboard: the master of an ElasticJob has a pod without volumes, so none "
-    "is started: run one on the folder of --logdir, or take --plain",
-    "run_dir": "--run-dir: an ElasticJob has logs and checkpoints there; events, progress and the "
-    "result are its master's, and go with its pod",
-}
-"""What is said of flags whose effect is the master's, where that has a pod of its own."""
+NO_TENSORBOARD: Final = (
+    "--tensorboard: the master of an ElasticJob has a pod of its own, in which none is started: run "
+    "one on the folder of --logdir, or take --plain"
+)
 
 
 async def _checked(
@@ -75,7 +72,7 @@ async def _checked(
         if elastic:
             # its operator gives it a token
             notes = [note for note in notes if note != render.no_token()]
-            notes += [note for dest, note in OF_ITS_MASTER.items() if dest in ns.given]
+            notes += [NO_TENSORBOARD] if "tensorboard" in ns.given else []
             documents = [elastic_document(wanted)]
         else:
             *others, job = pods.job_documents(wanted)

@@ -13,9 +13,9 @@ from elasticrun.core.words import names
 from elasticrun.jobs.backend import NotDone
 from elasticrun.jobs.kube import acts
 from elasticrun.jobs.kube.api import KubeApi
-from elasticrun.jobs.kube.seen import OURS, ClusterJob, SeenPod, seen_pod, volume_at
+from elasticrun.jobs.kube.seen import OURS, ClusterJob, SeenPod, seen_pod
 from elasticrun.operator.cluster import PODS
-from elasticrun.operator.objects import MASTER
+from elasticrun.operator.objects import MASTER, volume_at
 
 
 async def on_node(api: KubeApi, job: ClusterJob, node: str, command: Sequence[str]) -> list[str]:

@@ -15,7 +15,15 @@ from typing import Final
 from elasticrun.core.words import index_of
 from elasticrun.jobs.rows import JobRow
 from elasticrun.operator.crd import GROUP, KIND, Json
-from elasticrun.operator.objects import INDEX, JOB, MASTER, ROLE, moment
+from elasticrun.operator.objects import (
+    INDEX,
+    JOB,
+    MASTER,
+    ROLE,
+    moment,
+    named_run_dir,
+    volume_at,
+)
 from elasticrun.render.pods import CONTAINER, JOB_LABEL
 
 STOPPED: Final = f"{GROUP}/stopped"
@@ -106,13 +114,7 @@ class ClusterJob:
     @property
     def run_dir(self) -> str:
         """Its run folder in its pods, where it names one; "" for none."""
-        container = self._container
-        words = [str(one) for key in ("command", "args") for one in container.get(key) or ()]
-        for flag, after in zip(words, [*words[1:], ""], strict=True):
-            name, _, value = flag.partition("=")
-            if name in ("--run-dir", "--run_dir"):
-                return value or after
-        return ""
+        return named_run_dir(self._container)
 
     def volume_at(self, path: str) -> Json | None:
         """What its pods have there, which outlasts them; None for nothing."""
@@ -200,22 +202,6 @@ class ClusterJob:
             age=max(0.0, now - moment(meta.get("creationTimestamp"))),
             reason=self.reason,
         )
-
-
-def volume_at(spec: Json, path: str) -> Json | None:
-    """What the first container of a pod has mounted there, and where; None for nothing that
-    outlasts the pod."""
-    first: Json = next(iter(spec.get("containers") or ()), {})
-    mounts = first.get("volumeMounts") or ()
-    there = [one for one in mounts if f"{path}/".startswith(one["mountPath"].rstrip("/") + "/")]
-    if not there:
-        return None
-    mount = max(there, key=lambda one: len(one["mountPath"]))
-    known = {one["name"]: one for one in spec.get("volumes") or ()}
-    source = {key: of for key, of in known.get(mount["name"], {}).items() if key != "name"}
-    if not source or "emptyDir" in source:
-        return None
-    return {"at": mount["mountPath"], "sub": mount.get("subPath"), **source}
 
 
 _FIRST: Final = re.compile(r"^  host +: (\S+)", re.MULTILINE)
