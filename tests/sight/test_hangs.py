@@ -184,5 +184,5 @@ def test_two_nodes_and_a_new_life(elastic_job: Any) -> None:
     }
     error = (run / "error.txt").read_text()
     assert "\nverdict:    script\n" in error
-    assert f"\nstacks:     {run}/logs/hang-1 on node " in error
+    assert f"\nstacks:     {run}/logs/hang-2 on node " in error, "those of its end"
     assert not error.count("ended with: ")

@@ -429,7 +429,7 @@ class Watch:
         ends = None if self._verdict is None else self._ends_at(self._verdict)
         self._final = ends is not None and ctx.now + GRAIN >= ends and not self._acted
         klass = None if before is None else before.impasse.klass
-        told_soon = klass in (Klass.CERTAIN, Klass.STRONG) and seconds >= TOLD[Klass.STRONG]
+        told_soon = klass in (Klass.CERTAIN, Klass.STRONG) and seconds >= TOLD[klass]
         if before is not None and klass is Klass.STILL:
             told_soon = self._begins(before.impasse) + TOLD[Klass.STILL] <= ctx.now + GRAIN
         late = self._dump_by is not None and ctx.now >= self._dump_by
