@@ -39,6 +39,8 @@ from elasticrun.config import (
     EXIT_PORT_TAKEN,
     EXIT_USAGE,
     HEARTBEAT_TIMEOUT,
+    JOIN_TIMEOUT,
+    LAST_CALL_TIMEOUT,
     MASTER_LOST_TIMEOUT,
     REATTACH_GRACE,
     MasterConfig,
@@ -60,7 +62,7 @@ from elasticrun.system.processes import set_name, start_time
 from elasticrun.trace.writer import Life
 from elasticrun.wire import auth, user_folder
 from elasticrun.wire.auth import TlsError, operator_token, reader_token
-from elasticrun.wire.messages import MAX_NODES, End
+from elasticrun.wire.messages import MAX_NODES, End, JobSpec
 from elasticrun.wire.rpc.channel import ListenError, listen, make_server, server_options
 from elasticrun.wire.types import loads, mint_nonce
 
@@ -270,6 +272,16 @@ class Lifetime:
             self.done.set_result((code, reason))
 
 
+def _unknown(job_id: str) -> JobSpec:
+    """Of a job that no agent has told of, and that is over: nothing of it counts any more."""
+    return JobSpec(
+        job_id=job_id, min_nodes=1, max_nodes=1, node_unit=1, max_restarts=0, restart_backoff=0.0,
+        restart_window=0.0, join_timeout=JOIN_TIMEOUT, last_call_timeout=LAST_CALL_TIMEOUT,
+        heartbeat_timeout=HEARTBEAT_TIMEOUT, grow="auto", grow_cooldown=0.0, restart_grace=0.0,
+        master_lost_timeout=MASTER_LOST_TIMEOUT,
+    )  # fmt: skip
+
+
 class Master:
     """Everything one job needs, put together and taken down."""
 
@@ -408,11 +420,9 @@ class Master:
         return brain
 
     def _facts_of(self, sentence: str) -> Facts:
-        """Of a job that has succeeded in its run folder before: who joins is told so. RunRefused
-        where nothing is known of the job to tell it by."""
-        spec = self._config.spec
-        if spec is None:
-            raise RunRefused(sentence)
+        """Of a job that has succeeded in its run folder before: who joins is told so, whatever it
+        brings."""
+        spec = self._config.spec or _unknown(self._config.job_id)
         over = End(EXIT_OK, sentence, ())
         return Facts(spec, self._term, 0, None, (), (), 0, 0, (), 0.0, over)
 

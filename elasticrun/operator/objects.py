@@ -341,16 +341,20 @@ def _keep_away(spec: Json, nodes: list[str]) -> None:
         )
 
 
-def named_run_dir(container: Json) -> str:
-    """The run folder that a container's command or its environment names; "" for none. Words behind
-    the script are the script's."""
+def _launchers_words(container: Json) -> list[str]:
+    """Of a container's command: those behind the script are the script's."""
     words = [str(one) for key in ("command", "args") for one in container.get(key) or ()]
+    script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+    return words[:script]
+
+
+def named_run_dir(container: Json) -> str:
+    """The run folder that a container's command or its environment names; "" for none."""
+    words = _launchers_words(container)
     for flag, after in zip(words, [*words[1:], ""], strict=True):
         name, _, value = flag.partition("=")
         if name in ("--run-dir", "--run_dir"):
             return value or after
-        if flag.endswith(".py"):
-            break
     given = {one["name"]: str(one.get("value") or "") for one in container.get("env") or ()}
     return given.get(RUN_DIR, "")
 
@@ -420,6 +424,8 @@ def master_pod(job: JobObject, attempt: int) -> Json:
     if volume_at(template, folder) is not None and (mount := _mount_at(first, folder)):
         name = mount["name"]
         container["args"].append(f"--run-dir={folder}")
+        if attempt == 0 and "--fresh" in _launchers_words(first):  # later ones go on in it
+            container["args"].append("--fresh")
         container["volumeMounts"] = [mount]
         spec["volumes"] = [one for one in template["volumes"] if one["name"] == name]
     metadata = _metadata(job, pod_name(job, MASTER_INDEX, attempt), **{ROLE: MASTER})

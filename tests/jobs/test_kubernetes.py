@@ -403,6 +403,32 @@ def test_a_suspended_job_has_saved_and_its_master_answers(lab: Lab, tmp_path: Pa
         cluster.close()
 
 
+@further("test_an_elastic_job_from_submit_to_delete", why="real pods, under an operator in a pod")
+def test_a_job_that_has_succeeded_in_its_run_folder_is_not_run_again(
+    lab: Lab, tmp_path: Path
+) -> None:
+    """The pods of a job that is made anew end with 0, and no rank begins."""
+    cluster = StandIn(tmp_path, lab=lab, env={"ELASTICRUN_PRELOAD": "off", "OMP_NUM_THREADS": "1"})
+    script, ran_here = tmp_path / "train.py", tmp_path / "ran"
+    script.write_text("import sys\nopen(sys.argv[1], 'a').write('x')\n")
+    try:
+        cluster.node("n0", gpus=8)
+        user = KubeUser(cluster, tmp_path)
+        install(cluster, deploy=True)
+        user.kubectl("apply", "-f", "-", given=CLAIM)
+        words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "2", "--cpu", "1")
+        words += ("--data", f"shared:{tmp_path / 'mnt'}", f"--run-dir={tmp_path / 'mnt/run'}")
+        for _ in range(2):
+            user.types(*words, "--", str(script), str(ran_here))
+            user.until("succeeded")
+            assert ran_here.read_text() == "xx"
+            said = user.types("logs", "tr", "--all")
+            user.types("delete", "tr")
+        assert "has already succeeded" in said
+    finally:
+        cluster.close()
+
+
 # ---------------------------------------------------------------- what is read
 
 

@@ -350,6 +350,23 @@ def test_a_job_has_a_deadline_and_goes_by_itself() -> None:
     assert world.gone
 
 
+def test_the_master_has_the_volume_of_the_run_folder() -> None:
+    """And no other; what was there before is put away by the first of its pods alone."""
+    volumes = [{"name": "d", "nfs": {"server": "s"}}, {"name": "k", "secret": {"secretName": "k"}}]
+    mounts = [{"name": "k", "mountPath": "/k"}, {"name": "d", "mountPath": "/d"}]
+    words = ["elasticrun", "--fresh", "--run-dir=/d/run", "train.py", "--run-dir=/k"]
+    container = {"name": "train", "image": "i", "command": words, "volumeMounts": mounts}
+    template = {"spec": {"containers": [container], "volumes": volumes}}
+    job = plan.objects.wanted(Cluster(nodes=2, template=template).job)
+    for attempt, flags in ((0, ["--run-dir=/d/run", "--fresh"]), (1, ["--run-dir=/d/run"])):
+        spec = plan.objects.master_pod(job, attempt)["spec"]
+        (made,) = spec["containers"]
+        assert made["args"][3:] == flags
+        assert (made["volumeMounts"], spec["volumes"]) == (mounts[1:], volumes[:1])
+    container["command"] = words[3:]
+    assert "volumes" not in plan.objects.master_pod(job, 0)["spec"]
+
+
 def test_what_the_server_refuses_is_a_condition() -> None:
     world = Cluster(nodes=1)
     seen = plan.Seen(refused='pods "tr-0-0" is forbidden: exceeded quota')
