@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -350,8 +351,7 @@ def _launchers_words(container: Json) -> list[str]:
 
 def named_run_dir(container: Json) -> str:
     """The run folder that a container's command or its environment names; "" for none."""
-    words = _launchers_words(container)
-    for flag, after in zip(words, [*words[1:], ""], strict=True):
+    for flag, after in pairwise([*_launchers_words(container), ""]):
         name, _, value = flag.partition("=")
         if name in ("--run-dir", "--run_dir"):
             return value or after
