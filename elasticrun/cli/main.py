@@ -329,6 +329,7 @@ def _master(words: Sequence[str]) -> int:
 
 def _in_cluster(verb: str, words: Sequence[str]) -> int | None:
     """One that is about jobs in Kubernetes; None where it is not."""
+    from elasticrun.jobs.backend import NotDone
     from elasticrun.jobs.choosing import is_in_cluster
 
     plan = verb == "scale" and any(word in ("-f", "--file") for word in words)
@@ -337,7 +338,11 @@ def _in_cluster(verb: str, words: Sequence[str]) -> int | None:
 
         words = of_a_plan(words, say)
     others = int(verb in ("exclude", "include"))
-    if not is_in_cluster(words, os.environ, others=others):
+    try:
+        is_there = is_in_cluster(words, os.environ, others=others)
+    except NotDone as wrong:
+        raise UsageError(str(wrong), EXIT_USAGE) from None
+    if not is_there:
         return _printed(lambda: _function_of(verb)(words)) if plan else None
     from elasticrun.cli.kube import verbs
 

@@ -43,8 +43,9 @@ class ForeignJob:
     template: dict[str, Any] = field(default_factory=dict)
 
 
-def read(document: Document, image: str = "") -> ForeignJob:
-    """The job of a document; `image`: of the ranks, where it names none. NotConvertible."""
+def read(document: Document, image: str | None = "") -> ForeignJob:
+    """The job of a document; `image`: of the ranks, where it names none; None: none is needed.
+    NotConvertible."""
     top = document.fields()
     kind, version = top.take("kind", str, ""), top.take("apiVersion", str, "")
     group = version.partition("/")[0]
@@ -167,7 +168,7 @@ def _command(spec: Fields, job: ForeignJob, path: str, called: str) -> None:
 # ---------------------------------------------------------------- the kinds
 
 
-def _dlrover(spec: Fields, job: ForeignJob, image: str) -> None:
+def _dlrover(spec: Fields, job: ForeignJob, image: str | None) -> None:
     del image
     for name, why in (
         ("distributionStrategy", "all-reduce training is what there is"),
@@ -205,7 +206,7 @@ def _dlrover(spec: Fields, job: ForeignJob, image: str) -> None:
         job.template["spec"]["containers"][0].setdefault("env", []).append({**made, "name": name})
 
 
-def _pytorch(spec: Fields, job: ForeignJob, image: str) -> None:
+def _pytorch(spec: Fields, job: ForeignJob, image: str | None) -> None:
     del image
     job.ranks, job.default = spec.take("nprocPerNode", str, ""), "auto"
     elastic = spec.inner("elasticPolicy")
@@ -229,7 +230,7 @@ def _pytorch(spec: Fields, job: ForeignJob, image: str) -> None:
     _command(spec, job, "pytorchReplicaSpecs", "pytorch")
 
 
-def _trainjob(spec: Fields, job: ForeignJob, image: str) -> None:
+def _trainjob(spec: Fields, job: ForeignJob, image: str | None) -> None:
     spec.leave("runtimeRef", "what the runtime adds to the pods has to be in the template")
     spec.leave("initializer", "fetch data and models in an init container of the template")
     for name in ("runtimePatches", "podTemplateOverrides", "podSpecOverrides"):
@@ -242,8 +243,9 @@ def _trainjob(spec: Fields, job: ForeignJob, image: str) -> None:
         own.update(spec.take(name, dict, {}))
     trainer = spec.inner("trainer")
     container: dict[str, Any] = {"name": "node"}
-    container["image"] = trainer.take("image", str, "") or image
-    if not container["image"]:
+    if named := trainer.take("image", str, "") or image:
+        container["image"] = named
+    elif image is not None:
         raise trainer.wrong("image", "it names none, and the runtime's is not here: give --image")
     for name, kind in (("command", list), ("args", list), ("env", list)):
         if value := trainer.take(name, kind, []):
@@ -260,7 +262,7 @@ def _trainjob(spec: Fields, job: ForeignJob, image: str) -> None:
     _command(spec, job, "trainer", "node")
 
 
-def _msjob(spec: Fields, job: ForeignJob, image: str) -> None:
+def _msjob(spec: Fields, job: ForeignJob, image: str | None) -> None:
     del image
     success = spec.take("successPolicy", str, "")
     job.success = success or "Rank0"
@@ -303,7 +305,7 @@ def scale_plan(document: Document) -> tuple[str, int]:
     return job, replicas
 
 
-READERS: Final[Mapping[tuple[str, str], Callable[[Fields, ForeignJob, str], None]]] = {
+READERS: Final[Mapping[tuple[str, str], Callable[[Fields, ForeignJob, str | None], None]]] = {
     ("elastic.iml.github.io", "ElasticJob"): _dlrover,
     ("kubeflow.org", "PyTorchJob"): _pytorch,
     ("trainer.kubeflow.org", "TrainJob"): _trainjob,

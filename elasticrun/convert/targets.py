@@ -32,7 +32,7 @@ _SIMPLE: Final = re.compile(r"\s*(?:exec\s+)?elasticrun(?:\\\n|[^\n;&|<>`$()])*\
 def elastic_job(job: ForeignJob) -> dict[str, Any]:
     """The ElasticJob."""
     meta: dict[str, Any] = {"name": job.name}
-    for name, value in (("labels", job.labels),
+    for name, value in (("namespace", job.namespace), ("labels", job.labels),
                         ("annotations", job.annotations)):  # fmt: skip
         if value:
             meta[name] = value
@@ -83,7 +83,7 @@ def slurm_words(job: ForeignJob, document: Document) -> list[str]:
     others = sorted(set(pod) - {"containers", "volumes"})
     others += ["side containers"] if len(pod["containers"]) > 1 else []
     others += [name for name, said in (
-        ("suspend", job.suspend), ("gang", job.gang),
+        ("metadata.namespace", job.namespace), ("suspend", job.suspend), ("gang", job.gang),
         ("successPolicy", job.success),
         *((f"runPolicy.{one}", one != "activeDeadlineSeconds") for one in job.policy),
     ) if said]  # fmt: skip

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from elasticrun.core.words import nearest
 from elasticrun.jobs.backend import Backend, NotDone, submission
 from elasticrun.jobs.kubernetes import KubernetesJobs
 from elasticrun.jobs.local import LocalJobs
@@ -35,12 +36,20 @@ def chosen(on: str, environ: Mapping[str, str], *, hosts: bool = False) -> str:
     """The place's name; `hosts`: some are named. NotDone for none that a job can be submitted
     to."""
     word, source = (on, "--on") if on else (environ.get(ON, "") or "local", ON)
+    word = place_called(word, source)
     if hosts and not on:
         return "ssh"
     if hosts != (word == "ssh"):
         raise NotDone(f"{source}={word}: --hosts (or --hostfile) and --on ssh belong together")
+    return word
+
+
+def place_called(word: str, source: str = "--on") -> str:
+    """The place that is meant; `source`: where the word stands. NotDone."""
+    word = "k8s" if word == "kubernetes" else word
     if word not in PLACES:
-        raise NotDone(f"{source}={word}: a job is submitted on one of {', '.join(PLACES)}")
+        hint = nearest(word, PLACES)
+        raise NotDone(f"{source}={word}: jobs are on one of {', '.join(PLACES)}{hint}")
     return word
 
 
@@ -100,12 +109,12 @@ def by_their_places(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[
 def is_in_cluster(words: Sequence[str], environ: Mapping[str, str], *, others: int = 0) -> bool:
     """Whether the words of a verb are about jobs in Kubernetes: by --on and what goes with it, by
     the run folder of a job that they name, else by $ELASTICRUN_ON. `others`: words before the job's
-    name."""
+    name. NotDone for a place that is none."""
     ours = list(words[: words.index("--")] if "--" in words else words)
     for at, word in enumerate(ours):
         flag, _, value = word.partition("=")
         if flag == "--on":
-            return (value or "".join(ours[at + 1 : at + 2])) == "k8s"
+            return place_called(value or "".join(ours[at + 1 : at + 2])) == "k8s"
         if flag in OF_CLUSTERS:
             return True
     with contextlib.suppress(OSError):
@@ -115,4 +124,4 @@ def is_in_cluster(words: Sequence[str], environ: Mapping[str, str], *, others: i
         for word in list(named)[others:]:
             with contextlib.suppress(NoRun):
                 return place_of(find(root, word)) == "k8s"
-    return environ.get(ON, "") == "k8s"
+    return place_called(environ.get(ON, "") or "local", ON) == "k8s"

@@ -77,6 +77,8 @@ def test_flags(where: str, words: str, wanted: str) -> None:
 )  # fmt: skip
 def test_a_command_in_one_string(command: str, wanted: list[str]) -> None:
     assert ours("k8s", "pytorch", "--name=x", command) == ["--name=x", *wanted]
+    assert ours("k8s", "--on", "k8s", "pytorch", command) == ["--on", "k8s", *wanted]
+    assert ours("k8s", "--name", "py", "pytorchjob", command) == ["--name", "py", *wanted]
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,7 @@ def test_a_job_of_another_operator(
     template = job["spec"].pop("template")
     assert (job["apiVersion"], job["kind"]) == ("elasticrun.dev/v1alpha1", "ElasticJob")
     assert job["spec"] == spec
+    assert job["metadata"].get("namespace", "") == ("dlrover" if name == "dlrover" else "")
     main = template["spec"]["containers"][0]
     wanted = dict(container)
     if shell := wanted.pop("shell", ""):
@@ -227,8 +228,10 @@ def test_as_a_script_for_slurm(
     script, said = converted(simple, monkeypatch, capsys, "--to", "slurm")
     assert "train.py --of 4 --lr 1e-3" in script
     assert "#SBATCH --nodes=2-4" in script
-    assert any("spec: left out: side containers, runPolicy.backoffLimit: " in line for line in said)
+    named = "spec: left out: side containers, metadata.namespace, runPolicy.backoffLimit: "
+    assert any(named in line for line in said)
     module = TRAINJOB.replace("[python3, -u, tune.py]", "[python3, -m, pkg.tune, --lr, x]")
+    module = module.replace("image: registry.example/tune:3", "")  # its runtime's
     script, _ = converted(module, monkeypatch, capsys, "--to", "slurm")
     assert "\n    --module \\\n" in script
     assert "\n    pkg.tune --lr x\n" in script

@@ -290,8 +290,8 @@ rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
 print(f"rank {rank} of {size} begins", flush=True)
 at = pathlib.Path(sys.argv[1])
 while not (at / "end").exists():
-    if rank == "1" and (at / "fail").exists():
-        sys.exit("rank 1 is unlucky")
+    if (at / "fail").exists() and rank == (at / "fail").read_text():
+        sys.exit(f"rank {rank} is unlucky")
     time.sleep(0.05)
 print(f"rank {rank} is done", flush=True)
 """
@@ -312,6 +312,7 @@ def test_logs_and_commands_of_pods_that_run(lab: Lab, tmp_path: Path) -> None:
         await_true(lambda: "rank 0 of 2" in user.types("logs", "tr"), "what rank 0 prints")
         assert "rank 1" not in user.types("logs", "tr")
         assert "rank 1 of 2 begins" in user.types("logs", "tr", "--node", "1", "--tail", "1")
+        assert user.types("logs", "tr", "--rank", "1", "-t", "1") == "rank 1 of 2 begins\n"
         whole = user.types("logs", "tr", "--all", "--grep", "rank . of 2")
         assert whole.splitlines()[::2] == ["== tr-0-0 ==", "== tr-1-0 =="]
         command = ("exec", "tr", "--node", "tr-1", "--", "sh", "-c", "hostname; exit 7")
@@ -323,22 +324,38 @@ def test_logs_and_commands_of_pods_that_run(lab: Lab, tmp_path: Path) -> None:
             env=user.environ, stdout=subprocess.PIPE, text=True,
         ) as following:  # fmt: skip
             assert following.stdout is not None
-            assert "rank 0 of 2 begins" in next(
-                line for line in following.stdout if "begins" in line
-            )
+
+            def begins() -> str:
+                return next(line for line in following.stdout or () if "begins" in line)
+
+            assert "rank 0 of 2 begins" in begins()
+            user.kubectl("delete", "pod", "tr-0-0")  # whose successor has its name
+            assert "rank 0 of 2 begins" in begins()
+            user.types("suspend", "tr")
+            user.types("resume", "tr")
+            assert "rank 0 of 2 begins" in begins()
             (tmp_path / "end").touch()
             assert "rank 0 is done" in following.communicate()[0]
         user.until("succeeded")
         assert user.types("list").splitlines()[1].split()[:3] == ["tr", "succeeded", "2/2"]
 
         (tmp_path / "end").unlink()
-        (tmp_path / "fail").touch()
-        words = ("submit", "--on", "k8s", "--name", "bad", *IMAGE, "--nodes", "2", "--", script)
-        user.types(*words, str(tmp_path))
+        words = ("submit", "--on", "k8s", "--name", "bad", *IMAGE, "--nodes", "2")
+        words += ("--nproc-per-node", "2", "--tee", "3", "--max-restarts", "0")
+        user.types(*words, "--", script, str(tmp_path))
+        user.until("running")
+        for rank, begins in (("1", "[default1]:rank 1 of"), ("2", "[default0]:rank 2 of 4")):
+            look = ("logs", "bad", "--rank", rank, "--tail", "1")
+            await_true(
+                lambda look=look, begins=begins: begins in ran(*look, env=user.environ).stdout,
+                begins,
+            )
+        assert "the job has 4 ranks: 2 on each of 2" in user.hears("logs", "bad", "--rank", "4")
+        (tmp_path / "fail").write_text("3")
         await_true(lambda: "failed" in user.types("list"), "a job that has failed")
         first, *_ = user.types("logs", "bad").splitlines()
         assert first == "== bad-1-0, ended with 93 =="
-        assert "rank 1 is unlucky" in user.types("logs", "bad")
+        assert "rank 3 is unlucky" in user.types("logs", "bad")
         page = user.types("status", "bad")
         assert "ended with 93: another pod cannot do better" in page
     finally:
@@ -492,7 +509,7 @@ def test_where_a_run_folder_is() -> None:
 
 def a_pod(name: str, index: str, phase: str = "Running", code: int | None = None) -> SeenPod:
     return SeenPod(
-        name=name, host=name, index=index, phase=phase, node="n0", container="m",
+        uid=name, name=name, host=name, index=index, phase=phase, node="n0", container="m",
         created=1.0, ended=float(len(name)), code=code, started=True, leaving=False, says="",
     )  # fmt: skip
 
@@ -533,13 +550,17 @@ def test_which_words_are_about_a_cluster(tmp_path: Path) -> None:
         (["--grep", "near", "fa"], True),
         (["near"], False),
         (["near", "--on=k8s"], True),
+        (["near", "--on", "kubernetes"], True),
         (["far", "--on", "local"], False),
         (["x", "--namespace", "team"], True),
         (["x", "--", "--on", "k8s"], False),
         ([], False),
     ):
         assert is_in_cluster(words, environ) is meant, words
-    assert is_in_cluster([], {**environ, "ELASTICRUN_ON": "k8s"})
+    for word in ("k8s", "kubernetes"):
+        assert is_in_cluster([], {**environ, "ELASTICRUN_ON": word})
+    with pytest.raises(NotDone, match=r"ELASTICRUN_ON=k8: .* did you mean k8s"):
+        is_in_cluster([], {**environ, "ELASTICRUN_ON": "k8"})
     assert not is_in_cluster(["near"], {**environ, "ELASTICRUN_ON": "k8s"})
 
 

@@ -85,7 +85,7 @@ def main(verb: str, argv: Sequence[str]) -> int:
         made.add_argument("--wait", action="store_true", help=text)
     asked = parsed(made, argv)
     if verb == "scale":
-        _settle(made, asked.ns)
+        settle(made, asked.ns)
     try:
         return reach(asked, partial(_order, verb, order))
     except (NotAnswered, NotDone, Claimed) as why:
@@ -111,7 +111,7 @@ def _order(verb: str, order: OrderOf, line: JobLine, ns: argparse.Namespace) -> 
     return EXIT_OK
 
 
-def _settle(made: Parser, ns: argparse.Namespace) -> None:
+def settle(made: Parser, ns: argparse.Namespace) -> None:
     """Which of two words is the number of nodes; ends with a sentence where none is."""
     if not ns.number.isdecimal():
         ns.number, ns.job = ns.job, ns.number

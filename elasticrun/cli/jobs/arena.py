@@ -23,7 +23,7 @@ PODS, SLURM, LOCAL = "pods", "slurm", "local"
 EVERYWHERE: Final = (PODS, SLURM, LOCAL)
 
 KINDS: Final = ("pytorch", "pytorchjob", "py")
-"""What Arena wants to hear before the flags; one may stand there here, too."""
+"""What Arena wants to hear; one may stand before, among or behind the flags here, too."""
 
 OTHERS: Final = (
     *("tf", "tfjob", "mpi", "mpijob", "horovod", "horovodjob", "et", "etjob", "ray", "rayjob"),
@@ -111,12 +111,14 @@ def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> 
     `where`: a place of --on or a target of `render`; `say` hears which flags have no effect.
     Invalid."""
     words = list(words)
-    if words and words[0] in KINDS:
-        del words[0]
-    if words and words[0] in OTHERS:
-        raise Invalid(f"{words[0]}: of Arena's kinds of jobs {KINDS[0]} is what {PROG} runs")
     at = words.index("--") if "--" in words else len(words)
     flags, behind = words[:at], words[at:]
+    for before, word in itertools.pairwise(["", *flags]):
+        if word in (*KINDS, *OTHERS) and (before[:1] != "-" or "=" in before):  # no flag's value
+            if word in OTHERS:
+                raise Invalid(f"{word}: of Arena's kinds of jobs {KINDS[0]} is what {PROG} runs")
+            flags.remove(word)
+            break
     if not behind and flags and " " in flags[-1].strip() and not flags[-1].startswith("-"):
         more, behind = _command(flags.pop())
         flags += more

@@ -57,7 +57,7 @@ def main(argv: Sequence[str], say: Callable[[str], None]) -> int:
                 if _kind(other).endswith("TrainingRuntime"):
                     hint = "write what its pods need into the template"
                 say(f"{_kind(other) or 'a document'} in the file is left out: {hint}")
-        job = read(jobs[0], ns.image)
+        job = read(jobs[0], None if ns.to == "slurm" else ns.image)
         code = (
             _slurm(job, jobs[0], say) if ns.to == "slurm" else _print(job, jobs[0], ns.output, say)
         )

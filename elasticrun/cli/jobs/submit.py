@@ -121,7 +121,7 @@ def parser(where: str) -> Parser:
         allow_abbrev=False,
     )
     text = f"Where it runs. [default: ${ON}, else local]"
-    made.add_argument("--on", choices=choosing.PLACES, default="", help=text)
+    made.add_argument("--on", choices=(*choosing.PLACES, "kubernetes"), default="", help=text)
     if where != "k8s":
         text = "The job's run folder. [default: a fresh one of yours; under Slurm on a shared disk]"
         made.add_argument("--run-dir", "--run_dir", metavar="DIR", default="", help=text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -35,7 +37,7 @@ def add_flags(made: Parser) -> None:
     made.add_argument("-t", "--tail", metavar="N", type=int, default=None, help=text)
     text = "only what was printed in that time: 90s, 5m, 12h, 7d"
     made.add_argument("--since", metavar="AGE", default="", help=text)
-    text = "lines of this rank, where they carry its number (--tee, --run-dir)"
+    text = "lines of this rank; of several on a node those that carry its number (--tee, --run-dir)"
     made.add_argument("--rank", metavar="R", type=int, default=-1, help=text)
     text = "of this node: its index, or the name of its pod or of the cluster's node"
     made.add_argument("-i", "--node", "--instance", metavar="X", default="", help=text)
@@ -48,8 +50,10 @@ async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> in
     """Print what is asked for; the exit code. NotDone where there is nothing."""
     from elasticrun.jobs.kube.pod_logs import show
 
-    wish = _wish(ns)
+    wish = _of_rank(job, _wish(ns))
     several = wish.several
+    if wish.follow and job.state == "suspended":
+        print(f"{PROG} logs: job {job.name} is suspended: waiting for its resume", file=sys.stderr)
     last = ""
 
     def write(pod: SeenPod, line: str) -> None:
@@ -58,17 +62,16 @@ async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> in
             line = json.dumps({"pod": pod.name, "node": pod.index, "line": line})
         elif several and wish.follow:
             line = f"[{pod.name}] {line}"
-        elif pod.name != last and (several or pod.has_failed or last):
+        elif pod.uid != last and (several or pod.has_failed or last):
             print(f"== {pod.name}{', ' * bool(pod.says)}{pod.says} ==")
-        last = pod.name
+        last = pod.uid
         print(line, flush=wish.follow)
 
     there = await show(api, job, wish, write)
     if wish.rank >= 0 and there and not last:
-        raise NotDone(
-            f"no line carries the number of rank {wish.rank}: pods print what all of their ranks "
-            "write; `--tee 3` of submit has each line say whose it is"
-        )
+        why = ": pods print what all of their ranks write; `--tee 3` of submit has each line say "
+        why = "" if "--tee" in job.words or job.run_dir else f"{why}whose it is"
+        raise NotDone(f"no line carries the number of rank {ns.rank}{why}")
     if there:
         return EXIT_OK
     if (code := await _kept(api, job, ns)) is not None:
@@ -104,7 +107,23 @@ def _wish(ns: argparse.Namespace) -> LogWish:
     except re.error as wrong:
         raise UsageError(f"--grep={ns.grep}: no regular expression: {wrong}", EXIT_USAGE) from None
     since = round(span(ns.since, "--since")) if ns.since else 0
-    return LogWish(ns.follow, tail, since, ns.all, ns.node, ns.rank, grep)
+    return LogWish(ns.follow, tail, since, ns.all, ns.node, rank=ns.rank, grep=grep)
+
+
+def _of_rank(job: ClusterJob, wish: LogWish) -> LogWish:
+    """The node of the rank that is meant, and its number there, which its lines carry."""
+    if wish.rank < 0:
+        return wish
+    ranks = job.ranks_a_node
+    if not ranks or "--log-line-prefix-template" in job.words:
+        why = "the job's command leaves open which ranks a node has"
+        print(f"{PROG} logs: {why}: shown is what has number {wish.rank} before it in any pod",
+              file=sys.stderr)  # fmt: skip
+        return wish
+    index, number = divmod(wish.rank, ranks)
+    if index >= job.nodes:
+        raise NotDone(f"the job has {job.nodes * ranks} ranks: {ranks} on each of {job.nodes}")
+    return replace(wish, index=str(index), rank=number if ranks > 1 else -1)
 
 
 def _without_pods(job: ClusterJob, wish: LogWish) -> str:
@@ -113,8 +132,8 @@ def _without_pods(job: ClusterJob, wish: LogWish) -> str:
         why = f": {job.reason}" if job.reason else ""
         return f"no pod of job {job.name} has begun yet{why}"
     gone = f"the pods of job {job.name} are gone"
-    if wish.node:
-        gone = f"job {job.name} has no pod {wish.node} that has begun, or it is gone"
+    if node := wish.node or wish.index:
+        gone = f"job {job.name} has no pod {node} that has begun, or it is gone"
     lost = f"{gone}, and what they printed with them"
     if not job.run_dir:
         return f"{lost}: `--run-dir DIR` of submit keeps it, on a volume"

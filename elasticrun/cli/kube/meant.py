@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def add_cluster(made: Parser) -> None:
     """Its context and namespace."""
-    made.add_argument("--on", choices=("k8s",), default="k8s", help="where the job is")
+    made.add_argument("--on", choices=("k8s", "kubernetes"), default="k8s", help="where the job is")
     text = "where the job is [default: as its run folder says, else the context's]"
     made.add_argument("-n", "--namespace", default="", metavar="NAME", help=text)
     text = "of the kubeconfig [default: as the run folder says, else the current one]"

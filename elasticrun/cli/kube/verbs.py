@@ -19,6 +19,7 @@ from msgspec.structs import asdict
 
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.job.asking import as_json
+from elasticrun.cli.job.orders import settle
 from elasticrun.cli.jobs.jobs import finished
 from elasticrun.cli.jobs.listing import COLUMNS, TITLES, shown
 from elasticrun.cli.kube import inside, logs
@@ -65,8 +66,8 @@ def main(verb: str, words: Sequence[str]) -> int:
         return inside.ask_master(verb, words)
     made = _parser(verb)
     ns = made.parse_args(words)
-    if verb == "scale" and not 1 <= ns.number <= 10_000:
-        made.error(f"{ns.number} is not a number of nodes: 1 to 10000")
+    if verb == "scale":
+        settle(made, ns)
     return finished(lambda: asyncio.run(_run(verb, ns)), made.prog)
 
 
@@ -82,7 +83,8 @@ def _parser(verb: str) -> Parser:
         more: Json = {"nargs": "?", "default": ""} if looks else {}
         made.add_argument("job", metavar="JOB", help=text, **more)
     if verb == "scale":
-        made.add_argument("number", metavar="N", type=int, help="nodes")
+        text = "how many nodes; `N JOB` is understood too"
+        made.add_argument("number", metavar="N", help=text)
     if verb == "stop":
         made.add_argument("--wait", action="store_true", help="it always does, in a cluster")
     if verb == "list":

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from elasticrun.jobs.backend import NotDone
@@ -27,14 +28,15 @@ MOST_STREAMS: Final = 100
 @dataclass(frozen=True, slots=True)
 class LogWish:
     """What is to be shown. `tail`: lines of each pod, 0 for all; `since`: seconds, 0 for ever;
-    `node`: an index of the job, or the name of a pod or of a node; `rank`: of which only lines are
-    meant that carry its number, -1 for all."""
+    `node`: an index of the job, or the name of a pod or of a node; `index`: the node of one rank,
+    and `rank`: its number there, of which only lines are meant that carry it, -1 for all."""
 
     follow: bool = False
     tail: int = 20
     since: int = 0
     everything: bool = False
     node: str = ""
+    index: str = ""
     rank: int = -1
     grep: re.Pattern[str] | None = None
 
@@ -47,7 +49,11 @@ class LogWish:
     @property
     def several(self) -> bool:
         """Whether lines of several pods may be mixed."""
-        return self.everything or (self.rank >= 0 and not self.node)
+        return self.everything or (self.rank >= 0 and not (self.node or self.index))
+
+    def names(self, pod: SeenPod) -> bool:
+        """Whether it is of the node that is named."""
+        return all(pod.is_called(word) for word in (self.node, self.index) if word)
 
 
 Shown = Callable[[SeenPod, str], None]
@@ -58,8 +64,9 @@ def chosen(found: Iterable[SeenPod], wish: LogWish) -> list[SeenPod]:
     """The pods that are meant, those that are there. Where nobody says: one that failed, the first
     of them; else the newest of the first node."""
     begun = [pod for pod in found if pod.started]
-    if wish.node:
-        return [pod for pod in begun if pod.is_called(wish.node)]
+    if wish.node or wish.index:
+        named = [pod for pod in begun if wish.names(pod)]
+        return named if wish.node or wish.everything else named[-1:]
     nodes = [pod for pod in begun if pod.index != MASTER]
     if wish.several:
         return nodes
@@ -75,43 +82,56 @@ def chosen(found: Iterable[SeenPod], wish: LogWish) -> list[SeenPod]:
 
 
 async def show(api: KubeApi, job: ClusterJob, wish: LogWish, shown: Shown) -> bool:
-    """Hand over what there is, and with `follow` what comes until the job is over or suspended.
-    False where there is no pod that has begun."""
-    there = chosen(await pods(api, job), wish)
+    """Hand over what there is, and with `follow` what comes until the job is over or stopped. False
+    where there is no pod that has begun."""
+    found = await pods(api, job)
+    there = chosen(found, wish)
     if not wish.follow or job.is_over:
         for pod in there:
             await _lines(api, job, pod, wish, shown)
         return bool(there)
-    old = {pod.name for pod in await pods(api, job) if pod.started} - {pod.name for pod in there}
-    return await _Followed(api, job, wish, shown, old).run()
+    old = {pod.uid for pod in found if pod.started}
+    return await _Followed(api, job, wish, shown, old).run(there)
 
 
 async def _lines(
     api: KubeApi, job: ClusterJob, pod: SeenPod, wish: LogWish, shown: Shown, **more: Any
 ) -> None:
-    asked: dict[str, Any] = {"container": pod.container, **more}
-    if wish.tail and wish.grep is None and wish.rank < 0:
-        asked["tail_lines"] = wish.tail
+    asked: dict[str, Any] = {"container": pod.container}
     if wish.since:
         asked["since"] = wish.since
-    async for line in api.log(pod.name, job.namespace, **asked):
-        if wish.takes(line):
+    first = 0  # line that is shown
+    if wish.tail and wish.grep is None and wish.rank < 0:
+        asked["tail_lines"] = wish.tail
+    elif wish.tail:  # of those that are taken, which the server does not count
+        newest: deque[int] = deque(maxlen=wish.tail)
+        at = 0
+        async for line in api.log(pod.name, job.namespace, **asked):
+            at += 1
+            if wish.takes(line):
+                newest.append(at)
+        first = newest[0] if len(newest) == wish.tail else 0
+    at = 0
+    async for line in api.log(pod.name, job.namespace, **asked, **more):
+        at += 1
+        if at >= first and wish.takes(line):
             shown(pod, line)
 
 
 class _Followed:
-    """The pods that are followed, each by a task. `old`: pods that were not meant at the start."""
+    """The pods that are followed, each by a task. `old`: those that had begun before."""
 
     def __init__(
         self, api: KubeApi, job: ClusterJob, wish: LogWish, shown: Shown, old: set[str]
     ) -> None:
         self._api, self._job, self._wish, self._shown = api, job, wish, shown
-        self._seen = old
+        self._seen = old  # uids: a pod that takes another's place may have its name
         self._streams: list[asyncio.Task[None]] = []
 
-    async def run(self) -> bool:
-        """Until the job is over or lets go of its pods; whether there was one."""
+    async def run(self, there: Iterable[SeenPod]) -> bool:
+        """`there`, and what comes, until the job is over or stopped; whether there was a pod."""
         async with asyncio.TaskGroup() as group:
+            self._follow(there, self._wish, group)
             watch = group.create_task(self._watch(group))
             await self._until_over()
             watch.cancel()
@@ -129,20 +149,29 @@ class _Followed:
                 self._take(in_order([pod], self._job), group)
 
     def _take(self, found: Iterable[SeenPod], group: asyncio.TaskGroup) -> None:
-        """Follow those of them that are meant and new."""
-        for pod in found:
-            node = self._wish.node or ("" if self._wish.several else "0")
-            meant = pod.is_called(node) if node else pod.index != MASTER
-            if pod.started and meant and pod.name not in self._seen:
-                self._seen.add(pod.name)
-                if sum(not one.done() for one in self._streams) < MOST_STREAMS:
-                    self._streams.append(group.create_task(self._stream(pod)))
+        """Follow those of them that are meant and new, from their first line on."""
+        wish = self._wish
+        if not (wish.node or wish.index or wish.several):
+            wish = replace(wish, index="0")
+        new = [
+            pod
+            for pod in found
+            if pod.started and pod.uid not in self._seen and wish.names(pod)
+            if wish.node or pod.index != MASTER
+        ]
+        self._seen |= {pod.uid for pod in new}
+        self._follow(new, replace(self._wish, tail=0), group)
 
-    async def _stream(self, pod: SeenPod) -> None:
+    def _follow(self, these: Iterable[SeenPod], wish: LogWish, group: asyncio.TaskGroup) -> None:
+        for pod in these:
+            if sum(not one.done() for one in self._streams) < MOST_STREAMS:
+                self._streams.append(group.create_task(self._stream(pod, wish)))
+
+    async def _stream(self, pod: SeenPod, wish: LogWish) -> None:
         with contextlib.suppress(NotDone):  # it has gone before it was read
-            await _lines(self._api, self._job, pod, self._wish, self._shown, follow=True)
+            await _lines(self._api, self._job, pod, wish, self._shown, follow=True)
 
     async def _until_over(self) -> None:
         async for word, job in find_again(self._api, self._job):
-            if word == "DELETED" or job.is_over or job.state in ("suspended", "stopped"):
+            if word == "DELETED" or job.is_over or job.state == "stopped":
                 return

@@ -107,9 +107,21 @@ class ClusterJob:
     @property
     def most_ranked(self) -> int:
         """Of an Indexed Job: MAX of --nnodes, which its template has for good; 0: not known."""
-        words = " ".join(map(str, self._container.get("args") or ()))
-        found = re.search(r"--nnodes=(?:\d+:)?(\d+)", words)
+        found = re.search(r"--nnodes=(?:\d+:)?(\d+)", self.words)
         return int(found[1]) if found and not self.is_elastic else 0
+
+    @property
+    def words(self) -> str:
+        """The command of the container with its ranks."""
+        parts = (self._container.get(name) or () for name in ("command", "args"))
+        return " ".join(str(word) for part in parts for word in part)
+
+    @property
+    def ranks_a_node(self) -> int:
+        """As its command says; 0 where that leaves it open."""
+        found = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", self.words)
+        said = found[1] if found else "1"
+        return int(said) if said.isdecimal() else 0
 
     @property
     def run_dir(self) -> str:
@@ -212,6 +224,7 @@ _FIRST: Final = re.compile(r"^  host +: (\S+)", re.MULTILINE)
 class SeenPod:
     """What is read of a pod of either kind of job."""
 
+    uid: str  # a pod that takes its place may have its name
     name: str
     host: str  # its host name, which its successor has too
     index: str  # of its node in the job; master for the master's
@@ -256,6 +269,7 @@ def seen_pod(pod: Json) -> SeenPod:
     if labels.get(ROLE) == MASTER:
         index = MASTER
     return SeenPod(
+        uid=meta["uid"],
         name=meta["name"],
         host=spec.get("hostname") or meta["name"],
         index=index,
