@@ -128,7 +128,10 @@ def meant(job: str) -> MeantJob:
     try:
         root = index.runs_root(os.environ)
         named += [(MeantJob(run=run), index.names_of(run)) for run in index.all_runs(root)]
-        found = index.pick(job, named)
+        if index.is_folder(job, [names for _, names in named]):
+            found: MeantJob | None = MeantJob(run=index.find(root, job))
+        else:
+            found = index.pick(job, named)
         if found is None and os.sep in job:
             found = MeantJob(run=index.find(root, job))
     except index.NoRun as wrong:

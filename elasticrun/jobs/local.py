@@ -29,8 +29,8 @@ from elasticrun.jobs.backend import (
     submission,
     write_submission,
 )
-from elasticrun.jobs.rows import JobRow
-from elasticrun.runs.layout import CONSOLE, LocalAgent, RunFolder, RunResult
+from elasticrun.jobs.rows import SUSPENDED, JobRow, row_of, word_of
+from elasticrun.runs.layout import CONSOLE, ENDED, LocalAgent, RunFolder, RunResult
 from elasticrun.system.processes import boot_id, start_time
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 from elasticrun.wire.messages import Reply, Request
@@ -38,11 +38,13 @@ from elasticrun.wire.messages import Reply, Request
 SECRETS: Final = ("ELASTICRUN_TOKEN", *GIT_USERNAMES, *GIT_PASSWORDS)
 """Variables that a command beside the job is not given."""
 
-SUSPENDED: Final = "suspended"
-"""Its state in lists, and how the reason begins, of a job that was suspended here."""
-
 LEAVE_LIMIT: Final = 600.0
 """Seconds that a job may take to save and leave, whatever its --departure-grace."""
+
+START_LIMIT: Final = 2.0
+"""Seconds for which submit waits to hear whether a launcher can begin."""
+
+START_POLL: Final = 0.05
 
 END_LIMIT: Final = 60.0
 """Seconds from SIGTERM to SIGKILL of a job that is deleted."""
@@ -59,6 +61,7 @@ class LocalJobs:
         count = 1 if wanted.hosts else wanted.scaled or wanted.max_nodes
         port = _free_port() if wanted.max_nodes > 1 and not wanted.hosts else 0
         self._start(run, replace(wanted, port=port, agents=()), count)
+        _refuse_at_once(run, wanted.name)
         nodes = f", with {count} agents as its nodes" if count > 1 else ""
         where = names(wanted.hosts) if wanted.hosts else "this host"
         return f"job {wanted.name} is started on {where}{nodes}"
@@ -91,7 +94,19 @@ class LocalJobs:
                 f"{some(known.max_nodes, 'node')} have shared out the GPUs of this host: none is "
                 "left for another one"
             )
-        said = ask(wanted).reason
+        if wanted.number > 1 and known.max_nodes == 1:
+            raise NotDone(
+                f"job {known.name} is of one node, which no other can join: submit it with --nodes "
+                f"1:{wanted.number}"
+            )
+        rests = not living(run) and run.state() in ENDED and run.state() != "succeeded"
+        if rests:
+            said = (
+                f"job {known.name} is {_word(run)}: it takes {some(wanted.number, 'node')} at most "
+                "when it is resumed"
+            )
+        else:
+            said = ask(wanted).reason
         if job is not None:
             low = min(known.min_nodes, wanted.number)
             known = replace(known, scaled=wanted.number)
@@ -99,7 +114,7 @@ class LocalJobs:
                 run.write_job(replace(job, nodes=f"{low}:{wanted.number}"))
                 write_submission(run, known)
         missing = wanted.number - len(living(run))
-        if known.port and missing > 0:
+        if known.port and missing > 0 and not rests:
             self._start(run, known, missing)
             said += f"; {some(missing, 'agent')} more started here"
         return said
@@ -108,6 +123,8 @@ class LocalJobs:
         """SIGTERM, upon which agents save a step and leave."""
         name = submission(run).name
         if not _signal(living(run), signal.SIGTERM):
+            if _word(run) == SUSPENDED:
+                return f"job {name} is suspended already"
             raise NotDone(f"job {name} does not run: {run.state()}")
         if left := _await_end(living(run), LEAVE_LIMIT):
             raise NotDone(f"job {name} is leaving yet: {names([one.node for one in left])}")
@@ -130,7 +147,7 @@ class LocalJobs:
         """SIGTERM, for one whose master does not answer; one that is suspended stays so."""
         if not _signal(living(run), signal.SIGTERM):
             result = run.result()
-            if result is None or not result.reason.startswith(SUSPENDED):
+            if result is None or _word(run) != SUSPENDED:
                 raise NotDone(f"job {_named(run)} does not run: {run.state()}")
             _say(run, "stopped", f"it was {result.reason}")
             return f"job {_named(run)} is stopped; it was {result.reason}"
@@ -166,12 +183,7 @@ class LocalJobs:
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """By their run folders; one that was suspended is that, whether or not it had saved."""
-        return [
-            replace(row, state=SUSPENDED)
-            if row.state in ("saved", "stopped") and row.reason.startswith(SUSPENDED)
-            else row
-            for row in rows
-        ]
+        return [replace(row, state=word_of(row)) for row in rows]
 
     def _start(self, run: RunFolder, known: Submission, count: int) -> None:
         """So many agents more, on record before this returns. NotDone where none can be."""
@@ -297,6 +309,21 @@ def _the_node(living: Sequence[LocalAgent], node: str, job: str) -> LocalAgent:
     if len(named) == 1 or (named and not node):
         return named[0]
     raise NotDone(f"job {job} has no node {node}: it has {names([one.node for one in living])}")
+
+
+def _word(run: RunFolder) -> str:
+    """Its state as lists have it."""
+    job = run.job()
+    return word_of(row_of(run, job)) if job else run.state()
+
+
+def _refuse_at_once(run: RunFolder, name: str) -> None:
+    """NotDone where its launchers say soon that they cannot begin."""
+    end = time.monotonic() + START_LIMIT
+    while run.state() == "submitted" and time.monotonic() < end:
+        _await_end(run.carriers(), START_POLL)
+    if run.state() == "failed" and run.result() is None:
+        raise NotDone(f"job {name} cannot begin: {run.last_words()}")
 
 
 def _named(run: RunFolder) -> str:

@@ -4,7 +4,6 @@ done to it. One word says how it stands, the same in every verb."""
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +16,9 @@ from elasticrun.wire.types import Endpoint
 
 OVER: Final = "ended"
 """The state of a job that is over where nobody here knows how."""
+
+SUSPENDED: Final = "suspended"
+"""The state of a job that was suspended, and how the reason of its result begins."""
 
 _STATES: Final = {"gathering": "waiting", "stopping": "waiting", "running": "running"}
 """By the phase of a round."""
@@ -37,7 +39,7 @@ class JobRow(Struct, frozen=True, kw_only=True):
     max_nodes: int = 0
     step: int = -1  # the newest that was told; -1: none
     restarts: int = 0
-    age: float = 0.0  # seconds since it began
+    age: float = 0.0  # seconds since it began, over suspend and resume
     reason: str = ""  # why it waits, or how it ended
 
 
@@ -75,11 +77,17 @@ def row_of(folder: RunFolder, job: JobRecord) -> JobRow:
         run=str(folder.place),
         nodes=result.nodes if result else 0,
         max_nodes=int(job.nodes.rpartition(":")[2] or 0),
-        step=result.step if result else folder.last_step(),
+        step=folder.last_step(),
         restarts=result.restarts if result else 0,
-        age=max(0.0, time.time() - job.began),
-        reason=result.reason if result else folder.why_lost(job) if state == "lost" else "",
+        age=job.age(),
+        reason=result.reason if result else folder.why_over(job) if state in ENDED else "",
     )
+
+
+def word_of(row: JobRow) -> str:
+    """Its state; of one that was suspended that, whether or not it had saved."""
+    is_so = row.state in ("saved", "stopped") and row.reason.startswith(SUSPENDED)
+    return SUSPENDED if is_so else row.state
 
 
 def state_of(status: JobStatus, run: str = "") -> str:
@@ -115,7 +123,7 @@ def live_row(status: JobStatus, endpoint: Endpoint, run: str) -> JobRow:
         max_nodes=status.max_nodes,
         step=status.step,
         restarts=status.restart_count,
-        age=status.age,
+        age=job.age() if job else status.age,
         reason=status.outcome or status.reason or status.verdict,
     )
 

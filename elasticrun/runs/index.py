@@ -94,8 +94,7 @@ def find(root: Path, wanted: str, *, whole: str = "") -> RunFolder:
     folder itself, or by the beginning of a name where no other job's begins so. `whole`: the verb,
     where that is not enough, since what it does cannot be undone. NoRun, OSError."""
     named = [(folder, names_of(folder)) for folder in all_runs(root)]
-    is_name = any(wanted in names for _, names in named)
-    if wanted and not is_name and os.path.isfile(os.path.join(wanted, JOB)):
+    if is_folder(wanted, [names for _, names in named]):
         at = Path(wanted).resolve()
         listed = next((one for one, _ in named if one.path.resolve() == at), None)
         if whole and listed is None:
@@ -106,6 +105,12 @@ def find(root: Path, wanted: str, *, whole: str = "") -> RunFolder:
     known = {names[-1] for _, names in named}
     hint = nearest(wanted, known) or (f"; there is {_listed(known)}" if known else "")
     raise NoRun(f"no job {wanted} has a run folder in {root}{hint}")
+
+
+def is_folder(wanted: str, known: Iterable[Sequence[str]]) -> bool:
+    """Whether a run folder is named by its path, and no job by a name of its own."""
+    is_name = any(wanted in names for names in known)
+    return bool(wanted) and not is_name and os.path.isfile(os.path.join(wanted, JOB))
 
 
 def pick(wanted: str, named: Sequence[tuple[T, tuple[str, ...]]], *, whole: str = "") -> T | None:

@@ -58,6 +58,9 @@ LOCK: Final = ".lock"
 KEPT_ROOM: Final = 64 * 1024
 """Bytes of LOCK, so that the result can be written on a disk that has become full."""
 
+_REFUSED: Final = "elasticrun: error: "
+"""How a launcher's last line begins that cannot begin."""
+
 _LOCK: Final = "hhqqi"
 """struct flock: whole file, and no pid, since the lock is the open file's."""
 
@@ -95,10 +98,15 @@ class JobRecord(Struct, frozen=True, kw_only=True):
     endpoint: str = ""  # host:port of its master
     tensorboard: str = ""  # URL; "": there is none
     attempt: int = 1  # counts the starts in this folder
+    first_began: float = 0.0  # the first start in this folder; 0.0: that is this one
     formed: float = 0.0  # when its first round was; 0.0: not yet
     pid: int = 0  # of the launching process; 0: there is none yet
     started: int = 0  # when the kernel started that process, in clock ticks since boot
     boot_id: str = ""  # names the time for which `started` and `pid` mean anything
+
+    def age(self) -> float:
+        """Seconds since it began, however often it was started since."""
+        return max(0.0, time.time() - (self.first_began or self.began))
 
     def is_alive(self) -> bool | None:
         """Whether the process that launched it lives; None: this host cannot know. A laptop may
@@ -202,13 +210,15 @@ class RunFolder:
         if job is None:
             return "lost"
         if not job.pid:
-            return "lost" if self._is_left(job) else "submitted"
+            left = self._is_left(job)
+            return "submitted" if not left else "failed" if self._refused(job) else "lost"
         if job.is_alive() is False and not self.is_held():
             return "lost"
         return "running" if job.formed else "waiting"
 
-    def why_lost(self, job: JobRecord) -> str:
-        """Of a lost job: what has ended it, as far as that is known, and what was heard last."""
+    def why_over(self, job: JobRecord) -> str:
+        """Of a job that is over without a result: what has ended it, as far as that is known, and
+        what was heard last."""
         if not job.pid:
             return self.last_words() or "it was submitted, and no launcher has begun"
         if job.boot_id and job.boot_id != boot_id():
@@ -221,11 +231,20 @@ class RunFolder:
 
     def last_words(self) -> str:
         """The last line that launchers printed, "" for none."""
+        return self._last_line().removeprefix(_REFUSED)
+
+    def _refused(self, job: JobRecord) -> bool:
+        """Whether the launcher of this start could not begin, and has said why."""
+        with contextlib.suppress(OSError):
+            said = (self.path / CONSOLE).stat().st_mtime >= job.began
+            return said and self._last_line().startswith(_REFUSED)
+        return False
+
+    def _last_line(self) -> str:
         with contextlib.suppress(OSError), open(self.path / CONSOLE, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
             lines = file.read(LAST_BYTES).decode(errors="replace").split("\n")
-            last = next((line for line in reversed(lines) if line.strip()), "")
-            return last.removeprefix("elasticrun: error: ")
+            return next((line for line in reversed(lines) if line.strip()), "")
         return ""
 
     def _is_left(self, job: JobRecord) -> bool:
@@ -242,14 +261,14 @@ class RunFolder:
 
     def last_step(self) -> int:
         """The newest step that was told; -1: none."""
-        if result := self.result():
+        if (result := self.result()) and result.step >= 0:
             return result.step
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # its last start may have told none
             return int(self._last_row().get("step", "-1"))
         return -1
 
     def told(self) -> str:
-        """What the newest row of progress.csv says: `step 140, loss 0.2488`; "" without numbers
+        """What the newest row of progress.csv says: `loss 0.2488 at step 140`; "" without numbers
         beside the step."""
         row = {name: said for name, said in self._last_row().items() if said}
         step = row.pop("step", "")
@@ -258,7 +277,7 @@ class RunFolder:
             said = [
                 f"{name} {numbers[name]:.6g}" for name in numbers if name not in ("time", "round")
             ]
-            return ", ".join([f"step {step}", *said]) if said else ""
+            return f"{', '.join(said)} at step {step}" if said else ""
         return ""
 
     def _last_row(self) -> dict[str, str]:
@@ -297,8 +316,9 @@ class RunFolder:
         (self.path / RESULT).unlink(missing_ok=True)
         if job := self.job():
             self.keep_incidents(job.attempt)
-            again = replace(job, pid=0, started=0, formed=0.0, began=time.time(), endpoint="")
-            self.write_job(replace(again, attempt=job.attempt + 1))
+            again = replace(job, pid=0, started=0, formed=0.0, endpoint="", began=time.time())
+            first = job.first_began or job.began
+            self.write_job(replace(again, attempt=job.attempt + 1, first_began=first))
 
     def keep_incidents(self, attempt: int) -> None:
         """Those of this start, before another counts from 1 again: 0007.json becomes 1-0007.json.

@@ -101,11 +101,14 @@ def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool =
         if (
             goes_on or _same_launch(before, job) or not before.pid
         ):  # a master after another, or one that was submitted
-            known = ("began", "attempt", "formed", "git_commit", "versions", "endpoint")
+            known = (
+                "began", "first_began", "attempt", "formed", "git_commit", "versions", "endpoint",
+            )  # fmt: skip
             job = replace(job, **{name: getattr(before, name) for name in known})
         else:
             folder.keep_incidents(before.attempt)
-            job = replace(job, attempt=before.attempt + 1)
+            first = before.first_began or before.began
+            job = replace(job, attempt=before.attempt + 1, first_began=first)
             (folder.path / layout.RESULT).unlink(missing_ok=True)
     opened = OpenRun(folder, job, lock)
     opened.change(job)

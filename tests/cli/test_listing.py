@@ -15,6 +15,7 @@ from msgspec import structs
 from elasticrun.cli.job import incidents
 from elasticrun.cli.job.asking import NotAnswered, find
 from elasticrun.cli.jobs import listing, nodes
+from elasticrun.cli.main import main
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.verbs import status
 from elasticrun.jobs.rows import JobRow
@@ -135,20 +136,29 @@ def test_a_job_that_ends_while_its_master_is_asked(
             left.unlink()
 
 
-def test_what_is_left_of_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_of_one(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _several(root)
     assert status.main(["eva"], {}) == 0
     told = capsys.readouterr().out
     for line in ("outcome: no restart", "command: elasticrun train.py", "rank 1 failed (ValueErr"):
         assert f"\n{line}" in told
     assert status.main(["train-large"], {}) == 0
-    assert "\nprogress: step 42, loss 0.4\n" in capsys.readouterr().out
+    assert "\nprogress: loss 0.4 at step 42\n" in capsys.readouterr().out
     with pytest.raises(NotAnswered, match=r"job eval has ended \(failed\): no restart; see "):
         find("eval")
     pid = os.getpid()
     why = f"its launcher, process {pid} of {os.uname().nodename}, has gone and left no result"
     assert status.main(["train-large"], {}) == 0
     assert f"outcome: {why}; the last step it told was 42\n" in capsys.readouterr().out
+    monkeypatch.chdir(root)
+    (lost,) = root.glob("train-large-*")
+    lost.rename("a path")
+    for words in (["status"], ["events"], ["incidents"]):
+        assert main([*words, "a path"]) == 0
+    capsys.readouterr()
+    Path("a path").rename(lost)
     assert incidents.main(["train-large"]) == 0
     assert f"no incident yet; the job is lost: {why}" in capsys.readouterr().out
 

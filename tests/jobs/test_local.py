@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,20 +115,25 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     assert "job tr is suspended at step" in said
     reader.until_text("this waits for its next start")
     assert len(person.world.survivors()) == 1  # who reads
-    assert person.row("tr")["state"] == "suspended"
+    before = person.row("tr")
+    assert before["state"] == "suspended"
+    assert "is suspended already" in person.types("suspend", "tr")
+    assert "4 nodes at most when it is resumed" in person.types("scale", "tr", "4")
+    assert "3 nodes at most when it is resumed" in person.types("scale", "tr", "3")
     assert starts(out, 0)[0] == 0
     lives = len(starts(out, 0))
     assert "with 3 agents" in person.types("resume", "tr"), "as it was scaled"
     await_true(lambda: len(starts(out, 0)) > lives, "another life")
     assert starts(out, 0)[-1] > 0
     person.until("tr", state="running")
+    assert person.row("tr")["age"] > before["age"]
     heads = [line for line in person.types("logs", "tr", "--all").splitlines() if "==" in line]
     assert sum("attempt_0," in head for head in heads) == 2  # of each start
-    before = max((folder / "ckpt").glob("step-*/.metadata"))
+    saved = max((folder / "ckpt").glob("step-*/.metadata"))
     assert "the job ends: stopped by" in person.types("stop", "tr", "--wait")
     assert reader.wait() == 0
     person.world.nothing_left()
-    assert max((folder / "ckpt").glob("step-*/.metadata")) > before  # it has saved first
+    assert max((folder / "ckpt").glob("step-*/.metadata")) > saved  # it has saved first
 
     assert person.row("tr")["state"] == "stopped"
     said = person.types("status", "tr")
@@ -205,6 +211,25 @@ def test_hosts_that_are_this_one_need_no_sshd(person: Person) -> None:
     assert person.row("hh")["state"] == "suspended"  # as it was
     assert "job hh is started on localhost" in person.types("resume", "hh")
     person.types("delete", "hh")
+
+
+@pytest.mark.slow
+def test_a_launcher_that_cannot_begin_says_why(person: Person) -> None:
+    source, work = person.world.scratch / "source", person.world.scratch / "work"
+    for folder in (source, work / "code" / "source"):
+        for words in (
+            ["init", "-q", str(folder)],
+            ["-C", str(folder), "remote", "add", "origin", "https://example.org/other"],
+            ["-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one",
+             "--allow-empty"],
+        ):  # fmt: skip
+            subprocess.run(["git", *words], check=True)
+    words = ["--git", source.as_uri(), "--working-dir", str(work), "--run-dir", str(work / "run")]
+    for verb in (["submit", "--name", "tr", *words, "--", "t.py"], ["resume", "tr"]):
+        assert "job tr cannot begin: --git: " in person.hears(*verb)[1], verb
+        row = person.row("tr")
+        assert (row["state"], "--git: " in row["reason"]) == ("failed", True)
+    person.types("delete", "tr")
 
 
 def test_a_secret_that_others_may_read_is_none(tmp_path: Path) -> None:

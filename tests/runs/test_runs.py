@@ -56,19 +56,23 @@ def test_how_a_job_stands(tmp_path: Path, job: dict[str, Any], result: str, stat
 
 
 @pytest.mark.parametrize(
-    ("own", "state"),
+    ("own", "last", "state"),
     [
-        ({}, "submitted"),  # however long it checks out code
-        ({"started": 1}, "lost"),
-        ({"boot_id": "an earlier start"}, "lost"),
-        ({"host": "elsewhere", "started": 1}, "submitted"),
+        ({}, "", "submitted"),  # however long it checks out code
+        ({"started": 1}, "", "lost"),
+        ({"started": 1}, "a rank's words\n", "lost"),
+        ({"started": 1}, "elasticrun: error: no such commit\n", "failed"),
+        ({"started": 1, "began": 1e12}, "elasticrun: error: of an earlier start\n", "lost"),
+        ({"boot_id": "an earlier start"}, "", "lost"),
+        ({"host": "elsewhere", "started": 1}, "", "submitted"),
     ],
 )
-def test_a_job_that_has_not_begun_is_lost_when_its_processes_have_gone(
-    tmp_path: Path, own: dict[str, Any], state: str
+def test_a_job_that_has_not_begun_is_over_when_its_processes_have_gone(
+    tmp_path: Path, own: dict[str, Any], last: str, state: str
 ) -> None:
     process = {**HERE, **own}
-    run = _run(tmp_path, "train", pid=0, host=process["host"])
+    run = _run(tmp_path, "train", pid=0, host=process["host"], began=process["began"])
+    (run.path / "console.log").write_text(last)
     agents = (LocalAgent("node0", os.getpid(), process["started"]),)
     known = Starting(agents=agents, boot_id=process["boot_id"])
     (run.path / "submitted.json").write_bytes(msgspec.json.encode(known))

@@ -24,7 +24,7 @@ from elasticrun.cli.table import TRUST
 from elasticrun.cli.verbs.status import NoStatus, name_of, no_job, parse_endpoint
 from elasticrun.config import Tls
 from elasticrun.jobs.line import JobLine, JobMaster, MeantJob, NotAnswered, master_of, meant
-from elasticrun.jobs.rows import row_of
+from elasticrun.jobs.rows import row_of, word_of
 from elasticrun.runs import index
 from elasticrun.runs.layout import ENDED, RunFolder
 from elasticrun.wire import auth
@@ -114,7 +114,7 @@ def ended(folder: RunFolder) -> str:
     if record is None or (row := row_of(folder, record)).state not in ENDED:
         return ""
     why = f": {row.reason}" if row.reason else ""
-    return f"job {record.name} has ended ({row.state}){why}; see {row.run}"
+    return f"job {record.name} has ended ({word_of(row)}){why}; see {row.run}"
 
 
 # ---------------------------------------------------------------- a verb

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -22,7 +22,7 @@ from elasticrun.jobs.rows import DoneRow
 from elasticrun.runs.claim import Claimed, claimed
 from elasticrun.runs.index import names_of, runs_root
 from elasticrun.runs.layout import RunFolder
-from elasticrun.wire.messages import MAX_NODES, Request
+from elasticrun.wire.messages import MAX_NODES, Reply, Request
 
 if TYPE_CHECKING:
     import argparse
@@ -89,7 +89,7 @@ def main(verb: str, argv: Sequence[str]) -> int:
     try:
         return reach(asked, partial(_order, verb, order))
     except (NotAnswered, NotDone, Claimed) as why:
-        said = _by_its_place(asked.ns.job) if verb == "stop" else None
+        said = _by_its_place(verb, asked.ns, why)
         if not said:
             print(f"{made.prog}: {why}", file=sys.stderr)
             return EXIT_FAILED
@@ -101,8 +101,7 @@ def _order(verb: str, order: OrderOf, line: JobLine, ns: argparse.Namespace) -> 
     node, number = ns.node if order.node else "", ns.number if verb == "scale" else 0
     request = Request(verb, node, number, who=who(), reason=reason)
     if verb == "scale" and line.run is not None and is_ours(line.run):
-        with claimed(runs_root(os.environ), submission(line.run).name):  # or agents are there twice
-            said = backend_of(line.run, withdraw()).scale(line.run, request, line.reply)
+        said = _scaled(line.run, request, line.reply)
     else:
         said = line.reply(request).reason
     _tell(ns, said, line.run)
@@ -131,12 +130,28 @@ def _tell(ns: argparse.Namespace, said: str, run: RunFolder | None) -> int:
     return EXIT_OK
 
 
-def _by_its_place(job: str) -> tuple[str, RunFolder] | None:
-    """What the place of a job whose master does not answer does to end it; None: nothing."""
+def _scaled(run: RunFolder, request: Request, ask: Callable[[Request], Reply]) -> str:
+    with claimed(runs_root(os.environ), submission(run).name):  # or agents are there twice
+        return backend_of(run, withdraw()).scale(run, request, ask)
+
+
+def _by_its_place(
+    verb: str, ns: argparse.Namespace, why: Exception
+) -> tuple[str, RunFolder] | None:
+    """What the place of a job whose master does not answer does to end or scale it; None:
+    nothing."""
+
+    def ask(request: Request) -> Reply:
+        raise why
+
     try:
-        run = meant(job).run if job else None
-        return (backend_of(run, withdraw()).stop(run), run) if run and is_ours(run) else None
-    except (NotAnswered, NotDone, OSError):
+        run = meant(ns.job).run if ns.job else None
+        if run is None or not is_ours(run):
+            return None
+        if verb == "scale":
+            return _scaled(run, Request(verb, number=ns.number, who=who()), ask), run
+        return (backend_of(run, withdraw()).stop(run), run) if verb == "stop" else None
+    except (NotAnswered, NotDone, Claimed, OSError):
         return None
 
 

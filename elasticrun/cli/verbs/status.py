@@ -103,7 +103,7 @@ def running(page: JobStatus, where: str, run: str = "") -> Row:
         f"{placed}/{page.max_nodes}",
         *_step(page.step, page.step_age),
         f"{page.restart_count}/{page.max_restarts}",
-        duration(page.age),
+        duration(job.age() if run and (job := RunFolder(Path(run)).job()) else page.age),
     )
 
 
