@@ -17,7 +17,7 @@ from msgspec import Struct
 from elasticrun.cli.job.checkpoints import CheckpointRow
 from elasticrun.cli.jobs.nodes import HostRow
 from elasticrun.core.sight.picture import EventRow, IncidentRow, Picture, StackRow
-from elasticrun.jobs.rows import DoneRow, JobPage, JobRow
+from elasticrun.jobs.rows import DoneRow, JobPage, JobRow, NodeRow
 from elasticrun.runs.layout import JobRecord, KeptEvent, RunResult
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "schema.json"
@@ -51,6 +51,7 @@ OUTPUTS: dict[str, tuple[Any, str]] = {
     "list": (list[JobRow], "elasticrun list"),
     "checkpoints": (list[CheckpointRow], "elasticrun ckpt ls, verify"),
     "hosts": (list[HostRow], "elasticrun top nodes"),
+    "cluster_nodes": (list[NodeRow], "elasticrun top nodes --on k8s"),
 }
 """By the name in the schema: the type, and who prints it."""
 

@@ -67,10 +67,12 @@ async def _object(api: KubeApi, known: Submission) -> ClusterJob | None:
     return ClusterJob({**body, "kind": kind.__name__})
 
 
-def note_end(run: RunFolder, state: str, reason: str, row: JobRow | None = None) -> None:
+def note_end(
+    run: RunFolder, state: str, reason: str, row: JobRow | None = None, ended: float = 0.0
+) -> None:
     """Remember how a job ended, as soon as that is seen. OSError."""
     if run.result() is None and run.path.is_dir():
-        result = RunResult(state=state, reason=reason, ended=time.time())
+        result = RunResult(state=state, reason=reason, ended=ended or time.time())
         if row is not None:
             result = replace(
                 result, job=row.name, nodes=row.nodes, step=row.step, restarts=row.restarts

@@ -131,3 +131,19 @@ def live_row(status: JobStatus, endpoint: Endpoint, run: str) -> JobRow:
 def page_of(row: JobRow, **more: object) -> JobPage:
     """The row with more of the same job."""
     return JobPage(**asdict(row) | more)
+
+
+class NodeRow(Struct, frozen=True, kw_only=True):
+    """What `elasticrun top nodes --on k8s -o json` prints of a node of a cluster. CPU in cores,
+    memory in MiB; taken: asked for by pods that are placed there; -1: not known."""
+
+    node: str
+    state: str  # ready, not ready, cordoned
+    gpus: int = 0
+    gpus_taken: int = -1
+    cpus: float = 0.0
+    cpus_taken: float = -1.0
+    cpus_used: float = -1.0
+    memory: int = 0
+    memory_taken: int = -1
+    memory_used: int = -1

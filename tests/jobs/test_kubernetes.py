@@ -128,7 +128,7 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     assert all(len(line) <= 80 for line in page.splitlines() if "  " in line), page
     assert json.loads(user.types("status", "tr", "-o", "json"))["pods"][-1]["node"] == "master"
 
-    assert "is to have 3 nodes (before: 2)" in user.types("scale", "tr", "3")
+    assert "is to have 3 nodes (before: 2)" in user.types("scale", "3", "tr")
     until_running(cluster, "tr-2-0")
     (tmp_path / "plan.yaml").write_text(
         "kind: ScalePlan\napiVersion: elastic.iml.github.io/v1alpha1\nmetadata: {name: p}\n"
@@ -137,6 +137,8 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     assert "2 nodes (before: 3)" in user.types("scale", "-f", str(tmp_path / "plan.yaml"))
     top = user.types("top", "nodes", "--on", "k8s")
     assert "GPUs taken" in top
+    node = json.loads(user.types("top", "nodes", "--on", "kubernetes", "-o", "json"))[0]
+    assert (node["node"], node["gpus"], node["memory"] < 2**30) == ("n0", 8, True), node
     assert "already exists: choose another --name" in user.hears(
         "submit", "--on", "k8s", "--name", "tr", *IMAGE, "--", "train.py"
     )
@@ -169,8 +171,10 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     rows = json.loads(user.types("list", "-o", "json"))
     assert [row["state"] == "lost" for row in rows if row["name"] == "gone"] == [False, True]
     user.kubectl("delete", "ej", "gone")
-    for _ in range(2):
-        assert "the cluster has job gone no more" in user.types("delete", "gone")
+    assert "the cluster has job gone no more" in user.types("delete", "gone")
+    said = user.types("prune", "--since", "0s")
+    assert said.startswith("removed gone-"), said
+    assert "1 run folder removed" in said
     assert "lost" not in user.types("list")
     assert "gone-too" in user.types("status", "--on", "k8s")
     done = ran("list", env={**user.environ, "KUBECONFIG": "/none"})
@@ -338,6 +342,9 @@ def test_logs_and_commands_of_pods_that_run(lab: Lab, tmp_path: Path) -> None:
             assert "rank 0 is done" in following.communicate()[0]
         user.until("succeeded")
         assert user.types("list").splitlines()[1].split()[:3] == ["tr", "succeeded", "2/2"]
+        deletes = re.search(r"stays until `elasticrun (delete .*)`", user.types("prune", "tr"))
+        assert deletes
+        assert "job tr is deleted" in user.types(*deletes[1].split())
 
         (tmp_path / "end").unlink()
         words = ("submit", "--on", "k8s", "--name", "bad", *IMAGE, "--nodes", "2")

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import os
 import re
+import shlex
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -31,8 +33,9 @@ from elasticrun.cli.verbs.status import (
 )
 from elasticrun.config import EXIT_USAGE, Tls
 from elasticrun.core.words import plain, some
-from elasticrun.jobs.backend import is_ours
+from elasticrun.jobs.backend import NotDone, is_ours, submission
 from elasticrun.jobs.choosing import by_their_places
+from elasticrun.jobs.kubernetes import note_end
 from elasticrun.jobs.line import NotAnswered, master_of
 from elasticrun.jobs.rows import JobRow, live_row, row_of
 from elasticrun.runs import index
@@ -187,9 +190,10 @@ def prune(argv: Sequence[str]) -> int:
     since = span(ns.since, "--since") if ns.since else 0.0
     try:
         root = index.runs_root(os.environ)
+        stay = _in_clusters(root, since, ns.jobs)
         only = _meant(root, ns.jobs)
         removed = index.prune(root, since, only)
-    except (OSError, index.NoRun) as wrong:
+    except (OSError, index.NoRun, NotDone) as wrong:
         print(f"{made.prog}: {wrong}", file=sys.stderr)
         return 1
     placed = [str(stays) for stays in removed.values() if stays]
@@ -199,8 +203,33 @@ def prune(argv: Sequence[str]) -> int:
         return 0
     for name, stays in removed.items():
         print(f"{stays} is listed no more, and stays" if stays else f"removed {name}")
+        if name in stay:
+            print(f"  in the cluster it stays until `{stay[name]}`")
     print(f"{some(len(removed) - len(placed), 'run folder')} removed from {root}")
     return 0
+
+
+def _in_clusters(root: Path, since: float, jobs: Sequence[str]) -> dict[str, str]:
+    """What deletes the objects of jobs in Kubernetes that have ended, by the names of their run
+    folders. Before that their clusters are asked about those whose end is not known here, as far as
+    they may be removed; one that its cluster has no more is lost from then on. NoRun, OSError."""
+    named = [index.find(root, job, whole="prune") for job in jobs] or index.all_runs(root)
+    known = [
+        (run, job) for run in named if (job := run.job()) and job.where == "k8s" and is_ours(run)
+    ]
+    old = time.time() - since
+    asked = [row_of(run, job) for run, job in known if run.state() not in ENDED and job.began < old]
+    for row in by_their_places(asked, trust.withdraw()) if asked else ():
+        if row.state == "lost":
+            note_end(RunFolder(Path(row.run)), "lost", row.reason, ended=time.time() - row.age)
+    stay = {}
+    for run, job in known:
+        if run.state() in ("succeeded", "failed"):
+            at = submission(run)
+            words = [PROG, "delete", job.name, "-n", at.namespace]
+            words += ["--context", at.context] if at.context else []
+            stay[run.path.name] = shlex.join(words)
+    return stay
 
 
 def _meant(root: Path, jobs: Sequence[str]) -> list[Path] | None:

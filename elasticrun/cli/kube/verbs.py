@@ -272,9 +272,9 @@ async def _top(api: KubeApi, ns: argparse.Namespace) -> int:
     def of(part: float, whole: float, unit: float = 1.0) -> str:
         return f"{part / unit:.3g}/{whole / unit:.3g}" if part >= 0 else f"-/{whole / unit:.3g}"
 
-    gib = 2.0**30
+    gib = 2.0**10
     table = [
-        (row.name, row.state, of(row.gpus_taken, row.gpus), of(row.cpus_taken, row.cpus),
+        (row.node, row.state, of(row.gpus_taken, row.gpus), of(row.cpus_taken, row.cpus),
          f"{row.cpus_used:.3g}" if row.cpus_used >= 0 else "-",
          of(row.memory_taken, row.memory, gib),
          f"{row.memory_used / gib:.3g}" if row.memory_used >= 0 else "-")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from msgspec import Struct
-
 from elasticrun.jobs.backend import Forbidden, NotDone
 from elasticrun.jobs.kube.api import EVERYWHERE, NODES, USE_OF_NODES, KubeApi
+from elasticrun.jobs.rows import NodeRow
 from elasticrun.operator.cluster import PODS
 from elasticrun.operator.crd import Json
 
@@ -20,21 +19,6 @@ _UNITS: Final = {
     "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
     "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,
 }  # fmt: skip
-
-
-class NodeRow(Struct, frozen=True, kw_only=True):
-    """A node of the cluster. CPU in cores, memory in bytes; -1 where it is not known."""
-
-    name: str
-    state: str  # ready, not ready, cordoned
-    gpus: int = 0
-    gpus_taken: int = -1  # asked for by pods that are placed here
-    cpus: float = 0.0
-    cpus_taken: float = -1.0
-    cpus_used: float = -1.0
-    memory: float = 0.0
-    memory_taken: float = -1.0
-    memory_used: float = -1.0
 
 
 async def nodes(api: KubeApi) -> tuple[list[NodeRow], list[str]]:
@@ -54,7 +38,7 @@ async def nodes(api: KubeApi) -> tuple[list[NodeRow], list[str]]:
     except NotDone:
         said.append("what is in use is not known: the cluster has no metrics server for you")
     rows = [_row(body, asked, used.get(body["metadata"]["name"], {})) for body in bodies]
-    return sorted(rows, key=lambda row: row.name), said
+    return sorted(rows, key=lambda row: row.node), said
 
 
 def _row(body: Json, asked: dict[str, Json] | None, used: Json) -> NodeRow:
@@ -64,16 +48,16 @@ def _row(body: Json, asked: dict[str, Json] | None, used: Json) -> NodeRow:
     ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
     cordoned = bool((body.get("spec") or {}).get("unschedulable"))
     return NodeRow(
-        name=name,
+        node=name,
         state="not ready" if not ready else "cordoned" if cordoned else "ready",
         gpus=_gpus(has),
         gpus_taken=-1 if taken is None else _gpus(taken),
         cpus=quantity(has.get("cpu", 0)),
         cpus_taken=-1.0 if taken is None else quantity(taken.get("cpu", 0)),
         cpus_used=quantity(used["cpu"]) if "cpu" in used else -1.0,
-        memory=quantity(has.get("memory", 0)),
-        memory_taken=-1.0 if taken is None else quantity(taken.get("memory", 0)),
-        memory_used=quantity(used["memory"]) if "memory" in used else -1.0,
+        memory=mib(has.get("memory", 0)),
+        memory_taken=-1 if taken is None else mib(taken.get("memory", 0)),
+        memory_used=mib(used["memory"]) if "memory" in used else -1,
     )
 
 
@@ -100,6 +84,11 @@ def _gpus(resources: Json) -> int:
         if "/" in name and any(word in name.partition("/")[2].lower() for word in GPU_WORDS)
     )
     return round(sum(named))
+
+
+def mib(amount: object) -> int:
+    """MiB of an amount of memory."""
+    return round(quantity(amount) / 2**20)
 
 
 def quantity(amount: object) -> float:
