@@ -229,6 +229,9 @@ def test_a_launcher_that_cannot_begin_says_why(person: Person) -> None:
         assert "job tr cannot begin: --git: " in person.hears(*verb)[1], verb
         row = person.row("tr")
         assert (row["state"], "--git: " in row["reason"]) == ("failed", True)
+    copied = ["git", "-C", str(work / "code" / "source"), "remote", "set-url", "origin"]
+    subprocess.run([*copied, str(source)], check=True)  # the same one, by its path
+    assert "cannot begin: there is no" in person.hears("resume", "tr")[1]
     person.types("delete", "tr")
 
 
