@@ -215,7 +215,9 @@ ROLE = """\
 apiVersion: rbac.authorization.k8s.io/v1
 kind: Role
 metadata: {name: jobs}
-rules: [{apiGroups: [elasticrun.dev], resources: [elasticjobs], verbs: [get, list, create]}]
+rules:
+- {apiGroups: [elasticrun.dev], resources: [elasticjobs], verbs: [get, list, create]}
+- {apiGroups: [""], resources: [pods], verbs: [list]}
 ---
 apiVersion: rbac.authorization.k8s.io/v1
 kind: RoleBinding
@@ -242,7 +244,7 @@ def test_rights_that_are_missing_are_one_sentence(cluster: StandIn, tmp_path: Pa
     assert "you may not list Jobs" in done.stderr
     assert "made in namespace" in user.submits("mine")
     for words, what in (
-        (("logs", "mine"), "list Pods"),
+        (("logs", "mine", "-f"), "watch "),
         (("suspend", "mine"), "change ElasticJob mine"),
         (("delete", "mine"), "delete ElasticJob mine"),
         (("top", "nodes", "--on", "k8s"), "list Nodes"),
@@ -357,6 +359,7 @@ def test_logs_and_commands_of_pods_that_run(lab: Lab, tmp_path: Path) -> None:
                 lambda look=look, begins=begins: begins in ran(*look, env=user.environ).stdout,
                 begins,
             )
+        assert "rank 1 has its place on node 0" in user.hears("logs", "bad", "--rank=1", "-i", "1")
         assert "the job has 4 ranks: 2 on each of 2" in user.hears("logs", "bad", "--rank", "4")
         (tmp_path / "fail").write_text("3")
         await_true(lambda: "failed" in user.types("list"), "a job that has failed")

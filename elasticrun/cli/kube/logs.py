@@ -74,6 +74,9 @@ async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> in
         raise NotDone(f"no line carries the number of rank {ns.rank}{why}")
     if there:
         return EXIT_OK
+    if ns.node and wish.index:
+        raise NotDone(f"rank {ns.rank} has its place on node {wish.index}, and there is no pod of "
+                      f"that which is called {ns.node}")  # fmt: skip
     if (code := await _kept(api, job, ns)) is not None:
         return code
     raise NotDone(_without_pods(job, wish))

@@ -44,6 +44,8 @@ MOST_BREAKS: Final = 5
 
 GONE: Final = 404
 
+ASK: Final = "; who runs the cluster can give you a Role"
+
 UNKNOWN: Final = "the cluster does not know you (401): log in to it again"
 
 _KINDS: Final = {
@@ -173,6 +175,8 @@ class KubeApi:
             raise _refusal(error, what) from None
         except httpx2.HTTPStatusError as error:
             code = error.response.status_code
+            if code == 403:
+                raise Forbidden(f"you may not {what}{ASK}") from None
             why = UNKNOWN if code == 401 else f"the cluster does not {what}: HTTP {code}"
             raise NotDone(why) from None
         except httpx2.HTTPError as error:
@@ -187,7 +191,7 @@ class KubeApi:
 
 def _once_more(error: Exception, count: int) -> OnErrorResult:
     """A watch that broke begins again, a few times; not where the server refuses it."""
-    refused = isinstance(error, ApiError) and code_of(error) in (401, 403)
+    refused = isinstance(error, httpx2.HTTPStatusError) and error.response.status_code in (401, 403)
     if refused or count > MOST_BREAKS:
         return OnErrorResult(OnErrorAction.RAISE)
     return OnErrorResult(OnErrorAction.RETRY, sleep=float(count))
@@ -200,7 +204,7 @@ def _refusal(error: ApiError, what: str) -> NotDone:
     if code == 401:
         return NotDone(UNKNOWN)
     if code == 403:
-        return Forbidden(f"you may not {what}: {said}; who runs the cluster can give you a Role")
+        return Forbidden(f"you may not {what}: {said}{ASK}")
     if code == 409 and status.reason == "AlreadyExists":
         return NotDone(f"{said}: choose another --name, or `elasticrun delete` that one")
     if code == 422 and status.details and status.details.causes:

@@ -91,7 +91,10 @@ async def show(api: KubeApi, job: ClusterJob, wish: LogWish, shown: Shown) -> bo
             await _lines(api, job, pod, wish, shown)
         return bool(there)
     old = {pod.uid for pod in found if pod.started}
-    return await _Followed(api, job, wish, shown, old).run(there)
+    try:
+        return await _Followed(api, job, wish, shown, old).run(there)
+    except ExceptionGroup as several:  # such as NotDone
+        raise several.exceptions[0] from None
 
 
 async def _lines(
