@@ -47,7 +47,7 @@ START_LIMIT: Final = 2.0
 START_POLL: Final = 0.05
 
 END_LIMIT: Final = 60.0
-"""Seconds from SIGTERM to SIGKILL of a job that is deleted."""
+"""Seconds from SIGTERM to SIGKILL of a job that is deleted; for a master without nodes to go."""
 
 
 class LocalJobs:
@@ -68,9 +68,11 @@ class LocalJobs:
 
     def resume(self, run: RunFolder) -> str:
         """The same command in the same folder, with the environment of who resumes it."""
-        known, before = submission(run), run.result()
+        known = submission(run)
         if living(run):
             raise NotDone(f"job {known.name} runs: there is nothing to resume")
+        _await_master(run)
+        before = run.result()
         if before is not None and before.state == "succeeded":
             raise NotDone(f"job {known.name} has succeeded: submit it again to run it again")
         try:
@@ -125,6 +127,7 @@ class LocalJobs:
         if not _signal(living(run), signal.SIGTERM):
             if _word(run) == SUSPENDED:
                 return f"job {name} is suspended already"
+            _await_master(run)
             raise NotDone(f"job {name} does not run: {run.state()}")
         if left := _await_end(living(run), LEAVE_LIMIT):
             raise NotDone(f"job {name} is leaving yet: {names([one.node for one in left])}")
@@ -163,6 +166,7 @@ class LocalJobs:
         _signal(left, signal.SIGKILL)
         if left := _await_end(left, END_LIMIT):
             raise NotDone(f"process {left[0].pid} cannot be ended")
+        _await_master(run)
         if here and run.state() == "failed":
             _say(run, "stopped", "ended by `elasticrun delete`")
 
@@ -317,11 +321,22 @@ def _word(run: RunFolder) -> str:
     return word_of(row_of(run, job)) if job else run.state()
 
 
+def _await_master(run: RunFolder) -> None:
+    """Until the one whose launchers were killed has given them up, for no other may begin before.
+    NotDone."""
+    end = time.monotonic() + END_LIMIT
+    while run.is_held():
+        if time.monotonic() > end:
+            raise NotDone(f"a master of job {_named(run)} still runs in {run.path}: stop it first")
+        time.sleep(START_POLL)
+
+
 def _refuse_at_once(run: RunFolder, name: str) -> None:
     """NotDone where its launchers say soon that they cannot begin."""
     end = time.monotonic() + START_LIMIT
-    while run.state() == "submitted" and time.monotonic() < end:
-        _await_end(run.carriers(), START_POLL)
+    with contextlib.suppress(KeyboardInterrupt):  # which ends the waiting: the job is started
+        while run.state() == "submitted" and time.monotonic() < end:
+            _await_end(run.carriers(), START_POLL)
     if run.state() == "failed" and run.result() is None:
         raise NotDone(f"job {name} cannot begin: {run.last_words()}")
 

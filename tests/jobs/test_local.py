@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from typing import Any
 import pexpect
 import pytest
 
-from elasticrun.jobs.backend import make_token
-from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
+from elasticrun.jobs import local
+from elasticrun.jobs.backend import NotDone, Submission, make_token, write_submission
+from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, hold
 from tests.accelerators.standins import gpu, nvml
 from tests.harness import LIMIT, World, await_true, ran, until_file
 from tests.snapshots.conftest import TRAIN, starts, told, until_printed
@@ -233,6 +235,22 @@ def test_a_launcher_that_cannot_begin_says_why(person: Person) -> None:
     subprocess.run([*copied, str(source)], check=True)  # the same one, by its path
     assert "cannot begin: there is no" in person.hears("resume", "tr")[1]
     person.types("delete", "tr")
+
+
+def test_there_is_no_second_life_beside_a_master(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose launchers were killed; it goes by itself."""
+    run = RunFolder(tmp_path)
+    write_submission(run, Submission(name="tr", on="local", host=os.uname().nodename))
+    run.write_job(JobRecord(name="tr"))
+    lock = hold(run.path)
+    monkeypatch.setattr(local, "END_LIMIT", 0.0)
+    for does in (local.LocalJobs({}).resume, local.LocalJobs({}).end):
+        with pytest.raises(NotDone, match="a master of job tr still runs in"):
+            does(run)
+    os.close(lock)
+    local.LocalJobs({}).end(run)
 
 
 def test_a_secret_that_others_may_read_is_none(tmp_path: Path) -> None:

@@ -215,7 +215,8 @@ def _start(
 def _give_up(run: RunFolder, why: str, *, fresh: bool) -> None:
     """Its place does not take it: then it is no job, and its name is free."""
     with contextlib.suppress(OSError):
-        run.write_result(RunResult(state="failed", reason=why, ended=time.time()))
+        ended = RunResult(state="failed", exit_code=EXIT_FAILED, reason=why, ended=time.time())
+        run.write_result(ended)
         if fresh:
             prune(run.path.parent, -86400.0, only={run.path})
 
