@@ -340,8 +340,10 @@ def test_logs_and_commands_of_pods_that_run(lab: Lab, tmp_path: Path) -> None:
             user.types("suspend", "tr")
             user.types("resume", "tr")
             assert "rank 0 of 2 begins" in begins()
+            assert cluster.cut_logs() == 1
             (tmp_path / "end").touch()
-            assert "rank 0 is done" in following.communicate()[0]
+            rest = following.communicate()[0]
+            assert ("rank 0 is done" in rest, "begins" in rest) == (True, False), rest
         user.until("succeeded")
         assert user.types("list").splitlines()[1].split()[:3] == ["tr", "succeeded", "2/2"]
         deletes = re.search(r"stays until `elasticrun (delete .*)`", user.types("prune", "tr"))

@@ -139,7 +139,7 @@ class StandIn:
         self.faults = self.server.faults
         ground = Ground(self.server, self.scratch, lab, env, hollow)
         self.kubelet = PodsOfAllNodes(ground)
-        streams = Streams(self.kubelet)
+        self._streams = streams = Streams(self.kubelet)
         self.server.pods |= {"log": streams.log, "exec": streams.execute}
         self._runner = web.AppRunner(self.server.app(), access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -345,6 +345,12 @@ class StandIn:
     def cut_watches(self) -> int:
         async def cut() -> int:
             return self.server.cut_watches()
+
+        return self.call(cut())
+
+    def cut_logs(self) -> int:
+        async def cut() -> int:
+            return self._streams.cut()
 
         return self.call(cut())
 

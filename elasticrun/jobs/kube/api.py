@@ -40,7 +40,7 @@ CALL_LIMIT: Final = 15.0
 """Seconds for a call."""
 
 MOST_BREAKS: Final = 5
-"""Failures in a row after which a watch is given up."""
+"""Failures in a row after which a watch or a pod's log is given up."""
 
 GONE: Final = 404
 

@@ -7,19 +7,22 @@ import asyncio
 import contextlib
 import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from elasticrun.jobs.backend import NotDone
 from elasticrun.jobs.kube.acts import find_again, pods
-from elasticrun.jobs.kube.api import KubeApi
+from elasticrun.jobs.kube.api import MOST_BREAKS, KubeApi
 from elasticrun.jobs.kube.seen import ClusterJob, SeenPod, in_order
 from elasticrun.operator.cluster import PODS
 from elasticrun.operator.objects import MASTER
 
 LAST_WORDS: Final = 10.0
 """Seconds that streams of a job that is over have to end by themselves."""
+
+LASTING: Final = 60.0
+"""Seconds after which a stream that breaks is not taken for one that always breaks."""
 
 MOST_STREAMS: Final = 100
 """Pods that are followed at once."""
@@ -88,7 +91,8 @@ async def show(api: KubeApi, job: ClusterJob, wish: LogWish, shown: Shown) -> bo
     there = chosen(found, wish)
     if not wish.follow or job.is_over:
         for pod in there:
-            await _lines(api, job, pod, wish, shown)
+            async for _, line in _lines(api, job, pod, wish):
+                shown(pod, line)
         return bool(there)
     old = {pod.uid for pod in found if pod.started}
     try:
@@ -98,9 +102,10 @@ async def show(api: KubeApi, job: ClusterJob, wish: LogWish, shown: Shown) -> bo
 
 
 async def _lines(
-    api: KubeApi, job: ClusterJob, pod: SeenPod, wish: LogWish, shown: Shown, **more: Any
-) -> None:
-    asked: dict[str, Any] = {"container": pod.container}
+    api: KubeApi, job: ClusterJob, pod: SeenPod, wish: LogWish, **more: Any
+) -> AsyncIterator[tuple[str, str]]:
+    """Those that are wanted, each with when it was printed."""
+    asked: dict[str, Any] = {"container": pod.container, "timestamps": True}
     if wish.since:
         asked["since"] = wish.since
     first = 0  # line that is shown
@@ -111,14 +116,21 @@ async def _lines(
         at = 0
         async for line in api.log(pod.name, job.namespace, **asked):
             at += 1
-            if wish.takes(line):
+            if wish.takes(_stamped(line)[1]):
                 newest.append(at)
         first = newest[0] if len(newest) == wish.tail else 0
     at = 0
     async for line in api.log(pod.name, job.namespace, **asked, **more):
         at += 1
-        if at >= first and wish.takes(line):
-            shown(pod, line)
+        stamp, text = _stamped(line)
+        if at >= first and wish.takes(text):
+            yield stamp, text
+
+
+def _stamped(line: str) -> tuple[str, str]:
+    """Without its Z, so that fractions of different lengths are in order."""
+    stamp, _, text = line.partition(" ")
+    return (stamp.rstrip("Z"), text) if re.match(r"\d{4}-\d\d-\d\dT", stamp) else ("", line)
 
 
 class _Followed:
@@ -171,8 +183,22 @@ class _Followed:
                 self._streams.append(group.create_task(self._stream(pod, wish)))
 
     async def _stream(self, pod: SeenPod, wish: LogWish) -> None:
-        with contextlib.suppress(NotDone):  # it has gone before it was read
-            await _lines(self._api, self._job, pod, wish, self._shown, follow=True)
+        """Until its container has ended: a stream that breaks before begins again."""
+        clock, last, breaks = asyncio.get_running_loop().time, "", 0
+        while breaks <= MOST_BREAKS:
+            before, began = last, clock()
+            with contextlib.suppress(NotDone):
+                async for stamp, line in _lines(self._api, self._job, pod, wish, follow=True):
+                    if not before or stamp > before:
+                        last = max(last, stamp)
+                        self._shown(pod, line)
+            with contextlib.suppress(NotDone):
+                found = await pods(self._api, self._job)
+                if not any(one.uid == pod.uid and one.code is None and one.lives for one in found):
+                    return
+            breaks = 1 if clock() - began > LASTING else breaks + 1
+            wish = replace(wish, tail=0)
+            await asyncio.sleep(breaks)
 
     async def _until_over(self) -> None:
         async for word, job in find_again(self._api, self._job):

@@ -25,6 +25,14 @@ class Streams:
 
     def __init__(self, kubelet: PodsOfAllNodes) -> None:
         self._kubelet = kubelet
+        self._followed: set[asyncio.Transport] = set()
+
+    def cut(self) -> int:
+        """Break every log that is followed off; how many there were."""
+        cut, self._followed = self._followed, set()
+        for one in cut:
+            one.abort()
+        return len(cut)
 
     def _container(self, request: web.Request, pod: Obj) -> tuple[PodRun | None, str]:
         name = request.query.get("container") or pod["spec"]["containers"][0]["name"]
@@ -52,6 +60,8 @@ class Streams:
         first, follow = _first(output, request), request.query.get("follow") == "true"
         stamped = request.query.get("timestamps") == "true"
         left = int(request.query.get("limitBytes") or 1 << 62)
+        if follow and request.transport is not None:
+            self._followed.add(request.transport)
         with contextlib.suppress(ConnectionError):
             async for when, line in output.follow(first, to_the_end=follow):
                 if stamped:
@@ -61,6 +71,8 @@ class Streams:
                 left -= len(line)
                 if left <= 0:
                     break
+        if request.transport is not None:
+            self._followed.discard(request.transport)
         return stream
 
     async def execute(self, request: web.Request, pod: Obj) -> web.StreamResponse:
