@@ -419,4 +419,5 @@ class MasterConfig:
     on_event: str = ""  # as in AgentConfig
     sources: dict[str, str] = field(default_factory=dict)  # as in AgentConfig
     outlive: bool = False  # at EOF of the lifeline go on for as long as other agents are attached
+    last_words: str = ""  # file that the job's result is left in; "": none
     run: RunPlan = field(default_factory=RunPlan)

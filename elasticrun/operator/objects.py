@@ -8,7 +8,9 @@ has to know stands in its environment; the template's command stays as it is.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -21,6 +23,8 @@ from elasticrun.operator.crd import API_VERSION, GROUP, KIND, ElasticSpec, Elast
 from elasticrun.render import pods as rendered
 from elasticrun.render.elastic import has_tls
 from elasticrun.render.wanted import GRACE, MASTER_PORT, Launch, Pods
+from elasticrun.runs.layout import RunResult
+from elasticrun.wire import env
 
 JOB: Final = f"{GROUP}/job"
 ROLE: Final = f"{GROUP}/role"
@@ -72,6 +76,7 @@ class OwnedPod:
     no_memory: bool
     single: bool  # started for one node alone, where no other can reach it
     waits: str  # why it does not run, as the cluster says it
+    message: str = ""  # the last that it has said; of a master's, the job's result
 
     @property
     def done(self) -> bool:
@@ -92,6 +97,39 @@ class OwnedPod:
     def run_over(self) -> bool:
         """Of the master's pod: it has ended because the job has, not because it was killed."""
         return self.done and not self.disrupted and self.code is not None and self.code < 128
+
+    @property
+    def result(self) -> RunResult | None:
+        """Of the master's pod: how the job has ended, where it says so."""
+        with contextlib.suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(self.message, type=RunResult)
+        return None
+
+    @property
+    def cause(self) -> str:
+        """Of a node's pod: the rank that failed first in the whole job and its exception, by the
+        summary that an agent ends with; else its last line."""
+        lines = [line for line in self.message.splitlines() if line.strip(" =")]
+        last = lines[-1].strip() if lines else ""
+        host, rank = (_said_last(key, self.message) for key in ("host", "rank"))
+        return f"rank {rank} on {host}: {last}"[:400] if host and rank else last[:400]
+
+    @property
+    def found_bad(self) -> bool:
+        """Whether it has found its node bad, or was found so: not, where it was not let in, or a
+        person wanted it out, which the master knows, and until when."""
+        return self.done and self.code == EXIT_BAD_NODE and not _TOLD_TO_GO.search(self.message)
+
+
+ASKED: Final = "asked by "
+"""With it the reason of an exclusion begins where a person wanted it."""
+
+_TOLD_TO_GO: Final = re.compile(rf"is excluded for \d+ s( more: |: {ASKED})")
+
+
+def _said_last(key: str, message: str) -> str:
+    found = re.findall(rf"^  {key} +: (\S+)", message.rpartition("Root Cause")[2], re.MULTILINE)
+    return str(found[0]) if found else ""
 
 
 def read(pod: Json) -> OwnedPod | None:
@@ -123,6 +161,7 @@ def read(pod: Json) -> OwnedPod | None:
         no_memory=ended.get("reason") == "OOMKilled",
         single=sizes == ["1:1"],
         waits=_why(state.get("waiting") or {}, conditions.get("PodScheduled", {})),
+        message=ended.get("message") or "",
     )
 
 
@@ -299,7 +338,9 @@ def node_pod(
         "ELASTICRUN_RDZV_BACKEND": "c10d",
         "ELASTICRUN_RDZV_ENDPOINT": f"{host_name(job, MASTER_INDEX)}.{job.name}:{MASTER_PORT}",
     }
-    defaults = [
+    its_node = {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    defaults: list[Json] = [
+        {"name": env.CLUSTER_NODE, "valueFrom": its_node},
         {"name": "ELASTICRUN_EXIT_CODES", "value": "scheduler"},
         {"name": "ELASTICRUN_RDZV_CONF", "value": "is_host=false"},
         _token(job),
@@ -394,6 +435,9 @@ _OF_THE_TEMPLATE: Final = (
 
 _OF_ITS_CONTAINER: Final = ("image", "imagePullPolicy", "securityContext")
 
+LAST_WORDS: Final = "/run/elasticrun-last-words"
+"""Where the master leaves the job's result, which the cluster keeps with its pod."""
+
 
 def master_pod(job: JobObject, attempt: int) -> Json:
     """The pod of the job's master: the template's image, and none of its devices; of its volumes
@@ -406,7 +450,12 @@ def master_pod(job: JobObject, attempt: int) -> Json:
         **{key: first[key] for key in _OF_ITS_CONTAINER if key in first},
         "command": ["elasticrun", MASTER],
         "args": ["--host=$(POD_IP)", f"--port={MASTER_PORT}", f"--rdzv-id={job.run_id}"],
-        "env": [{"name": "POD_IP", "valueFrom": its_address}, _token(job)],
+        "env": [
+            {"name": "POD_IP", "valueFrom": its_address},
+            {"name": env.LAST_WORDS, "value": LAST_WORDS},
+            _token(job),
+        ],
+        "terminationMessagePath": LAST_WORDS,
         "ports": [{"name": MASTER, "containerPort": MASTER_PORT}],
         "resources": job.spec.master.resources,
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -424,7 +473,8 @@ def master_pod(job: JobObject, attempt: int) -> Json:
     if volume_at(template, folder) is not None and (mount := _mount_at(first, folder)):
         name = mount["name"]
         container["args"].append(f"--run-dir={folder}")
-        if attempt == 0 and "--fresh" in _launchers_words(first):  # later ones go on in it
+        first_of_all = attempt == 0 and job.status.restarts is None  # later ones go on in it
+        if first_of_all and "--fresh" in _launchers_words(first):
             container["args"].append("--fresh")
         container["volumeMounts"] = [mount]
         spec["volumes"] = [one for one in template["volumes"] if one["name"] == name]

@@ -22,7 +22,15 @@ from elasticrun.config import EXIT_BAD_NODE
 from elasticrun.core.words import some
 from elasticrun.operator import objects
 from elasticrun.operator.crd import CONDITIONS, Avoided, ElasticStatus, JobCondition, Json
-from elasticrun.operator.objects import HOPELESS, MASTER_INDEX, JobObject, OwnedPod, moment, stamp
+from elasticrun.operator.objects import (
+    ASKED,
+    HOPELESS,
+    MASTER_INDEX,
+    JobObject,
+    OwnedPod,
+    moment,
+    stamp,
+)
 from elasticrun.render.elastic import NO_TLS
 from elasticrun.wire.messages import JobStatus
 
@@ -46,6 +54,7 @@ AVOIDED_FOR: Final = 3600.0
 """Seconds for which a node is avoided; the master's own exclusions last as long by default."""
 
 MOST_AVOIDED: Final = 50
+ACCEPTED: Final = "the server takes the job's pods"
 GAVE_UP: Final = "GaveUp"
 """Reason of Scheduled while the job holds nothing."""
 
@@ -158,6 +167,29 @@ class JobView:
         return by_master or any(pod.phase == "Succeeded" for pod in self.nodes)
 
     @property
+    def cause(self) -> str:
+        """What has ended the run, as its master says it, else a pod that ended badly; "" where
+        nobody does."""
+        last, said = self.last_master, self.sight.master
+        result = last.result if last is not None else None
+        if result is not None:
+            return result.failure or result.reason
+        ended = sorted((one for one in self.nodes if one.code), key=lambda one: one.ended)
+        words = (one.cause for one in ended if one.code in HOPELESS or not one.free)
+        return (said.outcome if said else "") or next(filter(None, words), "")
+
+    @property
+    def unattached(self) -> str:
+        """What to look at where pods fail and the master has never heard of one; else ""."""
+        said = self.sight.master
+        if not self.counted or said is None or said.nodes or said.round or said.restart_count:
+            return ""
+        return (
+            f"{some(len(self.counted), 'pod')} failed and no agent has attached: does the "
+            f"template's first container run elasticrun? {_how(self.counted[-1])}"
+        )
+
+    @property
     def run_over(self) -> bool:
         """Whether this run of the job has ended, in whatever way."""
         last, said = self.last_master, self.sight.master
@@ -221,11 +253,14 @@ def _end(look: JobView) -> JobEnd | None:
     if job.has_tls:
         return JobEnd("Failed", "NoTls", f"--tls-cert and its like: {NO_TLS}; a Job of `elasticrun "
                       "render k8s` has them")  # fmt: skip
+    cause = f"{look.cause}; " if look.cause else ""
+    hosts = {one.name: objects.host_name(job, one.index) for one in look.nodes}
+    whose = next((name for name, host in hosts.items() if f" {host}-" in cause), "")
     for pod in look.sight.pods:
         if pod.done and pod.code in HOPELESS and not (pod.disrupted or pod.deleted):
             return JobEnd(
                 "Failed", "NotToBeRetried",
-                f"{pod.name} ended with {pod.code}: another pod cannot do better",
+                f"{cause}{whose or pod.name} ended with {pod.code}: another pod cannot do better",
             )  # fmt: skip
     if look.succeeding:
         first = [pod for pod in look.living if pod.index == 0]
@@ -240,13 +275,18 @@ def _end(look: JobView) -> JobEnd | None:
         return JobEnd("Failed", "DeadlineExceeded", f"the job has run for {limit} s")
     failed, limit = len(look.counted), spec.run_policy.backoff_limit
     if failed > limit:
-        worst = look.counted[-1]
+        worst = max(look.counted, key=lambda pod: pod.ended)
         return JobEnd(
             "Failed", "BackoffLimitExceeded",
-            f"{some(failed, 'pod')} failed, and runPolicy.backoffLimit is {limit}; the last of "
-            f"them, {worst.name}, ended with {worst.code}",
+            look.unattached or f"{cause}{some(failed, 'pod')} failed, and runPolicy.backoffLimit "
+            f"is {limit}; the last of them: {_how(worst)}",
         )  # fmt: skip
     return None
+
+
+def _how(pod: OwnedPod) -> str:
+    """How a pod has ended, and what it said last."""
+    return f"{pod.name} ended with {pod.code}{pod.cause and ': '}{pod.cause}"
 
 
 def _finished(look: JobView, end: JobEnd | None) -> ToDo:
@@ -289,7 +329,7 @@ def _remove(pods: Iterable[OwnedPod], reason: str, why: str) -> list[Order]:
 
 def _take_away(look: JobView, reason: str, why: str) -> list[Order]:
     """All nodes, so that they save; then the master, by which they agree on the step."""
-    masters = [pod for pod in look.of(MASTER_INDEX) if pod.lives(look.now)]
+    masters = look.of(MASTER_INDEX)
     return _remove(look.living or masters, reason, why)
 
 
@@ -328,7 +368,8 @@ def _master(look: JobView, waits: list[float]) -> list[Order]:
         return []
     body = objects.master_pod(look.job, _attempt(pods))
     first = [Make(one) for one in objects.common(look.job, look.sight.version)]
-    return [*first, MakeSecret(), *_remove(pods[:-1], "Cleaned", "replaced"), _make(body, pods)]
+    old = _remove(pods[:-1], "Cleaned", "replaced")
+    return [*first, MakeSecret(), *old, _make(look, body, pods)]
 
 
 def _nodes(look: JobView, waits: list[float]) -> list[Order]:
@@ -361,7 +402,7 @@ def _node(look: JobView, index: int, waits: list[float]) -> list[Order]:
         return []
     avoided = [one.node for one in _avoided(look)]
     body = objects.node_pod(look.job, index, _attempt(pods), avoided, look.sight.version)
-    return [_make(body, pods)]
+    return [_make(look, body, pods)]
 
 
 def _doubles(alive: list[OwnedPod]) -> list[Order]:
@@ -374,11 +415,17 @@ def _attempt(pods: list[OwnedPod]) -> int:
     return pods[-1].attempt + 1 if pods else 0
 
 
-def _make(body: Json, pods: list[OwnedPod]) -> Make:
-    """`pods`: those there were of its index."""
+def _make(look: JobView, body: Json, pods: list[OwnedPod]) -> Make:
+    """`pods`: those there are of its index."""
+    status = look.job.status
+    same = status.observed_generation == look.job.generation
+    again = same and status.phase in ("Starting", "Running", "Recovering")
     name = body["metadata"]["name"]
     if not pods:
-        return Make(body, JobEvent("Created", f"created pod {name}"))
+        of_node = body["metadata"]["labels"][objects.ROLE] == objects.NODE
+        cost = ", free of charge" if of_node else ""
+        gone = f": the one before it was deleted{cost}" if again else ""
+        return Make(body, JobEvent("Replaced" if again else "Created", f"created pod {name}{gone}"))
     last, how = pods[-1], f"ended with {pods[-1].code}"
     if last.deleted:
         how = "was not heard of since it was deleted"
@@ -429,18 +476,22 @@ def _stale(look: JobView) -> list[Order]:
 
 def _avoided(look: JobView) -> tuple[Avoided, ...]:
     """Nodes of the cluster that new pods keep away from: those that the master excludes, those that
-    a pod found bad, and what the status still remembers of both."""
-    known = {one.node: one for one in look.job.status.excluded_nodes}
-    found = [
-        (pod.node, f"{pod.name} found it bad (exit code {pod.code})", pod.ended)
-        for pod in look.nodes
-        if pod.phase == "Failed" and pod.code == EXIT_BAD_NODE
-    ]
-    for one in look.sight.master.excluded if look.sight.master else ():
+    a pod found bad, and what the status still remembers of both. What a person wanted is not so
+    any more when the master that answers knows of none, or the job is suspended."""
+    said, found = look.sight.master, []
+    for one in said.excluded if said else ():
         host, since = one.host.partition(".")[0], look.now - one.age
         mine = [p for p in look.nodes if objects.host_name(look.job, p.index) == host]
-        then = [pod.node for pod in mine if pod.created <= since]  # its successor is elsewhere
-        found.append((then[-1] if then else "", one.reason, since))
+        # the first that lived then, of which clusters know the second: its successor is elsewhere
+        then = [p for p in mine if p.created <= since and not 0 < p.ended < since - 1]
+        found += [(pod.node, one.reason, since) for pod in then[:1]]
+    lifted = said is not None or look.job.spec.suspend
+    known = {
+        one.node: one
+        for one in look.job.status.excluded_nodes
+        if not (lifted and one.reason.startswith(ASKED) and one.node not in {f[0] for f in found})
+    }
+    found += [(pod.node, _how(pod), pod.ended) for pod in look.nodes if pod.found_bad]
     for node, reason, since in found:
         if node and node not in known and look.now - since < AVOIDED_FOR:
             known[node] = Avoided(node, reason, stamp(since or look.now))
@@ -467,8 +518,12 @@ def _status(look: JobView, *, end: JobEnd | None = None, gives_up: bool = False)
     count = len(look.running) if placed is None else placed
     nodes = f"{min(count, job.spec.nodes)}/{job.spec.nodes}"
     truths = {
-        "Admitted": (not refused, *(("Refused", refused) if refused else ("Accepted", ""))),
-        "Scheduled": _scheduled(look, suspended=suspended, gives_up=gives_up),
+        "Admitted": (not refused, *(("Refused", refused) if refused else ("Accepted", ACCEPTED))),
+        "Scheduled": (
+            (False, "Over", "the job is over")
+            if over
+            else _scheduled(look, suspended=suspended, gives_up=gives_up)
+        ),
         "MasterReachable": _reachable(look, over=over),
         "Training": _training(look, training),
         "Recovering": _recovering(look, recovering),
@@ -477,17 +532,35 @@ def _status(look: JobView, *, end: JobEnd | None = None, gives_up: bool = False)
     }
     return ElasticStatus(
         phase=phase,
-        nodes=old.nodes if over or look.succeeding else nodes,
+        nodes=old.nodes if phase == "Succeeded" or look.succeeding else nodes,
         running=len(look.running),
         selector=job.selector,
-        restarts=said.restart_count if said else old.restarts,
-        step=said.step if said and said.step >= 0 else old.step,
+        restarts=_restarts(look),
+        step=_step(look),
         observed_generation=job.generation,
         start_time=None if suspended else old.start_time or stamp(look.now),
         completion_time=(old.completion_time or stamp(look.now)) if over else None,
         excluded_nodes=_avoided(look) if not over else old.excluded_nodes,
         conditions=tuple(_since(old, kind, truths[kind], look.now) for kind in CONDITIONS),
     )
+
+
+def _restarts(look: JobView) -> int | None:
+    """Those that the master has counted, and pods that failed where it has heard of none."""
+    last, said = look.last_master, look.sight.master
+    if last is not None and last.result is not None:
+        return last.result.restarts
+    if said is None:
+        return look.job.status.restarts
+    return len(look.counted) if look.unattached else said.restart_count
+
+
+def _step(look: JobView) -> int | None:
+    """The newest that is known; at the end the master's last words have the last."""
+    last, said = look.last_master, look.sight.master
+    result = last.result if last is not None else None
+    step = result.step if result is not None else said.step if said is not None else -1
+    return step if step >= 0 else look.job.status.step
 
 
 Truth = tuple[bool, str, str]
@@ -515,6 +588,12 @@ def _scheduled(look: JobView, *, suspended: bool, gives_up: bool) -> Truth:
     run = "runs" if count == 1 else "run"
     waiting = next((pod for pod in look.living if pod.waits and pod.phase == "Pending"), None)
     why = f"; {waiting.name}: {waiting.waits}" if waiting else ""
+    if waiting and (avoided := _avoided(look)):
+        until = stamp(min(moment(one.since) for one in avoided) + AVOIDED_FOR)
+        names = ", ".join(one.node for one in avoided[:5])
+        why += (
+            f"; pods keep away from {names} (excludedNodes), from the first of them until {until}"
+        )
     enough = count >= spec.least
     reason = "Placed" if enough else "Waiting"
     return enough, reason, f"{count} of {some(spec.nodes + spec.spares, 'pod')} {run}{why}"
@@ -544,6 +623,8 @@ def _training(look: JobView, training: bool) -> Truth:
         number = f"round {said.round.number}, " if said.round else ""
         size = some(said.world_size, "rank")
         return True, "Round", f"{number}{size} on {some(placed, 'node')}"
+    if look.unattached:
+        return False, "PodsFail", look.unattached
     if said is not None and (said.outcome or said.reason):
         return False, "NoRound", said.outcome or said.reason
     return False, "NoRound", "no ranks run"
@@ -555,7 +636,10 @@ def _recovering(look: JobView, recovering: bool) -> Truth:
         return False, "NothingLost", "nothing is to be recovered from"
     missing = look.job.spec.nodes - len(look.running)
     if missing > 0:
-        return True, "PodsLost", f"{some(missing, 'pod')} of {look.job.spec.nodes} missing"
+        newest = [look.of(index)[-1:] for index in range(look.job.spec.nodes)]
+        ended = [pod for (pod,) in filter(None, newest) if pod.code == EXIT_BAD_NODE]
+        why = f"; {_how(ended[0])}" if ended else ""
+        return True, "PodsLost", f"{some(missing, 'pod')} of {look.job.spec.nodes} missing{why}"
     return True, "Restarting", (said.last_failure if said else "") or "the ranks start again"
 
 

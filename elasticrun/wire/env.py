@@ -119,6 +119,12 @@ RESTART_BACKOFF: Final = "ELASTICRUN_RESTART_BACKOFF"
 STATE_DIR: Final = "ELASTICRUN_STATE_DIR"
 """The default of `elasticrun master --state-dir`."""
 
+LAST_WORDS: Final = "ELASTICRUN_LAST_WORDS"
+"""File in which `elasticrun master` leaves the job's result: a pod's termination message."""
+
+CLUSTER_NODE: Final = "ELASTICRUN_CLUSTER_NODE"
+"""In a pod: the cluster's node that it is on, which its successor need not be on."""
+
 TRACE_DIR: Final = "ELASTICRUN_TRACE_DIR"
 """Where masters that agents host leave their traces for good, a folder for each launch; without it
 a trace goes with the record when the job ends."""

@@ -111,6 +111,13 @@ def of_job(pods: list[Obj]) -> list[Obj]:
     return [pod for pod in pods if "elasticrun.dev/job" in pod["metadata"].get("labels", {})]
 
 
+def last_words(pods: list[Obj], name: str) -> str:
+    """Those that a pod has ended with."""
+    (pod,) = (one for one in pods if one["metadata"]["name"] == name)
+    states = [one["state"] for one in pod["status"].get("containerStatuses", ())]
+    return "".join(one.get("terminated", {}).get("message", "") for one in states)
+
+
 def condition(status: Obj, kind: str) -> Obj:
     return next(one for one in status["conditions"] if one["type"] == kind)
 
@@ -157,6 +164,7 @@ def test_pods_die_and_training_goes_on(job: Running) -> None:
     status = job.until(lambda at: at["phase"] == "Succeeded")
     assert condition(status, "Succeeded")["message"] == "all ranks ended with 0"
     assert alone.gone
+    job.cluster.until("pods", lambda pods: '"state":"succeeded"' in last_words(pods, "tr-master-0"))
 
 
 @further(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import kubernetes_validate
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from elasticrun.operator import plan
 from elasticrun.operator.plan import GAVE_UP, LONGEST_WAIT, PAUSE, RUN_ENDS, SETTLE
+from elasticrun.runs.layout import RunResult
 from tests.operator.world import Cluster, excluded, page, placed
 
 
@@ -88,8 +90,11 @@ def test_a_pod_that_is_deleted_is_replaced_when_it_has_gone() -> None:
     world.delete("tr-1-0")
     assert world.look().orders == ()
     world.vanish()
-    world.look()
+    (made,) = (o for o in world.look().orders if isinstance(o, plan.Make))
     assert "tr-1-0" in world.pods
+    assert made.notice is not None
+    said = "created pod tr-1-0: the one before it was deleted, free of charge"
+    assert made.notice == ("Replaced", said, False)
     world.run()
     world.delete("tr-1-0")
     world.now += 60 + 29
@@ -116,19 +121,70 @@ def test_of_two_at_one_place_the_younger_goes() -> None:
     assert order.pod.name == "tr-1-0"
 
 
-@pytest.mark.parametrize("code", [93, 2])
-def test_never_after_these(code: int) -> None:
+SUMMARY = """Failures:
+  host      : tr-0
+  rank      : 0 (local_rank: 0)
+Root Cause (first observed failure):
+[0]:
+  host      : tr-1.tr
+  rank      : 1 (local_rank: 0)
+  traceback : Traceback (most recent call last):
+  ValueError: no number
+=====
+"""
+RESULT = RunResult(state="failed", failure="rank 1 on node tr-1-ab-0: OSError", step=9, restarts=2)
+BY_MASTER = f"{RESULT.failure}; tr-1-0 ended"
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "message", "said"),
+    [
+        (93, "tr-0-0", SUMMARY, "rank 1 on tr-1.tr: ValueError: no number; tr-0-0 ended with 93"),
+        (93, "tr-master-0", msgspec.json.encode(RESULT).decode(), f"{BY_MASTER} with 93"),
+        (
+            2,
+            "tr-1-0",
+            "usage: ...\nerror: no flag --x\n",
+            "error: no flag --x; tr-1-0 ended with 2",
+        ),
+        (2, "tr-1-0", "", "tr-1-0 ended with 2"),
+    ],
+)
+def test_never_after_these(code: int, name: str, message: str, said: str) -> None:
+    """It says which rank failed first, and how; its last step is the master's last word."""
     world = training()
-    world.end("tr-1-0", code)
+    world.end(name, code, message=message)
+    if name == "tr-master-0":
+        world.master = None
     todo = world.look()
-    assert world.status.phase == "Failed"
+    status = world.status
+    assert (status.phase, status.nodes[1:]) == ("Failed", "/2")
+    assert status.condition("Failed").message == f"{said}: another pod cannot do better"
+    assert status.condition("Scheduled").reason == "Over"
+    assert (status.step, status.restarts) == ((None, 0) if name != "tr-master-0" else (9, 2))
     assert [notice.reason for notice in todo.notices] == ["Failed"]
     world.now += SETTLE
     world.settle()
     world.vanish()
     world.settle()
     world.vanish()
-    assert world.names() == ["tr-1-0"]
+    assert world.names() == [name]
+
+
+def test_pods_that_do_not_run_elasticrun_are_told_of() -> None:
+    world = Cluster(nodes=1, runPolicy={"backoffLimit": 1})
+    world.settle()
+    world.master = page(reason="no agent has attached yet")
+    for attempt in range(2):
+        world.run()
+        world.now += 100
+        world.end(f"tr-0-{attempt}", 1, message="hi\nno module torch\n")
+        world.look()
+        kind, count = ("Failed", "2 pods") if attempt else ("Training", "1 pod")
+        said = world.status.condition(kind).message
+        assert said.startswith(f"{count} failed and no agent has attached: does the")
+        assert said.endswith(f"run elasticrun? tr-0-{attempt} ended with 1: no module torch")
+        assert world.status.restarts == attempt + 1
 
 
 def test_failures_are_counted_by_what_is_left_of_them() -> None:
@@ -193,6 +249,28 @@ def test_a_bad_node_is_avoided() -> None:
     assert world.status.excluded_nodes == ()
 
 
+@pytest.mark.parametrize("lift", ["include", "suspend"])
+def test_a_node_that_a_person_wants_out_is_avoided_until_he_lets_it_in(lift: str) -> None:
+    """One pod's node, not those of its successors: who is not let in has found nothing."""
+    world = training(nodes=2)
+    world.now += 10.4
+    told = "elasticrun[tr-1-ab-0]: this node is excluded for 3600 s: asked by me: loud"
+    world.end("tr-1-0", 75, message=told)
+    world.master = page(max_nodes=2, excluded=(excluded("tr-1.tr", "asked by me: loud", 0.1),))
+    world.look()
+    world.run("tr-1-1", node="next")
+    refused = "node tr-1-ab-0 on tr-1.tr is excluded for 3599 s more: asked by me: loud"
+    world.end("tr-1-1", 75, message=refused)
+    world.look()
+    found = [(one.node, one.reason) for one in world.status.excluded_nodes]
+    assert found == [("on-tr-1-0", "asked by me: loud")]
+    assert world.status.condition("Recovering").message.endswith(f"with 75: {refused}")
+    world.master = page(max_nodes=2) if lift == "include" else None
+    world.job["spec"]["suspend"] = lift == "suspend"
+    world.look()
+    assert world.status.excluded_nodes == ()
+
+
 def test_a_job_is_scaled_live() -> None:
     world = training(nodes=3, minNodes=2)
     world.job["spec"]["nodes"] = 2
@@ -225,6 +303,9 @@ def test_a_job_of_one_node_begins_anew_when_it_grows() -> None:
 def test_a_suspended_job_saves_and_has_no_pods() -> None:
     world = training()
     world.job["spec"]["suspend"] = True
+    world.end("tr-master-0", 99)
+    world.settle()
+    world.run()
     world.look()
     assert all(pod.deleted for pod in world.living())
     assert not any(pod.deleted for pod in world.living(-1)), "the master is needed to save"
@@ -363,6 +444,9 @@ def test_the_master_has_the_volume_of_the_run_folder() -> None:
         (made,) = spec["containers"]
         assert made["args"][3:] == flags
         assert (made["volumeMounts"], spec["volumes"]) == (mounts[1:], volumes[:1])
+    resumed = msgspec.structs.replace(job.status, restarts=0)
+    again = plan.objects.master_pod(dataclasses.replace(job, status=resumed), 0)
+    assert "--fresh" not in str(again)
     container["command"] = words[3:]
     assert "volumes" not in plan.objects.master_pod(job, 0)["spec"]
 

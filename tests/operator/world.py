@@ -34,8 +34,8 @@ def placed(*hosts: str) -> tuple[NodeStatus, ...]:
     )
 
 
-def excluded(host: str) -> ExcludedNode:
-    return ExcludedNode(host, host, "failed", "its matmul is wrong", 1.0, 3000.0)
+def excluded(host: str, why: str = "its matmul is wrong", age: float = 1.0) -> ExcludedNode:
+    return ExcludedNode(host, host, "failed", why, age, 3000.0)
 
 
 class Cluster:
@@ -111,12 +111,13 @@ class Cluster:
                 pod["spec"]["nodeName"] = node or f"on-{name}"
                 pod["status"] = {"phase": "Running", "podIP": "192.0.2.1"}
 
-    def end(self, name: str, code: int | None, *, reason: str = "") -> None:
+    def end(self, name: str, code: int | None, *, reason: str = "", message: str = "") -> None:
         """A pod's container ends; None: it is taken away, and there is no code."""
         pod = self.pods[name]
         status: dict[str, Any] = {"phase": "Succeeded" if code == 0 else "Failed"}
         if code is not None:
             ended = {"exitCode": code, "finishedAt": stamp(self.now), "reason": reason}
+            ended["message"] = message
             container = pod["spec"]["containers"][0]["name"]
             status["containerStatuses"] = [{"name": container, "state": {"terminated": ended}}]
         pod["status"] = status

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from elasticrun.system.network import is_loopback, names_this_host_only, routed_address, source_of
+from elasticrun.wire.env import CLUSTER_NODE
 from elasticrun.wire.user_folder import user_folder
 
 MAX_SLOTS: Final = 4096
@@ -35,7 +36,8 @@ BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 def host_id(environ: Mapping[str, str]) -> str:
     """A name for this host that two hosts hardly share: its host name and its machine's id. A
     pod's host name goes on to its successor on another machine, and a machine's id that an image
-    has is the same on all of them: so there it is the kernel's."""
+    has is the same on all of them: so there it is the kernel's, and the cluster's name of its node
+    where that is told (nodes that are containers of one machine share its kernel)."""
     machine, in_pod = "", "KUBERNETES_SERVICE_HOST" in environ
     for path in (BOOT_ID,) if in_pod else (MACHINE_ID, BOOT_ID):
         try:
@@ -45,8 +47,8 @@ def host_id(environ: Mapping[str, str]) -> str:
             continue
         if machine:
             break
-    name = socket.gethostname()
-    digest = hashlib.sha256(f"{name}\0{machine}".encode()).hexdigest()[:8]
+    name, node = socket.gethostname(), environ.get(CLUSTER_NODE, "")
+    digest = hashlib.sha256(f"{name}\0{machine}\0{node}".encode()).hexdigest()[:8]
     return f"{name}-{digest}"
 
 

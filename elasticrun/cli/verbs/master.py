@@ -96,6 +96,7 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
         token=trust.token(asked),
         tls=trust.tls(asked),
         record_dir=state_dir(ns.state_dir),
+        last_words=environ.get(env.LAST_WORDS, ""),
         run=RunPlan(
             folder=asked.text("run_dir"),
             name=asked.text("rdzv_id"),

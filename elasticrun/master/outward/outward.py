@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -11,8 +13,15 @@ import msgspec
 from elasticrun.config import MasterConfig
 from elasticrun.core.events import FoundSlow, JobOver, Note
 from elasticrun.core.sight.picture import IncidentRow, Picture, VerdictRow
-from elasticrun.master.outward.record import open_fresh, open_placed, result_of, where
+from elasticrun.master.outward.record import (
+    last_words,
+    open_fresh,
+    open_placed,
+    result_of,
+    where,
+)
 from elasticrun.master.outward.run_files import RunFiles
+from elasticrun.runs.layout import RunResult
 from elasticrun.runs.opening import OpenRun, RunRefused
 from elasticrun.wire.messages import Metrics
 
@@ -43,6 +52,7 @@ class Outward:
         self._told: tuple[int, bool] = (0, False)  # the newest incident, and whether it was over
         self._files = RunFiles(partial(open_fresh, config, hosted), config.log_dir, tells=hosted)
         self._run: OpenRun | None = None  # one that a person has named
+        self._result: RunResult | None = None  # to be left as the last words
 
     async def open(self, *, goes_on: bool) -> str:
         """Take the run folder that a person has named, if one has. The sentence, where the job has
@@ -119,12 +129,17 @@ class Outward:
 
     def over(self, end: JobOver, found: Picture) -> None:
         """The job has ended, and this is the last of it."""
-        self._files.over(result_of(end, found))
+        self._result = result = result_of(end, found)
+        self._files.over(result)
         if self._notifier is not None:
             self._notifier.put("end", exit_code=end.exit_code, reason=end.reason)
 
     def close(self) -> None:
         """Wait a moment for what is under way, the first time; blocks."""
+        result, self._result = self._result, None
+        if self._config.last_words and result is not None:
+            with contextlib.suppress(OSError):
+                Path(self._config.last_words).write_bytes(last_words(result))
         self._files.close(END_LIMIT)
         if self._run is not None:
             self._run.close()

@@ -12,6 +12,9 @@ import time
 from pathlib import Path
 from typing import Final
 
+import msgspec
+from msgspec.structs import replace
+
 from elasticrun import __version__
 from elasticrun.config import EXIT_OK, EXIT_SAVED, MasterConfig
 from elasticrun.core.events import JobOver
@@ -161,3 +164,9 @@ def result_of(end: JobOver, found: Picture) -> RunResult:
         goodput=found.goodput,
         incidents=tuple(rows),
     )
+
+
+def last_words(result: RunResult) -> bytes:
+    """A result without what is long: a cluster keeps 4096 bytes of a pod's last words."""
+    short = {"reason": result.reason[:400], "failure": result.failure[:400]}
+    return msgspec.json.encode(replace(result, **short, goodput=None, incidents=()))

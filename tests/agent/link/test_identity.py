@@ -12,6 +12,7 @@ import pytest
 from elasticrun.agent.link import identity
 from elasticrun.agent.link.identity import host_id, identify, offered_address
 from elasticrun.system.network import routed_address
+from elasticrun.wire.env import CLUSTER_NODE
 
 
 def test_a_given_id_is_taken(tmp_path: Path) -> None:
@@ -42,6 +43,7 @@ def test_a_pod_is_known_by_its_machine(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert bare != pod
     (tmp_path / "id").unlink()
     assert host_id({}) == pod
+    assert host_id({CLUSTER_NODE: "n1"}) != host_id({CLUSTER_NODE: "n2"}), "of one kernel"
 
 
 def test_a_killed_agent_gives_its_slot_back(tmp_path: Path) -> None:

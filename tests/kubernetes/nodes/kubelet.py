@@ -182,6 +182,8 @@ class PodRun:
         spec = self.pod["spec"]
         ours = [*spec["containers"], *spec.get("initContainers", ())]
         policy = next(one.get("terminationMessagePolicy") for one in ours if one["name"] == name)
+        left = self.folder / f"last-words-{name}"
+        message = message or (left.read_text()[:4096] if left.exists() else "")
         if code and not message and policy == "FallbackToLogsOnError":
             last = b"".join(line for _, line in self.output[name].lines[-80:])
             message = last[-2048:].decode(errors="replace")
@@ -208,6 +210,11 @@ class PodRun:
                 await ground.registry.store.changed()
                 if self.stopping.is_set():
                     raise OSError("deleted before it began") from None
+        if path := container.get("terminationMessagePath"):
+            left = self.folder / f"last-words-{container['name']}"
+            left.parent.mkdir(parents=True, exist_ok=True)
+            left.write_text("")
+            pairs.append((str(left), path))
         if account:
             pairs.append((str(self._account(account)), parts.SECRETS))
         env = {"PATH": PATH, "HOME": str(self.folder), "HOSTNAME": self.name}
