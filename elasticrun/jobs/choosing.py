@@ -109,12 +109,16 @@ def by_their_places(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[
 def is_in_cluster(words: Sequence[str], environ: Mapping[str, str], *, others: int = 0) -> bool:
     """Whether the words of a verb are about jobs in Kubernetes: by --on and what goes with it, by
     the run folder of a job that they name, else by $ELASTICRUN_ON. `others`: words before the job's
-    name. NotDone for a place that is none."""
+    name. NotDone for a place that is none or has no use here."""
     ours = list(words[: words.index("--")] if "--" in words else words)
     for at, word in enumerate(ours):
         flag, _, value = word.partition("=")
         if flag == "--on":
-            return place_called(value or "".join(ours[at + 1 : at + 2])) == "k8s"
+            if (place := place_called(value or "".join(ours[at + 1 : at + 2]))) != "k8s":
+                raise NotDone(
+                    f"--on={place}: leave it out; only jobs in Kubernetes are asked for so"
+                )
+            return True
         if flag in OF_CLUSTERS:
             return True
     with contextlib.suppress(OSError):

@@ -563,7 +563,6 @@ def test_which_words_are_about_a_cluster(tmp_path: Path) -> None:
         (["near"], False),
         (["near", "--on=k8s"], True),
         (["near", "--on", "kubernetes"], True),
-        (["far", "--on", "local"], False),
         (["x", "--namespace", "team"], True),
         (["x", "--", "--on", "k8s"], False),
         ([], False),
@@ -571,6 +570,8 @@ def test_which_words_are_about_a_cluster(tmp_path: Path) -> None:
         assert is_in_cluster(words, environ) is meant, words
     for word in ("k8s", "kubernetes"):
         assert is_in_cluster([], {**environ, "ELASTICRUN_ON": word})
+    with pytest.raises(NotDone, match="--on=local: leave it out"):
+        is_in_cluster(["far", "--on", "local"], environ)
     with pytest.raises(NotDone, match=r"ELASTICRUN_ON=k8: .* did you mean k8s"):
         is_in_cluster([], {**environ, "ELASTICRUN_ON": "k8"})
     assert not is_in_cluster(["near"], {**environ, "ELASTICRUN_ON": "k8s"})
