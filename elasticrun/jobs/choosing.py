@@ -28,7 +28,8 @@ PLACES: Final = ("local", "ssh", "slurm", "k8s")
 OF_CLUSTERS: Final = ("--namespace", "--context", "-n")
 """Flags that only jobs in Kubernetes have."""
 
-VALUED: Final = ("--tail", "--rank", "--node", "--since", "--grep", "--reason", "--output", "-o")
+VALUED: Final = ("--tail", "-t", "--rank", "--node", "--instance", "-i", "--since", "--grep",
+                 "--reason", "--output", "-o")  # fmt: skip
 """Flags of verbs whose next word is no job's name."""
 
 

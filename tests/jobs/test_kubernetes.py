@@ -560,6 +560,7 @@ def test_which_words_are_about_a_cluster(tmp_path: Path) -> None:
         (["far"], True),
         (["--tail", "5", "fa"], True),
         (["--grep", "near", "fa"], True),
+        (["-i", "near", "fa"], True),
         (["near"], False),
         (["near", "--on=k8s"], True),
         (["near", "--on", "kubernetes"], True),
