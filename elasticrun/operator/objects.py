@@ -115,6 +115,11 @@ class OwnedPod:
         return f"rank {rank} on {host}: {last}"[:400] if host and rank else last[:400]
 
     @property
+    def by_agent(self) -> bool:
+        """Whether an agent has said some of its last words."""
+        return bool(_AGENTS.search(self.message))
+
+    @property
     def found_bad(self) -> bool:
         """Whether it has found its node bad, or was found so: not, where it was not let in, or a
         person wanted it out, which the master knows, and until when."""
@@ -124,6 +129,7 @@ class OwnedPod:
 ASKED: Final = "asked by "
 """With it the reason of an exclusion begins where a person wanted it."""
 
+_AGENTS: Final = re.compile(r"^elasticrun(\[.*\])?: ", re.MULTILINE)
 _TOLD_TO_GO: Final = re.compile(rf"is excluded for \d+ s( more: |: {ASKED})")
 
 

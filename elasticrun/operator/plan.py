@@ -180,14 +180,16 @@ class JobView:
 
     @property
     def unattached(self) -> str:
-        """What to look at where pods fail and the master has never heard of one; else ""."""
-        said = self.sight.master
-        if not self.counted or said is None or said.nodes or said.round or said.restart_count:
+        """What to look at where pods end and the master has never heard of one; else ""."""
+        said, failed = self.sight.master, self.counted
+        if said is None or said.nodes or said.round or said.restart_count:
             return ""
-        return (
-            f"{some(len(self.counted), 'pod')} failed and no agent has attached: does the "
-            f"template's first container run elasticrun? {_how(self.counted[-1])}"
-        )
+        if any(one.by_agent for one in self.nodes):
+            return ""
+        what = f"{some(len(failed), 'pod')} failed" if failed else "pods ended with 0"
+        last = f" {_how(failed[-1])}" if failed else ""
+        ask = "does the template's first container run elasticrun?"
+        return f"{what} and no agent has attached: {ask}{last}" if failed or self.succeeding else ""
 
     @property
     def run_over(self) -> bool:
@@ -267,7 +269,7 @@ def _end(look: JobView) -> JobEnd | None:
         rank0 = spec.success_policy != "AllWorkers"
         left = first if rank0 else [pod for pod in look.living if pod.phase != "Pending"]
         if not left:
-            return JobEnd("Succeeded", "Done", "all ranks ended with 0")
+            return JobEnd("Succeeded", "Done", look.unattached or "all ranks ended with 0")
         return None
     limit = spec.run_policy.active_deadline_seconds
     began = job.status.start_time

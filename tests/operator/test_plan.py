@@ -185,6 +185,19 @@ def test_pods_that_do_not_run_elasticrun_are_told_of() -> None:
         assert said.startswith(f"{count} failed and no agent has attached: does the")
         assert said.endswith(f"run elasticrun? tr-0-{attempt} ended with 1: no module torch")
         assert world.status.restarts == attempt + 1
+    world = Cluster(nodes=1)
+    world.settle()
+    world.run()
+    world.master = page(reason="no agent has attached yet")
+    world.end("tr-0-0", 1, message="elasticrun: error: ...\n")
+    world.look()
+    assert world.status.condition("Training").message == "no agent has attached yet"
+    world.run("tr-0-1")
+    world.end("tr-0-1", 0)
+    del world.pods["tr-0-0"]
+    world.look()
+    assert world.status.phase == "Succeeded"
+    assert "does the template's first" in world.status.condition("Succeeded").message
 
 
 def test_failures_are_counted_by_what_is_left_of_them() -> None:
