@@ -79,6 +79,14 @@ def cluster(tmp_path: Path) -> Iterator[StandIn]:
     made.close()
 
 
+@pytest.fixture
+def operator(cluster: StandIn) -> Iterator[Operator]:
+    install(cluster)
+    made = Operator(cluster)
+    yield made
+    made.stop()
+
+
 def until_running(cluster: StandIn, *names: str) -> None:
     def holds(pods: list[dict[str, Any]]) -> bool:
         run = {pod["metadata"]["name"] for pod in pods if pod["status"].get("phase") == "Running"}
@@ -88,10 +96,9 @@ def until_running(cluster: StandIn, *names: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("operator")
 def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) -> None:
     user = KubeUser(cluster, tmp_path)
-    install(cluster)
-    operator = Operator(cluster)
     board = ("--tensorboard", "--logdir=/logs")
     pods = ("--nodes", "1:2", "--gpus", "4", "--node-unit", "1", "--ttl", "60")
     said = user.submits("tr", *pods, *board)
@@ -179,7 +186,6 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     assert "gone-too" in user.types("status", "--on", "k8s")
     done = ran("list", env={**user.environ, "KUBECONFIG": "/none"})
     assert "gone-too: no cluster is known here" in done.stdout
-    operator.stop()
 
 
 @pytest.mark.slow
