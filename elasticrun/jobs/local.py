@@ -137,7 +137,7 @@ class LocalJobs:
             _say(run, "stopped", f"{SUSPENDED}; what was saved is not known here")
             return f"the agents of job {name} were told to save and have ended; {again}"
         if state == "saved":
-            step = run.last_step()
+            step = result.step if (result := run.result()) else -1
             at = f" at step {step}" if step >= 0 else ""
             _say(run, "saved", f"{SUSPENDED}{at}")
             return f"job {name} is suspended{at}; {again}"

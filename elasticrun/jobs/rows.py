@@ -121,7 +121,7 @@ def live_row(status: JobStatus, endpoint: Endpoint, run: str) -> JobRow:
         run=str(folder.place) if job else "",
         nodes=sum(node.group_rank >= 0 for node in status.nodes),
         max_nodes=status.max_nodes,
-        step=status.step,
+        step=status.step if status.step >= 0 else folder.last_step(),
         restarts=status.restart_count,
         age=job.age() if job else status.age,
         reason=status.outcome or status.reason or status.verdict,

@@ -261,11 +261,10 @@ class RunFolder:
 
     def last_step(self) -> int:
         """The newest step that was told; -1: none."""
-        if (result := self.result()) and result.step >= 0:
-            return result.step
-        with contextlib.suppress(ValueError):  # its last start may have told none
-            return int(self._last_row().get("step", "-1"))
-        return -1
+        result, told = self.result(), -1
+        with contextlib.suppress(ValueError):  # also where its last start has told none
+            told = int(self._last_row().get("step", "-1"))
+        return max(told, result.step if result else -1)
 
     def told(self) -> str:
         """What the newest row of progress.csv says: `loss 0.2488 at step 140`; "" without numbers

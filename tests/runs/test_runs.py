@@ -92,7 +92,10 @@ def test_a_job_that_has_not_begun_is_over_when_its_processes_have_gone(
 )
 def test_the_last_step(tmp_path: Path, text: str, step: int) -> None:
     (tmp_path / "progress.csv").write_text(text)
-    assert RunFolder(tmp_path).last_step() == step
+    run = RunFolder(tmp_path)
+    assert run.last_step() == step
+    run.write_result(RunResult(state="stopped", step=50))
+    assert run.last_step() == max(step, 50)
 
 
 def test_a_file_that_is_none_of_ours_says_nothing(tmp_path: Path) -> None:

@@ -97,18 +97,17 @@ def name_of(job_id: str, where: str, name: str = "") -> str:
 def running(page: JobStatus, where: str, run: str = "") -> Row:
     """A job whose master at `where` has answered; `run`: its run folder, where it is known."""
     placed = sum(node.group_rank >= 0 for node in page.nodes)
+    folder = RunFolder(Path(run or os.devnull))
+    job, step = folder.job(), page.step if page.step >= 0 else folder.last_step()
     return (
         name_of(page.job_id, where, page.name),
         state_of(page, run),
         f"{placed}/{page.max_nodes}",
-        *_step(page.step, page.step_age),
+        str(step) if step >= 0 else "-",
+        duration(page.step_age) if page.step >= 0 else "-",
         f"{page.restart_count}/{page.max_restarts}",
-        duration(job.age() if run and (job := RunFolder(Path(run)).job()) else page.age),
+        duration(job.age() if job else page.age),
     )
-
-
-def _step(step: int, age: float) -> tuple[str, str]:
-    return (str(step), duration(age)) if step >= 0 else ("-", "-")
 
 
 def duration(seconds: float) -> str:
