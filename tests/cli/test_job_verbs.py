@@ -222,6 +222,9 @@ def test_a_whole_name_wins_over_a_beginning_whether_it_runs_or_has_ended(
         main([verb, "train"])
         said = capsys.readouterr()
         assert "1001" not in said.out + said.err, (verb, said)  # nobody has asked train-large
+    with pytest.raises(SystemExit, match="2"):
+        main(["exclude", "train-large", "gpu7"])
+    assert "comes first: elasticrun exclude gpu7 train-large (see" in capsys.readouterr().err
     assert asking.find("train-l").endpoint.port == asking.find("id-train-large").endpoint.port
     for verb in ("stop", "status"):
         assert main([verb, "tra"]) == 1

@@ -17,7 +17,7 @@ from elasticrun.cli.trust import withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.jobs.backend import NotDone, is_ours, submission
 from elasticrun.jobs.choosing import backend_of
-from elasticrun.jobs.line import JobLine, NotAnswered, meant, who
+from elasticrun.jobs.line import JobLine, MeantJob, NotAnswered, meant, who
 from elasticrun.jobs.rows import DoneRow
 from elasticrun.runs.claim import Claimed, claimed
 from elasticrun.runs.index import names_of, runs_root
@@ -87,6 +87,8 @@ def main(verb: str, argv: Sequence[str]) -> int:
     if verb == "scale":
         settle(made, asked.ns)
     try:
+        if order.node and _are_turned(asked.ns):
+            made.error(f"the node comes first: {made.prog} {asked.ns.job} {asked.ns.node}")
         return reach(asked, partial(_order, verb, order))
     except (NotAnswered, NotDone, Claimed) as why:
         said = _by_its_place(verb, asked.ns, why)
@@ -108,6 +110,13 @@ def _order(verb: str, order: OrderOf, line: JobLine, ns: argparse.Namespace) -> 
     if verb == "stop" and ns.wait:
         _until_over(line)
     return EXIT_OK
+
+
+def _are_turned(ns: argparse.Namespace) -> bool:
+    """Whether a job was typed where a node is wanted, and none where one is."""
+    if not ns.job or ":" in ns.job or meant(ns.job) != MeantJob():
+        return False
+    return meant(ns.node) != MeantJob()
 
 
 def settle(made: Parser, ns: argparse.Namespace) -> None:
