@@ -280,8 +280,8 @@ def _end(look: JobView) -> JobEnd | None:
         worst = max(look.counted, key=lambda pod: pod.ended)
         return JobEnd(
             "Failed", "BackoffLimitExceeded",
-            look.unattached or f"{cause}{some(failed, 'pod')} failed, and runPolicy.backoffLimit "
-            f"is {limit}; the last of them: {_how(worst)}",
+            look.unattached or f"{some(failed, 'pod')} failed, and runPolicy.backoffLimit is "
+            f"{limit}; the last of them: {_how(worst)}",
         )  # fmt: skip
     return None
 

@@ -252,8 +252,15 @@ def test_a_bad_node_is_avoided() -> None:
     ]["nodeSelectorTerms"]
     rules = [(rule["operator"], rule["values"]) for rule in term["matchFields"]]
     assert rules == [("NotIn", ["on-tr-1-0"]), ("NotIn", ["on-tr-2-0"])], "one value is allowed"
+    no_room = {"type": "PodScheduled", "status": "False", "message": "0/2 nodes are available"}
+    world.pods["tr-1-1"]["status"]["conditions"] = [no_room]
+    world.look()
+    why = world.status.condition("Scheduled").message
+    assert "tr-1-1: 0/2 nodes are available; pods keep away from on-tr-2-0, on-tr-1-0" in why
+    assert why.endswith(f"until {plan.stamp(world.now + 3599)}")
     world.end("tr-2-0", 143)
     world.look()
+    world.run("tr-1-1")
     world.run("tr-2-1", node="good")
     assert world.look().notices == (), "where its successor is, is another node"
     world.master = None
