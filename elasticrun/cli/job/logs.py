@@ -365,7 +365,7 @@ def _follow(
         if ending and not saved:
             break
         if saved and not waits:
-            said = "elasticrun logs: the job is saved; this waits for its next start"
+            said = "elasticrun logs: the job has saved and left; this waits for its next start"
             print(said, file=sys.stderr)
         waits = saved
         waiting.wait(LOOK_EVERY)

@@ -48,7 +48,8 @@ def _do(verb: str, ns: argparse.Namespace) -> int:
     run = run_of(ns.job, "delete" if verb == "delete" else "")
     job, where, place = run.job(), str(run.place), backend_of(run, withdraw())
     if verb == "suspend":
-        said = place.suspend(run)
+        with claimed(runs_root(os.environ), job.name if job else ns.job):  # nobody resumes it yet
+            said = place.suspend(run)
     elif verb == "resume":
         said = _resume(run, place)
     else:
