@@ -173,7 +173,7 @@ class JobView:
         last, said = self.last_master, self.sight.master
         result = last.result if last is not None else None
         if result is not None:
-            return result.failure or result.reason
+            return result.reason
         ended = sorted((one for one in self.nodes if one.code), key=lambda one: one.ended)
         words = (one.cause for one in ended if one.code in HOPELESS or not one.free)
         return (said.outcome if said else "") or next(filter(None, words), "")

@@ -132,8 +132,8 @@ Root Cause (first observed failure):
   ValueError: no number
 =====
 """
-RESULT = RunResult(state="failed", failure="rank 1 on node tr-1-ab-0: OSError", step=9, restarts=2)
-BY_MASTER = f"{RESULT.failure}; tr-1-0 ended"
+RESULT = RunResult(state="failed", reason="rank 1 on node tr-1-ab-0: OSError", step=9, restarts=2)
+BY_MASTER = f"{RESULT.reason}; tr-1-0 ended"
 
 
 @pytest.mark.parametrize(

@@ -168,5 +168,5 @@ def result_of(end: JobOver, found: Picture) -> RunResult:
 
 def last_words(result: RunResult) -> bytes:
     """A result without what is long: a cluster keeps 4096 bytes of a pod's last words."""
-    short = {"reason": result.reason[:400], "failure": result.failure[:400]}
+    short = {"reason": result.reason[:500], "failure": ""}
     return msgspec.json.encode(replace(result, **short, goodput=None, incidents=()))
