@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 MOST = {
-    "lines": 80_023,  # to end at 42,000; 9,000 of them came with sight, 10,000 with jobs
+    "lines": 80_463,  # to end at 42,000; 9,500 of them came with sight, 11,500 with jobs
     "files_in_the_fullest_folder": 9,  # 9
     "classes_over_files": 3,  # 4
     "crumbs": 5,  # 5; one family of checks a module (doctor/software), one verb (cli/verbs/replay)
@@ -25,7 +25,7 @@ MOST = {
     "books_by_node": 7,  # 0, beside the 9 that the ruler names
     "retired_words": 0,
 }
-TESTS_LINES = 72_339
+TESTS_LINES = 72_591
 """Lines of tests with the simulator; to end at 42,000 without it."""
 
 
