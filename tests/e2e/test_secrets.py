@@ -141,7 +141,7 @@ def test_a_job_of_one_node_has_a_token_of_its_own_and_listens_on_loopback(
         asked = ran("status", "--json", *words, env=world.environment())
         assert asked.returncode == 0, asked.stderr
         pages = json.loads(asked.stdout)
-        assert (pages if words else pages[0])["phase"] == "running"
+        assert (pages if words else pages[0])["master"]["phase"] == "running"
     finish([peer], launched)
 
 

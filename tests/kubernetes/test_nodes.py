@@ -97,8 +97,10 @@ def test_a_pod_runs_and_ends(cluster: StandIn, monkeypatch: pytest.MonkeyPatch) 
         kubectl.command("logs", "-f", "q"), env=kubectl.environment, stdout=subprocess.PIPE,
         text=True,
     ) as logs:  # fmt: skip
+        assert logs.stdout is not None
+        assert logs.stdout.readline() == "up\n"
         kubectl("delete", "pod", "q")
-        assert logs.communicate()[0].split() == ["up", "bye"]
+        assert logs.communicate()[0] == "bye\n"
     seen = [c for c in cluster.store.changes if c.obj["metadata"]["name"] == "q"]
     assert seen[-1].type == "DELETED"
     (last,) = seen[-1].obj["status"]["containerStatuses"]
