@@ -25,7 +25,7 @@ MOST = {
     "books_by_node": 7,  # 0, beside the 9 that the ruler names
     "retired_words": 0,
 }
-TESTS_LINES = 72_594
+TESTS_LINES = 72_589
 """Lines of tests with the simulator; to end at 42,000 without it."""
 
 

@@ -113,9 +113,9 @@ class MeantJob:
 
 
 def meant(job: str) -> MeantJob:
-    """The job that a word names, by one rule for all verbs: a whole name wins, of several jobs that
-    have had it the one that runs here, else the newest; a beginning counts where no other job's
-    name begins so, whether that runs or has ended. NotAnswered."""
+    """The job that a word names, for verbs that ask a master: a whole name wins, of several jobs
+    that have had it the one that runs here, else the newest; a beginning counts where no other
+    job's name begins so, whether that runs or has ended. NotAnswered."""
     here: list[Published] = []
     with contextlib.suppress(OSError):
         here = published(user_folder(os.environ))

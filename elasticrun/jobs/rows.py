@@ -105,7 +105,7 @@ def hangs(status: JobStatus) -> bool:
     return status.phase == "running" and status.hang not in ("", "weak")
 
 
-def live_row(status: JobStatus, endpoint: Endpoint, run: str) -> JobRow:
+def live_row(status: JobStatus, endpoint: Endpoint | str, run: str) -> JobRow:
     """By what the master at `endpoint` says; `run`: the job's run folder, "" where none is
     known."""
     folder = RunFolder(Path(run or os.devnull))

@@ -216,6 +216,10 @@ class Loop:
         parts["settings"] = msgspec.Raw(msgspec.json.encode(shown.settings))
         return msgspec.json.encode(parts).decode()
 
+    def slow_nodes(self) -> int:
+        """Nodes that are thought slow, and stay."""
+        return self._brain.slow_nodes()
+
     def quiet(self) -> float:
         """Seconds since a collective or a step of any rank moved."""
         return self._brain.quiet()

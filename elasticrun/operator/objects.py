@@ -21,7 +21,7 @@ import msgspec
 from elasticrun.config import EXIT_BAD_NODE, EXIT_FINAL, EXIT_SAVED, EXIT_USAGE
 from elasticrun.operator.crd import API_VERSION, GROUP, KIND, ElasticSpec, ElasticStatus, Json
 from elasticrun.render import pods as rendered
-from elasticrun.render.elastic import has_tls
+from elasticrun.render.elastic import has_tls, own_words
 from elasticrun.render.wanted import GRACE, MASTER_PORT, Launch, Pods
 from elasticrun.runs.layout import RunResult
 from elasticrun.wire import env
@@ -111,7 +111,7 @@ class OwnedPod:
         summary that an agent ends with; else its last line."""
         lines = [line for line in self.message.splitlines() if line.strip(" =")]
         last = lines[-1].strip() if lines else ""
-        host, rank = (_said_last(key, self.message) for key in ("host", "rank"))
+        host, rank = (said_last(key, self.message) for key in ("host", "rank"))
         return f"rank {rank} on {host}: {last}"[:400] if host and rank else last[:400]
 
     @property
@@ -133,7 +133,9 @@ _AGENTS: Final = re.compile(r"^elasticrun(\[.*\])?: ", re.MULTILINE)
 _TOLD_TO_GO: Final = re.compile(rf"is excluded for \d+ s( more: |: {ASKED})")
 
 
-def _said_last(key: str, message: str) -> str:
+def said_last(key: str, message: str) -> str:
+    """What the summary with which an agent ends says of its root cause ("host", "rank"); "" where
+    there is none."""
     found = re.findall(rf"^  {key} +: (\S+)", message.rpartition("Root Cause")[2], re.MULTILINE)
     return str(found[0]) if found else ""
 
@@ -211,9 +213,8 @@ class JobObject:
     def has_tls(self) -> bool:
         """Whether its command or its variables name files that its master would not have."""
         first = self.spec.template["spec"]["containers"][0]
-        words = map(str, [*(first.get("command") or ()), *(first.get("args") or ())])
         names = [one["name"] for one in first.get("env") or ()]
-        return has_tls(words) or any(name.startswith("ELASTICRUN_TLS_") for name in names)
+        return has_tls(words_of(first)) or any(name.startswith("ELASTICRUN_TLS_") for name in names)
 
     @property
     def secret(self) -> str:
@@ -389,16 +390,14 @@ def _keep_away(spec: Json, nodes: list[str]) -> None:
         )
 
 
-def _launchers_words(container: Json) -> list[str]:
-    """Of a container's command: those behind the script are the script's."""
-    words = [str(one) for key in ("command", "args") for one in container.get(key) or ()]
-    script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
-    return words[:script]
+def words_of(container: Json) -> list[str]:
+    """Its command with its arguments."""
+    return [str(one) for key in ("command", "args") for one in container.get(key) or ()]
 
 
 def named_run_dir(container: Json) -> str:
     """The run folder that a container's command or its environment names; "" for none."""
-    for flag, after in pairwise([*_launchers_words(container), ""]):
+    for flag, after in pairwise([*own_words(words_of(container)), ""]):
         name, _, value = flag.partition("=")
         if name in ("--run-dir", "--run_dir"):
             return value or after
@@ -409,28 +408,26 @@ def named_run_dir(container: Json) -> str:
 def volume_at(spec: Json, path: str) -> Json | None:
     """What the first container of a pod has mounted there, and where; None for nothing that
     outlasts the pod."""
+    found = _mounted(spec, path)
+    if found is None:
+        return None
+    mount, volume = found
+    source = {key: of for key, of in volume.items() if key != "name"}
+    return {"at": mount["mountPath"], "sub": mount.get("subPath"), **source}
+
+
+def _mounted(spec: Json, path: str) -> tuple[Json, Json] | None:
+    """The mount of a pod's first container in which `path` lies, and its volume; None for nothing
+    that outlasts the pod."""
     first: Json = next(iter(spec.get("containers") or ()), {})
-    there = _mount_at(first, path)
-    if there is None:
-        return None
-    source = _sources(spec).get(there["name"], {})
-    if not source or "emptyDir" in source:
-        return None
-    return {"at": there["mountPath"], "sub": there.get("subPath"), **source}
-
-
-def _mount_at(container: Json, path: str) -> Json | None:
-    mounts = container.get("volumeMounts") or ()
+    mounts = first.get("volumeMounts") or ()
     there = [one for one in mounts if f"{path}/".startswith(one["mountPath"].rstrip("/") + "/")]
-    return max(there, key=lambda one: len(one["mountPath"]), default=None)
-
-
-def _sources(spec: Json) -> dict[str, Json]:
-    """Of a pod's volumes by name."""
-    return {
-        one["name"]: {key: of for key, of in one.items() if key != "name"}
-        for one in spec.get("volumes") or ()
-    }
+    if not there:
+        return None
+    mount = max(there, key=lambda one: len(one["mountPath"]))
+    volumes = {one["name"]: one for one in spec.get("volumes") or ()}
+    volume = volumes.get(mount["name"], {})
+    return (mount, volume) if len(volume) > 1 and "emptyDir" not in volume else None
 
 
 _OF_THE_TEMPLATE: Final = (
@@ -476,13 +473,11 @@ def master_pod(job: JobObject, attempt: int) -> Json:
         "containers": [container],
     }
     folder = named_run_dir(first)
-    if volume_at(template, folder) is not None and (mount := _mount_at(first, folder)):
-        name = mount["name"]
+    if found := _mounted(template, folder):
         container["args"].append(f"--run-dir={folder}")
         first_of_all = attempt == 0 and job.status.restarts is None  # later ones go on in it
-        if first_of_all and "--fresh" in _launchers_words(first):
+        if first_of_all and "--fresh" in own_words(words_of(first)):
             container["args"].append("--fresh")
-        container["volumeMounts"] = [mount]
-        spec["volumes"] = [one for one in template["volumes"] if one["name"] == name]
+        container["volumeMounts"], spec["volumes"] = [found[0]], [found[1]]
     metadata = _metadata(job, pod_name(job, MASTER_INDEX, attempt), **{ROLE: MASTER})
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

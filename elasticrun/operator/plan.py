@@ -32,6 +32,7 @@ from elasticrun.operator.objects import (
     stamp,
 )
 from elasticrun.render.elastic import NO_TLS
+from elasticrun.runs.layout import RunResult
 from elasticrun.wire.messages import JobStatus
 
 HEALTHY: Final = 60.0
@@ -152,12 +153,23 @@ class JobView:
 
     def of(self, index: int) -> list[OwnedPod]:
         """All pods of an index, the newest last."""
-        found = (pod for pod in self.sight.pods if pod.index == index)
-        return sorted(found, key=lambda pod: pod.attempt)
+        return self._by_index.get(index, [])
+
+    @cached_property
+    def _by_index(self) -> dict[int, list[OwnedPod]]:
+        found: dict[int, list[OwnedPod]] = {}
+        for pod in sorted(self.sight.pods, key=lambda pod: pod.attempt):
+            found.setdefault(pod.index, []).append(pod)
+        return found
 
     @cached_property
     def last_master(self) -> OwnedPod | None:
         return next(reversed(self.of(MASTER_INDEX)), None)
+
+    @cached_property
+    def result(self) -> RunResult | None:
+        """How the run has ended, where its last master says so."""
+        return self.last_master.result if self.last_master is not None else None
 
     @property
     def succeeding(self) -> bool:
@@ -170,15 +182,14 @@ class JobView:
     def cause(self) -> str:
         """What has ended the run, as its master says it, else a pod that ended badly; "" where
         nobody does."""
-        last, said = self.last_master, self.sight.master
-        result = last.result if last is not None else None
-        if result is not None:
-            return result.reason
+        if self.result is not None:
+            return self.result.reason
+        said = self.sight.master
         ended = sorted((one for one in self.nodes if one.code), key=lambda one: one.ended)
         words = (one.cause for one in ended if one.code in HOPELESS or not one.free)
         return (said.outcome if said else "") or next(filter(None, words), "")
 
-    @property
+    @cached_property
     def unattached(self) -> str:
         """What to look at where pods end and the master has never heard of one; else ""."""
         said, failed = self.sight.master, self.counted
@@ -191,13 +202,39 @@ class JobView:
         ask = "does the template's first container run elasticrun?"
         return f"{what} and no agent has attached: {ask}{last}" if failed or self.succeeding else ""
 
+    @cached_property
+    def avoided(self) -> tuple[Avoided, ...]:
+        """Nodes of the cluster that new pods keep away from: those that the master excludes, those
+        that a pod found bad, and what the status still remembers of both. What a person wanted is
+        not so any more when the master that answers knows of none, or the job is suspended."""
+        said, found = self.sight.master, []
+        for one in said.excluded if said else ():
+            host, since = one.host.partition(".")[0], self.now - one.age
+            mine = [p for p in self.nodes if objects.host_name(self.job, p.index) == host]
+            # the first that lived then, of which clusters know the second: the next is elsewhere
+            then = [p for p in mine if p.created <= since and not 0 < p.ended < since - 1]
+            found += [(pod.node, one.reason, since) for pod in then[:1]]
+        lifted = said is not None or self.job.spec.suspend
+        told = {node for node, _, _ in found}
+        known = {
+            one.node: one
+            for one in self.job.status.excluded_nodes
+            if not (lifted and one.reason.startswith(ASKED) and one.node not in told)
+        }
+        found += [(pod.node, _how(pod), pod.ended) for pod in self.nodes if pod.found_bad]
+        for node, reason, since in found:
+            if node and node not in known and self.now - since < AVOIDED_FOR:
+                known[node] = Avoided(node, reason, stamp(since or self.now))
+        fresh = [one for one in known.values() if self.now - moment(one.since) < AVOIDED_FOR]
+        return tuple(sorted(fresh, key=lambda one: (one.since, one.node))[-MOST_AVOIDED:])
+
     @property
     def run_over(self) -> bool:
         """Whether this run of the job has ended, in whatever way."""
         last, said = self.last_master, self.sight.master
         return (last is not None and last.run_over) or (said is not None and bool(said.outcome))
 
-    @property
+    @cached_property
     def counted(self) -> list[OwnedPod]:
         return [pod for pod in self.nodes if pod.phase == "Failed" and not pod.free]
 
@@ -255,14 +292,15 @@ def _end(look: JobView) -> JobEnd | None:
     if job.has_tls:
         return JobEnd("Failed", "NoTls", f"--tls-cert and its like: {NO_TLS}; a Job of `elasticrun "
                       "render k8s` has them")  # fmt: skip
-    cause = f"{look.cause}; " if look.cause else ""
-    hosts = {one.name: objects.host_name(job, one.index) for one in look.nodes}
-    whose = next((name for name, host in hosts.items() if f" {host}-" in cause), "")
     for pod in look.sight.pods:
         if pod.done and pod.code in HOPELESS and not (pod.disrupted or pod.deleted):
+            cause = look.cause
+            named = (one.name for one in look.nodes
+                     if f" {objects.host_name(job, one.index)}-" in cause)  # fmt: skip
             return JobEnd(
                 "Failed", "NotToBeRetried",
-                f"{cause}{whose or pod.name} ended with {pod.code}: another pod cannot do better",
+                f"{cause}{cause and '; '}{next(named, pod.name)} ended with {pod.code}: another "
+                "pod cannot do better",
             )  # fmt: skip
     if look.succeeding:
         first = [pod for pod in look.living if pod.index == 0]
@@ -402,7 +440,7 @@ def _node(look: JobView, index: int, waits: list[float]) -> list[Order]:
     if wait := _due(pods, look.now):
         waits.append(wait)
         return []
-    avoided = [one.node for one in _avoided(look)]
+    avoided = [one.node for one in look.avoided]
     body = objects.node_pod(look.job, index, _attempt(pods), avoided, look.sight.version)
     return [_make(look, body, pods)]
 
@@ -476,31 +514,6 @@ def _stale(look: JobView) -> list[Order]:
 # ---------------------------------------------------------------- the status
 
 
-def _avoided(look: JobView) -> tuple[Avoided, ...]:
-    """Nodes of the cluster that new pods keep away from: those that the master excludes, those that
-    a pod found bad, and what the status still remembers of both. What a person wanted is not so
-    any more when the master that answers knows of none, or the job is suspended."""
-    said, found = look.sight.master, []
-    for one in said.excluded if said else ():
-        host, since = one.host.partition(".")[0], look.now - one.age
-        mine = [p for p in look.nodes if objects.host_name(look.job, p.index) == host]
-        # the first that lived then, of which clusters know the second: its successor is elsewhere
-        then = [p for p in mine if p.created <= since and not 0 < p.ended < since - 1]
-        found += [(pod.node, one.reason, since) for pod in then[:1]]
-    lifted = said is not None or look.job.spec.suspend
-    known = {
-        one.node: one
-        for one in look.job.status.excluded_nodes
-        if not (lifted and one.reason.startswith(ASKED) and one.node not in {f[0] for f in found})
-    }
-    found += [(pod.node, _how(pod), pod.ended) for pod in look.nodes if pod.found_bad]
-    for node, reason, since in found:
-        if node and node not in known and look.now - since < AVOIDED_FOR:
-            known[node] = Avoided(node, reason, stamp(since or look.now))
-    fresh = [one for one in known.values() if look.now - moment(one.since) < AVOIDED_FOR]
-    return tuple(sorted(fresh, key=lambda one: (one.since, one.node))[-MOST_AVOIDED:])
-
-
 def _status(look: JobView, *, end: JobEnd | None = None, gives_up: bool = False) -> ElasticStatus:
     job, said, old, refused = look.job, look.sight.master, look.job.status, look.sight.refused
     over = end is not None or old.over
@@ -542,16 +555,16 @@ def _status(look: JobView, *, end: JobEnd | None = None, gives_up: bool = False)
         observed_generation=job.generation,
         start_time=None if suspended else old.start_time or stamp(look.now),
         completion_time=(old.completion_time or stamp(look.now)) if over else None,
-        excluded_nodes=_avoided(look) if not over else old.excluded_nodes,
+        excluded_nodes=look.avoided if not over else old.excluded_nodes,
         conditions=tuple(_since(old, kind, truths[kind], look.now) for kind in CONDITIONS),
     )
 
 
 def _restarts(look: JobView) -> int | None:
     """Those that the master has counted, and pods that failed where it has heard of none."""
-    last, said = look.last_master, look.sight.master
-    if last is not None and last.result is not None:
-        return last.result.restarts
+    said = look.sight.master
+    if look.result is not None:
+        return look.result.restarts
     if said is None:
         return look.job.status.restarts
     return len(look.counted) if look.unattached else said.restart_count
@@ -559,8 +572,7 @@ def _restarts(look: JobView) -> int | None:
 
 def _step(look: JobView) -> int | None:
     """The newest that is known; at the end the master's last words have the last."""
-    last, said = look.last_master, look.sight.master
-    result = last.result if last is not None else None
+    result, said = look.result, look.sight.master
     step = result.step if result is not None else said.step if said is not None else -1
     return step if step >= 0 else look.job.status.step
 
@@ -590,7 +602,7 @@ def _scheduled(look: JobView, *, suspended: bool, gives_up: bool) -> Truth:
     run = "runs" if count == 1 else "run"
     waiting = next((pod for pod in look.living if pod.waits and pod.phase == "Pending"), None)
     why = f"; {waiting.name}: {waiting.waits}" if waiting else ""
-    if waiting and (avoided := _avoided(look)):
+    if waiting and (avoided := look.avoided):
         until = stamp(min(moment(one.since) for one in avoided) + AVOIDED_FOR)
         names = ", ".join(one.node for one in avoided[:5])
         why += (
@@ -638,8 +650,8 @@ def _recovering(look: JobView, recovering: bool) -> Truth:
         return False, "NothingLost", "nothing is to be recovered from"
     missing = look.job.spec.nodes - len(look.running)
     if missing > 0:
-        newest = [look.of(index)[-1:] for index in range(look.job.spec.nodes)]
-        ended = [pod for (pod,) in filter(None, newest) if pod.code == EXIT_BAD_NODE]
+        newest = {pod.index: pod for pod in look.nodes if pod.index < look.job.spec.nodes}
+        ended = [pod for pod in newest.values() if pod.code == EXIT_BAD_NODE]
         why = f"; {_how(ended[0])}" if ended else ""
         return True, "PodsLost", f"{some(missing, 'pod')} of {look.job.spec.nodes} missing{why}"
     return True, "Restarting", (said.last_failure if said else "") or "the ranks start again"

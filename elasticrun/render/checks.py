@@ -134,17 +134,16 @@ def variable(text: str, what: str) -> str:
     return text
 
 
-def setting(key: str, value: str, place: str) -> None:
-    """A variable of every node, as --env gives it; the secret is none: `place` says where it would
-    come to lie, and what to do instead."""
+def setting(
+    key: str, value: str, place: str, token: str, password: str = "set it where you type this"
+) -> None:
+    """A variable of every node, as --env gives it; a secret is none: it would come to lie in
+    `place`. `token`, `password`: what to do instead with the job's token, with one of git."""
     variable(key, "--env")
     plain(value, f"--env {key}")
-    if key in GIT_PASSWORDS:
-        noun = place.partition(":")[0]
-        by_secret = "create a Secret and name it with --git-secret"
-        place = f"{noun}: {by_secret if noun == 'manifest' else 'set it where you type this'}"
-    if key == "ELASTICRUN_TOKEN" or key in GIT_PASSWORDS:
-        raise Invalid(f"--env {key} would put the secret into the {place}")
+    instead = token if key == "ELASTICRUN_TOKEN" else password if key in GIT_PASSWORDS else ""
+    if instead:
+        raise Invalid(f"--env {key} would put the secret into the {place}: {instead}")
 
 
 def path(text: str, what: str) -> str:

@@ -57,10 +57,14 @@ def _refuse(wanted: Pods) -> None:
             raise Invalid(f"{flag}: an ElasticJob has none, {why}; --plain makes an Indexed Job")
 
 
+def own_words(words: Iterable[str]) -> list[str]:
+    """Of a launcher's words those before its script: what follows is the script's."""
+    return list(itertools.takewhile(lambda word: not word.endswith(".py"), words))
+
+
 def has_tls(words: Iterable[str]) -> bool:
-    """Whether a launcher's words, those before its script, name files of TLS."""
-    own = itertools.takewhile(lambda word: not word.endswith(".py"), words)
-    return any(word.replace("_", "-").startswith("--tls-") for word in own)
+    """Whether a launcher's words name files of TLS."""
+    return any(word.replace("_", "-").startswith("--tls-") for word in own_words(words))
 
 
 def _template(wanted: Pods) -> dict[str, Any]:

@@ -122,7 +122,9 @@ def _check_names(wanted: Batch) -> None:
     for flag, text in (("--output", wanted.output), ("--working-dir", wanted.working_dir)):
         _match(flag, text, _PATH, ": a path without blanks and quotes, please")
     for key, value in wanted.env.items():
-        checks.setting(key, value, "script: give --token-file FILE, a file that all nodes can read")
+        checks.setting(
+            key, value, "script", "give --token-file FILE, a file that all nodes can read"
+        )
 
 
 def _match(flag: str, text: str, form: re.Pattern[str], wrong: str) -> None:

@@ -198,7 +198,9 @@ def _check_names(wanted: Pods) -> None:
     if wanted.working_dir:
         checks.path(wanted.working_dir, "--working-dir")
     for key, value in wanted.env.items():
-        checks.setting(key, value, "manifest: create a Secret and name it with --token-secret")
+        by_secret = "create a Secret and name it with"
+        token, password = f"{by_secret} --token-secret", f"{by_secret} --git-secret"
+        checks.setting(key, value, "manifest", token, password)
         if key in (JOB_UID, INDEX):
             raise Invalid(f"--env {key}: the pods get that from Kubernetes; choose another name")
     for key, value in wanted.labels.items():

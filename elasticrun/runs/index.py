@@ -103,7 +103,7 @@ def find(root: Path, wanted: str, *, whole: str = "") -> RunFolder:
     if (folder := pick(wanted, named, whole=whole)) is not None:
         return folder
     known = {names[-1] for _, names in named}
-    hint = nearest(wanted, known) or (f"; there is {_listed(known)}" if known else "")
+    hint = nearest(wanted, known) or (f"; there is {first_of(known)}" if known else "")
     raise NoRun(f"no job {wanted} has a run folder in {root}{hint}")
 
 
@@ -125,9 +125,9 @@ def pick(wanted: str, named: Sequence[tuple[T, tuple[str, ...]]], *, whole: str 
         if any(name.startswith(wanted) for name in names)
     }
     if whole and found:
-        raise NoRun(f"{whole} cannot be undone and takes a whole name; there is {_listed(found)}")
+        raise NoRun(f"{whole} cannot be undone and takes a whole name; there is {first_of(found)}")
     if len(found) > 1:
-        raise NoRun(f"several jobs are meant by {wanted}: {_listed(found)}; name one")
+        raise NoRun(f"several jobs are meant by {wanted}: {first_of(found)}; name one")
     return next(iter(found.values()), None)
 
 
@@ -200,6 +200,7 @@ def _ended(folder: RunFolder) -> float:
     return 0.0
 
 
-def _listed(names: Iterable[str]) -> str:
+def first_of(names: Iterable[str]) -> str:
+    """The first few, for a sentence."""
     known = sorted(names)
     return ", ".join(known[:MOST_NAMED]) + (", ..." if len(known) > MOST_NAMED else "")

@@ -5,12 +5,12 @@
     progress.csv   what `elasticrun.training.progress` was told, a row a step
     result.json    how the job ended (`RunResult`); there is none before that
     error.txt      the rank that failed first, for people
-    incidents/     a record of each thing that stopped the training
+    incidents/     a record of each thing that stopped the training; 1-0007.* are of start 1
     logs/          what the ranks printed, where it is kept; what they did in a hang
     agents/        which files in logs/ are which rank's, a file each agent
     checkpoints/   of a script that has not said where they are to be
     previous/      the files of an earlier run in the same folder, with `--fresh`
-
+    submitted.json, console.log   of `elasticrun submit`: what was typed, what its launchers print
 
 Whoever replaces a file does it in one piece, so that a reader sees a whole one. Readers take no
 more than MAX_BYTES of a file: a longer one is not one of ours, or only its end is wanted.
@@ -312,14 +312,21 @@ class RunFolder:
 
     def begin_again(self) -> None:
         """Its job is to be started once more. OSError."""
-        (self.path / RESULT).unlink(missing_ok=True)
         if job := self.job():
-            self.keep_incidents(job.attempt)
             again = replace(job, pid=0, started=0, formed=0.0, endpoint="", began=time.time())
-            first = job.first_began or job.began
-            self.write_job(replace(again, attempt=job.attempt + 1, first_began=first))
+            self.write_job(self.next_start(job, again))
+        else:
+            (self.path / RESULT).unlink(missing_ok=True)
 
-    def keep_incidents(self, attempt: int) -> None:
+    def next_start(self, before: JobRecord, job: JobRecord) -> JobRecord:
+        """`job` as the start that follows `before`, whose result goes and whose incidents are kept.
+        OSError."""
+        (self.path / RESULT).unlink(missing_ok=True)
+        self._keep_incidents(before.attempt)
+        first = before.first_began or before.began
+        return replace(job, attempt=before.attempt + 1, first_began=first)
+
+    def _keep_incidents(self, attempt: int) -> None:
         """Those of this start, before another counts from 1 again: 0007.json becomes 1-0007.json.
         OSError."""
         for path in list((self.path / INCIDENTS).glob("*.*")):

@@ -106,10 +106,7 @@ def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool =
             )  # fmt: skip
             job = replace(job, **{name: getattr(before, name) for name in known})
         else:
-            folder.keep_incidents(before.attempt)
-            first = before.first_began or before.began
-            job = replace(job, attempt=before.attempt + 1, first_began=first)
-            (folder.path / layout.RESULT).unlink(missing_ok=True)
+            job = folder.next_start(before, job)
     opened = OpenRun(folder, job, lock)
     opened.change(job)
     return opened

@@ -309,75 +309,79 @@ print(f"rank {rank} is done", flush=True)
 """
 
 
+@pytest.fixture
+def in_pods(lab: Lab, tmp_path: Path) -> Iterator[StandIn]:
+    """A node with real pods, and an operator in one."""
+    made = StandIn(tmp_path, lab=lab, env={"ELASTICRUN_PRELOAD": "off", "OMP_NUM_THREADS": "1"})
+    made.node("n0", gpus=8)
+    install(made, deploy=True)
+    yield made
+    made.close()
+
+
 @further("test_an_elastic_job_from_submit_to_delete", why="real pods, under an operator in a pod")
-def test_logs_and_commands_of_pods_that_run(lab: Lab, tmp_path: Path) -> None:
-    cluster = StandIn(tmp_path, lab=lab, env={"ELASTICRUN_PRELOAD": "off"})
-    try:
-        cluster.node("n0")
-        user = KubeUser(cluster, tmp_path)
-        install(cluster, deploy=True)
-        (tmp_path / "train.py").write_text(LOOPS)
-        script = str(tmp_path / "train.py")
-        words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "2", "--cpu", "1")
-        user.types(*words, "--memory", "9Gi", "--", script, str(tmp_path))
-        user.until("running")
-        await_true(lambda: "rank 0 of 2" in user.types("logs", "tr"), "what rank 0 prints")
-        assert "rank 1" not in user.types("logs", "tr")
-        assert "rank 1 of 2 begins" in user.types("logs", "tr", "--node", "1", "--tail", "1")
-        assert user.types("logs", "tr", "--rank", "1", "-t", "1") == "rank 1 of 2 begins\n"
-        whole = user.types("logs", "tr", "--all", "--grep", "rank . of 2")
-        assert whole.splitlines()[::2] == ["== tr-0-0 ==", "== tr-1-0 =="]
-        command = ("exec", "tr", "--node", "tr-1", "--", "sh", "-c", "hostname; exit 7")
-        done = ran(*command, env=user.environ)
-        assert (done.returncode, done.stdout) == (7, "tr-1\n"), done.stderr
-        assert "has no pod 5" in user.hears("exec", "tr", "--node", "5", "--", "true")
-        with subprocess.Popen(
-            [sys.executable, "-m", "elasticrun", "logs", "tr", "-f", "--tail", "0"],
-            env=user.environ, stdout=subprocess.PIPE, text=True,
-        ) as following:  # fmt: skip
-            assert following.stdout is not None
+def test_logs_and_commands_of_pods_that_run(in_pods: StandIn, tmp_path: Path) -> None:
+    user = KubeUser(in_pods, tmp_path)
+    (tmp_path / "train.py").write_text(LOOPS)
+    script = str(tmp_path / "train.py")
+    words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "2", "--cpu", "1")
+    user.types(*words, "--memory", "9Gi", "--", script, str(tmp_path))
+    user.until("running")
+    await_true(lambda: "rank 0 of 2" in user.types("logs", "tr"), "what rank 0 prints")
+    assert "rank 1" not in user.types("logs", "tr")
+    assert "rank 1 of 2 begins" in user.types("logs", "tr", "--node", "1", "--tail", "1")
+    assert user.types("logs", "tr", "--rank", "1", "-t", "1") == "rank 1 of 2 begins\n"
+    whole = user.types("logs", "tr", "--all", "--grep", "rank . of 2")
+    assert whole.splitlines()[::2] == ["== tr-0-0 ==", "== tr-1-0 =="]
+    command = ("exec", "tr", "--node", "tr-1", "--", "sh", "-c", "hostname; exit 7")
+    done = ran(*command, env=user.environ)
+    assert (done.returncode, done.stdout) == (7, "tr-1\n"), done.stderr
+    assert "has no pod 5" in user.hears("exec", "tr", "--node", "5", "--", "true")
+    with subprocess.Popen(
+        [sys.executable, "-m", "elasticrun", "logs", "tr", "-f", "--tail", "0"],
+        env=user.environ, stdout=subprocess.PIPE, text=True,
+    ) as following:  # fmt: skip
+        assert following.stdout is not None
 
-            def begins() -> str:
-                return next(line for line in following.stdout or () if "begins" in line)
+        def begins() -> str:
+            return next(line for line in following.stdout or () if "begins" in line)
 
-            assert "rank 0 of 2 begins" in begins()
-            user.kubectl("delete", "pod", "tr-0-0")  # whose successor has its name
-            assert "rank 0 of 2 begins" in begins()
-            user.types("suspend", "tr")
-            user.types("resume", "tr")
-            assert "rank 0 of 2 begins" in begins()
-            assert cluster.cut_logs() == 1
-            (tmp_path / "end").touch()
-            rest = following.communicate()[0]
-            assert ("rank 0 is done" in rest, "begins" in rest) == (True, False), rest
-        user.until("succeeded")
-        assert user.types("list").splitlines()[1].split()[:3] == ["tr", "succeeded", "2/2"]
-        deletes = re.search(r"stays until `elasticrun (delete .*)`", user.types("prune", "tr"))
-        assert deletes
-        assert "job tr is deleted" in user.types(*deletes[1].split())
+        assert "rank 0 of 2 begins" in begins()
+        user.kubectl("delete", "pod", "tr-0-0")  # whose successor has its name
+        assert "rank 0 of 2 begins" in begins()
+        user.types("suspend", "tr")
+        user.types("resume", "tr")
+        assert "rank 0 of 2 begins" in begins()
+        assert in_pods.cut_logs() == 1
+        (tmp_path / "end").touch()
+        rest = following.communicate()[0]
+        assert ("rank 0 is done" in rest, "begins" in rest) == (True, False), rest
+    user.until("succeeded")
+    assert user.types("list").splitlines()[1].split()[:3] == ["tr", "succeeded", "2/2"]
+    deletes = re.search(r"stays until `elasticrun (delete .*)`", user.types("prune", "tr"))
+    assert deletes
+    assert "job tr is deleted" in user.types(*deletes[1].split())
 
-        (tmp_path / "end").unlink()
-        words = ("submit", "--on", "k8s", "--name", "bad", *IMAGE, "--nodes", "2")
-        words += ("--nproc-per-node", "2", "--tee", "3", "--max-restarts", "0")
-        user.types(*words, "--", script, str(tmp_path))
-        user.until("running")
-        for rank, begins in (("1", "[default1]:rank 1 of"), ("2", "[default0]:rank 2 of 4")):
-            look = ("logs", "bad", "--rank", rank, "--tail", "1")
-            await_true(
-                lambda look=look, begins=begins: begins in ran(*look, env=user.environ).stdout,
-                begins,
-            )
-        assert "rank 1 has its place on node 0" in user.hears("logs", "bad", "--rank=1", "-i", "1")
-        assert "the job has 4 ranks: 2 on each of 2" in user.hears("logs", "bad", "--rank", "4")
-        (tmp_path / "fail").write_text("3")
-        await_true(lambda: "failed" in user.types("list"), "a job that has failed")
-        first, *_ = user.types("logs", "bad").splitlines()
-        assert first == "== bad-1-0, ended with 93 =="
-        assert "rank 3 is unlucky" in user.types("logs", "bad")
-        page = user.types("status", "bad")
-        assert "ended with 93: another pod cannot do better" in page
-    finally:
-        cluster.close()
+    (tmp_path / "end").unlink()
+    words = ("submit", "--on", "k8s", "--name", "bad", *IMAGE, "--nodes", "2")
+    words += ("--nproc-per-node", "2", "--tee", "3", "--max-restarts", "0")
+    user.types(*words, "--", script, str(tmp_path))
+    user.until("running")
+    for rank, begins in (("1", "[default1]:rank 1 of"), ("2", "[default0]:rank 2 of 4")):
+        look = ("logs", "bad", "--rank", rank, "--tail", "1")
+        await_true(
+            lambda look=look, begins=begins: begins in ran(*look, env=user.environ).stdout,
+            begins,
+        )
+    assert "rank 1 has its place on node 0" in user.hears("logs", "bad", "--rank=1", "-i", "1")
+    assert "the job has 4 ranks: 2 on each of 2" in user.hears("logs", "bad", "--rank", "4")
+    (tmp_path / "fail").write_text("3")
+    await_true(lambda: "failed" in user.types("list"), "a job that has failed")
+    first, *_ = user.types("logs", "bad").splitlines()
+    assert first == "== bad-1-0, ended with 93 =="
+    assert "rank 3 is unlucky" in user.types("logs", "bad")
+    page = user.types("status", "bad")
+    assert "ended with 93: another pod cannot do better" in page
 
 
 CLAIM = """\
@@ -389,79 +393,67 @@ spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}
 
 
 @further("test_an_elastic_job_from_submit_to_delete", why="real pods, under an operator in a pod")
-def test_a_suspended_job_has_saved_and_its_master_answers(lab: Lab, tmp_path: Path) -> None:
+def test_a_suspended_job_has_saved_and_its_master_answers(in_pods: StandIn, tmp_path: Path) -> None:
     """What only a master knows is asked in its pod; a suspend right after a scale saves as well,
     and the ranks go on from there."""
-    cluster = StandIn(tmp_path, lab=lab, env={"ELASTICRUN_PRELOAD": "off", "OMP_NUM_THREADS": "1"})
     out, repository = tmp_path / "out", str(TRAIN.parents[2])
     out.mkdir()
     program = [str(TRAIN), "--steps", "1000000000", "--every", "5", "--print-at", "5"]
     program += ["--out", str(out), "--ckpt", str(tmp_path / "ckpt")]
-    try:
-        cluster.node("n0", gpus=8)
-        user = KubeUser(cluster, tmp_path)
-        install(cluster, deploy=True)
-        words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "1:2", "--cpu", "1")
-        user.kubectl("apply", "-f", "-", given=CLAIM)
-        data = ("--data", f"shared:{tmp_path / 'mnt'}")
-        words = (*words, *data, "--run-dir", str(tmp_path / "mnt" / "run"))
-        user.types(*words, "--env", f"PYTHONPATH={repository}", "--", *program)
-        user.until("running")
-        until_printed(out, 0)
-        assert "the job has 2 ranks" in user.hears("stacks", "tr", "--rank", "7")
-        assert "train.py" in user.types("stacks", "--rank", "1", "--on", "k8s")
-        assert user.types("incidents", "tr").startswith("no incident")
-        assert "stepping" in user.types("top", "tr")
-        assert "it has tr-0-" in user.hears("exclude", "tr-5", "tr")
-        assert "node tr-1 is not excluded" in user.hears("include", "1", "tr")
-        assert f": for {who()}: a look" in user.types("restart", "tr", "--reason", "a look")
-        assert "a look" in json.loads(user.types("events", "tr", "-o", "json"))[3]["text"]
-        await_true(lambda: len(starts(out, 0)) == 2, "another life")
+    user = KubeUser(in_pods, tmp_path)
+    words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "1:2", "--cpu", "1")
+    user.kubectl("apply", "-f", "-", given=CLAIM)
+    data = ("--data", f"shared:{tmp_path / 'mnt'}")
+    words = (*words, *data, "--run-dir", str(tmp_path / "mnt" / "run"))
+    user.types(*words, "--env", f"PYTHONPATH={repository}", "--", *program)
+    user.until("running")
+    until_printed(out, 0)
+    assert "the job has 2 ranks" in user.hears("stacks", "tr", "--rank", "7")
+    assert "train.py" in user.types("stacks", "--rank", "1", "--on", "k8s")
+    assert user.types("incidents", "tr").startswith("no incident")
+    assert "stepping" in user.types("top", "tr")
+    assert "it has tr-0-" in user.hears("exclude", "tr-5", "tr")
+    assert "node tr-1 is not excluded" in user.hears("include", "1", "tr")
+    assert f": for {who()}: a look" in user.types("restart", "tr", "--reason", "a look")
+    assert "a look" in json.loads(user.types("events", "tr", "-o", "json"))[3]["text"]
+    await_true(lambda: len(starts(out, 0)) == 2, "another life")
 
-        user.types("scale", "tr", "3")
-        assert "job tr is suspended at step" in user.types("suspend", "tr")
-        assert "tr is suspended, and its master" in user.hears("events", "tr")
-        assert "what its ranks wrote is on its volume" in user.hears("logs", "tr")
-        run = RunFolder(tmp_path / "claims/default/shared/run")
-        result = run.result()
-        assert result is not None
-        assert result.state == "saved", result
-        assert (run.path / "events.jsonl").stat().st_size > 0
-        words = ("submit", "--on", "k8s", "--name", "reader", *IMAGE, *data, "--no-python")
-        user.types(*words, "--", "sleep", "1000")
-        await_true(lambda: "\n[0] " in ran("logs", "tr", env=user.environ).stdout, "kept logs")
-        before = len(starts(out, 0))
-        user.types("resume", "tr")
-        await_true(lambda: len(starts(out, 0)) > before, "a life after it was resumed")
-        assert starts(out, 0)[-1] > starts(out, 0)[1]
-    finally:
-        cluster.close()
+    user.types("scale", "tr", "3")
+    assert "job tr is suspended at step" in user.types("suspend", "tr")
+    assert "tr is suspended, and its master" in user.hears("events", "tr")
+    assert "what its ranks wrote is on its volume" in user.hears("logs", "tr")
+    run = RunFolder(tmp_path / "claims/default/shared/run")
+    result = run.result()
+    assert result is not None
+    assert result.state == "saved", result
+    assert (run.path / "events.jsonl").stat().st_size > 0
+    words = ("submit", "--on", "k8s", "--name", "reader", *IMAGE, *data, "--no-python")
+    user.types(*words, "--", "sleep", "1000")
+    await_true(lambda: "\n[0] " in ran("logs", "tr", env=user.environ).stdout, "kept logs")
+    before = len(starts(out, 0))
+    user.types("resume", "tr")
+    await_true(lambda: len(starts(out, 0)) > before, "a life after it was resumed")
+    assert starts(out, 0)[-1] > starts(out, 0)[1]
 
 
 @further("test_an_elastic_job_from_submit_to_delete", why="real pods, under an operator in a pod")
 def test_a_job_that_has_succeeded_in_its_run_folder_is_not_run_again(
-    lab: Lab, tmp_path: Path
+    in_pods: StandIn, tmp_path: Path
 ) -> None:
     """The pods of a job that is made anew end with 0, and no rank begins."""
-    cluster = StandIn(tmp_path, lab=lab, env={"ELASTICRUN_PRELOAD": "off", "OMP_NUM_THREADS": "1"})
     script, ran_here = tmp_path / "train.py", tmp_path / "ran"
     script.write_text("import sys\nopen(sys.argv[1], 'a').write('x')\n")
-    try:
-        cluster.node("n0", gpus=8)
-        user = KubeUser(cluster, tmp_path)
-        install(cluster, deploy=True)
-        user.kubectl("apply", "-f", "-", given=CLAIM)
-        words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "2", "--cpu", "1")
-        words += ("--data", f"shared:{tmp_path / 'mnt'}", f"--run-dir={tmp_path / 'mnt/run'}")
-        for _ in range(2):
-            user.types(*words, "--", str(script), str(ran_here))
-            user.until("succeeded")
-            assert ran_here.read_text() == "xx"
-            said = user.types("logs", "tr", "--all")
-            user.types("delete", "tr")
-        assert "has already succeeded" in said
-    finally:
-        cluster.close()
+    user = KubeUser(in_pods, tmp_path)
+    user.kubectl("apply", "-f", "-", given=CLAIM)
+    words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "2", "--cpu", "1")
+    words += ("--data", f"shared:{tmp_path / 'mnt'}", f"--run-dir={tmp_path / 'mnt/run'}")
+    for _ in range(2):
+        user.types(*words, "--", str(script), str(ran_here))
+        user.until("succeeded")
+        assert ran_here.read_text() == "xx"
+        said = user.types("logs", "tr", "--all")
+        user.types("delete", "tr")
+    assert "has already succeeded" in said
 
 
 # ---------------------------------------------------------------- what is read

@@ -343,24 +343,14 @@ class StandIn:
         return self.kubelet.runs[found["metadata"]["uid"]]
 
     def cut_watches(self) -> int:
-        async def cut() -> int:
-            return self.server.cut_watches()
-
-        return self.call(cut())
+        return self.do(lambda _: self.server.cut_watches())
 
     def cut_logs(self) -> int:
-        async def cut() -> int:
-            return self._streams.cut()
-
-        return self.call(cut())
+        return self.do(lambda _: self._streams.cut())
 
     def forget(self) -> None:
         """Every version before now is 410 Gone to a watch."""
-
-        async def forget() -> None:
-            self.store.forget()
-
-        self.call(forget())
+        self.do(lambda _: self.store.forget())
 
     # ------------------------------------------------------------ the end
 

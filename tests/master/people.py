@@ -121,6 +121,9 @@ class Recorder:
     def status(self) -> m.JobStatus:
         return self.page
 
+    def slow_nodes(self) -> int:
+        return len(self.whole.slow)
+
     def quiet(self) -> float:
         return 7.5
 

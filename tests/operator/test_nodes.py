@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.operator import cluster as api, controller
+from elasticrun.operator import controller
 from elasticrun.operator.crd import GROUP
 from elasticrun.wire.messages import JobStatus, Reply
 from tests.kubernetes.cluster import StandIn
 from tests.kubernetes.real import standin_only
 from tests.kubernetes.server.kinds import Obj
-from tests.operator.test_operator import TEN_LINES, Operator, install
+from tests.operator.test_operator import TEN_LINES, Operator, controlling, install, talking
 from tests.operator.world import page
 
 pytestmark = [pytest.mark.slow, standin_only]
@@ -94,14 +94,8 @@ def test_a_master_that_does_not_take_a_size_is_no_hindrance(
         )
 
     async def operated() -> list[Obj]:
-        server = api.Cluster("default")
-        work = asyncio.create_task(controller.Controller(server).run())
-        try:
+        async with talking("default") as server, controlling(server):
             return await asyncio.to_thread(seen)
-        finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-            await server.close()
 
     assert "the master does not take 2 nodes: 2 is no multiple" in json.dumps(
         asyncio.run(operated())

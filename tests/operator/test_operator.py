@@ -4,6 +4,7 @@ cluster that ELASTICRUN_TEST_KUBECONFIG names."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -138,6 +139,27 @@ def used_as_allowed(cluster: AnyCluster) -> set[tuple[str, str, str]]:
     return allowed - used if used else set()
 
 
+@contextlib.asynccontextmanager
+async def talking(namespace: str) -> AsyncIterator[api.Cluster]:
+    """The operator's talk with the API server, by what KUBECONFIG names."""
+    server = api.Cluster(namespace)
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+@contextlib.asynccontextmanager
+async def controlling(server: api.Cluster) -> AsyncIterator[None]:
+    """An operator in this process."""
+    work = asyncio.create_task(controller.Controller(server).run())
+    try:
+        yield
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
 def names(cluster: AnyCluster) -> list[str]:
     return sorted(pod["metadata"]["name"] for pod in cluster.objects("pods"))
 
@@ -207,18 +229,18 @@ def test_what_was_made_anew_is_left_alone(
     monkeypatch.setenv("KUBECONFIG", str(account(cluster).kubeconfig))
 
     async def late() -> None:
-        server, key = api.Cluster(cluster.namespace), (cluster.namespace, "tr")
-        (job,) = await server.jobs()
-        kubectl("label", "ej/tr", "a=b")
-        version = job["metadata"]["resourceVersion"]
-        assert not await server.set_status(key, version, {"phase": "Running"})
-        assert not await server.remove(api.JOBS, key, "of another")
-        found = await server.get(api.JOBS, key)
-        assert found is not None
-        assert "status" not in found
-        uid = found["metadata"]["uid"]
-        assert [await server.remove(api.JOBS, key, uid) for _ in range(2)] == [True, False]
-        await server.close()
+        key = (cluster.namespace, "tr")
+        async with talking(cluster.namespace) as server:
+            (job,) = await server.jobs()
+            kubectl("label", "ej/tr", "a=b")
+            version = job["metadata"]["resourceVersion"]
+            assert not await server.set_status(key, version, {"phase": "Running"})
+            assert not await server.remove(api.JOBS, key, "of another")
+            found = await server.get(api.JOBS, key)
+            assert found is not None
+            assert "status" not in found
+            uid = found["metadata"]["uid"]
+            assert [await server.remove(api.JOBS, key, uid) for _ in range(2)] == [True, False]
 
     asyncio.run(late())
 
@@ -233,22 +255,19 @@ def test_a_watch_whose_line_is_dead_is_begun_again(
     begun: Counter[Any] = Counter()
 
     async def again() -> None:
-        server, enough = api.Cluster(cluster.namespace), asyncio.Event()
-        watch = server.watch
+        enough = asyncio.Event()
+        async with talking(cluster.namespace) as server:
+            watch = server.watch
 
-        def counted(kind: Any) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-            begun[kind] += 1
-            if min(begun[api.PODS], begun[api.JOBS]) == 3:
-                enough.set()
-            return watch(kind)
+            def counted(kind: Any) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+                begun[kind] += 1
+                if min(begun[api.PODS], begun[api.JOBS]) == 3:
+                    enough.set()
+                return watch(kind)
 
-        monkeypatch.setattr(server, "watch", counted)
-        work = asyncio.create_task(controller.Controller(server).run())
-        async with asyncio.timeout(LIMIT):
-            await enough.wait()
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-        await server.close()
+            monkeypatch.setattr(server, "watch", counted)
+            async with controlling(server), asyncio.timeout(LIMIT):
+                await enough.wait()
 
     asyncio.run(again())
 
@@ -265,12 +284,12 @@ def test_a_lease_that_is_renewed_is_left_to_its_holder(
     monkeypatch.setenv("KUBECONFIG", str(account(cluster).kubeconfig))
 
     async def held() -> list[bool]:
-        server, words, found = api.Cluster(cluster.namespace), [""], []
-        for who, expired in (("a", 0), ("b", 0), ("a", 0), ("b", 1), ("b", 3), ("a", 4)):
-            ours, word = await controller.take_lease(server, who, words[expired])
-            found.append(ours)
-            words.append(word)
-        await server.close()
+        words, found = [""], []
+        async with talking(cluster.namespace) as server:
+            for who, expired in (("a", 0), ("b", 0), ("a", 0), ("b", 1), ("b", 3), ("a", 4)):
+                ours, word = await controller.take_lease(server, who, words[expired])
+                found.append(ours)
+                words.append(word)
         return found
 
     assert asyncio.run(held()) == [True, False, True, False, True, False]

@@ -471,6 +471,11 @@ def test_the_master_has_the_volume_of_the_run_folder() -> None:
     assert "volumes" not in plan.objects.master_pod(job, 0)["spec"]
 
 
+def test_of_several_failures_the_root_cause_counts() -> None:
+    said = "Failures:\n[1]:\n  host      : b\nRoot Cause (first):\n[0]:\n  host      : a\n"
+    assert plan.objects.said_last("host", said) == "a"
+
+
 def test_what_the_server_refuses_is_a_condition() -> None:
     world = Cluster(nodes=1)
     seen = plan.Seen(refused='pods "tr-0-0" is forbidden: exceeded quota')

@@ -1,5 +1,5 @@
-"""The manifest applied and run: by a stand-in for a cluster, whose pods are hosts; and by the
-cluster that ELASTICRUN_TEST_KUBECONFIG names, where there is one.
+"""The manifest applied and run: by a stand-in for a cluster, whose pods are hosts, or by the
+cluster that ELASTICRUN_TEST_KUBECONFIG names.
 
 There the image must have Python, torch and elasticrun (ELASTICRUN_TEST_IMAGE).
 """
@@ -7,7 +7,6 @@ There the image must have Python, torch and elasticrun (ELASTICRUN_TEST_IMAGE).
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.kubernetes.cluster import Client, StandIn
+from tests.kubernetes.real import IMAGE, KUBECONFIG, AnyCluster, RealCluster
 from tests.render.rendered import render
-
-KUBECONFIG = os.environ.get("ELASTICRUN_TEST_KUBECONFIG", "")
-IMAGE = os.environ.get("ELASTICRUN_TEST_IMAGE", "")
-KINDS = ("job", "service", "role", "rolebinding", "serviceaccount")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROGRAM = ("-c", "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
@@ -30,24 +26,20 @@ def name() -> str:
     return f"er-{uuid.uuid4().hex[:8]}"
 
 
-@pytest.fixture(params=["stand-in", "real"])
-def kubectl(request: pytest.FixtureRequest, tmp_path: Path, name: str) -> Iterator[Client]:
-    """Who makes a job `name`, of which nothing is left when the test is over."""
-    if request.param == "real":
-        if not KUBECONFIG:
-            pytest.skip("ELASTICRUN_TEST_KUBECONFIG names no cluster")
+@pytest.fixture
+def kubectl(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Client]:
+    """Who makes a job there, of which nothing is left when the test is over."""
+    cluster: AnyCluster
+    if KUBECONFIG:
         if not IMAGE and "runs" in request.function.__name__:
             pytest.skip("ELASTICRUN_TEST_IMAGE names no image with elasticrun in it")
-        client = Client(Path(KUBECONFIG), tmp_path)
-        yield client
-        for kind in KINDS:
-            client("delete", kind, name, "--ignore-not-found", "--wait=true")
+        cluster = RealCluster(Path(KUBECONFIG), tmp_path)
     else:
         cluster = StandIn(tmp_path, lab=request.getfixturevalue("lab"))
         for node in ("n0", "n1"):
             cluster.node(node)
-        yield cluster.client()
-        cluster.close()
+    yield cluster.client()
+    cluster.close()
 
 
 def _manifest(name: str, *words: str) -> str:

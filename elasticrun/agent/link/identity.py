@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from elasticrun.system.network import is_loopback, names_this_host_only, routed_address, source_of
+from elasticrun.system.processes import boot_id
 from elasticrun.wire.env import CLUSTER_NODE
 from elasticrun.wire.user_folder import user_folder
 
@@ -30,7 +31,6 @@ def host_name() -> str:
 
 
 MACHINE_ID: Final = "/etc/machine-id"
-BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 
 
 def host_id(environ: Mapping[str, str]) -> str:
@@ -38,15 +38,11 @@ def host_id(environ: Mapping[str, str]) -> str:
     pod's host name goes on to its successor on another machine, and a machine's id that an image
     has is the same on all of them: so there it is the kernel's, and the cluster's name of its node
     where that is told (nodes that are containers of one machine share its kernel)."""
-    machine, in_pod = "", "KUBERNETES_SERVICE_HOST" in environ
-    for path in (BOOT_ID,) if in_pod else (MACHINE_ID, BOOT_ID):
-        try:
-            with open(path) as file:
-                machine = file.read().strip()
-        except OSError:
-            continue
-        if machine:
-            break
+    machine = ""
+    if "KUBERNETES_SERVICE_HOST" not in environ:
+        with contextlib.suppress(OSError), open(MACHINE_ID) as file:
+            machine = file.read().strip()
+    machine = machine or boot_id()
     name, node = socket.gethostname(), environ.get(CLUSTER_NODE, "")
     digest = hashlib.sha256(f"{name}\0{machine}\0{node}".encode()).hexdigest()[:8]
     return f"{name}-{digest}"

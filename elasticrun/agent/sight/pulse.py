@@ -36,7 +36,7 @@ class RankBeat:
     step: int = -1
     cpu: float = 0.0  # cores, since the last look
     io: float = 0.0  # bytes a second
-    acts: bool = False  # its main thread has read or written anything at all
+    acts: bool = False  # a main thread, of it or of a process below, has read or written at all
 
     @property
     def waits(self) -> bool:

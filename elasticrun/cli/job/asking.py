@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 JOB: Final = "its name or its run folder, or the beginning of one"
 """What `--help` says of a job that is named."""
 
-MOST_NAMED: Final = 8
-"""Jobs that a sentence lists."""
-
 
 def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
     """The master of the job that is meant. NotAnswered."""
@@ -56,17 +53,14 @@ def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
             raise NotAnswered(str(wrong)) from None
         ours = [one for one in here if one.port == endpoint.port]
         return _master(endpoint, ours[0] if ours and not token else None, token, files)
-    one = _only(here) if not job else None
-    if one is None:
-        found = meant(job)
-        one = found.master
-        if one is None and found.run is not None:
-            if end := ended(found.run):
-                raise NotAnswered(end)
-            return master_of(found.run)
-    if one is None:
+    found = meant(job) if job else MeantJob(_only(here))
+    if one := found.master:
+        return _master(one.endpoint, one, "" if one.operator else token, files if one.tls else None)
+    if found.run is None:
         raise NotAnswered(no_job(job))
-    return _master(one.endpoint, one, "" if one.operator else token, files if one.tls else None)
+    if end := ended(found.run):
+        raise NotAnswered(end)
+    return master_of(found.run)
 
 
 def _is_endpoint(job: str) -> bool:
@@ -88,23 +82,23 @@ def _only(here: Sequence[Published]) -> Published:
         return here[0]
     if not here:
         raise NotAnswered("no job of yours runs on this host: name its master's host:port")
-    listed = sorted(name_of(one.job_id, str(one.endpoint), one.name) for one in here)
-    shown = ", ".join(listed[:MOST_NAMED]) + (", ..." if len(listed) > MOST_NAMED else "")
+    shown = index.first_of(name_of(one.job_id, str(one.endpoint), one.name) for one in here)
     raise NotAnswered(f"several jobs are meant: {shown}; name one, or its host:port")
 
 
 def left_by(job: str) -> RunFolder | None:
-    """The run folder of a job that has ended, "" for the last; None if it runs, or is not known.
-    NotAnswered where several are meant."""
+    """The run folder of a job that has ended, "" for the last, or runs where no master of it is
+    here; None if it runs here, or is not known. NotAnswered where several are meant."""
     with contextlib.suppress(OSError):
         if not job and published(user_folder(os.environ)):
             return None
         runs = index.all_runs(index.runs_root(os.environ)) if not job else ()
         found = meant(job) if job else MeantJob(run=next(iter(runs), None))
-        record = found.run.job() if found.run is not None else None
-        if found.master or found.run is None or record is None or record.where != "local":
-            return None if found.master else found.run
-        return found.run if found.run.state() in ENDED else None
+        if found.master or found.run is None:
+            return None
+        record = found.run.job()
+        is_ours = record is not None and record.where == "local"
+        return None if is_ours and found.run.state() not in ENDED else found.run
     return None
 
 

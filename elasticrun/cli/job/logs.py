@@ -8,7 +8,6 @@ where ranks have no files, it is what the launcher printed.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -44,6 +43,8 @@ BLOCK: Final = 256 * 1024
 
 FARTHEST: Final = 64 * 1024 * 1024
 """Bytes from the end of a file in which its last lines are looked for."""
+
+KEPT: Final = "--run-dir keeps them, or --log-dir with --tee or --redirects"
 
 LONG_WAIT: Final = 50
 """Looks after which somebody who waits for the first rank is told so: Slurm may take days."""
@@ -97,11 +98,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """`elasticrun logs` with its own arguments; UsageError."""
     asked = _asked(argv)
     variables = os.environ if environ is None else environ
-    folder = _folder(variables, asked.job)
+    folder, unknown = _folder(variables, asked.job)
     try:
         found = _runs(variables, asked, folder)
         looks = 0
-        while asked.follow and not found and folder is not None and not _is_over(folder):
+        while asked.follow and not found and folder is not None and folder.state() not in ENDED:
             threading.Event().wait(LOOK_EVERY)  # until a rank has written
             looks += 1
             if looks == LONG_WAIT:
@@ -111,16 +112,16 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     except OSError as wrong:
         print(f"elasticrun logs: the user's folder cannot be read: {wrong}", file=sys.stderr)
         return 1
-    if not found and folder is not None and _has_words(folder.path / CONSOLE):
-        asked.write(-1, folder.path / CONSOLE, _read(folder.path / CONSOLE, asked)[1])
+    console = folder.path / CONSOLE if folder is not None else None
+    if not found and console is not None and console.exists() and console.stat().st_size:
+        asked.write(-1, console, _read(console, asked)[1])
         return 0
     if not found:
         what = f"job {asked.job}" if asked.job else "any job of yours"
-        words = f"there are no log files of {what} on this host; --log-dir keeps them"
+        words = f"there are no log files of {what} on this host; {KEPT}"
         if folder is not None and folder.state() in ("submitted", "waiting"):
             words = f"{what} has not begun; elasticrun status {asked.job} says how it stands"
-        why = words if folder is not None else _unknown(variables, asked.job) or words
-        print(f"elasticrun logs: {why}", file=sys.stderr)
+        print(f"elasticrun logs: {unknown or words}", file=sys.stderr)
         return 1
     if asked.node:
         meant = whereabouts.one_of(found, asked.node)
@@ -133,7 +134,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         words = f"no rank {asked.rank} has log files here: there is {write_ranges(ranks) or 'none'}"
         print(f"elasticrun logs: {words}", file=sys.stderr)
         return 1
-    seen = _show(found, asked, folder or _folder(variables, found[0].job_id))
+    seen = _show(found, asked, folder or _folder(variables, found[0].job_id)[0])
     if seen and not asked.follow and all(path.stat().st_mtime < asked.since for path in seen):
         print("elasticrun logs: no rank has written in that time", file=sys.stderr)
         return 1
@@ -142,38 +143,23 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     return 0
 
 
-def _folder(environ: Mapping[str, str], job: str) -> RunFolder | None:
-    """The run folder of the job that is named, if it has one."""
-    with contextlib.suppress(index.NoRun, OSError):
-        return index.find(index.runs_root(environ), job) if job else None
-    # one whose master was elsewhere has nothing but what its agents left
-    return RunFolder(Path(job)) if job and os.path.isdir(os.path.join(job, AGENTS)) else None
-
-
-def _unknown(environ: Mapping[str, str], job: str) -> str:
-    """Why it is not known which job is meant; "" where none is named."""
+def _folder(environ: Mapping[str, str], job: str) -> tuple[RunFolder | None, str]:
+    """The run folder of the job that is named, if it has one, else why it is not known which."""
+    if not job:
+        return None, ""
     try:
-        if job:
-            index.find(index.runs_root(environ), job)
+        return index.find(index.runs_root(environ), job), ""
     except (OSError, index.NoRun) as why:
-        return str(why)
-    return ""
-
-
-def _has_words(path: Path) -> bool:
-    return path.exists() and path.stat().st_size > 0
-
-
-def _is_over(folder: RunFolder) -> bool:
-    return folder.state() in ENDED
+        if os.path.isdir(os.path.join(job, AGENTS)):  # of one whose master was elsewhere
+            return RunFolder(Path(job)), ""
+        return None, str(why)
 
 
 def _asked(argv: Sequence[str]) -> Wish:
     made = Parser(
         prog="elasticrun logs",
         description="Print what the ranks of a job have written to their log files on this host.",
-        epilog="Files are there where the job was started with --tee or --redirects. A rank that "
-        "failed comes first.",
+        epilog=f"Where ranks' files are: {KEPT}. A rank that failed comes first.",
     )
     text = f"{JOB}; the newest one here"
     made.add_argument("job", nargs="?", metavar="JOB", default="", help=text)
@@ -351,8 +337,9 @@ def _follow(
                 seen[path] = path.stat().st_size  # of an earlier life
     waiting, waits = threading.Event(), False
     for looks in itertools.count():
-        ending = _is_over(folder) if folder is not None else not any(run.is_alive for run in runs)
-        saved = ending and folder is not None and folder.state() == "saved"
+        state = folder.state() if folder is not None else ""
+        ending = state in ENDED if folder is not None else not any(run.is_alive for run in runs)
+        saved = state == "saved"
         runs = [run for run in look() if run.began >= min(old.began for old in runs)] or runs
         for _, life in _lives(filter(asked.takes, runs), None, everything=True):
             for files in life.ranks:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from elasticrun.agent.logs.whereabouts import no_node, one_of, runs_of
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.job.asking import JOB, as_json
+from elasticrun.cli.jobs.listing import add_output
 from elasticrun.cli.trust import withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.jobs.backend import NotDone
@@ -36,7 +37,9 @@ DOES: Final = {
 def main(verb: str, argv: Sequence[str]) -> int:
     """One of DOES."""
     made = Parser(prog=f"{PROG} {verb}", description=DOES[verb])
-    add_job(made, "its whole name, or its run folder" if verb == "delete" else JOB)
+    text = "its whole name, or its run folder" if verb == "delete" else JOB
+    made.add_argument("job", metavar="JOB", help=text)
+    add_output(made)
     if verb == "delete":
         text = "keep the run folder: only end the job"
         made.add_argument("--keep-files", action="store_true", help=text)
@@ -53,7 +56,7 @@ def _do(verb: str, ns: argparse.Namespace) -> int:
     elif verb == "resume":
         said = _resume(run, place)
     else:
-        said = _delete(run, keep=ns.keep_files)
+        said = _delete(run, place, keep=ns.keep_files)
     name = job.name if job else ns.job
     print(as_json(DoneRow(name=name, done=said, run_dir=where)) if ns.output == "json" else said)
     return EXIT_OK
@@ -70,11 +73,11 @@ def _resume(run: RunFolder, place: Backend) -> str:
         return place.resume(run)
 
 
-def _delete(run: RunFolder, *, keep: bool) -> str:
+def _delete(run: RunFolder, place: Backend, *, keep: bool) -> str:
     job = run.job()
     name = job.name if job is not None else run.path.name
     with claimed(runs_root(os.environ), name):  # nobody resumes it meanwhile
-        backend_of(run, withdraw()).end(run)
+        place.end(run)
         return _removed(run, name, keep=keep)
 
 
@@ -93,19 +96,11 @@ def _removed(run: RunFolder, name: str, *, keep: bool) -> str:
 
 def execute(argv: Sequence[str]) -> int:
     """`exec JOB [--node X] -- command`: with the command's exit code."""
-    at = list(argv).index("--") if "--" in argv else len(argv)
-    made = Parser(
-        prog=f"{PROG} exec",
-        usage=f"{PROG} exec JOB [--node NODE] -- command [arguments ...]",
-        description="Run a command on a node of a job, in its working directory and environment.",
+    made = exec_parser(
+        "Run a command on a node of a job, in its working directory and environment.",
+        "its name, its host's, or its index; the first one where none is named",
     )
-    made.add_argument("job", metavar="JOB", help=JOB)
-    text = "its name, its host's, or its index; the first one where none is named"
-    made.add_argument("-i", "--node", "--instance", default="", metavar="NODE", help=text)
-    command = list(argv[at + 1 :])
-    if not command and not {"-h", "--help"} & {*argv}:
-        made.error("name the command behind --, as in `elasticrun exec JOB -- nvidia-smi`")
-    ns = made.parse_args(argv[:at])
+    ns, command = exec_words(made, argv)
 
     def run_it() -> int:
         run = run_of(ns.job)
@@ -122,11 +117,22 @@ def execute(argv: Sequence[str]) -> int:
     return finished(run_it, made.prog)
 
 
-def add_job(made: Parser, text: str) -> None:
-    """Which job, and how it is printed."""
-    made.add_argument("job", metavar="JOB", help=text)
-    made.add_argument("-o", "--output", choices=("text", "json"), default="text",
-                      help="json: for programs")  # fmt: skip
+def exec_parser(does: str, node: str) -> Parser:
+    """Of `exec`, wherever the job is. `node`: what NODE may be there."""
+    usage = f"{PROG} exec JOB [--node NODE] -- command [arguments ...]"
+    made = Parser(prog=f"{PROG} exec", usage=usage, description=does)
+    made.add_argument("job", metavar="JOB", help=JOB)
+    made.add_argument("-i", "--node", "--instance", default="", metavar="NODE", help=node)
+    return made
+
+
+def exec_words(made: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What stands before the first --, and the command behind it."""
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    command = list(argv[at + 1 :])
+    if not command and not {"-h", "--help"} & {*argv}:
+        made.error("name the command behind --, as in `elasticrun exec JOB -- nvidia-smi`")
+    return made.parse_args(argv[:at]), command
 
 
 def run_of(job: str, whole: str = "") -> RunFolder:

@@ -190,8 +190,9 @@ def prune(argv: Sequence[str]) -> int:
     since = span(ns.since, "--since") if ns.since else 0.0
     try:
         root = index.runs_root(os.environ)
-        stay = _in_clusters(root, since, ns.jobs)
-        only = _meant(root, ns.jobs)
+        named = [index.find(root, job, whole="prune") for job in ns.jobs]
+        stay = _in_clusters(named or index.all_runs(root), since)
+        only = _meant(named, ns.jobs)
         removed = index.prune(root, since, only)
     except (OSError, index.NoRun, NotDone) as wrong:
         print(f"{made.prog}: {wrong}", file=sys.stderr)
@@ -209,13 +210,12 @@ def prune(argv: Sequence[str]) -> int:
     return 0
 
 
-def _in_clusters(root: Path, since: float, jobs: Sequence[str]) -> dict[str, str]:
+def _in_clusters(runs: Sequence[RunFolder], since: float) -> dict[str, str]:
     """What deletes the objects of jobs in Kubernetes that have ended, by the names of their run
     folders. Before that their clusters are asked about those whose end is not known here, as far as
-    they may be removed; one that its cluster has no more is lost from then on. NoRun, OSError."""
-    named = [index.find(root, job, whole="prune") for job in jobs] or index.all_runs(root)
+    they may be removed; one that its cluster has no more is lost from then on. OSError."""
     known = [
-        (run, job) for run in named if (job := run.job()) and job.where == "k8s" and is_ours(run)
+        (run, job) for run in runs if (job := run.job()) and job.where == "k8s" and is_ours(run)
     ]
     old = time.time() - since
     asked = [row_of(run, job) for run, job in known if run.state() not in ENDED and job.began < old]
@@ -232,9 +232,8 @@ def _in_clusters(root: Path, since: float, jobs: Sequence[str]) -> dict[str, str
     return stay
 
 
-def _meant(root: Path, jobs: Sequence[str]) -> list[Path] | None:
-    """The folders of these jobs; None: of all. NoRun, also for one that has not ended."""
-    found = [index.find(root, job, whole="prune") for job in jobs]
+def _meant(found: Sequence[RunFolder], jobs: Sequence[str]) -> list[Path] | None:
+    """The folders of these jobs; None: of all. NoRun for one that has not ended."""
     for folder, job in zip(found, jobs, strict=True):
         if (state := folder.state()) not in ENDED:
             raise index.NoRun(f"job {job} is {state}: `{PROG} stop {job}` ends it")

@@ -231,7 +231,7 @@ def _of_this_host(
     low, high = settings.nodes(ns.nnodes, ns.given.get("nnodes", ""))
     env = render.env(ns)
     for key, value in env.items():
-        checks.setting(key, value, "run folder: set it where you type this, or give --token-file")
+        checks.setting(key, value, "run folder", "set it where you type this, or give --token-file")
     flags = render_flags.handed_on(ns)
     flags += [f"--nproc-per-node={ns.nproc_per_node}"] if ns.nproc_per_node else []
     flags += [TO_FILES] if _to_files(ns) else []

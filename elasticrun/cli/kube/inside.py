@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.job.incidents import meant
-from elasticrun.cli.jobs.jobs import finished
+from elasticrun.cli.jobs.jobs import exec_parser, exec_words, finished
+from elasticrun.cli.jobs.listing import add_output
 from elasticrun.cli.kube.meant import add_cluster, remembered
 from elasticrun.cli.trust import withdraw
 from elasticrun.jobs.line import who
@@ -48,8 +49,7 @@ def ask_master(verb: str, words: Sequence[str]) -> int:
         text = "as of a job on this host"
         made.add_argument(*["-f"] * (flag == "--follow"), flag, help=text, **takes)
     add_cluster(made)
-    made.add_argument("-o", "--output", choices=("text", "json"), default="text",
-                      help="json: for programs")  # fmt: skip
+    add_output(made)
     ns = made.parse_args(words)
     if len(ns.words) > 2 - bool(flag) or (len(ns.words) == 2 and not ns.words[1].isdecimal()):
         made.error(f"{' '.join(ns.words)}: one job is wanted{', and a number' * (not flag)}")
@@ -73,20 +73,12 @@ def ask_master(verb: str, words: Sequence[str]) -> int:
 
 def execute(words: Sequence[str]) -> int:
     """`exec JOB [--node X] -- command`: with the command's exit code."""
-    at = list(words).index("--") if "--" in words else len(words)
-    made = Parser(
-        prog=f"{PROG} exec",
-        usage=f"{PROG} exec JOB [--node NODE] -- command [arguments ...]",
-        description="Run a command in a pod of a job, by kubectl.",
+    made = exec_parser(
+        "Run a command in a pod of a job, by kubectl.",
+        "its index, or the name of its pod or of the cluster's node [default: the first]",
     )
-    made.add_argument("job", metavar="JOB", help="its name, or the beginning of it")
-    text = "its index, or the name of its pod or of the cluster's node [default: the first]"
-    made.add_argument("-i", "--node", "--instance", default="", metavar="NODE", help=text)
     add_cluster(made)
-    ns = made.parse_args(words[:at])
-    command = list(words[at + 1 :])
-    if not command:
-        made.error("name the command behind --, as in `elasticrun exec JOB -- nvidia-smi`")
+    ns, command = exec_words(made, words)
 
     async def worded(api: KubeApi, job: ClusterJob) -> list[str]:
         from elasticrun.jobs.kube import inside

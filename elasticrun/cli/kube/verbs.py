@@ -21,7 +21,7 @@ from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.job.asking import as_json
 from elasticrun.cli.job.orders import settle
 from elasticrun.cli.jobs.jobs import finished
-from elasticrun.cli.jobs.listing import COLUMNS, TITLES, shown
+from elasticrun.cli.jobs.listing import COLUMNS, TITLES, add_output, shown
 from elasticrun.cli.kube import inside, logs
 from elasticrun.cli.kube.meant import add_cluster, remembered
 from elasticrun.cli.settings import UsageError
@@ -96,8 +96,7 @@ def _parser(verb: str) -> Parser:
     if verb == "logs":
         logs.add_flags(made)
     add_cluster(made)
-    made.add_argument("-o", "--output", choices=("text", "json"), default="text",
-                      help="json: for programs, as docs/jobs.md has it")  # fmt: skip
+    add_output(made)
     return made
 
 

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ from elasticrun import __version__
 from elasticrun.config import ETCD_CALL_LIMIT, Tls
 from elasticrun.core.words import nearest, plain, some
 from elasticrun.jobs.line import MeantJob, NotAnswered, master_of, meant
-from elasticrun.jobs.rows import JobPage, live_row, page_of, row_of, state_of
+from elasticrun.jobs.rows import JobPage, live_row, page_of, row_of
 from elasticrun.runs import index
 from elasticrun.runs.layout import ENDED, RunFolder
 from elasticrun.wire.auth import page_key, reader_token
@@ -96,17 +95,15 @@ def name_of(job_id: str, where: str, name: str = "") -> str:
 
 def running(page: JobStatus, where: str, run: str = "") -> Row:
     """A job whose master at `where` has answered; `run`: its run folder, where it is known."""
-    placed = sum(node.group_rank >= 0 for node in page.nodes)
-    folder = RunFolder(Path(run or os.devnull))
-    job, step = folder.job(), page.step if page.step >= 0 else folder.last_step()
+    row = live_row(page, where, run)
     return (
         name_of(page.job_id, where, page.name),
-        state_of(page, run),
-        f"{placed}/{page.max_nodes}",
-        str(step) if step >= 0 else "-",
+        row.state,
+        f"{row.nodes}/{row.max_nodes}",
+        str(row.step) if row.step >= 0 else "-",
         duration(page.step_age) if page.step >= 0 else "-",
-        f"{page.restart_count}/{page.max_restarts}",
-        duration(job.age() if job else page.age),
+        f"{row.restarts}/{page.max_restarts}",
+        duration(row.age),
     )
 
 
@@ -195,9 +192,9 @@ def question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
 
 def _is_here(host: str) -> bool:
     """Whether a master at this address is on this host."""
-    from elasticrun.system.network import is_ours, names_this_host_only
+    from elasticrun.system.network import is_ours, is_this_host
 
-    return names_this_host_only(host) or host == socket.gethostname() or is_ours(host)
+    return is_this_host(host) or is_ours(host)
 
 
 def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
@@ -480,17 +477,18 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     runs = {str(one.endpoint): one.run for one in questions}
-    whole = [_whole(where, page, runs[str(where)]) for where, page in answers]
+    known = answers if ns.json or len(answers) == 1 else []  # of several a table is shown
+    whole = [_whole(where, page, runs[str(where)]) for where, page in known]
     if ns.json:
         shown = msgspec.to_builtins(whole)
         print(json.dumps(shown[0] if not here and shown else shown, indent=1))
-    elif whole:
+    elif answers:
         _show([(str(where), page) for where, page in answers], runs)
-        one = whole[0]
-        told = RunFolder(Path(one.run)).told() if one.run else ""
-        more = {"progress": told, "page": one.page, "tensorboard": one.tensorboard}
-        for word in [word for word, said in more.items() if said and len(whole) == 1]:
-            print(f"{word}: {more[word]}")
+        for one in whole:
+            told = RunFolder(Path(one.run)).told() if one.run else ""
+            more = {"progress": told, "page": one.page, "tensorboard": one.tensorboard}
+            for word in [word for word, said in more.items() if said]:
+                print(f"{word}: {more[word]}")
     return 1 if silent else 0
 
 

@@ -133,6 +133,10 @@ class Job:
         """Where the time of all slots went, as of the last event; None before the first round."""
         return self._sight.ledger.page() if self._begun else None
 
+    def slow_nodes(self) -> int:
+        """Nodes that are thought slow, and stay."""
+        return sum(1 for one in self._ctx.nodes.values() if one.slow) if self._begun else 0
+
     def quiet(self) -> float:
         """Seconds since a collective or a step of any rank moved; 0.0 while they move, and while a
         rank does something long on purpose."""

@@ -65,9 +65,8 @@ class Draining:
         self._repeats = (0, 0.0)  # this signal, until then, is the same one said again
         self._asked = -1  # the step that the ranks are to save
         self._written = -1  # the newest step of the present round that is in storage
-        self._left_with: int | None = (
-            None  # told to go before ranks could save: the newest step here
-        )
+        self._left_with: int | None = None
+        """The newest step here, where it was told to go before ranks could save."""
         self._cut_short = False  # a rank of this round has ended before its time
         self.cause: fx.Signalled | None = None
         """The signal that came while ranks could save, until this node leaves."""

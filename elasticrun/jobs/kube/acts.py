@@ -15,12 +15,10 @@ from elasticrun.jobs.kube.seen import OURS, STOPPED, ClusterJob, SeenPod, in_ord
 from elasticrun.operator.cluster import PODS
 from elasticrun.operator.crd import Json
 from elasticrun.operator.objects import stamp
+from elasticrun.runs.index import first_of
 
 MARGIN: Final = 60.0
 """Seconds beside a pod's grace in which a job should have let go of all of its pods."""
-
-MOST_NAMED: Final = 8
-"""Jobs that a sentence lists."""
 
 
 def _kind(job: ClusterJob) -> Any:
@@ -64,7 +62,7 @@ async def find(api: KubeApi, wanted: str, *, exact: bool = False) -> ClusterJob:
     meant = [job for job in known if job.name.startswith(wanted) and not exact]
     if len(meant) == 1:
         return meant[0]
-    shown = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
+    shown = first_of(names)
     if meant:
         raise NotDone(f"several jobs are in namespace {api.namespace}: {shown}; name one")
     hint = nearest(wanted, names) or (f"; there is {shown}" if shown else "")

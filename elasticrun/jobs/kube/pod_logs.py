@@ -14,7 +14,7 @@ from typing import Any, Final
 from elasticrun.jobs.backend import NotDone
 from elasticrun.jobs.kube.acts import find_again, pods
 from elasticrun.jobs.kube.api import MOST_BREAKS, KubeApi
-from elasticrun.jobs.kube.seen import ClusterJob, SeenPod, in_order
+from elasticrun.jobs.kube.seen import ClusterJob, SeenPod, in_order, seen_pod
 from elasticrun.operator.cluster import PODS
 from elasticrun.operator.objects import MASTER
 
@@ -193,8 +193,9 @@ class _Followed:
                         last = max(last, stamp)
                         self._shown(pod, line)
             with contextlib.suppress(NotDone):
-                found = await pods(self._api, self._job)
-                if not any(one.uid == pod.uid and one.code is None and one.lives for one in found):
+                body = await self._api.get(PODS, pod.name, self._job.namespace)
+                now = seen_pod(body) if body is not None else None
+                if now is None or now.uid != pod.uid or now.code is not None or not now.lives:
                     return
             breaks = 1 if clock() - began > LASTING else breaks + 1
             wish = replace(wish, tail=0)

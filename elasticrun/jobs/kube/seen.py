@@ -22,7 +22,9 @@ from elasticrun.operator.objects import (
     ROLE,
     moment,
     named_run_dir,
+    said_last,
     volume_at,
+    words_of,
 )
 from elasticrun.render.pods import CONTAINER, JOB_LABEL
 
@@ -30,7 +32,7 @@ STOPPED: Final = f"{GROUP}/stopped"
 """Annotation of a job that a person has ended: suspended like others, but meant to stay so."""
 
 OURS: Final = {"app.kubernetes.io/managed-by": "elasticrun"}
-"""Selects the Indexed Jobs that are ours."""
+"""Label of what is ours: Indexed Jobs, and pods of either kind."""
 
 POD_INDEX: Final = "batch.kubernetes.io/job-completion-index"
 
@@ -113,8 +115,7 @@ class ClusterJob:
     @property
     def words(self) -> str:
         """The command of the container with its ranks."""
-        parts = (self._container.get(name) or () for name in ("command", "args"))
-        return " ".join(str(word) for part in parts for word in part)
+        return " ".join(words_of(self._container))
 
     @property
     def ranks_a_node(self) -> int:
@@ -130,18 +131,20 @@ class ClusterJob:
 
     def volume_at(self, path: str) -> Json | None:
         """What its pods have there, which outlasts them; None for nothing."""
-        return volume_at((self._spec.get("template") or {}).get("spec") or {}, path)
+        return volume_at(self._pod_spec, path)
 
     @property
     def grace(self) -> float:
         """Seconds that a pod has to save and leave."""
-        spec = (self._spec.get("template") or {}).get("spec") or {}
-        return float(spec.get("terminationGracePeriodSeconds") or 60)
+        return float(self._pod_spec.get("terminationGracePeriodSeconds") or 60)
+
+    @property
+    def _pod_spec(self) -> Json:
+        return (self._spec.get("template") or {}).get("spec") or {}
 
     @property
     def _container(self) -> Json:
-        spec = (self._spec.get("template") or {}).get("spec") or {}
-        first: Json = next(iter(spec.get("containers") or ()), {})
+        first: Json = next(iter(self._pod_spec.get("containers") or ()), {})
         return first
 
     @cached_property
@@ -216,10 +219,6 @@ class ClusterJob:
         )
 
 
-_FIRST: Final = re.compile(r"^  host +: (\S+)", re.MULTILINE)
-"""In torchrun's last words, which are a failed pod's message: where the first rank failed."""
-
-
 @dataclass(frozen=True, slots=True)
 class SeenPod:
     """What is read of a pod of either kind of job."""
@@ -282,7 +281,7 @@ def seen_pod(pod: Json) -> SeenPod:
         started=bool(state.get("running") or ended),
         leaving=bool(meta.get("deletionTimestamp")),
         says=_says(state, ended, status),
-        blames=found_host[1] if (found_host := _FIRST.search(ended.get("message") or "")) else "",
+        blames=said_last("host", ended.get("message") or ""),
     )
 
 

@@ -88,7 +88,7 @@ def _families(loop: Loop) -> Iterator[Metric]:
         "restarts_left": ("Restarts left in the budget.", status.restarts_left),
         "max_restarts": ("Restarts the budget began with.", status.max_restarts),
         "quiet_seconds": ("Seconds since a collective or a step moved.", loop.quiet()),
-        "slow_nodes": ("Nodes that are thought slow, and stay.", len(loop.picture().slow)),
+        "slow_nodes": ("Nodes that are thought slow, and stay.", loop.slow_nodes()),
         "excluded_nodes": ("Nodes that the job refuses for now.", len(status.excluded)),
     }
     for name, (text, number) in gauges.items():

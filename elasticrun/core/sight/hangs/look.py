@@ -54,6 +54,7 @@ class RollCall:
         self.answers: dict[str, _Answer] = {node: _Answer() for node in nodes}
         self._ended = tuple(ended)
         self._said: list[m.StackGroup] = []
+        self._lines: dict[int, dict[str, str]] = {}  # of the ranks that were asked for
         self._not_whole = set(self.answers)  # nodes of whose ranks some have not been told of
         self._no_stacks = set(self.answers) if order.stacks else set[str]()
 
@@ -64,6 +65,7 @@ class RollCall:
             return
         if isinstance(report, m.Stacks):
             answer.stacks = report
+            self._lines.clear()
             self._no_stacks.discard(node)
             return
         answer.seen += [Sighting(node, seen, report.groups) for seen in report.ranks]
@@ -114,14 +116,17 @@ class RollCall:
 
     def said_by(self, rank: int) -> str:
         """What this rank has written last, a line each."""
-        return "\n".join(row.text for row in self.said() if rank in _ranks(row.ranks))
+        return "\n".join(group.text for group in self._said if rank in _ranks(group.ranks))
 
     def lines_of(self, rank: int) -> dict[str, str]:
         """Where the threads of a rank and its loaders are in the user's source, by what they are
         called, the main one ""."""
-        rows = [row for row in self.stacks() if rank in _ranks(row.ranks)]
-        lines = {row.thread: OWN_LINE.search(row.text) for row in rows}
-        return {thread: line[0] for thread, line in lines.items() if line is not None}
+        if rank not in self._lines:  # asked at each event, and all stacks of all nodes are merged
+            rows = [row for row in self.stacks() if rank in _ranks(row.ranks)]
+            lines = {row.thread: OWN_LINE.search(row.text) for row in rows}
+            found = {thread: line[0] for thread, line in lines.items() if line is not None}
+            self._lines[rank] = found
+        return self._lines[rank]
 
     def stack_of(self, rank: int) -> str:
         """The main thread of a rank, a line a frame; "" where it is not known."""

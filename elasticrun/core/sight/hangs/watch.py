@@ -297,7 +297,7 @@ class Watch:
         """Its sentence, and what only stacks tell: where a rank is that does not say so itself, and
         a worker of its data loader."""
         lines = self._lines(told)
-        if "" in lines and not told.place:
+        if "" in lines and not told.place and told.klass is not Klass.STILL:
             return f"{told.sentence}; it is at {lines['']}"
         loader = next((thread for thread in lines if thread.startswith("loader")), "")
         return f"{told.sentence}; its {loader} is at {lines[loader]}" if loader else told.sentence
