@@ -1,5 +1,5 @@
-"""What the house weighs may fall and not rise (scripts/house.py counts). Whoever makes a number
-smaller writes it here; docs/decisions/032 says where each is to end."""
+"""Structure counts may fall but not rise (scripts/house.py counts them). Lower the limit here when
+you lower a count. docs/decisions/032 has the targets; 036 says why lines are not limited."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 MOST = {
-    "lines": 80_463,  # to end at 42,000; 9,500 of them came with sight, 11,500 with jobs
     "files_in_the_fullest_folder": 9,  # 9
     "classes_over_files": 3,  # 4
     "crumbs": 5,  # 5; one family of checks a module (doctor/software), one verb (cli/verbs/replay)
@@ -25,8 +24,6 @@ MOST = {
     "books_by_node": 7,  # 0, beside the 9 that the ruler names
     "retired_words": 0,
 }
-TESTS_LINES = 72_589
-"""Lines of tests with the simulator; to end at 42,000 without it."""
 
 
 def counting() -> ModuleType:
@@ -54,11 +51,6 @@ def test_no_number_rises(count: object) -> None:
     )
 
 
-def test_the_tests_do_not_grow() -> None:
-    lines = sum(len(p.read_text().splitlines()) for p in (ROOT / "tests").rglob("*.py"))
-    assert lines <= TESTS_LINES
-
-
 def test_each_count_can_rise(tmp_path: Path) -> None:
     """A house of two rooms that has one of everything that is counted."""
     core, agent = tmp_path / "elasticrun/core", tmp_path / "elasticrun/agent"
@@ -80,5 +72,4 @@ def test_each_count_can_rise(tmp_path: Path) -> None:
     )
     house = COUNTING.House(tmp_path)
     numbers = {count.__name__: count(house).number for count in COUNTING.COUNTS}
-    assert numbers.pop("lines") == 10
     assert set(numbers.values()) == {1}, numbers
