@@ -23,12 +23,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Final
 
 from elasticrun import __version__
 from elasticrun.system.inotify import IN_MOVED_TO, Inotify
-from elasticrun.system.processes import boot_id, die_with_parent, start_time
+from elasticrun.system.processes import ProcessId, die_with_parent
 from elasticrun.system.title import set_title
 from elasticrun.wire.env import BY_SSH
 
@@ -161,13 +162,14 @@ class _Attending:
     def _signal(self, signals: list[int]) -> None:
         """Hand the agent those of these signals that it has not had."""
         holder = _holder(self._folder)
-        if holder is None or not _is_there(holder["agent"]):
+        agent = None if holder is None else ProcessId(**holder["agent"])
+        if agent is None or not (agent.is_local and agent.is_alive()):
             return
         had = self._folder / "signals"
         count = int(had.read_text()) if had.exists() else 0
         for number in signals[count:]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(holder["agent"][0], number)
+                os.kill(agent.pid, number)
         had.write_text(str(max(count, len(signals))))
 
     def _print(self) -> bool:
@@ -249,7 +251,7 @@ def _start(folder: Path, order: Mapping[str, Any]) -> None:
             preexec_fn=lambda: die_with_parent(signal.SIGTERM),
         )
         pids = {"holder": os.getpid(), "agent": agent.pid}
-        held = {name: [pid, start_time(pid), boot_id()] for name, pid in pids.items()}
+        held = {name: asdict(ProcessId.of(pid)) for name, pid in pids.items()}
         _write(folder / "holder", json.dumps(held))
         os.close(tell)
         code = agent.wait()
@@ -283,18 +285,13 @@ def _holder(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _is_there(process: list[Any]) -> bool:
-    pid, started, boot = process
-    return bool(boot == boot_id() and start_time(pid) == started)
-
-
 def _end_of(folder: Path) -> dict[str, Any] | None:
     """How an agent has ended: {"code": n}, {"lost": true} where nobody knows; None: it has not."""
     code, holder = folder / "code", _holder(folder)
     if holder is None:
         there = time.time() - folder.stat().st_mtime < BEGIN_LIMIT
     else:
-        there = _is_there(holder["holder"])
+        there = ProcessId(**holder["holder"]).is_alive() is not False
     if code.exists():  # asked last: it is written before its holder ends
         return {"code": int(code.read_text())}
     return None if there else {"lost": True}

@@ -60,7 +60,6 @@ class Submission(Struct, frozen=True, kw_only=True):
     ] = ()  # that the nodes of this host share out, as CUDA_VISIBLE_DEVICES has it
     port: int = 0  # where the nodes of this host meet; 0: there is one node
     agents: tuple[LocalAgent, ...] = ()  # as in `runs.layout.Starting`
-    boot_id: str = ""
     hosts: tuple[str, ...] = ()  # that ssh reaches, with users
     ssh: tuple[str, ...] = ()  # what reaches them
     script: str = ""  # for sbatch; objects of a cluster, as JSON

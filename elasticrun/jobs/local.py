@@ -31,7 +31,7 @@ from elasticrun.jobs.backend import (
 )
 from elasticrun.jobs.rows import SUSPENDED, JobRow, row_of, word_of
 from elasticrun.runs.layout import CONSOLE, ENDED, LocalAgent, RunFolder, RunResult
-from elasticrun.system.processes import boot_id, start_time
+from elasticrun.system.processes import ProcessId
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 from elasticrun.wire.messages import Reply, Request
 
@@ -165,7 +165,7 @@ class LocalJobs:
         left = _await_end(here, END_LIMIT)
         _signal(left, signal.SIGKILL)
         if left := _await_end(left, END_LIMIT):
-            raise NotDone(f"process {left[0].pid} cannot be ended")
+            raise NotDone(f"process {left[0].process.pid} cannot be ended")
         _await_master(run)
         if here and run.state() == "failed":
             _say(run, "stopped", "ended by `elasticrun delete`")
@@ -175,12 +175,12 @@ class LocalJobs:
         here = living(run)
         one = _the_node(here, node, _named(run))
         try:
-            with open(f"/proc/{one.pid}/environ", "rb") as file:
+            with open(f"/proc/{one.process.pid}/environ", "rb") as file:
                 pairs = [pair.partition(b"=") for pair in file.read().split(b"\0") if pair]
             environ = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
             for name in SECRETS:  # of which an agent leaves stars
                 environ.pop(name, None)
-            cwd = os.readlink(f"/proc/{one.pid}/cwd")
+            cwd = os.readlink(f"/proc/{one.process.pid}/cwd")
             return subprocess.run(command, env=environ, cwd=cwd, check=False).returncode
         except OSError as wrong:
             raise NotDone(f"{command[0]} cannot be run: {wrong.strerror}") from None
@@ -197,7 +197,7 @@ class LocalJobs:
         try:
             for node in free[:count]:
                 started.append(self._agent(run, known, node))
-                write_submission(run, replace(known, agents=tuple(started), boot_id=boot_id()))
+                write_submission(run, replace(known, agents=tuple(started)))
         except OSError as wrong:
             _signal(started, signal.SIGTERM)
             raise NotDone(f"the job cannot be started: {wrong}") from None
@@ -224,7 +224,7 @@ class LocalJobs:
                 stderr=console,
                 start_new_session=True,
             )
-        return LocalAgent(node, process.pid, start_time(process.pid) or 0)
+        return LocalAgent(node, ProcessId.of(process.pid))
 
 
 def meeting(known: Submission, node: str, port: int) -> list[str]:
@@ -243,28 +243,34 @@ def meeting(known: Submission, node: str, port: int) -> list[str]:
 
 
 def living(run: RunFolder) -> list[LocalAgent]:
-    """The agents that run; of a job that was typed, the one that started it. NotDone where that is
-    another host's business."""
+    """The agents that run; of a job that was typed, the one that started it. NotDone where they
+    cannot be reached from here: they run on another host or in another PID namespace."""
     job, own = run.job(), os.uname().nodename
     if is_ours(run):
         known = submission(run)
         host, name = known.host, known.name
-        found = [one for one in run.carriers() if one.node]
+        agents = [one for one in run.agents() if one.node]
     elif job is not None and job.pid:
         host, name = job.host, job.name
-        found = [LocalAgent(job.host, job.pid, job.started)] if job.is_alive() else []
+        agents = [LocalAgent(job.host, job.process)]
     else:
         submission(run)  # which says what is missing
         return []
+    alive = [one for one in agents if one.process.is_alive() is not False]
+    found = [one for one in alive if one.process.is_local]
     if host != own and not found:
         raise NotDone(f"job {name} was started on {host}: type this there")
+    if alive and not found:
+        raise NotDone(
+            f"job {name} was started in another container or PID namespace of {host}: type "
+            "this there"
+        )
     return found
 
 
 def this_process() -> dict[str, Any]:
     """Of a submission whose agents are not started yet: this process is to do it."""
-    own = LocalAgent("", os.getpid(), start_time(os.getpid()) or 0)
-    return {"agents": (own,), "boot_id": boot_id()}
+    return {"agents": (LocalAgent("", ProcessId.own()),)}
 
 
 def _say(run: RunFolder, state: str, reason: str) -> None:
@@ -278,10 +284,10 @@ def _say(run: RunFolder, state: str, reason: str) -> None:
 @contextlib.contextmanager
 def _process(one: LocalAgent) -> Iterator[int]:
     """A descriptor by which it, and no later process of that pid, is meant. OSError."""
-    fd = os.pidfd_open(one.pid)
+    fd = os.pidfd_open(one.process.pid)
     try:
-        if start_time(one.pid) != one.started:
-            raise ProcessLookupError(one.pid)
+        if not (one.process.is_local and one.process.is_alive()):
+            raise ProcessLookupError(one.process.pid)
         yield fd
     finally:
         os.close(fd)
@@ -303,7 +309,7 @@ def _await_end(agents: Sequence[LocalAgent], limit: float) -> list[LocalAgent]:
     for one in agents:
         with contextlib.suppress(OSError), _process(one) as fd:
             select.select([fd], [], [], max(0.0, end - time.monotonic()))
-    return [one for one in agents if start_time(one.pid) == one.started]
+    return [one for one in agents if one.process.is_alive()]
 
 
 def _the_node(living: Sequence[LocalAgent], node: str, job: str) -> LocalAgent:

@@ -58,7 +58,7 @@ from elasticrun.master.records import Records, StoreRefused
 from elasticrun.master.server import MAX_CALLS, Servicer
 from elasticrun.runs.opening import RunRefused
 from elasticrun.system import title
-from elasticrun.system.processes import set_name, start_time
+from elasticrun.system.processes import ProcessId, set_name
 from elasticrun.trace.writer import Life
 from elasticrun.wire import auth, user_folder
 from elasticrun.wire.auth import TlsError, operator_token, reader_token
@@ -474,8 +474,7 @@ class Listing:
             host=reachable(config.host),
             port=port,
             status_url=loop.page_link().partition("?")[0],
-            pid=os.getpid(),
-            started=start_time(os.getpid()) or 0,
+            process=ProcessId.own(),
             reader=reader_token(config.token),
             operator=operator,
             tls=config.tls is not None,
@@ -500,7 +499,10 @@ class Listing:
             self._go_on_counting(folder)
             user_folder.published(folder)  # clears away what killed masters have left
             self._path = user_folder.publish(folder, self._entry)
-        self._over.wait()
+        while not self._over.wait(user_folder.RENEWED):
+            if self._path is not None:
+                with contextlib.suppress(OSError):
+                    user_folder.renew(self._path, self._entry)
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from elasticrun.system.processes import boot_id, start_time
+from elasticrun.system.processes import ProcessId
 
 FAR_LIMIT: Final = 600.0
-"""Seconds for which a claim of another host is believed: whether its process lives is not known."""
+"""Seconds for which a claim is believed whose process cannot be seen from here: it belongs to
+another host or PID namespace."""
 
 
 class Claimed(Exception):
@@ -35,7 +36,8 @@ def claimed(root: Path, name: str) -> Iterator[None]:
     _refuse_others(before, name)
     with contextlib.suppress(OSError):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    whose = f"{os.getpid()} {start_time(os.getpid())} {boot_id()} {os.uname().nodename}"
+    me = ProcessId.own()
+    whose = f"{me.pid} {me.started} {me.namespace} {me.boot} {me.host}"
     try:
         own.symlink_to(whose)
     except FileExistsError:
@@ -64,11 +66,10 @@ def _claims(root: Path, stem: str) -> dict[int, Path]:
 def _refuse_others(claims: dict[int, Path], name: str) -> None:
     for path in claims.values():
         with contextlib.suppress(OSError, ValueError):  # it is let go of at this moment
-            pid, started, boot, host = os.readlink(path).split(" ", 3)
-            if host != os.uname().nodename:
+            pid, started, namespace, boot, host = os.readlink(path).split(" ", 4)
+            lives = ProcessId(int(pid), int(started), boot, int(namespace), host).is_alive()
+            if lives is None:
                 lives = time.time() - path.lstat().st_mtime < FAR_LIMIT
-            else:
-                lives = boot == boot_id() and str(start_time(int(pid))) == started
             if lives:
                 raise _taken(name, f" (process {pid} of {host})")
 

@@ -34,7 +34,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elasticrun.core.sight.picture import EventRow, Goodput
-from elasticrun.system.processes import boot_id, start_time
+from elasticrun.system.processes import ProcessId, boot_id
 
 JOB: Final = "job.json"
 EVENTS: Final = "events.jsonl"
@@ -103,34 +103,33 @@ class JobRecord(Struct, frozen=True, kw_only=True):
     pid: int = 0  # of the launching process; 0: there is none yet
     started: int = 0  # when the kernel started that process, in clock ticks since boot
     boot_id: str = ""  # names the time for which `started` and `pid` mean anything
+    pid_namespace: int = 0  # inode of the PID namespace in which `pid` means anything
+
+    @property
+    def process(self) -> ProcessId:
+        """The process that launched it."""
+        return ProcessId(self.pid, self.started, self.boot_id, self.pid_namespace, self.host)
 
     def age(self) -> float:
         """Seconds since it began, however often it was started since."""
         return max(0.0, time.time() - (self.first_began or self.began))
 
     def is_alive(self) -> bool | None:
-        """Whether the process that launched it lives; None: this host cannot know. A laptop may
-        have got another name since."""
-        if not self.pid:
-            return None
-        same = self.boot_id in ("", boot_id()) and start_time(self.pid) == self.started
-        return same or (False if self.host == os.uname().nodename else None)
+        """Whether the process that launched it lives; None: it cannot be known from here."""
+        return self.process.is_alive() if self.pid else None
 
 
 class LocalAgent(Struct, frozen=True):
-    """One node of a job on this host; without a name, the process that starts them. `started` is
-    the kernel's start time of `pid`."""
+    """One node of a job on this host; without a name, the process that starts them."""
 
     node: str
-    pid: int
-    started: int
+    process: ProcessId
 
 
 class Starting(Struct, frozen=True, kw_only=True):
     """Of SUBMITTED, the processes of its host that carry the job."""
 
     agents: tuple[LocalAgent, ...] = ()  # under ssh: the process that follows them
-    boot_id: str = ""  # names the time for which their start times mean anything
 
 
 class ShortRow(Struct, frozen=True):
@@ -248,16 +247,23 @@ class RunFolder:
         return ""
 
     def _is_left(self, job: JobRecord) -> bool:
-        """Whether all that were to begin the job have gone, as far as this host can know."""
-        if job.where not in ("local", "ssh") or job.host != os.uname().nodename:
+        """Whether all that were to begin the job are known to have gone."""
+        if job.where not in ("local", "ssh"):
             return False
-        return not self.carriers()
+        agents = self.agents()
+        if not agents and job.host != os.uname().nodename:
+            return False
+        return all(one.process.is_alive() is False for one in agents)
 
     def carriers(self) -> list[LocalAgent]:
-        """The processes of this host that carry it, or are to start those, and live."""
+        """The processes that carry it, or are to start those, and that live and can be reached
+        from here by their pids."""
+        return [one for one in self.agents() if one.process.is_local and one.process.is_alive()]
+
+    def agents(self) -> tuple[LocalAgent, ...]:
+        """The processes that were started to carry it, or to start those."""
         known = self._read(SUBMITTED, Starting)
-        found = known.agents if known is not None and known.boot_id == boot_id() else ()
-        return [one for one in found if start_time(one.pid) == one.started]
+        return known.agents if known is not None else ()
 
     def last_step(self) -> int:
         """The newest step that was told; -1: none."""

@@ -91,8 +91,7 @@ def open_named(
 
 def _same_launch(before: JobRecord | None, job: JobRecord) -> bool:
     """Whether a master of the same process was here before."""
-    launched = (job.pid, job.started, job.boot_id)
-    return before is not None and (before.pid, before.started, before.boot_id) == launched
+    return before is not None and before.process == job.process
 
 
 def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool = False) -> OpenRun:

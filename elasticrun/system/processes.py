@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pwd
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -109,12 +112,102 @@ def state(pid: int) -> str:
     return "" if process is None else process.state
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP) or a debugger holds this process."""
+    return state(pid) in ("T", "t")
+
+
+def how_silent(pid: int) -> str:
+    """Why a process gives no answer, for a sentence about it."""
+    return "it stands still (SIGSTOP, a debugger)" if is_stopped(pid) else "it hangs"
+
+
+def cpu_ticks(pid: int) -> int:
+    """Processor time that this process has used, in clock ticks; 0 if there is none."""
+    try:
+        words = stat_fields(pid)
+    except OSError:
+        return 0
+    return int(words[11]) + int(words[12])
+
+
 def boot_id() -> str:
     """Names the time since this machine's last start; "" where the kernel does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC
+"""Inode of the PID namespace that has every process of the machine in it (PROC_PID_INIT_INO)."""
+
+
+def pid_namespace() -> int:
+    """Inode of our PID namespace; 0 where it is unknown, or where /proc shows another one."""
+    with contextlib.suppress(OSError):
+        if os.readlink("/proc/self") == str(os.getpid()):
+            return os.stat("/proc/self/ns/pid").st_ino
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """Identifies a process across PID namespaces, hosts that share a folder, and reboots.
+
+    A pid alone identifies nothing: it is reused, and each PID namespace and each host has its own.
+    Every comparison with a process that was written down by another process goes through here.
+    """
+
+    pid: int = 0  # in `namespace`; 0: no process
+    started: int = 0  # when the kernel started it, in clock ticks since boot
+    boot: str = ""  # boot id of the kernel it runs on
+    namespace: int = 0  # inode of its PID namespace; 0: unknown
+    host: str = ""  # host name, to tell a reboot from another machine
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """Of a process of our own PID namespace."""
+        started = start_time(pid) or 0
+        return cls(pid, started, boot_id(), pid_namespace(), os.uname().nodename)
+
+    @classmethod
+    def own(cls) -> ProcessId:
+        """Of this process."""
+        return cls.of(os.getpid())
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `pid` means this very process in our PID namespace, so that it can be signaled
+        and its files in /proc read."""
+        where = (self.boot, self.namespace)
+        if not self.boot and self.host != os.uname().nodename:
+            return False
+        return bool(self.namespace) and where == (boot_id(), pid_namespace())
+
+    def is_alive(self) -> bool | None:
+        """Whether it runs; None where that cannot be known from here: it belongs to another host or
+        to a PID namespace that we do not see into."""
+        if self.is_local:
+            return start_time(self.pid) == self.started
+        if self.boot != boot_id():  # the same host name: this host was rebooted
+            return False if self.host == os.uname().nodename else None
+        if self.boot and self.namespace:
+            return self._is_below()
+        return None
+
+    def _is_below(self) -> bool | None:
+        """`is_alive` for a process of this kernel in another PID namespace: one below ours shows in
+        our /proc, with its pid there as the last of its NSpid."""
+        for process in everybody():
+            if process.started == self.started and not process.has_ended:
+                found = re.search(
+                    r"^NSpid:.*\s(\d+)$", text_of(process.pid, "status"), re.MULTILINE
+                )
+                if found and int(found[1]) == self.pid:
+                    return True
+        sees_all = pid_namespace() == INITIAL_PID_NAMESPACE and read_process(1) is not None
+        return False if sees_all else None
 
 
 def everybody() -> list[Process]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.system.inotify import IN_MODIFY, Inotify
-from elasticrun.system.processes import Process, everybody, start_time
+from elasticrun.system.processes import Process, ProcessId, boot_id, everybody
 from elasticrun.system.title import FORK_SERVER, MASTER
 
 MARK: Final = "ELASTICRUN_TEST_NODE"
@@ -32,14 +32,15 @@ IN_MOVED: Final = 0x0000_00C0  # from and to
 IN_CREATE_DELETE: Final = 0x0000_0300
 
 
-_OWNED: Final = re.compile(r"elasticrun-(\d+)-(\d+)-\d+-\w+")
+_OWNED: Final = re.compile(r"elasticrun-(\d+)-(\d+)-(\d+)-\d+-\w+")
 _COUNT: Final = itertools.count()
 
 
 def new_name(what: str) -> str:
     """A name for something of the kernel's that no other has, and by which it is known which
     process made it. `what`: letters."""
-    return f"elasticrun-{os.getpid()}-{start_time(os.getpid())}-{next(_COUNT)}-{what}"
+    own = ProcessId.own()
+    return f"elasticrun-{own.pid}-{own.started}-{own.namespace}-{next(_COUNT)}-{what}"
 
 
 def is_owned(name: str) -> bool:
@@ -48,9 +49,13 @@ def is_owned(name: str) -> bool:
 
 
 def is_orphaned(name: str) -> bool:
-    """Whether the process that made this name is no more."""
+    """Whether the process that made this name is known to have ended."""
     found = _OWNED.fullmatch(name)
-    return found is not None and start_time(int(found[1])) != int(found[2])
+    if found is None:
+        return False
+    pid, started, namespace = map(int, found.groups())
+    maker = ProcessId(pid, started, boot_id(), namespace, os.uname().nodename)
+    return maker.is_alive() is False
 
 
 def start_keeper(module: str, prefix: str) -> subprocess.Popen[bytes]:

@@ -1,10 +1,11 @@
 """The user's own folder on this host, and where a master keeps its record.
 
-Masters that run here, as small files: a master writes one when it serves and removes it when it
-ends; `elasticrun status` without an endpoint reads them. A file whose process is gone (no such pid,
-or another process by that pid now) shows that a master was killed, and the agents of its host go by
-it (`agent.rendezvous`): whoever finds one, `status` too, marks it as dead and leaves it for
-DEAD_KEPT more seconds. Nothing there is needed for a job to run.
+Running masters, as small files: a master writes one when it serves and removes it when it
+ends; `elasticrun status` without an endpoint reads them. A file whose process is gone shows that a
+master was killed, and the agents of its host go by it (`agent.rendezvous`): whoever finds one,
+`status` too, marks it as dead and leaves it for DEAD_KEPT more seconds. The folder may be shared
+with other hosts and PID namespaces, whose processes cannot be seen: such a file counts as alive for
+as long as its master renews it. Nothing there is needed for a job to run.
 
 A record lies on a disk of this very host. A hosted master's folder belongs to the launch of its
 agent. Agent and master hold a shared lock on it for as long as they live; whoever ends last removes
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
@@ -30,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.system.processes import start_time
+from elasticrun.system.processes import ProcessId
 from elasticrun.wire.types import Endpoint, dumps, loads
 
 if TYPE_CHECKING:
@@ -46,13 +48,20 @@ DEAD_KEPT: Final = 600.0
 """Seconds for which a file is kept after its master was first found dead: an agent of a busy host
 has noticed the silence by then. A host's clock that jumps makes that longer or shorter."""
 
+RENEWED: Final = 60.0
+"""Seconds after which a master renews its file's time, and writes it again where it is gone."""
+
+FAR_LIMIT: Final = 600.0
+"""Seconds since it was renewed for which a file is believed whose process cannot be seen from here.
+Where clocks differ by more, the file is marked as dead and its master writes another one."""
+
 LIVING, DEAD = "master-*.json", "dead-master-*.json"
 """Names of the files as masters write them, and once somebody has found their masters dead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One running master. `started` is the kernel's start time of `pid`, in clock ticks.
+    """One running master.
 
     `reader` proves that somebody may read its status (`auth.reader_token`; "" for a job without a
     token), `operator` that he may end it (`auth.operator_token`): the folder is this user's alone,
@@ -62,14 +71,18 @@ class Published:
     host: str
     port: int
     status_url: str
-    pid: int
-    started: int
+    process: ProcessId
     reader: str = field(default="", repr=False)
     operator: str = field(default="", repr=False)
     tls: bool = False
     began: float = 0.0  # when the job did on this host, in seconds since 1970; 0.0: not known
     run: str = ""  # its run folder
     name: str = ""  # by which people know the job
+
+    @property
+    def pid(self) -> int:
+        """Of its process, in its own PID namespace."""
+        return self.process.pid
 
     @property
     def endpoint(self) -> Endpoint:
@@ -95,20 +108,35 @@ def user_folder(environ: Mapping[str, str]) -> Path:
 def publish(folder: Path, master: Published) -> Path:
     """Write the file of a master; returns its path. Files that dead masters of its job have left at
     its port go: it has taken their place. OSError if that cannot be done."""
-    path = folder / f"master-{master.pid}-{master.started}.json"
+    path = folder / _name(master.process)
     _write(path, master)
     for left, before in _of(folder, master.job_id, master.port):
-        if left != path and not _lives(before):
+        if left != path and not _lives(left, before):
             with contextlib.suppress(OSError):  # another master's start was faster
                 left.unlink()
     return path
 
 
+def renew(path: Path, master: Published) -> None:
+    """Show that this master, whose file is at `path`, still runs. OSError."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:  # somebody marked it as dead, or emptied the folder
+        _write(path, master)
+
+
+def _name(process: ProcessId) -> str:
+    """Unique among all hosts and PID namespaces that share the folder."""
+    where = f"{process.boot} {process.namespace} {process.host}".encode()
+    return f"master-{process.pid}-{process.started}-{hashlib.sha256(where).hexdigest()[:8]}.json"
+
+
 def published(folder: Path) -> list[Published]:
-    """The masters that run now, in order of job id; what is left of dead ones is cleared away."""
+    """The masters that run now, those of this host and PID namespace first, in order of job id;
+    what is left of dead ones is cleared away."""
     living = []
     for path in _files(folder, LIVING):
-        if (master := _read(path)) and _lives(master):
+        if (master := _read(path)) and _lives(path, master):
             living.append(master)
         else:
             with contextlib.suppress(OSError):  # another reader was faster
@@ -119,7 +147,7 @@ def published(folder: Path) -> list[Published]:
         with contextlib.suppress(OSError):
             if now - path.stat().st_mtime > DEAD_KEPT:
                 path.unlink()
-    return sorted(living, key=lambda master: (master.job_id, master.pid))
+    return sorted(living, key=lambda one: (not one.process.is_local, one.job_id, one.pid))
 
 
 def began_before(folder: Path, job_id: str, port: int) -> float:
@@ -131,7 +159,7 @@ def began_before(folder: Path, job_id: str, port: int) -> float:
 def was_killed(folder: Path, job_id: str, port: int) -> bool:
     """Whether a master of this job ended here without taking its file away: one that did its work
     has, and its job is over."""
-    lives = [_lives(master) for _, master in _of(folder, job_id, port)]
+    lives = [_lives(path, master) for path, master in _of(folder, job_id, port)]
     return bool(lives) and not any(lives)
 
 
@@ -145,8 +173,14 @@ def _files(folder: Path, pattern: str) -> list[Path]:
     return sorted(folder.glob(pattern))[:MAX_FILES]
 
 
-def _lives(master: Published) -> bool:
-    return start_time(master.pid) == master.started
+def _lives(path: Path, master: Published) -> bool:
+    lives = master.process.is_alive()
+    if lives is not None:
+        return lives
+    with contextlib.suppress(OSError):
+        renewed = time.time() - path.stat().st_mtime < FAR_LIMIT
+        return renewed and not path.name.startswith("dead-")
+    return False
 
 
 def _read(path: Path) -> Published | None:

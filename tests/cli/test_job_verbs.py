@@ -21,7 +21,7 @@ from elasticrun.jobs.rows import DoneRow, live_row, page_of
 from elasticrun.master.outward.record import result_of
 from elasticrun.runs import index
 from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
-from elasticrun.system.processes import start_time
+from elasticrun.system.processes import ProcessId
 from elasticrun.wire import auth, user_folder
 from elasticrun.wire.types import Endpoint
 from tests.master.people import status
@@ -166,10 +166,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _publish(folder: Path, job: str, port: int, pid: int, **own: str) -> None:
-    started = start_time(pid) or 1
-    user_folder.publish(
-        folder, user_folder.Published(job, "10.0.0.1", port, "", pid, started, **own)
-    )
+    process = ProcessId.of(pid)
+    user_folder.publish(folder, user_folder.Published(job, "10.0.0.1", port, "", process, **own))
 
 
 def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:

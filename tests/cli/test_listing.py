@@ -21,7 +21,7 @@ from elasticrun.cli.verbs import status
 from elasticrun.jobs.rows import JobRow
 from elasticrun.runs.index import make_run
 from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
-from elasticrun.system.processes import boot_id, start_time
+from elasticrun.system.processes import ProcessId, boot_id, pid_namespace, start_time
 from elasticrun.wire import user_folder
 from tests.master.people import serving, told
 
@@ -38,7 +38,8 @@ def _run(root: Path, name: str, launch: int, result: RunResult | None = None) ->
     folder = RunFolder(make_run(root, name, f"{launch:08x}"))
     job = JobRecord(
         name=name, began=time.time() - 100.0 * launch, host=os.uname().nodename, pid=os.getpid(),
-        started=1, boot_id=boot_id(), nodes="1:4", command=("elasticrun", "train.py"),
+        started=1, boot_id=boot_id(), pid_namespace=pid_namespace(),
+        nodes="1:4", command=("elasticrun", "train.py"),
     )  # fmt: skip
     folder.write_job(job)
     if result is not None:
@@ -89,7 +90,7 @@ async def test_one_that_runs_is_listed_by_what_its_master_says(root: Path) -> No
     mine.write_job(structs.replace(mine.job() or JobRecord(name=""), where="slurm"))
     async with serving() as served:
         entry = user_folder.Published(
-            "job", "127.0.0.1", served.endpoint.port, "", os.getpid(), start_time(os.getpid()) or 1,
+            "job", "127.0.0.1", served.endpoint.port, "", ProcessId.own(),
             run=str(mine.path), name="mine",
         )  # fmt: skip
         user_folder.publish(user_folder.user_folder(os.environ), entry)
@@ -121,8 +122,8 @@ def test_a_job_that_ends_while_its_master_is_asked(
                 job = structs.replace(run.job() or JobRecord(name=""), started=alive)
                 run.write_job(job)
             entry = user_folder.Published(
-                name, "127.0.0.1", closed.getsockname()[1], "", os.getpid(),
-                start_time(os.getpid()) or 1, run=str(run.path), name=name,
+                name, "127.0.0.1", closed.getsockname()[1], "",
+                ProcessId.own(), run=str(run.path), name=name,
             )  # fmt: skip
             left = user_folder.publish(user_folder.user_folder(os.environ), entry)
             for verb in (

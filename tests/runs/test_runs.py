@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import time
@@ -16,13 +17,16 @@ from elasticrun.runs import index
 from elasticrun.runs.claim import Claimed, claimed
 from elasticrun.runs.index import NoRun, all_runs, find, keep_newest, make_run, prune, runs_root
 from elasticrun.runs.layout import JobRecord, LocalAgent, RunFolder, RunResult, Starting
-from elasticrun.system.processes import boot_id, start_time
+from elasticrun.system.processes import ProcessId
 
+ME = ProcessId.own()
+ELSEWHERE = {"boot_id": "another", "host": "elsewhere"}
 HERE: dict[str, Any] = {
-    "host": os.uname().nodename,
-    "boot_id": boot_id(),
-    "pid": os.getpid(),
-    "started": start_time(os.getpid()),
+    "host": ME.host,
+    "boot_id": ME.boot,
+    "pid": ME.pid,
+    "started": ME.started,
+    "pid_namespace": ME.namespace,
     "began": 1000.0,
 }
 
@@ -45,7 +49,7 @@ def _run(
         ({"formed": 1001.0}, "succeeded", "succeeded"),
         ({"formed": 1001.0, "started": 1}, "", "lost"),
         ({"formed": 1001.0, "boot_id": "an earlier start"}, "", "lost"),
-        ({"formed": 1001.0, "boot_id": "another", "host": "elsewhere"}, "", "running"),
+        ({"formed": 1001.0, **ELSEWHERE}, "", "running"),
         ({"formed": 1001.0, "host": "the name before"}, "", "running"),
         ({"started": 1}, "failed", "failed"),
         ({"pid": 0, "where": "slurm"}, "", "submitted"),
@@ -64,7 +68,8 @@ def test_how_a_job_stands(tmp_path: Path, job: dict[str, Any], result: str, stat
         ({"started": 1}, "elasticrun: error: no such commit\n", "failed"),
         ({"started": 1, "began": 1e12}, "elasticrun: error: of an earlier start\n", "lost"),
         ({"boot_id": "an earlier start"}, "", "lost"),
-        ({"host": "elsewhere", "started": 1}, "", "submitted"),
+        ({"host": "the name before", "started": 1}, "", "lost"),
+        ({**ELSEWHERE, "started": 1}, "", "submitted"),
     ],
 )
 def test_a_job_that_has_not_begun_is_over_when_its_processes_have_gone(
@@ -73,8 +78,8 @@ def test_a_job_that_has_not_begun_is_over_when_its_processes_have_gone(
     process = {**HERE, **own}
     run = _run(tmp_path, "train", pid=0, host=process["host"], began=process["began"])
     (run.path / "console.log").write_text(last)
-    agents = (LocalAgent("node0", os.getpid(), process["started"]),)
-    known = Starting(agents=agents, boot_id=process["boot_id"])
+    agent = JobRecord(name="", **{**process, "began": 0.0}).process
+    known = Starting(agents=(LocalAgent("node0", agent),))
     (run.path / "submitted.json").write_bytes(msgspec.json.encode(known))
     assert run.state() == state
 
@@ -189,17 +194,17 @@ def test_no_more_ended_ones_than_a_few(tmp_path: Path, monkeypatch: pytest.Monke
     ("before", "works"),
     [
         ((), True),
-        (("1 1 {boot} {host}",), True),  # another process has that pid
-        (("1 {started} an-earlier-start {host}", "none of ours"), True),
-        (("1 {started} {boot} {host}",), False),
-        (("1 1 {boot} elsewhere",), False),
+        (("1 1 {namespace} {boot} {host}",), True),  # another process has that pid
+        (("1 {started} {namespace} an-earlier-start {host}", "none of ours"), True),
+        (("1 {started} {namespace} {boot} {host}",), False),
+        (("1 1 {namespace} another elsewhere",), False),
     ],
 )
 def test_a_name_is_claimed_by_one_process(
     tmp_path: Path, before: tuple[str, ...], works: bool
 ) -> None:
     for number, whose in enumerate(before, start=1):
-        own = {"started": start_time(1), "boot": boot_id(), "host": HERE["host"]}
+        own = dataclasses.asdict(ProcessId.of(1))
         (tmp_path / f".a_b-claim-{number}").symlink_to(whose.format(**own))
     has = False
     with contextlib.suppress(Claimed), claimed(tmp_path, "a b"), claimed(tmp_path, "a"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.system.processes import start_time
+from elasticrun.system.processes import ProcessId
 from elasticrun.wire import user_folder
 from elasticrun.wire.user_folder import (
     DEAD_KEPT,
@@ -34,15 +34,14 @@ from elasticrun.wire.user_folder import (
 @pytest.fixture
 def dead() -> Published:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        started = start_time(process.pid)
-        made = Published("job", "127.0.0.1", 29400, "", process.pid, started)
+        made = Published("job", "127.0.0.1", 29400, "", ProcessId.of(process.pid))
         process.kill()
     return made
 
 
 def test_one_that_lives_or_ended_well_was_not_killed(tmp_path: Path) -> None:
     assert not was_killed(tmp_path, "job", 29400)
-    me = Published("job", "127.0.0.1", 29400, "", os.getpid(), start_time(os.getpid()) or 0)
+    me = Published("job", "127.0.0.1", 29400, "", ProcessId.own())
     path = publish(tmp_path, me)
     assert not was_killed(tmp_path, "job", 29400)
     path.unlink()
@@ -79,10 +78,12 @@ def test_who_lists_the_masters_hides_no_kill_from_a_slow_agent(
 
 def test_one_that_was_followed_is_forgotten(tmp_path: Path, dead: Published) -> None:
     for pid in (2**22 - 1, 2**22 - 2, dead.pid):  # two of them were listed as dead
-        publish(tmp_path, dataclasses.replace(dead, pid=pid, port=29400))
+        other = dataclasses.replace(dead.process, pid=pid)
+        publish(tmp_path, dataclasses.replace(dead, process=other))
         published(tmp_path)
-    publish(tmp_path, dataclasses.replace(dead, job_id="another", pid=2**22 - 3))
-    me = dataclasses.replace(dead, pid=os.getpid(), started=start_time(os.getpid()) or 0)
+    other = dataclasses.replace(dead.process, pid=2**22 - 3)
+    publish(tmp_path, dataclasses.replace(dead, job_id="another", process=other))
+    me = dataclasses.replace(dead, process=ProcessId.own())
     publish(tmp_path, me)
     assert published(tmp_path) == [me]
     assert not was_killed(tmp_path, "job", 29400)

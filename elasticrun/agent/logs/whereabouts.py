@@ -14,7 +14,7 @@ from typing import Final
 
 from elasticrun.core.words import index_of, names, nearest
 from elasticrun.runs.layout import AGENTS, replace_file
-from elasticrun.system.processes import start_time
+from elasticrun.system.processes import ProcessId
 from elasticrun.wire.messages import MAX_NODES
 from elasticrun.wire.types import dumps, loads
 from elasticrun.wire.user_folder import user_folder
@@ -41,15 +41,13 @@ class LoggedLife:
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """What one agent's ranks have written. `started` is the kernel's start time of its `pid`."""
+    """What one agent's ranks have written."""
 
     job_id: str
     path: str
-    pid: int
-    started: int
+    agent: ProcessId
     began: float  # seconds since 1970
     lives: tuple[LoggedLife, ...] = ()
-    host: str = ""  # "": this one
     node: str = ""  # the agent's, in the job
 
     def first_rank(self) -> int:
@@ -57,14 +55,19 @@ class LoggedRun:
         return min(self.lives[-1].ranks.values(), default=MAX_NODES) if self.lives else MAX_NODES
 
     @property
-    def is_here(self) -> bool:
-        """Whether its agent is on this host."""
-        return self.host in ("", os.uname().nodename)
+    def host(self) -> str:
+        """The name of its agent's host."""
+        return self.agent.host
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether its agent runs, and that is known from here."""
+        return self.agent.is_alive() is True
 
     @property
     def is_alive(self) -> bool:
-        """Whether more may come; of an agent on another host nobody here knows, so it may."""
-        return not self.is_here or start_time(self.pid) == self.started
+        """Whether more may come; of an agent that cannot be seen from here it may."""
+        return self.agent.is_alive() is not False
 
 
 class LogNotes:
@@ -74,8 +77,7 @@ class LogNotes:
         self.node = ""
         self._environ = environ
         self._run_dir = run_dir
-        started, host = start_time(os.getpid()) or 0, os.uname().nodename
-        self._run = LoggedRun(job_id, "", os.getpid(), started, time.time(), host=host)
+        self._run = LoggedRun(job_id, "", ProcessId.own(), time.time())
 
     def add(self, folder: str, attempt: int, ranks: Mapping[int, int]) -> None:
         """One more life, whose files are in this folder. OSError."""
@@ -90,7 +92,7 @@ class LogNotes:
 
     def _write(self, kept: Path) -> None:
         kept.mkdir(mode=0o700, exist_ok=True)
-        name = f"{int(self._run.began * 1e6):020d}-{self._run.pid}.json"
+        name = f"{int(self._run.began * 1e6):020d}-{self._run.agent.pid}.json"
         replace_file(kept / name, dumps(self._run).encode())
         most = MAX_NODES if kept.name == AGENTS else MOST_RUNS
         for old in sorted(kept.glob("*.json"))[:-most]:

@@ -36,9 +36,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar
 
+import msgspec
+
 from elasticrun.agent.runtime import Once, Tasks, in_thread, threadsafe
 from elasticrun.operator_log import logger
-from elasticrun.system.processes import boot_id, start_time
+from elasticrun.system.processes import ProcessId, boot_id
 
 T = TypeVar("T")
 
@@ -111,27 +113,18 @@ class Claim:
 
 
 def fresh(words: Mapping[str, Any]) -> Claim:
-    """A claim of a new holder, which is this process: named as on this host for as long as that is
-    up."""
-    process = {"kernel": _kernel(), "pid": os.getpid(), "started": start_time(os.getpid())}
-    return Claim(secrets.token_hex(8), {**words, "process": process})
-
-
-def _kernel() -> str:
-    """This host, since its start, and this world of processes on it; "" where that is not told."""
-    try:
-        return f"{os.uname().nodename} {boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
+    """A claim of a new holder, which is this process."""
+    return Claim(secrets.token_hex(8), {**words, "process": msgspec.to_builtins(ProcessId.own())})
 
 
 def died_here(claim: Claim) -> bool:
-    """Whether its holder was a process of this very host, and is no more: nobody needs to wait."""
-    process = claim.words.get("process")
-    if not isinstance(process, dict) or not _kernel() or process.get("kernel") != _kernel():
+    """Whether its holder is known to have ended: nobody needs to wait for it. One of another boot
+    may be another machine's of the same host name, and two masters would be worse than a wait."""
+    try:
+        holder = msgspec.convert(claim.words.get("process"), ProcessId)
+    except msgspec.ValidationError:
         return False
-    pid, started = process.get("pid"), process.get("started")
-    return type(pid) is int and pid > 0 and start_time(pid) != started
+    return holder.pid > 0 and holder.boot == boot_id() and holder.is_alive() is False
 
 
 class SharedFiles:

@@ -213,7 +213,7 @@ def _starts(runs: Iterable[LoggedRun]) -> list[list[LoggedRun]]:
         if not starts or run.began > last:
             starts.append([])
         starts[-1].append(run)
-        last = max(last, float("inf") if run.is_here and run.is_alive else _last_written(run))
+        last = max(last, float("inf") if run.is_seen else _last_written(run))
     return starts
 
 

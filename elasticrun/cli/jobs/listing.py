@@ -119,16 +119,22 @@ def _away(folders: Iterable[RunFolder]) -> Iterator[Question]:
 def _running(
     token: str, files: Tls | None, away: Sequence[Question], runner: asyncio.Runner
 ) -> tuple[list[JobRow], list[str]]:
-    """By what their masters say. One elsewhere that does not answer may have gone with its nodes:
-    then its place knows. One whose job has ended while it was asked owes no answer."""
+    """By what their masters say. One elsewhere that does not answer may have gone with its nodes,
+    or be out of reach: then its place or its run folder knows. One whose job has ended while it was
+    asked owes no answer."""
     try:
-        asked = [question_to(master, token, files) for master in published_here()]
+        masters = published_here()
+        asked = [question_to(one, token, files) for one in masters if one.process.is_local]
         pages, unheard = ask(asked, runner) if asked else ([], [])
     except NoStatus as wrong:
         return [], [str(wrong)]
-    here = {os.path.realpath(one.run) for one in asked if one.run}
-    away = [one for one in away if os.path.realpath(one.run) not in here]
-    pages += ask(away, runner)[0] if away else []
+    taken = {one.endpoint for one in asked}  # another host's loopback address may be ours as well
+    far = {one.endpoint: one for one in masters if one.endpoint not in taken}
+    others = [question_to(one, token, files) for one in far.values()]
+    here = {os.path.realpath(one.run) for one in (*asked, *others) if one.run}
+    away = [*others, *(one for one in away if os.path.realpath(one.run) not in here)]
+    heard = ask(away, runner)[0] if away else []
+    pages += [(at, page) for at, page in heard if at not in far or page.job_id == far[at].job_id]
     folders = {one.endpoint: one.run for one in (*away, *asked)}
     silent = [sentence for where, sentence in unheard if not has_ended(folders[where])]
     return [live_row(page, endpoint, folders[endpoint]) for endpoint, page in pages], silent

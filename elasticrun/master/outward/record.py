@@ -23,7 +23,7 @@ from elasticrun.master.outward.report import lasted
 from elasticrun.runs.index import run_path, runs_root
 from elasticrun.runs.layout import JobRecord, RunResult, ShortRow
 from elasticrun.runs.opening import OpenRun, already, open_named, open_new
-from elasticrun.system.processes import boot_id, start_time, user_name
+from elasticrun.system.processes import ProcessId, user_name
 from elasticrun.wire import user_folder
 
 GIT_LIMIT: Final = 1.0
@@ -64,13 +64,13 @@ def open_placed(config: MasterConfig, hosted: bool, goes_on: bool) -> OpenRun | 
 def _record(config: MasterConfig, hosted: bool) -> JobRecord:
     """What is known of the job at once. The process that launched it is the agent that has started
     this master."""
-    pid, spec = os.getppid() if hosted else os.getpid(), config.spec
+    launcher, spec = ProcessId.of(os.getppid() if hosted else os.getpid()), config.spec
     nodes = f"{spec.min_nodes}:{spec.max_nodes}" if spec is not None else ""
     return JobRecord(
         name=_name(config),
         id=config.job_id,
         user=user_name(),
-        host=os.uname().nodename,
+        host=launcher.host,
         began=time.time(),
         command=config.run.command,
         workdir=config.run.workdir or os.getcwd(),
@@ -79,9 +79,10 @@ def _record(config: MasterConfig, hosted: bool) -> JobRecord:
         nodes=nodes,
         nproc=config.run.nproc,
         log_dir=config.log_dir,
-        pid=pid,
-        started=start_time(pid) or 0,
-        boot_id=boot_id(),
+        pid=launcher.pid,
+        started=launcher.started,
+        boot_id=launcher.boot,
+        pid_namespace=launcher.namespace,
     )
 
 
