@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.operator_log import NOTICE, logger
+from elasticrun.system.processes import boot_id
 from elasticrun.wire import env, frames, spawning
 from elasticrun.wire.types import EntryKind
 from elasticrun.wire.user_folder import user_folder
@@ -344,7 +345,7 @@ def _elsewhere(path: Path) -> str:
     """In what place the warm process of this environment is, that none listens at `path`; empty
     where there is none."""
     here = _place_of("self")
-    for other in path.parent.glob(f"warm-{environment_name()}-*.sock"):
+    for other in path.parent.glob(f"warm-{environment_name()}-{_machine()}-*.sock"):
         with contextlib.suppress(OSError), connect(other, ANSWER_LIMIT) as conn:
             pid = frames.peer_of(conn)[0]
             for words, value in _place_of(pid).items():
@@ -357,7 +358,24 @@ def socket_path(environ: Mapping[str, str]) -> Path:
     """Where the warm process of this process' user and surroundings listens, if there is one.
     OSError where there is no folder that is the user's alone."""
     place = hashlib.sha256("\0".join(_place_of("self").values()).encode()).hexdigest()[:12]
-    return user_folder(environ) / f"warm-{environment_name()}-{place}.sock"
+    return user_folder(environ) / f"warm-{environment_name()}-{_machine()}-{place}.sock"
+
+
+def _machine() -> str:
+    """Names this host and its boot. Hosts may share the user's folder, and a socket in it reaches
+    nobody but the kernel that bound it."""
+    return f"{_digest(os.uname().nodename)}-{_digest(boot_id())}"
+
+
+def _digest(word: str) -> str:
+    return hashlib.sha256(word.encode()).hexdigest()[:6]
+
+
+def may_remove(path: Path) -> bool:
+    """Whether a socket that refuses connections is this host's: another host's process may well be
+    listening to its own."""
+    words = path.name.split("-")
+    return words[0] != "warm" or words[2:3] == [_digest(os.uname().nodename)]
 
 
 def find(environ: Mapping[str, str]) -> Path | None:

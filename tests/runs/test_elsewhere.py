@@ -4,7 +4,9 @@ taken for dead nor for one of ours, and its job stays its owner's."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.agent import warm
+from elasticrun.cli.verbs import warm as verb
 from elasticrun.runs.claim import Claimed, claimed
 from elasticrun.system.processes import INITIAL_PID_NAMESPACE, ProcessId, pid_namespace
 from elasticrun.wire.user_folder import FAR_LIMIT, Published, publish, published, renew, was_killed
@@ -44,8 +48,6 @@ def there() -> Iterator[ProcessId]:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        import json
-
         yield ProcessId(**json.loads(process.stdout.readline()))
         process.kill()
 
@@ -111,3 +113,19 @@ def test_a_claim_from_elsewhere_is_believed_for_a_while(tmp_path: Path) -> None:
     os.utime(claim, (long_ago, long_ago), follow_symlinks=False)
     with claimed(tmp_path, "a"):
         pass
+
+
+def test_a_warm_socket_of_another_host_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    own, elsewhere = warm.socket_path(os.environ), ("Linux", "elsewhere", "", "", "")
+    with monkeypatch.context() as there:
+        there.setattr(os, "uname", lambda: os.uname_result(elsewhere))
+        far = warm.socket_path(os.environ)
+    for path in (own, far):
+        with socket.socket(socket.AF_UNIX) as left:
+            monkeypatch.chdir(path.parent)  # a socket's path has 107 bytes at most
+            left.bind(path.name)
+    assert verb.main(["--list"], print) == 0
+    assert (own.exists(), far.exists()) == (False, True)

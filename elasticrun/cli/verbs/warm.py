@@ -130,9 +130,10 @@ def _send(path: Path, word: spawning.ToWarm) -> spawning.FromWarm | None:
         with warm.connect(path, ANSWER_LIMIT) as conn:
             conn.sendall(frames.encode(word))
             return warm.hear(conn)
-    except ConnectionRefusedError:  # it was killed
-        with contextlib.suppress(OSError):
-            path.unlink()
+    except ConnectionRefusedError:  # it was killed, or is another host's
+        if warm.may_remove(path):
+            with contextlib.suppress(OSError):
+                path.unlink()
     except (OSError, frames.FrameError):
         pass
     return None
