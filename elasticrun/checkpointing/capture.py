@@ -21,7 +21,7 @@ from elasticrun.dcp.image import arrange, views, write_envelopes
 from elasticrun.dcp.restoring import copy_all
 from elasticrun.shm.layout import PAGE, Layout
 from elasticrun.shm.memory import map_pages, map_shared
-from elasticrun.shm.segment import NONE, Segment, values_region
+from elasticrun.shm.segment import NONE, Segment, SegmentError, values_region
 from elasticrun.wire.snapshots import Committed, NeedSegment, SegmentHere
 from elasticrun.wire.types import RoundName
 
@@ -202,7 +202,12 @@ class Taker:
         else:
             if spare is not None:
                 spare.close()
-            mapped = Mapped(fd)
+            try:
+                mapped = Mapped(fd)
+            except SegmentError as error:  # the agent checks it before it lends it
+                raise StateError(
+                    f"the memory for snapshots was spoiled just now: {error}"
+                ) from error
         segment = mapped.segment
         committed = [snapshot.sequence for snapshot in segment.snapshots()]
         self._sequence = max([self._sequence, *committed])

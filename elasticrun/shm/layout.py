@@ -185,6 +185,16 @@ def lay_out(
     return Layout(tuple(placed), ends[0], ends[1] - ends[0], _up(bytes_room, PAGE), torch)
 
 
+def is_of(encoded: bytes, key: int) -> bool:
+    """Whether these bytes are the encoded layout with this key, every one of them."""
+    try:
+        stream = zlib.decompressobj()
+        plain = stream.decompress(encoded, MAX_LAYOUT_BYTES + 1)
+        return stream.eof and _key(plain) == key
+    except zlib.error:
+        return False
+
+
 def decode(encoded: bytes, key: int | None = None) -> Layout:
     """Back from `Layout.encode`, with every number checked: what it says can be believed to lie
     within a slot. With a `key` that is known to be of a layout that was made here, it is enough

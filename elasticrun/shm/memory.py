@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import weakref
@@ -244,7 +245,7 @@ def take_file(path: str, nbytes: int, filled: int, tell: Tell = _nobody) -> int:
 def take_anonymous(name: str, nbytes: int, filled: int, tell: Tell = _nobody) -> int:
     """The same without a file. NoRoom."""
     try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise NoRoom(f"the kernel gives no memory without a file ({error.strerror})") from None
     try:
@@ -252,6 +253,8 @@ def take_anonymous(name: str, nbytes: int, filled: int, tell: Tell = _nobody) ->
     except BaseException:
         os.close(fd)
         raise
+    with contextlib.suppress(OSError):  # nobody can cut it any more; files cannot be sealed
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return fd
 
 

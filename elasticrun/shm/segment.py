@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
-from elasticrun.shm.layout import MAX_SIZE, PAGE, Layout, LayoutError, decode
+from elasticrun.shm.layout import MAX_SIZE, PAGE, Layout, LayoutError, decode, is_of
 from elasticrun.wire.types import RoundName
 
 MAGIC: Final = 0x3130_5047_5352_4C45  # "ELRSPG01", little-endian
@@ -133,6 +133,16 @@ class Segment:
             raise SegmentError("a segment has impossible sizes")
         if len(memory) < self.slot_at(self.slots) or sizes[2] > self._layout_bytes:
             raise SegmentError("a segment is shorter than it says")
+
+    def is_made_for(self, layout_length: int, slot_bytes: int, slots: int) -> bool:
+        """Whether the control page still says what `begin` wrote there for these sizes."""
+        made = (MAGIC, VERSION, slots, _up(layout_length), layout_length, slot_bytes)
+        return tuple(self._words[: len(made)]) == made
+
+    def has_layout(self, key: int) -> bool:
+        """Whether the layout that stands in it is the one with this key; without decoding it."""
+        length = self._words[_LAYOUT_LENGTH]
+        return is_of(bytes(self._memory[PAGE : PAGE + length]), key)
 
     # ------------------------------------------------------------ places
 

@@ -58,6 +58,8 @@ saver/test_saver.py::test_a_hanging_file_system_makes_it_neither_deaf_nor_immort
 agent/snapshots/test_snapshots.py::test_ranks_of_an_older_life_are_not_heard_any_more |
 | a byte has changed: slot, replica, file, manifest | test_a_flipped_bit_in_memory, \
 test_a_flipped_bit_in_a_replica, test_changed_bytes_in_storage |
+| a segment is overwritten or truncated | test_a_segment_that_another_process_spoils, \
+agent/snapshots/test_segments.py::test_a_truncated_segment_does_not_end_the_agent |
 | a state that is whole and bad | test_a_state_that_kills_comes_last, \
 test_what_is_suspect_comes_last_in_storage_too, \
 checkpointing/test_checkpointer.py::test_an_unhealthy_step_is_left_out |

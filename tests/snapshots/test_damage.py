@@ -48,6 +48,29 @@ def test_a_flipped_bit_in_memory(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@further(
+    "agent/snapshots/test_segments::test_a_segment_that_another_process_has_overwritten_is_not_lent_again",
+    "agent/snapshots/test_segments::test_a_truncated_segment_does_not_end_the_agent",
+)
+@pytest.mark.parametrize("how", ["its control page is overwritten", "its file is truncated"])
+def test_a_segment_that_another_process_spoils(training: Training, how: str) -> None:
+    """The rank whose segment it is dies once; what the other one holds is the same state."""
+    job = training.start(gated=True, max_restarts=1)
+    training.comes_to(7)
+    (path,) = (one for one in training.segments() if one.name.startswith("1-"))
+    if how == "its file is truncated":
+        os.truncate(path, 0)
+    else:
+        with path.open("r+b") as file:
+            file.write(b"\0" * 48)
+    job.kill_rank(1)
+    training.go_on()
+    training.finish()
+    assert [training.starts(rank)[-1] for rank in range(2)] == [7, 7]
+    assert training.said("local rank 1 in this node's memory are lost: another process has")
+    training.is_as_if_nothing_happened()
+
+
 def hashed(path: Path, step: int) -> bool:
     """Whether the saver has hashed this step of a segment."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:

@@ -459,3 +459,12 @@ class Local:
         """Nobody needs this segment any more."""
         self.savers.forget(held)
         self.segments.drop(held)
+
+    def drop_damaged(self) -> None:
+        """Snapshots in segments that another process has spoiled count as lost, and such a segment
+        is never lent again. Called while no rank of this node may be writing."""
+        for held in list(self.segments.held):
+            if why := held.damage():
+                lost = f"the snapshots of {held.whose} in this node's memory are lost"
+                logger.warning("%s: %s; the next ones go into new memory", lost, why)
+                self.drop(held)

@@ -90,9 +90,39 @@ class Held:
     segment: Segment
     written: bool = False  # a snapshot was seen in it, so its layout stands
     pins: dict[int, set[str]] = field(default_factory=dict)  # slot -> what it is needed for
-    gone: bool = False  # given back: nothing of it may be looked at
+    given_back: bool = False
     own: bool = False  # its rank has state that no other rank has
     replica: int = -1  # the rank of another node whose snapshots are kept here; -1: it is none
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether another process has truncated its file: to touch the pages that are missing
+        would end this agent by SIGBUS."""
+        return not self.given_back and os.fstat(self.fd).st_size < self.sizes.nbytes
+
+    @property
+    def gone(self) -> bool:
+        """Nothing of it may be touched."""
+        return self.given_back or self.is_cut
+
+    def damage(self) -> str:
+        """Why it cannot be lent again, in a clause; "" if it is as this agent made it."""
+        if self.is_cut:
+            return "another process has truncated its file"
+        sizes = self.sizes
+        if not self.segment.is_made_for(sizes.layout_length, sizes.slot_bytes, sizes.slots):
+            return "another process has overwritten its control page"
+        newest = self.find_any()
+        if newest is not None and not self.segment.has_layout(newest.layout):
+            return "another process has overwritten its layout"
+        return ""
+
+    @property
+    def whose(self) -> str:
+        """For sentences."""
+        if self.local_rank >= 0:
+            return f"local rank {self.local_rank}"
+        return f"rank {self.replica}" if self.replica >= 0 else "another node's rank"
 
     @property
     def passing(self) -> bool:
@@ -222,7 +252,8 @@ class Segments:
         if wrong := sizes.wrong() or fewer.wrong():
             raise NoRoom(wrong)
         for held in self.held:
-            if held.local_rank == local_rank and held.sizes in (sizes, fewer):
+            mine = held.local_rank == local_rank and held.sizes in (sizes, fewer)
+            if mine and not held.damage():
                 held.content = content
                 return held
         try:
@@ -253,7 +284,7 @@ class Segments:
         if wrong := sizes.wrong():
             raise NoRoom(wrong)
         for held in self.held:
-            if held.replica == rank and held.sizes == sizes:
+            if held.replica == rank and held.sizes == sizes and not held.damage():
                 held.content = content
                 return held
         slots = f"{sizes.slots} x {in_words(sizes.slot_bytes)}"
@@ -265,7 +296,7 @@ class Segments:
         """Not needed any more; who has mapped it keeps what it sees."""
         if held in self.held:
             self.held.remove(held)
-            held.gone = True
+            held.given_back = True
             self._tasks.start(_give_back([held]), "keeping segments")
 
     async def close(self, *, job_over: bool) -> None:
@@ -274,7 +305,7 @@ class Segments:
         self._orphans.close()
         held, self.held = self.held, []
         for one in held:
-            one.gone = True
+            one.given_back = True
         folder, self._folder = self._folder, None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(_give_back(held), REMOVE_LIMIT)

@@ -143,6 +143,7 @@ class LocalSnapshots:
     def begin(self, start: Start) -> None:
         """Ranks of this round are about to be started."""
         self._generation.close()
+        self._local.drop_damaged()
         self._generation = Generation(self._nproc, start)
         for peer in list(self._server.peers):
             if isinstance(peer.here, s.RankHere):
@@ -166,6 +167,7 @@ class LocalSnapshots:
         """No rank of the present generation is left: what it has committed is what it has."""
         if self._generation.living:
             self._generation.living = False
+            self._local.drop_damaged()
             self._wanted.look(self._generation.held())
             self._serve()
         self._report.now(again=True)

@@ -24,8 +24,10 @@ from elasticrun.config import ORPHAN_GRACE
 from elasticrun.shm import memory
 from elasticrun.shm.layout import PAGE
 from elasticrun.shm.memory import NoRoom
+from elasticrun.shm.segment import NONE
+from elasticrun.wire import snapshots as s
 from tests import needs
-from tests.agent.snapshots.played import LAYOUT, LIMIT, ONE
+from tests.agent.snapshots.played import BOTH, CONTENT, LAYOUT, LIMIT, ONE, Node
 
 pytestmark = pytest.mark.slow
 
@@ -393,3 +395,58 @@ def test_a_tmpfs_that_is_full_is_told_and_nothing_is_left_in_it(tmp_path: Path) 
     )
     assert "could not be taken (No space left on device)" in done.stdout, done.stderr
     assert "left []" in done.stdout
+
+
+# ---------------------------------------------------------------- spoiled by another process
+
+
+def flip_at(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 0x40]), at)
+
+
+@pytest.mark.parametrize("at", [0, 8, 16, 24, 32, 40, PAGE + 5])
+async def test_a_segment_that_another_process_has_overwritten_is_not_lent_again(
+    node: Node, shm: Path, caplog, at: int
+) -> None:
+    """Each static word of the control page, and the layout. What the other rank holds counts."""
+    ranks = await node.life(1)
+    inode = ranks[1].inode
+    flip_at(next(shm.glob("*/1-*")), at)
+    assert node.held() == [(1, 1, (CONTENT, 0), False)]
+    assert "local rank 1 in this node's memory are lost: another process has overwritten" in (
+        caplog.text
+    )
+    node.goes_on()
+    ranks = await node.ranks()
+    assert [rank.fresh for rank in ranks] == [False, True]
+    assert ranks[1].inode != inode
+    await node.both(ranks, 2)
+    assert node.held()[0] == (2, 2, BOTH, False)
+
+
+async def test_a_truncated_segment_does_not_end_the_agent(node: Node, shm: Path, caplog) -> None:
+    """To touch the pages that are missing would raise SIGBUS in this process."""
+    ranks = await node.life(1)
+    (path,) = shm.glob("*/1-*")
+    os.truncate(path, 0)
+    ranks[0].commit(2)
+    ranks[1].say(s.Committed(2, 0, 2, True))
+    ranks[1].say(s.AwaitRoom(NONE))
+    await node.heard(ranks)
+    assert node.held() == [(1, 2, (CONTENT, 0), False), (1, 1, (CONTENT, 0), False)]
+    assert "another process has truncated its file" in caplog.text
+    node.goes_on()
+    ranks = await node.ranks()
+    await node.both(ranks, 2)
+    assert node.held()[0] == (2, 2, BOTH, False)
+
+
+async def test_memory_without_a_name_cannot_be_truncated() -> None:
+    fd = memory.take_anonymous("test", PAGE, PAGE)
+    try:
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
