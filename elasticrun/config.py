@@ -307,6 +307,7 @@ class RunPlan:
 
     folder: str = ""  # --run-dir, absolute; "": a fresh one below the user's own root
     name: str = ""  # for lists; "": the job's id
+    named: bool = False  # by a person, not after its script
     fresh: bool = False  # run again what has succeeded, from the beginning
     command: tuple[str, ...] = ()
     nproc: str = ""  # as it was asked for

@@ -150,6 +150,7 @@ def run_plan(asked: Asked) -> RunPlan:
     return RunPlan(
         folder=folder,
         name=settings.job_name(asked.text("name"), own or stem),
+        named=bool(asked.text("name") or own),
         fresh=fresh,
         tensorboard=logdir,
         nproc=asked.text("nproc_per_node"),

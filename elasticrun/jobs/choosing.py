@@ -128,5 +128,5 @@ def is_in_cluster(words: Sequence[str], environ: Mapping[str, str], *, others: i
         named = (word for at, word in enumerate(ours) if at not in values and word[:1] != "-")
         for word in list(named)[others:]:
             with contextlib.suppress(NoRun):
-                return place_of(find(root, word)) == "k8s"
+                return place_of(find(root, word, newest=True)) == "k8s"
     return place_called(environ.get(ON, "") or "local", ON) == "k8s"

@@ -112,43 +112,44 @@ class MeantJob:
     run: RunFolder | None = None
 
 
-def meant(job: str) -> MeantJob:
-    """The job that a word names, for verbs that ask a master: a whole name wins, of several jobs
-    that have had it the one that runs here, else the newest; a beginning counts where no other
-    job's name begins so, whether that runs or has ended. NotAnswered."""
+def meant(job: str, *, newest: bool = False) -> MeantJob:
+    """The job that a word names, for verbs that ask a master, as `index.pick` has it; no name
+    begins so: an empty one. NotAnswered where several are meant."""
     here: list[Published] = []
+    runs: list[RunFolder] = []
     with contextlib.suppress(OSError):
         here = published(user_folder(os.environ))
-    named: list[tuple[MeantJob, tuple[str, ...]]] = []
-    for one in here:
-        run = RunFolder(Path(one.run)) if one.run else None
-        names = index.names_of(run) if run and run.job() else (one.name or one.job_id,)
-        named.append((MeantJob(one, run), (one.job_id, *names)))
+    with contextlib.suppress(OSError):  # this user has no run folders
+        runs = index.all_runs(index.runs_root(os.environ))
     masters = {os.path.realpath(one.run): one for one in here if one.run}
+    listed = {os.path.realpath(run.path) for run in runs}
+    known = [_named(masters.get(os.path.realpath(run.path)), run) for run in runs]
+    known += [_named(one) for one in here if os.path.realpath(one.run or os.devnull) not in listed]
     try:
-        root = index.runs_root(os.environ)
-        named += [(MeantJob(run=run), index.names_of(run)) for run in index.all_runs(root)]
-        if index.is_folder(job, [names for _, names in named]):
-            found: MeantJob | None = MeantJob(run=index.find(root, job))
-        else:
-            found = index.pick(job, named)
+        if index.is_folder(job, [one.names for one in known]):
+            run = index.find(index.runs_root(os.environ), job)
+            return MeantJob(masters.get(os.path.realpath(run.path)), run)
+        found = index.pick(job, known, newest=newest)
         if found is None and os.sep in job:
-            found = MeantJob(run=index.find(root, job))
+            found = MeantJob(run=index.find(index.runs_root(os.environ), job))
     except index.NoRun as wrong:
         raise NotAnswered(str(wrong)) from None
-    except OSError:  # this user has no run folders
-        found = index.pick(job, named)
-    if found is None:
-        return MeantJob()
-    if found.master is None:
-        assert found.run is not None
-        return MeantJob(masters.get(os.path.realpath(found.run.path)), found.run)
-    called = dict(named)[found][-1]
-    same = [one for one, names in named if one.master and names[-1] == called]
-    if len(same) > 1 and job != found.master.job_id:
-        ids = ", ".join(str(one.master.job_id) for one in same if one.master)
-        raise NotAnswered(f"several jobs are called {called}: {ids}; name one by its id")
-    return found
+    except OSError:
+        found = None
+    return found or MeantJob()
+
+
+def _named(master: Published | None, run: RunFolder | None = None) -> index.Named[MeantJob]:
+    """A job as it may be named: by its run folder, and by what its master has left here."""
+    if run is None and master is not None and master.run:
+        run = RunFolder(Path(master.run))
+    job = MeantJob(master, run)
+    if run is not None and run.job() is not None:
+        one = index.named(run, job)
+        return one._replace(lives=True) if master else one
+    assert master is not None
+    name = master.name or master.job_id
+    return index.Named(job, (master.job_id, name), name, True, f"{master.job_id} (running)")
 
 
 def master_of(run: RunFolder) -> JobMaster:

@@ -29,7 +29,7 @@ from elasticrun.jobs.backend import (
     submission,
     write_submission,
 )
-from elasticrun.jobs.rows import SUSPENDED, JobRow, row_of, word_of
+from elasticrun.jobs.rows import SUSPENDED, JobRow, row_of
 from elasticrun.runs.layout import CONSOLE, ENDED, LocalAgent, RunFolder, RunResult
 from elasticrun.system.processes import ProcessId
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
@@ -125,7 +125,7 @@ class LocalJobs:
         """SIGTERM, upon which agents save a step and leave."""
         name = submission(run).name
         if not _signal(living(run), signal.SIGTERM):
-            if _word(run) == SUSPENDED:
+            if run.is_suspended():
                 return f"job {name} is suspended already"
             _await_master(run)
             raise NotDone(f"job {name} does not run: {run.state()}")
@@ -134,23 +134,23 @@ class LocalJobs:
         again = f"elasticrun resume {name} goes on"
         state = run.state()
         if state == "lost":  # it had not begun, or its hosts do not share the folder
-            _say(run, "stopped", f"{SUSPENDED}; what was saved is not known here")
+            _say(run, "stopped", f"{SUSPENDED}; what was saved is not known here", suspended=True)
             return f"the agents of job {name} were told to save and have ended; {again}"
         if state == "saved":
             step = result.step if (result := run.result()) else -1
             at = f" at step {step}" if step >= 0 else ""
-            _say(run, "saved", f"{SUSPENDED}{at}")
+            _say(run, "saved", f"{SUSPENDED}{at}", suspended=True)
             return f"job {name} is suspended{at}; {again}"
         if state == "succeeded":
             return f"job {name} had succeeded before it was told to leave"
-        _say(run, "stopped", f"{SUSPENDED}; no step was saved")  # it is no failure
+        _say(run, "stopped", f"{SUSPENDED}; no step was saved", suspended=True)  # no failure
         return f"job {name} is suspended; it had saved no step when it ended; {again}"
 
     def stop(self, run: RunFolder) -> str:
         """SIGTERM, for one whose master does not answer; one that is suspended stays so."""
         if not _signal(living(run), signal.SIGTERM):
             result = run.result()
-            if result is None or _word(run) != SUSPENDED:
+            if result is None or not result.suspended:
                 raise NotDone(f"job {_named(run)} does not run: {run.state()}")
             _say(run, "stopped", f"it was {result.reason}")
             return f"job {_named(run)} is stopped; it was {result.reason}"
@@ -186,8 +186,8 @@ class LocalJobs:
             raise NotDone(f"{command[0]} cannot be run: {wrong.strerror}") from None
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """By their run folders; one that was suspended is that, whether or not it had saved."""
-        return [replace(row, state=word_of(row)) for row in rows]
+        """By their run folders."""
+        return list(rows)
 
     def _start(self, run: RunFolder, known: Submission, count: int) -> None:
         """So many agents more, on record before this returns. NotDone where none can be."""
@@ -273,12 +273,12 @@ def this_process() -> dict[str, Any]:
     return {"agents": (LocalAgent("", ProcessId.own()),)}
 
 
-def _say(run: RunFolder, state: str, reason: str) -> None:
+def _say(run: RunFolder, state: str, reason: str, *, suspended: bool = False) -> None:
     """How the job has ended, by who has ended it: its master, if it has one, knows of a signal
     alone."""
     result = run.result() or RunResult(job=_named(run), state=state, ended=time.time())
     with contextlib.suppress(OSError):
-        run.write_result(replace(result, state=state, reason=reason))
+        run.write_result(replace(result, state=state, reason=reason, suspended=suspended))
 
 
 @contextlib.contextmanager
@@ -324,7 +324,7 @@ def _the_node(living: Sequence[LocalAgent], node: str, job: str) -> LocalAgent:
 def _word(run: RunFolder) -> str:
     """Its state as lists have it."""
     job = run.job()
-    return word_of(row_of(run, job)) if job else run.state()
+    return row_of(run, job).state if job else run.state()
 
 
 def _await_master(run: RunFolder) -> None:

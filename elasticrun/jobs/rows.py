@@ -18,7 +18,7 @@ OVER: Final = "ended"
 """The state of a job that is over where nobody here knows how."""
 
 SUSPENDED: Final = "suspended"
-"""The state of a job that was suspended, and how the reason of its result begins."""
+"""The state of a job that was suspended, whether or not it had saved a step."""
 
 _STATES: Final = {"gathering": "waiting", "stopping": "waiting", "running": "running"}
 """By the phase of a round."""
@@ -30,7 +30,8 @@ class JobRow(Struct, frozen=True, kw_only=True):
     name: str
     state: str  # as in `RunFolder.state`, or what its master says it does
     where: str  # local, ssh, slurm, k8s
-    id: str = ""
+    id: str = ""  # its rendezvous id; in a cluster NAMESPACE/NAME
+    run_id: str = ""  # 8 hexadecimal digits that identify its run folder; verbs take it
     user: str = ""
     host: str = ""  # that launched it
     endpoint: str = ""  # of its master
@@ -68,9 +69,10 @@ def row_of(folder: RunFolder, job: JobRecord) -> JobRow:
     state = result.state if result else folder.state()
     return JobRow(
         name=job.name,
-        state=state,
+        state=SUSPENDED if result and result.suspended else state,
         where=job.where,
         id=job.id,
+        run_id=folder.id,
         user=job.user,
         host=job.host,
         endpoint=job.endpoint,
@@ -82,12 +84,6 @@ def row_of(folder: RunFolder, job: JobRecord) -> JobRow:
         age=job.age(),
         reason=result.reason if result else folder.why_over(job) if state in ENDED else "",
     )
-
-
-def word_of(row: JobRow) -> str:
-    """Its state; of one that was suspended that, whether or not it had saved."""
-    is_so = row.state in ("saved", "stopped") and row.reason.startswith(SUSPENDED)
-    return SUSPENDED if is_so else row.state
 
 
 def state_of(status: JobStatus, run: str = "") -> str:
@@ -115,6 +111,7 @@ def live_row(status: JobStatus, endpoint: Endpoint | str, run: str) -> JobRow:
         state=state_of(status, run),
         where=job.where if job else "local",
         id=status.job_id,
+        run_id=folder.id if job else "",
         user=job.user if job else "",
         host=job.host if job else os.uname().nodename,
         endpoint=str(endpoint),

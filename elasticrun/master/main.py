@@ -316,7 +316,7 @@ class Master:
         records = Records(config, hosted=self._hosted)
         brain = await self._remember(records, port, life)
         loop = Loop(brain, job_id=config.job_id, store=records.store, tracer=records.trace)
-        loop.name = config.run.name
+        loop.name = life.outward.job_name
         self._acquaint(loop, life, port)
         # where the job has no token, its user on this host may still operate it, and nobody else
         operator = operator_token(config.token or secrets.token_hex(32))
@@ -335,7 +335,7 @@ class Master:
         await server.start()
         if config.ready_fd >= 0:
             _say(config.ready_fd, {"port": port, "status_port": status_port})
-        listing = Listing(config, port, loop, operator, life.outward.run_folder)
+        listing = Listing(config, port, loop, operator, life.outward)
         life.outward.begin()
         logger.info("serving job %r on %s:%d", config.job_id, config.host, port)
         grace = STOP_GRACE
@@ -466,9 +466,9 @@ class Listing:
     stand on a file system that hangs, and the loop must not."""
 
     def __init__(
-        self, config: MasterConfig, port: int, loop: Loop, operator: str, run: str
+        self, config: MasterConfig, port: int, loop: Loop, operator: str, outward: Outward
     ) -> None:
-        """`run`: where the job's run folder is."""
+        """`outward` knows the job's name and run folder."""
         self._entry = user_folder.Published(
             job_id=config.job_id,
             host=reachable(config.host),
@@ -479,8 +479,8 @@ class Listing:
             operator=operator,
             tls=config.tls is not None,
             began=time.time(),
-            run=run,
-            name=config.run.name,
+            run=outward.run_folder,
+            name=outward.job_name,
         )
         self._figures = loop.figures
         self._path: Path | None = None

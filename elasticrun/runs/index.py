@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from elasticrun.core.words import nearest
 from elasticrun.runs.layout import ENDED, JOB, RunFolder
@@ -42,6 +42,27 @@ T = TypeVar("T")
 
 class NoRun(Exception):
     """No job is meant, or several are; the text is a sentence."""
+
+
+class SeveralRuns(NoRun):
+    """Several jobs have the name that was given."""
+
+
+class Named(NamedTuple, Generic[T]):
+    """A job that a word may mean."""
+
+    job: T
+    names: tuple[str, ...]  # as in `RunFolder.names`; its own name is the last
+    stem: str  # as in `RunFolder`
+    lives: bool  # it runs, is to run, or is suspended
+    label: str  # that tells it from others of the same name
+
+
+def named(folder: RunFolder, job: T) -> Named[T]:
+    """The job of a run folder, as `job`."""
+    record, state = folder.job(), "suspended" if folder.is_suspended() else folder.state()
+    began = time.strftime(" since %F %H:%M", time.localtime(record.began)) if record else ""
+    return Named(job, folder.names, folder.stem, folder.is_live(), f"{folder.id} ({state}{began})")
 
 
 def runs_root(environ: Mapping[str, str]) -> Path:
@@ -89,20 +110,18 @@ def all_runs(root: Path) -> list[RunFolder]:
     return [folder for _, folder in sorted(began, key=lambda each: each[0], reverse=True)]
 
 
-def find(root: Path, wanted: str, *, whole: str = "") -> RunFolder:
-    """The run that is meant: by its folder's name, or its job's (of several the newest), by the
-    folder itself, or by the beginning of a name where no other job's begins so. `whole`: the verb,
-    where that is not enough, since what it does cannot be undone. NoRun, OSError."""
-    named = [(folder, names_of(folder)) for folder in all_runs(root)]
-    if is_folder(wanted, [names for _, names in named]):
+def find(root: Path, wanted: str, *, whole: str = "", newest: bool = False) -> RunFolder:
+    """The run that is meant: by the folder itself, or as in `pick`. NoRun, OSError."""
+    runs = [named(folder, folder) for folder in all_runs(root)]
+    if is_folder(wanted, [one.names for one in runs]):
         at = Path(wanted).resolve()
-        listed = next((one for one, _ in named if one.path.resolve() == at), None)
+        listed = next((one.job for one in runs if one.job.path.resolve() == at), None)
         if whole and listed is None:
             raise NoRun(f"{wanted} is in no list of yours: remove that folder by hand")
         return listed or RunFolder(at)
-    if (folder := pick(wanted, named, whole=whole)) is not None:
+    if (folder := pick(wanted, runs, whole=whole, newest=newest)) is not None:
         return folder
-    known = {names[-1] for _, names in named}
+    known = {one.names[-1] for one in runs}
     hint = nearest(wanted, known) or (f"; there is {first_of(known)}" if known else "")
     raise NoRun(f"no job {wanted} has a run folder in {root}{hint}")
 
@@ -113,22 +132,36 @@ def is_folder(wanted: str, known: Iterable[Sequence[str]]) -> bool:
     return bool(wanted) and not is_name and os.path.isfile(os.path.join(wanted, JOB))
 
 
-def pick(wanted: str, named: Sequence[tuple[T, tuple[str, ...]]], *, whole: str = "") -> T | None:
-    """The first that has the name; else the one that has a name which begins so, where no other
-    job's does. Each has its job's name last. None: no name begins so. NoRun as in `find`."""
-    for one, names in named:
-        if wanted in names:
-            return one
-    found = {
-        names[-1]: one
-        for one, names in reversed(named)
-        if any(name.startswith(wanted) for name in names)
-    }
-    if whole and found:
-        raise NoRun(f"{whole} cannot be undone and takes a whole name; there is {first_of(found)}")
-    if len(found) > 1:
-        raise NoRun(f"several jobs are meant by {wanted}: {first_of(found)}; name one")
-    return next(iter(found.values()), None)
+def pick(
+    wanted: str, known: Sequence[Named[T]], *, whole: str = "", newest: bool = False
+) -> T | None:
+    """The job that has this name or id; else one that was named after it, else one whose name
+    begins so, unless jobs of different stems do. Of several the one that lives. Where none lives,
+    the newest, for verbs that only look (`newest`); else SeveralRuns. `known`: the newest first.
+
+    `whole`: the verb, where a beginning is not enough and no choice is made among several, since
+    what it does cannot be undone. None: no name begins so. NoRun."""
+    meant = [one for one in known if wanted in one.names]
+    if not meant and not whole:
+        meant = [one for one in known if wanted == one.stem]
+    if not meant:
+        meant = [one for one in known if any(name.startswith(wanted) for name in one.names)]
+        called = {one.names[-1] for one in meant}
+        if whole and meant:
+            raise NoRun(f"{whole} cannot be undone and takes a whole name; "
+                        f"there is {first_of(called)}")  # fmt: skip
+        if len({one.stem for one in meant}) > 1:
+            raise NoRun(f"several jobs are meant by {wanted}: {first_of(called)}; name one")
+    if len(meant) < 2:
+        return meant[0].job if meant else None
+    live = [one for one in meant if one.lives]
+    if len(live) == 1 and not whole:
+        return live[0].job
+    if newest and not live:
+        return meant[0].job
+    labels = [one.label for one in (live if live and not whole else meant)]
+    shown = ", ".join(labels[:MOST_NAMED]) + (", ..." if len(labels) > MOST_NAMED else "")
+    raise SeveralRuns(f"{len(labels)} jobs are called {wanted}: {shown}; name one by its id")
 
 
 def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dict[str, Path | None]:
@@ -184,12 +217,6 @@ def _remove(path: Path) -> None:
         except OSError as wrong:
             what = f"cannot be removed: {wrong.strerror}"
             raise OSError(wrong.errno, what, str(path)) from None
-
-
-def names_of(folder: RunFolder) -> tuple[str, ...]:
-    """By which a run folder is known: its own, its job's id, and last its job's name."""
-    job = folder.job()
-    return (folder.path.name, job.id, job.name) if job else (folder.path.name,)
 
 
 def _ended(folder: RunFolder) -> float:

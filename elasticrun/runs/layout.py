@@ -23,6 +23,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import struct
 import time
@@ -60,6 +61,9 @@ KEPT_ROOM: Final = 64 * 1024
 
 _REFUSED: Final = "elasticrun: error: "
 """How a launcher's last line begins that cannot begin."""
+
+_LAUNCH: Final = re.compile(r"(.+)-([0-9a-f]{8})")
+"""The name of a run folder that was not named by a person: after what, and its id."""
 
 _LOCK: Final = "hhqqi"
 """struct flock: whole file, and no pid, since the lock is the open file's."""
@@ -99,6 +103,7 @@ class JobRecord(Struct, frozen=True, kw_only=True):
     tensorboard: str = ""  # URL; "": there is none
     attempt: int = 1  # counts the starts in this folder
     first_began: float = 0.0  # the first start in this folder; 0.0: that is this one
+    launch: str = ""  # 8 hexadecimal digits that identify the run folder; "": in its name only
     formed: float = 0.0  # when its first round was; 0.0: not yet
     pid: int = 0  # of the launching process; 0: there is none yet
     started: int = 0  # when the kernel started that process, in clock ticks since boot
@@ -152,6 +157,7 @@ class RunResult(Struct, frozen=True, kw_only=True):
     exit_code: int = 0
     reason: str = ""
     failure: str = ""  # which rank failed first in the last round that failed, and how; "": none
+    suspended: bool = False  # by `elasticrun suspend`
     started: float = 0.0
     ended: float = 0.0
     nodes: int = 0  # that had a place in the last round
@@ -182,9 +188,38 @@ class RunFolder:
         """Where it lies: of one that a person has placed, `path` is but a link to that."""
         return self.path.resolve() if self.path.is_symlink() else self.path
 
+    @property
+    def id(self) -> str:
+        """8 hexadecimal digits that no other run folder has; "" where they are not known."""
+        job, found = self.job(), _LAUNCH.fullmatch(self.path.name)
+        return job.launch if job and job.launch else found[2] if found else ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which the job is known: its folder's name, its id, its rendezvous id, and last its own
+        name."""
+        job = self.job()
+        known = (self.path.name, self.id, job.id, job.name) if job else (self.path.name,)
+        return tuple(name for name in known if name)
+
+    @property
+    def stem(self) -> str:
+        """What the job was named after: of one that nobody has named, its script."""
+        found = _LAUNCH.fullmatch(self.path.name)
+        return found[1] if found else self.names[-1]
+
     def job(self) -> JobRecord | None:
         """None where there is no such file, or none of ours."""
         return self._read(JOB, JobRecord)
+
+    def is_suspended(self) -> bool:
+        """Whether its job was suspended, and not resumed since."""
+        result = self.result()
+        return result is not None and result.suspended
+
+    def is_live(self) -> bool:
+        """Whether its job runs, is to run, or is suspended: such a job keeps its name."""
+        return self.is_suspended() or self.state() not in ENDED
 
     def result(self) -> RunResult | None:
         """None as long as the job has not ended, or where nobody has written how."""

@@ -54,9 +54,10 @@ def already(at: Path) -> str:
     return f"job {name} has already succeeded{step} (in {at}); --fresh runs it again"
 
 
-def open_new(root: Path, job: JobRecord, launch: str) -> OpenRun:
-    """A folder below `root` of this launch: of its first master, or of one after that. OSError."""
-    folder, lock = RunFolder(make_run(root, job.name, launch)), -1
+def open_new(root: Path, job: JobRecord, launch: str, stem: str = "") -> OpenRun:
+    """A folder below `root` of this launch: of its first master, or of one after that. Its name
+    begins with `stem`, else with the job's. OSError."""
+    folder, lock = RunFolder(make_run(root, stem or job.name, launch)), -1
     with contextlib.suppress(BlockingIOError):  # a master before this one dies hard
         lock = hold(folder.path)
     opened = _begin(folder, job, lock, goes_on=True)
@@ -66,11 +67,12 @@ def open_new(root: Path, job: JobRecord, launch: str) -> OpenRun:
 
 
 def open_named(
-    root: Path, job: JobRecord, launch: str, at: Path, *, fresh: bool, goes_on: bool
+    root: Path, job: JobRecord, launch: str, at: Path, *, stem: str = "", fresh: bool, goes_on: bool
 ) -> OpenRun:
-    """The folder `at`, listed below `root`. `goes_on`: another master of this very job was here
-    before. RunRefused while another job runs in it, OSError where it cannot be used."""
-    make_run(root, job.name, launch, at)
+    """The folder `at`, listed below `root`, as in `open_new`. `goes_on`: another master of this
+    very job was here before. RunRefused while another job runs in it, OSError where it cannot be
+    used."""
+    make_run(root, stem or job.name, launch, at)
     folder = RunFolder(at)
     before = folder.job()
     try:

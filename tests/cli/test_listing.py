@@ -63,10 +63,10 @@ def test_ended_and_lost_jobs_are_listed(root: Path, capsys: pytest.CaptureFixtur
     _several(root)
     assert listing.main([]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "NAME         STATE      NODES  STEP  RESTARTS  AGE  WHERE",
-        "train        succeeded  2/4    120   1         1m   local",
-        "train-large  lost       0/4    42    0         3m   local",
-        "eval         failed     0/4    -     0         5m   local",
+        "NAME         ID        STATE      NODES  STEP  RESTARTS  AGE  WHERE",
+        "train        00000001  succeeded  2/4    120   1         1m   local",
+        "train-large  00000002  lost       0/4    42    0         3m   local",
+        "eval         00000003  failed     0/4    -     0         5m   local",
     ]
     assert listing.main(["-o", "json"]) == 0
     first = json.loads(capsys.readouterr().out)[0]
@@ -97,7 +97,7 @@ async def test_one_that_runs_is_listed_by_what_its_master_says(root: Path) -> No
         code, out, err = await told(sys.executable, "-m", "elasticrun", "list", **os.environ)
         assert (code, err) == (0, "")
         first = out.splitlines()[1]
-        assert first.split()[:3] == ["mine", "running", "1/2"]
+        assert first.split()[:3] == ["mine", "00000009", "running"]
         assert first.endswith("slurm")
         assert out.count("\nmine ") == 1  # its master is here, although it was not started here
         code, out, err = await told(
@@ -162,6 +162,28 @@ def test_what_is_left_of_one(
     Path("a path").rename(lost)
     assert incidents.main(["train-large"]) == 0
     assert f"no incident yet; the job is lost: {why}" in capsys.readouterr().out
+
+
+def test_a_name_of_several_jobs_changes_none_of_them(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [_run(root, "train", n, RunResult(state="failed", reason=f"why {n}")) for n in (1, 2)]
+    for words in (
+        ["delete", "train"], ["suspend", "train"], ["resume", "train"], ["prune", "train"],
+        ["scale", "train", "2"], ["stop", "train"], ["exec", "train", "--", "true"],
+        ["delete", "train", "--on", "k8s"],
+    ):  # fmt: skip
+        assert main(words) == 1
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert "2 jobs are called train: 00000001 (failed since " in said.err, (words, said.err)
+        assert all(run.job() and run.result() for run in runs)
+    assert main(["status", "train"]) == 0
+    assert "outcome: why 1" in capsys.readouterr().out  # the newest
+    assert main(["status", "00000002"]) == 0
+    assert "outcome: why 2" in capsys.readouterr().out
+    assert main(["delete", "00000002"]) == 0
+    assert [run.job() is not None for run in runs] == [True, False]
 
 
 def test_prune(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

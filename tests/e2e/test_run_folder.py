@@ -69,7 +69,9 @@ def test_a_failed_job_leaves_all_of_it(place: Path) -> None:
     job, result = folder.job(), folder.result()
     assert job is not None
     assert result is not None
-    assert (job.name, job.nproc, job.where, job.attempt) == ("train", "2", "local", 1)
+    name = f"train-{job.launch[:4]}"  # since nobody has named it
+    assert (job.name, job.nproc, job.where, job.attempt) == (name, "2", "local", 1)
+    assert folder.path.name == f"train-{job.launch}"
     assert job.command[0] == "elasticrun"
     assert job.versions["torch"]
     assert (result.state, result.step, result.world_size) == ("failed", 3, 2)

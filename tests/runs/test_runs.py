@@ -15,7 +15,16 @@ import pytest
 
 from elasticrun.runs import index
 from elasticrun.runs.claim import Claimed, claimed
-from elasticrun.runs.index import NoRun, all_runs, find, keep_newest, make_run, prune, runs_root
+from elasticrun.runs.index import (
+    NoRun,
+    SeveralRuns,
+    all_runs,
+    find,
+    keep_newest,
+    make_run,
+    prune,
+    runs_root,
+)
 from elasticrun.runs.layout import JobRecord, LocalAgent, RunFolder, RunResult, Starting
 from elasticrun.system.processes import ProcessId
 
@@ -128,15 +137,14 @@ def test_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_which_one_is_meant(tmp_path: Path) -> None:
-    old = _run(tmp_path, "train", began=1.0)
+    old = _run(tmp_path, "train", began=1.0, result="succeeded")
     new = _run(tmp_path, "train", began=2.0, id="run17")
     other = _run(tmp_path, "eval-large", began=3.0)
     _run(tmp_path, "eval-small", began=4.0)
     for wanted, run in (
-        ("train", new),  # of several of this name the newest
-        ("tr", new),
         ("run17", new),
         (old.path.name, old),
+        (old.id, old),
         ("eval-l", other),
     ):
         assert find(tmp_path, wanted).path == run.path, wanted
@@ -157,6 +165,54 @@ def test_which_one_is_meant(tmp_path: Path) -> None:
             find(tmp_path, wanted, whole="delete")
     with pytest.raises(NoRun, match=r"no job train has a run folder in [^;]*$"):
         find(tmp_path / "missing", "train")
+
+
+def test_a_name_that_several_jobs_have(tmp_path: Path) -> None:
+    """The one that lives, else none but for verbs that only look: those show the newest."""
+    old = _run(tmp_path, "train", began=1.0, result="failed")
+    new = _run(tmp_path, "train", began=2.0, result="succeeded")
+    for wanted in ("train", "tr"):
+        with pytest.raises(SeveralRuns) as several:
+            find(tmp_path, wanted)
+        for one, state in ((old, "failed"), (new, "succeeded")):
+            assert f"{one.id} ({state} since 1970-01-01 " in str(several.value)
+        assert str(several.value).startswith(f"2 jobs are called {wanted}: {new.id} (succ")
+        assert str(several.value).endswith("; name one by its id")
+        assert find(tmp_path, wanted, newest=True).path == new.path
+    live = _run(tmp_path, "train", began=0.5)
+    assert find(tmp_path, "train").path == find(tmp_path, "tr").path == live.path
+    with pytest.raises(SeveralRuns, match="3 jobs are called train"):
+        find(tmp_path, "train", whole="delete")
+    assert find(tmp_path, old.id, whole="delete").path == old.path
+    suspended = _run(tmp_path, "train", began=0.7)
+    suspended.write_result(RunResult(state="saved", suspended=True))
+    for newest in (False, True):
+        with pytest.raises(
+            SeveralRuns, match=r"2 jobs are .* \(suspended since .* \(waiting since"
+        ):
+            find(tmp_path, "train", newest=newest)
+
+
+def test_jobs_that_nobody_has_named(tmp_path: Path) -> None:
+    """Each is called after its script and its id, and found by its script too."""
+    jobs = []
+    for number in range(2):
+        launch = f"{number}{secrets.token_hex(4)[1:]}"
+        folder = RunFolder(make_run(tmp_path, "train", launch))
+        folder.write_job(JobRecord(name=f"train-{launch[:4]}", launch=launch, **HERE))
+        folder.write_result(RunResult(state="failed"))
+        jobs.append((f"train-{launch[:4]}", folder))
+    for name, folder in jobs:
+        assert find(tmp_path, name, whole="delete").path == folder.path
+    with pytest.raises(SeveralRuns, match="2 jobs are called train"):
+        find(tmp_path, "train")
+    with pytest.raises(NoRun, match="delete cannot be undone and takes a whole name; there is tr"):
+        find(tmp_path, "train", whole="delete")
+    named = _run(tmp_path, "train", result="failed")  # whose whole name it is
+    assert find(tmp_path, "train").path == named.path
+    _run(tmp_path, "training", result="failed")
+    with pytest.raises(NoRun, match="several jobs are meant by trai: "):
+        find(tmp_path, "trai", newest=True)
 
 
 def test_what_goes(tmp_path: Path) -> None:

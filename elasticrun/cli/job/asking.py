@@ -24,7 +24,7 @@ from elasticrun.cli.table import TRUST
 from elasticrun.cli.verbs.status import NoStatus, name_of, no_job, parse_endpoint
 from elasticrun.config import Tls
 from elasticrun.jobs.line import JobLine, JobMaster, MeantJob, NotAnswered, master_of, meant
-from elasticrun.jobs.rows import row_of, word_of
+from elasticrun.jobs.rows import SUSPENDED, row_of
 from elasticrun.runs import index
 from elasticrun.runs.layout import ENDED, RunFolder
 from elasticrun.wire import auth
@@ -93,7 +93,7 @@ def left_by(job: str) -> RunFolder | None:
         if not job and published(user_folder(os.environ)):
             return None
         runs = index.all_runs(index.runs_root(os.environ)) if not job else ()
-        found = meant(job) if job else MeantJob(run=next(iter(runs), None))
+        found = meant(job, newest=True) if job else MeantJob(run=next(iter(runs), None))
         if found.master or found.run is None:
             return None
         record = found.run.job()
@@ -105,10 +105,10 @@ def left_by(job: str) -> RunFolder | None:
 def ended(folder: RunFolder) -> str:
     """What its run folder says of a job that does not run; "" of one that may."""
     record = folder.job()
-    if record is None or (row := row_of(folder, record)).state not in ENDED:
+    if record is None or (row := row_of(folder, record)).state not in (*ENDED, SUSPENDED):
         return ""
     why = f": {row.reason}" if row.reason else ""
-    return f"job {record.name} has ended ({word_of(row)}){why}; see {row.run}"
+    return f"job {record.name} has ended ({row.state}){why}; see {row.run}"
 
 
 # ---------------------------------------------------------------- a verb

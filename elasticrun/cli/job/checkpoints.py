@@ -110,7 +110,7 @@ def _folder(word: str, whole: str = "") -> Folder:
         if "/" in word:
             raise UsageError(f"there is no folder {path}", EXIT_USAGE)
         try:
-            run = index.find(index.runs_root(os.environ), word, whole=whole)
+            run = index.find(index.runs_root(os.environ), word, whole=whole, newest=True)
         except (OSError, index.NoRun) as wrong:
             raise UsageError(f"there is no folder {path}, and {wrong}", EXIT_USAGE) from None
     if (job := run.job()) is None:

@@ -148,7 +148,7 @@ def _folder(environ: Mapping[str, str], job: str) -> tuple[RunFolder | None, str
     if not job:
         return None, ""
     try:
-        return index.find(index.runs_root(environ), job), ""
+        return index.find(index.runs_root(environ), job, newest=True), ""
     except (OSError, index.NoRun) as why:
         if os.path.isdir(os.path.join(job, AGENTS)):  # of one whose master was elsewhere
             return RunFolder(Path(job)), ""

@@ -20,7 +20,7 @@ from elasticrun.jobs.choosing import backend_of
 from elasticrun.jobs.line import JobLine, MeantJob, NotAnswered, meant, who
 from elasticrun.jobs.rows import DoneRow
 from elasticrun.runs.claim import Claimed, claimed
-from elasticrun.runs.index import names_of, runs_root
+from elasticrun.runs.index import runs_root
 from elasticrun.runs.layout import RunFolder
 from elasticrun.wire.messages import MAX_NODES, Reply, Request
 
@@ -133,7 +133,7 @@ def _tell(ns: argparse.Namespace, said: str, run: RunFolder | None) -> int:
     job = run.job() if run else None
     where = str(run.place) if run else ""
     done = DoneRow(name=job.name if job else ns.job, done=said, run_dir=where)
-    if run and job and ns.job and ":" not in ns.job and ns.job not in names_of(run):
+    if run and job and ns.job and ":" not in ns.job and ns.job not in run.names:
         said = f"{job.name}: {said}"
     print(as_json(done) if ns.output == "json" else said)
     return EXIT_OK

@@ -41,7 +41,7 @@ from elasticrun.jobs.rows import JobRow, live_row, row_of
 from elasticrun.runs import index
 from elasticrun.runs.layout import ENDED, JobRecord, RunFolder
 
-TITLES: Final = ("NAME", "STATE", "NODES", "STEP", "RESTARTS", "AGE", "WHERE")
+TITLES: Final = ("NAME", "ID", "STATE", "NODES", "STEP", "RESTARTS", "AGE", "WHERE")
 
 MOST_ENDED: Final = 20
 """Ended jobs that are listed where not all are asked for, the newest."""
@@ -149,6 +149,7 @@ def shown(row: JobRow) -> tuple[str, ...]:
     """A line of the table."""
     return (
         row.name,
+        row.run_id or "-",
         row.state,
         f"{row.nodes}/{row.max_nodes}" if row.max_nodes else "-",
         str(row.step) if row.step >= 0 else "-",

@@ -160,7 +160,8 @@ def _submit(
     ns.name = settings.job_name(ns.name, Path(program[0]).name.removesuffix(".py"))
     here = where != "k8s"  # its run folder and its working directory; else they are the pods'
     at = Path(ns.run_dir).absolute() if here and ns.run_dir else None
-    run = RunFolder(at or run_path(root, ns.name, secrets.token_hex(4)))
+    ns.launch = (RunFolder(at).id if at else "") or secrets.token_hex(4)
+    run = RunFolder(at or run_path(root, ns.name, ns.launch))
     if here and ns.working_dir:
         try:
             os.chdir(ns.working_dir)
@@ -193,7 +194,7 @@ def _start(
     """What its place says. NotDone."""
     here = known.on != "k8s"
     try:
-        make_run(root, ns.name, secrets.token_hex(4), run.path)
+        make_run(root, ns.name, ns.launch, run.path)
         if here and ns.fresh:
             put_away(run.path)
         (run.path / RESULT).unlink(missing_ok=True)
@@ -374,6 +375,7 @@ def _record(known: Submission, ns: argparse.Namespace) -> JobRecord:
         where=known.on,
         nodes=f"{low}:{high}",
         nproc=ns.nproc_per_node,
+        launch=ns.launch,
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from elasticrun.cli.flags import Parser
 from elasticrun.jobs.backend import NotDone, submission
-from elasticrun.runs.index import NoRun, find, runs_root
+from elasticrun.runs.index import NoRun, SeveralRuns, find, runs_root
 from elasticrun.runs.layout import RunFolder
 
 if TYPE_CHECKING:
@@ -25,12 +25,17 @@ def add_cluster(made: Parser) -> None:
 
 def remembered(ns: argparse.Namespace, whole: str = "") -> RunFolder | None:
     """The run folder of the job that is named, unless another cluster or namespace is; where it is
-    stands in `ns` then. `whole`: a verb that takes no beginning of a name."""
+    stands in `ns` then. `whole`: a verb that takes no beginning of a name. NotDone where run
+    folders of several jobs have the name, and no namespace is given."""
     try:
         if not ns.job:
             return None
         run = find(runs_root(os.environ), ns.job, whole=whole)
         job, known = run.job(), submission(run)
+    except SeveralRuns as why:
+        if ns.namespace:
+            return None
+        raise NotDone(f"{why}, or by --namespace") from None
     except (NoRun, OSError, NotDone):
         return None
     if job is None or job.where != "k8s":

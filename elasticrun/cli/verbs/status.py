@@ -448,7 +448,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     files, token = trust.tls(asked), trust.token(asked)
     here = not (ns.endpoint or store)
     try:
-        found = meant(ns.endpoint) if ns.endpoint and ":" not in ns.endpoint else MeantJob()
+        is_name = bool(ns.endpoint) and ":" not in ns.endpoint
+        found = meant(ns.endpoint, newest=True) if is_name else MeantJob()
         ours = _master_of(found, token, files)
         with asyncio.Runner() as runner:  # one loop: grpc.aio does not take well to a second one
             if ours:

@@ -15,6 +15,7 @@ from elasticrun.core.events import FoundSlow, JobOver, Note
 from elasticrun.core.sight.picture import IncidentRow, Picture, VerdictRow
 from elasticrun.master.outward.record import (
     last_words,
+    name_of,
     open_fresh,
     open_placed,
     result_of,
@@ -44,10 +45,6 @@ class Outward:
         self._config = config
         self._hosted = hosted
         self._notifier: Notifier | None = None
-        if config.on_event:
-            from elasticrun.master.outward.notify import Notifier  # few jobs ask for it
-
-            self._notifier = Notifier(config.on_event, config.job_id, config.run.name)
         self._tensorboard: TensorBoard | None = None
         self._told: tuple[int, bool] = (0, False)  # the newest incident, and whether it was over
         self._files = RunFiles(partial(open_fresh, config, hosted), config.log_dir, tells=hosted)
@@ -79,6 +76,11 @@ class Outward:
         """Where the job's run folder is, or is to be; "": this user can have none."""
         return where(self._config)
 
+    @property
+    def job_name(self) -> str:
+        """What people call the job."""
+        return self._run.job.name if self._run is not None else name_of(self._config)
+
     def mute(self) -> None:
         """The job was over before: nothing more is written of it."""
         self._files.close(0.0)
@@ -86,6 +88,10 @@ class Outward:
     def begin(self) -> None:
         """The job's master serves."""
         self._files.begin()
+        if self._config.on_event:
+            from elasticrun.master.outward.notify import Notifier  # few jobs ask for it
+
+            self._notifier = Notifier(self._config.on_event, self._config.job_id, self.job_name)
         if logdir := self._config.run.tensorboard:
             from elasticrun.master.outward.tensorboard import TensorBoard
 

@@ -21,13 +21,16 @@ from elasticrun.core.events import JobOver
 from elasticrun.core.sight.picture import Picture
 from elasticrun.master.outward.report import lasted
 from elasticrun.runs.index import run_path, runs_root
-from elasticrun.runs.layout import JobRecord, RunResult, ShortRow
+from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, ShortRow
 from elasticrun.runs.opening import OpenRun, already, open_named, open_new
 from elasticrun.system.processes import ProcessId, user_name
 from elasticrun.wire import user_folder
 
 GIT_LIMIT: Final = 1.0
 """Seconds for each question to git."""
+
+UNNAMED: Final = 4
+"""Digits of its id in the name of a job that nobody has named."""
 
 MAX_COMMIT: Final = 80
 """Characters of a commit that are believed."""
@@ -38,13 +41,14 @@ def where(config: MasterConfig) -> str:
     if config.run.folder:
         return str(Path(config.run.folder).absolute())
     with contextlib.suppress(OSError):
-        return str(run_path(runs_root(os.environ), _name(config), _launch(config)))
+        return str(run_path(runs_root(os.environ), _stem(config), _launch(config)))
     return ""
 
 
 def open_fresh(config: MasterConfig, hosted: bool) -> OpenRun:
     """A folder below the user's own root. `hosted`: an agent has started this master. OSError."""
-    return open_new(runs_root(os.environ), _record(config, hosted), _launch(config))
+    launch = _launch(config)
+    return open_new(runs_root(os.environ), _record(config, hosted, launch), launch, _stem(config))
 
 
 def open_placed(config: MasterConfig, hosted: bool, goes_on: bool) -> OpenRun | str:
@@ -57,18 +61,21 @@ def open_placed(config: MasterConfig, hosted: bool, goes_on: bool) -> OpenRun | 
     root = Path(os.devnull)
     with contextlib.suppress(OSError):  # without a home it is listed nowhere
         root = runs_root(os.environ)
-    record, launch = _record(config, hosted), _launch(config)
-    return open_named(root, record, launch, at, fresh=fresh, goes_on=goes_on)
+    launch = ("" if fresh else RunFolder(at).id) or _launch(config)
+    record = _record(config, hosted, launch)
+    stem = _stem(config)
+    return open_named(root, record, launch, at, stem=stem, fresh=fresh, goes_on=goes_on)
 
 
-def _record(config: MasterConfig, hosted: bool) -> JobRecord:
+def _record(config: MasterConfig, hosted: bool, launch: str) -> JobRecord:
     """What is known of the job at once. The process that launched it is the agent that has started
     this master."""
     launcher, spec = ProcessId.of(os.getppid() if hosted else os.getpid()), config.spec
     nodes = f"{spec.min_nodes}:{spec.max_nodes}" if spec is not None else ""
     return JobRecord(
-        name=_name(config),
+        name=name_of(config, launch),
         id=config.job_id,
+        launch=launch,
         user=user_name(),
         host=launcher.host,
         began=time.time(),
@@ -86,7 +93,14 @@ def _record(config: MasterConfig, hosted: bool) -> JobRecord:
     )
 
 
-def _name(config: MasterConfig) -> str:
+def name_of(config: MasterConfig, launch: str = "") -> str:
+    """What the job is called. Jobs of one script that nobody has named differ in their names."""
+    if config.run.named or not config.run.name:
+        return _stem(config)
+    return f"{config.run.name}-{(launch or _launch(config))[:UNNAMED]}"
+
+
+def _stem(config: MasterConfig) -> str:
     return config.run.name or config.job_id
 
 
