@@ -150,8 +150,11 @@ class Checkpointer:
         keep = keep or Keep()
         url = os.fspath(_own_folder() if folder is None else folder)
         url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
+        where = Folder(url)
+        if why := where.unfit:
+            raise ValueError(why)
         self._setting = RankOptions(
-            *(Folder(url), rank, world_size, wanted, keep.last, keep.every, verify, replicas),
+            *(where, rank, world_size, wanted, keep.last, keep.every, verify, replicas),
             least_slots=least,
             weights_only=weights_only,
         )
@@ -255,7 +258,10 @@ class Checkpointer:
         self._schedule = Schedule(pace, board, self._setting.rank, time.monotonic(), step)
 
     def _begun(self, number: int) -> tuple[Way, Schedule]:
-        """What saves, and when, also where the script restored nothing and begins with `number`."""
+        """What saves, and when, also where the script restored nothing and begins with `number`.
+        StateError for state that cannot be saved, before anything is."""
+        if self._schedule is None:
+            self._state.vouch()
         way, _ = self._open()
         if self._schedule is None:
             way.fresh(number - 1)
@@ -266,7 +272,7 @@ class Checkpointer:
     def step(self, number: int, *, healthy: bool = True) -> None:
         """Training has done step `number`: take a snapshot if one is due. `healthy=False` (a loss
         that is no number, say) leaves it out; all ranks must be of one mind. ValueError for a
-        number that no step has."""
+        number that no step has, and at the first step for state that cannot be saved."""
         number = _step(number)
         way, schedule = self._begun(number)
         if number < self._last:  # counted anew with every epoch, say: such steps are never due

@@ -35,6 +35,7 @@ from elasticrun.checkpointing.parts import (
 from elasticrun.dcp.items import (
     OWN_PREFIX,
     Flat,
+    NameClash,
     Piece,
     flatten,
     in_order,
@@ -341,14 +342,18 @@ class TrainingState:
             self._rng.put_back()
 
     def vouch(self) -> None:
-        """Refuse, before training begins, what could be saved and not loaded. StateError."""
-        if not self.weights_only:
-            return
+        """Refuse, before training begins, what cannot be saved, or could be saved and not loaded.
+        StateError."""
         try:
-            flat = flatten(self._loose())
+            steady, loose = self._steady(), self._loose()
+            whole = _joined(steady, loose)
         except Exception:  # of a user's state_dict: that is told when a snapshot is due
             return
-        self._vouch(flat)
+        try:
+            flatten(whole)
+            self._vouch(flatten(loose))
+        except NameClash as error:
+            raise StateError(str(error)) from None
 
     def _vouch(self, flat: Flat) -> None:
         """Whether opaque values can be loaded again is tried once for each name and type."""
@@ -451,21 +456,12 @@ class TrainingState:
 
     def whole(self) -> dict[str, Any]:
         """All of it, nested as a checkpoint names it; not a copy."""
-        whole, loose = self._steady(), self._loose()
+        steady, loose = self._steady(), self._loose()
         flat = flatten(loose)
         self._vouch(flat)
         self._signature = _signature(flat)
-        for name, value in loose.items():
-            steady = whole.get(name)
-            if steady is None:
-                whole[name] = value
-                continue
-            state = {key: dict(entries) for key, entries in steady["state"].items()}
-            for key, entries in value["state"].items():  # an optimizer's state is in both
-                state.setdefault(key, {}).update(entries)
-            whole[name] = {**value, "state": state}
         self._plan = None
-        return whole
+        return _joined(steady, loose)
 
     def serialised(self, values: Iterable[Any]) -> list[bytes]:
         """Opaque values as bytes; small plain ones that were the same the last time are not made
@@ -554,6 +550,20 @@ def _spread(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if key in given:
             raise StateError(f"{what}, and {key}= is given too: it needs another key")
     return {**given, **among}, among
+
+
+def _joined(steady: Mapping[str, Any], loose: Mapping[str, Any]) -> dict[str, Any]:
+    """Both parts of a state, nested."""
+    whole = dict(steady)
+    for name, value in loose.items():
+        if (known := whole.get(name)) is None:
+            whole[name] = value
+            continue
+        state = {key: dict(entries) for key, entries in known["state"].items()}
+        for key, entries in value["state"].items():  # an optimizer's state is in both
+            state.setdefault(key, {}).update(entries)
+        whole[name] = {**value, "state": state}
+    return whole
 
 
 def _signature(flat: Flat) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ placement.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -67,14 +67,49 @@ class _Opaque:
     value: torch.Tensor
 
 
+class NameClash(ValueError):
+    """Two values of a state have the same name in a checkpoint; a sentence with their keys."""
+
+
 def flatten(state: Mapping[str, Any]) -> Flat:
-    """DCP's flattening. ValueError where two values come to have one name."""
+    """DCP's flattening. NameClash."""
     flat = Flat({}, {})
     if all(_flatten_into(flat, (str(key),), value) for key, value in state.items()):
         return flat
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(state))
+    planner = _planner(state)
     return Flat(dict(planner.state_dict), dict(planner.mappings))
+
+
+def _planner(state: Mapping[str, Any]) -> DefaultSavePlanner:
+    """torch's planner of a save, with this state. NameClash."""
+    planner = DefaultSavePlanner()
+    try:
+        planner.set_up_planner(dict(state), None, True)
+    except ValueError as error:  # torch names the flat name only
+        raise NameClash(_clash(state, (), {}) or str(error)) from None
+    return planner
+
+
+def _clash(value: Any, keys: tuple[Any, ...], seen: dict[str, tuple[Any, ...]]) -> str:
+    """The first two places in a nested state that have one name, "" if there are none. `seen`:
+    the keys of each value so far, by its name."""
+    below: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        below = value.items()
+    elif isinstance(value, list) and not _is_leaf(value):
+        below = enumerate(value)
+    else:
+        name = ".".join(map(str, keys))
+        if (other := seen.setdefault(name, keys)) is keys:
+            return ""
+        first, second = (
+            f"{at[0]}{''.join(f'[{key!r}]' for key in at[1:])}" for at in (other, keys)
+        )
+        return (
+            f"{first} and {second} would both be saved under the name {name!r}: "
+            "rename one of these keys"
+        )
+    return next(filter(None, (_clash(one, (*keys, key), seen) for key, one in below)), "")
 
 
 _SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype))
@@ -132,10 +167,9 @@ def is_array(tensor: torch.Tensor) -> bool:
 def pieces(state: Mapping[str, Any], own: str = "") -> list[Piece]:
     """All items of a nested state; those below the top-level key `own` are this rank's alone.
 
-    ValueError for state that cannot be saved: two values of one name, a sharded tensor whose shards
-    are no plain arrays."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(state), None, True)
+    ValueError for state that cannot be saved: two values of one name (NameClash), a sharded tensor
+    whose shards are no plain arrays."""
+    planner = _planner(state)
     found: list[Piece] = []
     rest: dict[str, Any] = {}
     for fqn, value in planner.state_dict.items():

@@ -12,16 +12,18 @@ import codecs
 import collections
 import datetime
 import io
+import pathlib
 import pickle
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import ReadItem
 
 
@@ -46,12 +48,22 @@ _METADATA: Final = {
 }
 """Modules and names that a `.metadata` of torch's own has."""
 
+_ALIASES: Final = {
+    "pathlib._local": "pathlib",
+    "numpy.core.multiarray": "numpy._core.multiarray",
+}
+"""Module names in pickles of other versions (Python 3.13, numpy 1), and the names by which every
+version can import these modules."""
+
 
 def deserialise(data: bytes, weights_only: bool = True, name: str = "a value") -> Any:
     """Back from `items.serialise`, in the rank that owns the classes; tensors come to the CPU.
     `name`: what it is of. NotAllowed."""
     if not weights_only:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        as_here: Any = _PickleModule  # torch's annotation wants a module
+        return torch.load(
+            io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=as_here
+        )
     try:
         with _allowed():
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -71,9 +83,17 @@ def _allowed() -> Iterator[None]:
     more: list[Any] = list(_PLAIN)
     if numpy := sys.modules.get("numpy"):
         core = getattr(numpy, "_core", None) or numpy.core
-        more += [numpy.ndarray, numpy.dtype, core.multiarray._reconstruct, core.multiarray.scalar]
+        functions = (core.multiarray._reconstruct, core.multiarray.scalar)
+        more += [numpy.ndarray, numpy.dtype, *functions]
         more += [one for one in vars(numpy.dtypes).values() if isinstance(one, type)]
+        for module in ("numpy.core", "numpy._core"):  # of numpy 1 and numpy 2
+            more += [(one, f"{module}.multiarray.{one.__name__}") for one in functions]
     before = torch.serialization.get_safe_globals()
+    for path in (pathlib.PosixPath, pathlib.PurePosixPath):
+        if path in before:
+            more += [
+                (path, f"{module}.{path.__name__}") for module in ("pathlib", "pathlib._local")
+            ]
     torch.serialization.add_safe_globals(more)
     try:
         yield
@@ -94,8 +114,36 @@ class Loading(DefaultLoadPlanner):
         self.original_state_dict[fqn] = deserialise(value.read(), self._weights_only, fqn)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
+    """Python's own, which also finds what other versions of Python, numpy and torch pickle."""
+
     def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(_ALIASES.get(module, module), name)
+        return _AnyProperties if found is TensorProperties else found
+
+
+class _PickleModule:
+    """What torch.load takes for `pickle_module`."""
+
+    Unpickler = _Unpickler
+    load = pickle.load
+    __name__ = "pickle"
+
+
+class _AnyProperties(TensorProperties):
+    """TensorProperties of any torch: newer ones have fields (2.15: strides) at which older ones
+    fail. These fields are dropped; no load needs them."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__class__ = TensorProperties  # type: ignore[assignment]
+        self.__setstate__(state[: len(fields(TensorProperties))])
+
+
+class _MetadataUnpickler(_Unpickler):
+    """Only what a `.metadata` of torch's own has."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = _ALIASES.get(module, module)
         allowed = _METADATA.get(module, ())
         found = None
         if module == "torch":
@@ -105,7 +153,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         elif "." not in name and (allowed is None or name in allowed):
             found = super().find_class(module, name)
             if allowed is None and not (
-                isinstance(found, type) and found.__module__ == module
+                isinstance(found, type) and found.__module__ in (module, __name__)
             ):  # what that module has imported
                 found = None
         if found is None:
@@ -119,16 +167,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata(reader: Any, weights_only: bool) -> Any:
     """A checkpoint's `.metadata`, which `reader` then has too and does not read again. NotAllowed;
     whatever the storage and pickle raise."""
-    if weights_only:
-        path = reader.fs.concat_path(reader.path, ".metadata")
-        with reader.fs.create_stream(path, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f".metadata is a {type(metadata).__name__}")
-        about = getattr(metadata, "storage_meta", None) or StorageMeta()
-        about.load_id = reader.load_id
-        metadata.storage_meta = about
-    else:
-        metadata = reader.read_metadata()
+    path = reader.fs.concat_path(reader.path, ".metadata")
+    with reader.fs.create_stream(path, "rb") as file:
+        metadata = (_MetadataUnpickler if weights_only else _Unpickler)(file).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f".metadata is a {type(metadata).__name__}")
+    about = getattr(metadata, "storage_meta", None) or StorageMeta()
+    about.load_id = reader.load_id
+    metadata.storage_meta = about
     reader.read_metadata = lambda *_, **__: metadata
     return metadata

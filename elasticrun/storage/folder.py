@@ -57,6 +57,8 @@ class Folder:
         )
         self.shows_others = self._place.fresh
         """Whether what other nodes have written is seen here at once; not so on mounted buckets."""
+        self.unfit = self._place.unfit
+        """Why a job must not keep its checkpoints there, in a sentence; "" if it may."""
 
     def path(self, step: int) -> str:
         """Of a checkpoint, for torch's readers (`checkpoint_id`)."""

@@ -47,6 +47,8 @@ class StoragePlace(Protocol):
     remarks: list[str]
     fresh: bool
     """Whether a listing shows at once what other nodes have written."""
+    unfit: str
+    """Why checkpoints must not lie there, in a sentence; "" if they may."""
 
     def full(self, name: str) -> str: ...
     def make(self, name: str) -> None: ...
@@ -94,6 +96,7 @@ class LocalPlace:
         self._root, self._calls = os.path.normpath(root), calls
         self._ways = ways_of(self._root, calls)
         self.remarks = self._ways.remarks
+        self.unfit = ""
         self.fresh = self._ways.fsync
 
     def full(self, name: str) -> str:
@@ -197,6 +200,31 @@ class ObjectSink:
             self._fs.rm_file(self._path)
 
 
+_MEMORY = frozenset({"memory"})
+_CACHES = frozenset({"cached", "blockcache", "filecache", "simplecache"})
+"""Protocols of fsspec that keep files, or copies of them, where other processes do not see them."""
+
+
+def _unfit(url: str, fs: Any) -> str:
+    """Why checkpoints must not lie there, "" if they may. `fs`: wrapped in others, maybe."""
+    while fs is not None:
+        named = getattr(fs, "protocol", ())
+        protocols = {named} if isinstance(named, str) else set(named)
+        if protocols & _MEMORY:
+            return (
+                f"checkpoints cannot lie in {url}: that is the memory of a single process and ends "
+                "with it; name a folder, or the URL of a storage that all nodes reach"
+            )
+        if protocols & _CACHES:
+            return (
+                f"checkpoints cannot lie in {url}: {min(protocols & _CACHES)} keeps copies of its "
+                "own on each node, which may be older than the storage; name the URL of the "
+                "storage behind it"
+            )
+        fs = getattr(fs, "fs", None) or getattr(fs, "sync_fs", None)
+    return ""
+
+
 class UrlPlace:
     """See StoragePlace. `url`: as fsspec takes it, with its protocol."""
 
@@ -212,6 +240,7 @@ class UrlPlace:
                 f"{url} cannot be reached: {error}; install the package that fsspec names for it"
             ) from None
         self._url = url.rstrip("/")
+        self.unfit = _unfit(url, self._fs)
 
     def full(self, name: str) -> str:
         return f"{self._url}/{name}" if name else self._url

@@ -466,3 +466,43 @@ def test_steps_and_seconds_are_two_options_and_the_old_form_warns(tmp_path: Path
         assert all(one.filename == __file__ for one in said)
         assert (ckpt._every, ckpt._persist_every) == expected
         assert [type(one) for one in (ckpt._every, ckpt._persist_every)] == [*map(type, expected)]
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        ({"state": {5: 1, "5": 2}}, ("state[5]", "state['5']")),
+        ({"state": {"a.b": 1, "a": {"b": 2}}}, ("state['a.b']", "state['a']['b']")),
+        ({"state": {"a": [{"b": 1}], "a.0.b": 2}}, ("state['a'][0]['b']", "state['a.0.b']")),
+        ({"a": {"b.c": 1}, "a.b": {"c": 2}}, ("a['b.c']", "a.b['c']")),
+        ({"m": nn.Linear(1, 1), "m.weight": {0: 1}, "m.weight.0": {}}, ()),
+        ({"m": nn.Linear(1, 1), "m.weight": torch.ones(1)}, ("m['weight']", "m.weight")),
+    ],
+)
+def test_two_values_with_one_name_are_refused_before_training(
+    given: dict[str, Any], keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    """torch names only the flat name, at every snapshot again."""
+
+    def made() -> Checkpointer:
+        return Checkpointer(tmp_path, **given, persist_every_steps=1)
+
+    calls: list[Callable[[], object]] = [made().restore, lambda: made().step(1)]
+    for call in calls:
+        if not keys:
+            call()
+            continue
+        with pytest.raises(StateError) as refused:
+            call()
+        assert str(refused.value).startswith(f"{keys[0]} and {keys[1]} would both be saved under")
+    assert len(list(tmp_path.iterdir())) == (0 if keys else 1)
+
+
+@pytest.mark.parametrize("before", ["", "simplecache::", "dir::"])
+def test_storage_that_ends_with_its_process_is_refused(before: str, tmp_path: Path) -> None:
+    url = f"{before}memory://{tmp_path}"
+    with pytest.raises(ValueError, match=f"checkpoints cannot lie in {re.escape(url)}: "):
+        Checkpointer(url, state={"a": 1})
+    with pytest.raises(ValueError, match="blockcache keeps copies of its own on each node"):
+        Checkpointer(f"blockcache::file://{tmp_path}", state={"a": 1})
+    Checkpointer(f"dir::file://{tmp_path}", state={"a": 1})

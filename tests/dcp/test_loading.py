@@ -5,9 +5,14 @@ from __future__ import annotations
 import collections
 import datetime
 import os
+import pathlib
 import pickle
 import random
+import sys
+import types
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from elasticrun.checkpointing.choosing import UnreadableError
 from elasticrun.checkpointing.parts import StateError
@@ -115,6 +121,77 @@ def test_a_marker_that_names_a_function_is_not_loaded(tmp_path: Path) -> None:
         Checkpointer(tmp_path, state=state).restore()
     assert not trace.exists()
     assert not (folder / "elasticrun.bad").exists()
+
+
+class OtherPath:
+    """How Python 3.13 pickles a PosixPath."""
+
+    def __reduce__(self) -> Any:
+        return type(self), ("/elsewhere",)
+
+
+class OtherArray:
+    """How numpy 1 pickles an array."""
+
+    def __reduce__(self) -> Any:
+        _, args, state = np.arange(3).__reduce__()
+        return sys.modules["numpy.core.multiarray"]._reconstruct, args, state
+
+
+def _reconstruct() -> None: ...
+
+
+@contextmanager
+def other_versions() -> Iterator[None]:
+    """Pickles are made as Python 3.13, numpy 1 and torch 2.15 make them."""
+    old: Any = TensorProperties.__getstate__
+    with pytest.MonkeyPatch.context() as patch:
+        named: tuple[tuple[Any, str, str], ...] = (
+            (OtherPath, "pathlib._local", "PosixPath"),
+            (_reconstruct, "numpy.core.multiarray", "_reconstruct"),
+        )
+        for one, module, name in named:
+            made: Any = types.ModuleType(module)
+            setattr(made, name, one)
+            patch.setitem(sys.modules, module, made)
+            one.__module__, one.__qualname__ = module, name
+        more: Any = lambda it: (*old(it)[:5], (1,))  # noqa: E731
+        patch.setattr(TensorProperties, "__getstate__", more)
+        yield
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_checkpoint_of_a_newer_python_and_torch_is_restored(
+    weights_only: bool, tmp_path: Path
+) -> None:
+    checkpoint(tmp_path, 7)
+    folder = tmp_path / "step-000000003"
+    metadata: Any = FileSystemReader(folder).read_metadata()
+    properties = metadata.state_dict_metadata["state.x"].properties
+    metadata.storage_meta.checkpoint_id = OtherPath()
+    with other_versions():
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    state: dict[str, Any] = {"x": torch.zeros(2), "seen": 0}
+    assert Checkpointer(tmp_path, state=state, weights_only=weights_only).restore() == 3
+    assert state["seen"] == 7
+    assert torch.equal(state["x"], torch.ones(2))
+    found = read_metadata(FileSystemReader(folder), weights_only)
+    assert found.storage_meta.checkpoint_id == pathlib.PosixPath("/elsewhere")
+    assert found.state_dict_metadata["state.x"].properties == properties
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_values_of_other_versions_are_loaded(weights_only: bool) -> None:
+    with other_versions():
+        path, array = serialise(OtherPath()), serialise(OtherArray())
+    assert np.array_equal(deserialise(array, weights_only), np.arange(3))
+    before = _allowed_by_torch()
+    torch.serialization.add_safe_globals([pathlib.PosixPath])
+    try:
+        assert deserialise(path, weights_only) == pathlib.PosixPath("/elsewhere")
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
 
 
 @pytest.mark.parametrize("name", ["os", "sys.modules", "dataclass", "field"])
