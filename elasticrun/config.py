@@ -408,7 +408,9 @@ class MasterConfig:
     status_host: str = "127.0.0.1"
     status_port: int = 0
     lifeline_fd: int = -1  # end when this pipe reaches EOF (standalone); -1: none
-    ready_fd: int = -1  # write one JSON line {"port":, "status_port":} here when serving; -1: none
+    ready_fd: int = -1  # write one JSON line {"port":, "status_port":} here when serving, then one
+    # byte for each that comes on lifeline_fd; -1: none
+    again: bool = False  # a master that this agent had started before has served already
     linger: float = 5.0  # how long agents have to hear the outcome
     token: str = field(default="", repr=False)  # agents prove it; "": anyone may join
     tls: Tls | None = None

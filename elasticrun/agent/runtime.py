@@ -45,6 +45,13 @@ container (pids.max, RLIMIT_NPROC) may be about to end, as ranks that are stoppe
 FIRST_TRY: Final = 0.05
 """Seconds until the second try; twice as long until the third, and so on."""
 
+PATIENCE_STEP: Final = 1.0
+"""Seconds between looks at our own clock while another process is given time to answer."""
+
+STALLED: Final = 0.5
+"""A look that comes so many seconds late shows that this loop stood still: its step is not
+counted."""
+
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 MAX_FAULTS: Final = 3
@@ -226,6 +233,45 @@ class Timer:
     def _due(self, call: Callable[..., object], args: tuple[object, ...]) -> None:
         self._handle = None
         call(*args)
+
+
+class Patience:
+    """The limit for an answer of another process of this host.
+
+    Only seconds count in which this loop ran: where it stood still itself (Ctrl-Z, a frozen
+    machine, no processor to be had), the other process may have stood still for the same reason."""
+
+    def __init__(self) -> None:
+        self._timer = Timer()
+        self._left = 0.0
+
+    @property
+    def is_set(self) -> bool:
+        return self._timer.is_set
+
+    def wait(self, limit: float, late: Callable[..., object], *args: object) -> None:
+        """Call `late(*args)` unless cancelled within `limit` seconds, which count anew."""
+        self._left = limit
+        self._go_on(late, args)
+
+    def cancel(self) -> None:
+        """The answer has come. Harmless where none is awaited."""
+        self._timer.cancel()
+
+    def _go_on(self, late: Callable[..., object], args: tuple[object, ...]) -> None:
+        step = min(self._left, PATIENCE_STEP)
+        due = asyncio.get_running_loop().time() + step
+        self._timer.after(step, self._look, due, step, late, args)
+
+    def _look(
+        self, due: float, step: float, late: Callable[..., object], args: tuple[object, ...]
+    ) -> None:
+        if asyncio.get_running_loop().time() <= due + STALLED:
+            self._left -= step
+        if self._left > 0:
+            self._go_on(late, args)
+        else:
+            late(*args)
 
 
 class Once:

@@ -17,11 +17,11 @@ from typing import Final, Protocol
 
 from elasticrun.agent import warm
 from elasticrun.agent.boot import SpawnerProcess, configure_message, start_spawner
-from elasticrun.agent.runtime import NodeContext, Once, Tasks, Timer, keep_sending
+from elasticrun.agent.runtime import NodeContext, Once, Patience, Tasks, Timer, keep_sending
 from elasticrun.agent.warm import WarmChild
 from elasticrun.config import Learning
 from elasticrun.operator_log import logger
-from elasticrun.system.processes import state
+from elasticrun.system.processes import how_silent
 from elasticrun.wire import spawning
 from elasticrun.wire.frames import Connection, FrameError, HungUp
 
@@ -35,10 +35,6 @@ KEEPALIVES: Final = 3
 ANSWER_LIMIT: Final = 20.0
 """Seconds for a spawner to answer after an order, or after the death of a process of its own. It is
 replaced then, with its ranks: raise it where memory is so short that a fork server stands still."""
-
-STALLED: Final = 1.0
-"""A limit that is noticed so many seconds late says that we stood still ourselves (Ctrl-Z, a frozen
-machine), and with us, perhaps, the spawner."""
 
 ASIDE_AFTER: Final = 10.0
 """Seconds since the ranks' last news of imports until a second spawner is made ready by itself: a
@@ -99,8 +95,7 @@ class Spawner:
         self._death = ""
         self.ended = asyncio.Event()
         self._pings = 0
-        self._due = 0.0
-        self._silence = Timer()
+        self._silence = Patience()
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         # Orders may wait as long as torch is imported; who never answers is replaced (`expect`).
@@ -125,15 +120,10 @@ class Spawner:
             self._wait_for_answer()
 
     def _wait_for_answer(self) -> None:
-        self._due = self._loop.time() + ANSWER_LIMIT
-        self._silence.after(ANSWER_LIMIT, self._silent)
+        self._silence.wait(ANSWER_LIMIT, self._silent)
 
     def _silent(self) -> None:
-        if self._loop.time() > self._due + STALLED:
-            self._wait_for_answer()
-            return
-        stopped = state(self.process.pid or 0) in ("T", "t")
-        how = "it stands still (SIGSTOP, a debugger)" if stopped else "it hangs"
+        how = how_silent(self.process.pid or 0)
         self.end(f"{how}: no answer for {ANSWER_LIMIT:g} s, so it is killed and replaced")
 
     def quit(self) -> None:

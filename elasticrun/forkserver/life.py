@@ -201,6 +201,9 @@ class Server:
         os.close(self._woken)
 
     def _end(self, reason: str, code: int) -> NoReturn:
+        if os.getppid() == self._parent:  # a guard that is stopped wakes up, and ends with us
+            with contextlib.suppress(OSError):
+                os.kill(self._parent, signal.SIGCONT)
         stuck = sweep.kill_everything(END_LIMIT)
         if reason:
             complain(reason)

@@ -7,6 +7,8 @@ on SIGTERM or SIGINT as well.
 
 Configuration on the pipe: MasterConfig as a JSON object, `spec` an object or null. Answer on
 `ready_fd`, one line: {"port": 29400, "status_port": 43117}, or {"error": "...", "exit_code": 79}.
+From then on each byte that comes on `lifeline_fd` is answered by one on `ready_fd`: that is how the
+agent knows that the master's loop runs.
 """
 
 from __future__ import annotations
@@ -128,7 +130,6 @@ def _failed(config: MasterConfig, reason: str, code: int) -> int:
 def _say(fd: int, answer: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # whoever asked has gone; the lifeline says what follows
         os.write(fd, json.dumps(answer).encode() + b"\n")
-        os.close(fd)
 
 
 async def _anyway(what: str, step: Callable[[], object]) -> None:
@@ -227,8 +228,8 @@ class Lifetime:
         if self._orphan or lifeline_fd < 0:
             return self._orphan
         poller = select.poll()
-        poller.register(lifeline_fd, select.POLLIN)
-        return bool(poller.poll(0)) and not os.read(lifeline_fd, 1)
+        poller.register(lifeline_fd, 0)
+        return bool(poller.poll(0))  # POLLHUP: nobody has its other end, whatever lies in it yet
 
     def _code(self, outcome: JobOver) -> int:
         """A hosted master that saw its job to the end has done its own work, however that was."""
@@ -407,7 +408,7 @@ class Master:
                 logger.error("a defect: %s while taking up the record", fault, exc_info=fault)
                 await records.distrust(f"this master cannot take it up ({fault!r})")
                 facts = None
-        if done := await life.outward.open(goes_on=facts is not None):
+        if done := await life.outward.open(goes_on=facts is not None or self._config.again):
             facts = self._facts_of(done)
         brain = self._job(facts)
         trace = records.begin_trace(Life(self._config.job_id, self._term, self._config.spec, facts))
@@ -444,21 +445,27 @@ class Master:
         if not self._hosted:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, life.signalled, int(number), number.name)
-        fd = self._config.lifeline_fd
+        fd, answers = self._config.lifeline_fd, self._config.ready_fd
         if fd >= 0:
-            loop.add_reader(fd, _lifeline, loop, fd, life)
+            if answers >= 0:
+                os.set_blocking(answers, False)
+            loop.add_reader(fd, _lifeline, loop, fd, answers, life)
 
 
-def _lifeline(loop: asyncio.AbstractEventLoop, fd: int, life: Lifetime) -> None:
+def _lifeline(loop: asyncio.AbstractEventLoop, fd: int, answers: int, life: Lifetime) -> None:
+    """Answer the owner's pings, until it has gone."""
     try:
-        gone = not os.read(fd, 4096)
+        pings = os.read(fd, 4096)
     except BlockingIOError:
         return
     except OSError:
-        gone = True
-    if gone:
+        pings = b""
+    if not pings:
         loop.remove_reader(fd)
         life.owner_gone()
+    elif answers >= 0:
+        with contextlib.suppress(OSError):  # it reads none, or has gone
+            os.write(answers, pings)
 
 
 class Listing:

@@ -103,18 +103,46 @@ def test_a_stopped_rank_ends_as_the_others_do(world: World) -> None:
 # ---------------------------------------------------------------- kill -9
 
 
-@pytest.mark.parametrize("stopped", cases([True, False], soaked=[False]))
-def test_kill_9_of_the_agent_while_its_fork_server_is_stopped_leaves_nothing(
-    world: World, stopped: bool
+def is_port_proxy(pid: int) -> bool:
+    return "port_proxy_child" in command(pid)
+
+
+@pytest.mark.parametrize(
+    "stopped", cases([is_fork_server, is_master, is_port_proxy, None], soaked=[None])
+)
+def test_kill_9_of_the_agent_while_a_helper_is_stopped_leaves_nothing(
+    world: World, stopped: Callable[[int], bool] | None
 ) -> None:
     """Nor while it runs."""
-    job, ranks = puppets(world)
+    job, ranks = puppets(world, "--nnodes=1", "--node-rank=0", f"--master-port={free_port()}")
     children = with_children(world, ranks[1])
     everything = [*all_of(job), *children]
-    if stopped:
-        os.kill(helper(job, is_fork_server).pid, signal.SIGSTOP)
+    if stopped is not None:
+        os.kill(helper(job, stopped).pid, signal.SIGSTOP)
     job.process.kill()
     assert await_exit(everything) == set()
+    world.nothing_left()
+
+
+def test_kill_9_of_the_agent_while_a_guard_is_stopped_leaves_nothing(world: World) -> None:
+    with warm_process(world.tmp / "warm.sock", world.environment(PATIENT)) as place:
+        job, _ = puppets(world, **{WARM_SERVER: str(place)})
+        guard = psutil.Process(helper(job, is_fork_server).pid).parent()
+        assert guard.pid != job.pid
+        everything = [*all_of(job), guard.pid]
+        guard.suspend()
+        job.process.kill()
+        assert await_exit(everything) == set()
+
+
+def test_sigterm_while_the_master_is_stopped_ends_the_job(world: World) -> None:
+    """It is killed at the end, without a word."""
+    job, _ = puppets(world)
+    os.kill(helper(job, is_master).pid, signal.SIGSTOP)
+    job.process.terminate()
+    assert job.wait() == 1
+    assert "Traceback" not in job.stderr
+    assert "defect" not in job.stderr
     world.nothing_left()
 
 

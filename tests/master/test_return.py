@@ -18,9 +18,19 @@ from inotify_simple import INotify, flags
 from elasticrun.system.processes import start_time
 from elasticrun.wire import user_folder as published
 from elasticrun.wire.user_folder import PREFIX
+from tests.certificates import Authority
 from tests.compat.live import agents, allreduce, finish, job
 from tests.further import cases, further
-from tests.harness import ELASTICRUN, LIMIT, Launched, Peer, World, await_exit, free_port
+from tests.harness import (
+    ELASTICRUN,
+    LIMIT,
+    Launched,
+    Peer,
+    World,
+    await_exit,
+    await_true,
+    free_port,
+)
 from tests.hooked import hooked, warmed
 
 pytestmark = pytest.mark.slow
@@ -80,7 +90,7 @@ def next_master(world: World, old: published.Published | None = None) -> publish
             files = folder.glob("master-*.json")
             listed = [published._read(path) for path in files]
             found = [m for m in listed if m is not None and (old is None or m.pid != old.pid)]
-            found = [m for m in found if start_time(m.pid) == m.started]
+            found = [m for m in found if start_time(m.pid) == m.process.started]
             if found:
                 return found[0]
             rest = end - time.monotonic()
@@ -97,9 +107,11 @@ def killed(world: World, master: published.Published) -> published.Published:
     return following
 
 
-def started(world: World, kind: str, *more: str) -> tuple[list[Launched], list[Peer]]:
-    """A job of this kind with two ranks."""
-    env = unhurried()
+def started(
+    world: World, kind: str, *more: str, code: str = ""
+) -> tuple[list[Launched], list[Peer]]:
+    """A job of this kind with two ranks; `code`: as in `unhurried`."""
+    env = unhurried(code)
     if kind == "standalone":
         jobs = [job(world, ELASTICRUN, "--nproc-per-node=2", *more, env=env)]
     else:
@@ -176,6 +188,94 @@ def test_between_a_death_and_the_next_start_and_what_it_cost_is_remembered(world
     assert [j.wait() for j in jobs] == [1, 1]
     assert len(world.hub.peers) == 4
     assert records_left(world) == []
+
+
+IMPATIENT = """
+import sys
+
+if sys.orig_argv[1:3] == ["-m", "elasticrun"]:
+    from elasticrun.agent.link import master_process
+
+    master_process.PING_EVERY, master_process.ANSWER_LIMIT = 0.1, 3.0
+"""
+
+
+@pytest.mark.parametrize("kind", cases(KINDS, kept=["standalone"]))
+def test_one_that_stands_still_is_replaced(world: World, kind: str) -> None:
+    """Its agent kills it and starts the next one, which takes up its record."""
+    jobs, peers = started(world, kind, "--max-restarts=1", code=IMPATIENT)
+    master = next_master(world)
+    for peer in peers:
+        peer.order("steps", count=300)
+    psutil.Process(master.pid).suspend()
+    following = next_master(world, master)
+    assert not await_exit([master.pid])
+    for peer in peers:
+        world.hub.word(peer, "done", what="steps")
+    peers[1].order("exit", code=3)  # the last one has the job in hand
+    finish(world.hub.ranks(2, restart=1))
+    assert [j.wait() for j in jobs] == [0] * len(jobs)
+    said = "".join(j.stderr for j in jobs)
+    assert "it stands still (SIGSTOP, a debugger), and is killed" in said
+    assert said.count("a new one is started") == 1, said
+    assert following.pid != master.pid
+    assert (len(world.hub.peers), records_left(world)) == (4, [])
+
+
+def test_an_agent_that_stands_still_itself_replaces_none(world: World) -> None:
+    """Silence counts only while the agent runs: a whole host that was frozen goes on as it was."""
+    (launched,), peers = started(world, "standalone", code=IMPATIENT)
+    master = next_master(world)
+    both = [psutil.Process(pid) for pid in (launched.pid, master.pid)]
+    for process in both:
+        process.suspend()
+    over = time.monotonic() + 4.0
+    await_true(lambda: time.monotonic() > over, "end of the limit")
+    used = both[0].cpu_times()
+    both[0].resume()
+    await_true(lambda: both[0].cpu_times() != used, "agent that runs again before its master")
+    both[1].resume()
+    assert allreduce(world, peers) == [2, 2]
+    finish(peers)
+    assert launched.wait() == 0
+    assert "a new one is started" not in launched.stderr
+
+
+@pytest.mark.parametrize("wrong", ["folder", "certificate"])
+def test_what_is_looked_at_before_a_job_starts_does_not_end_one_that_runs(
+    world: World, wrong: str
+) -> None:
+    """The run folder and the certificate are gone when the next master starts. It does without the
+    folder, and has it again once it is there; without a certificate none can serve, and the ranks
+    go on until it is back."""
+    folder = world.scratch / "mine"
+    files = Authority(world.scratch).create().sign("node", "IP:127.0.0.1", "DNS:localhost")
+    tls = (f"--tls-ca={files.ca}", f"--tls-cert={files.cert}", f"--tls-key={files.key}")
+    kind = "standalone" if wrong == "folder" else "elastic"
+    jobs, peers = started(world, kind, f"--run-dir={folder}", *tls)
+    master = next_master(world)
+    launched = next(each for each in jobs if "serving job" in each.stderr)
+    at = folder if wrong == "folder" else Path(files.cert)
+    aside = at.rename(at.with_suffix(".aside"))
+    at.symlink_to(at / "nowhere")
+    psutil.Process(master.pid).kill()
+    for peer in peers:
+        peer.order("steps", count=100)
+    if wrong == "folder":
+        launched.until_text("the run folder of this job cannot be written: ")
+        next_master(world, master)
+    else:
+        launched.until_text("no job master can be started here: ")
+    at.unlink()
+    aside.rename(at)
+    next_master(world, master)
+    for peer in peers:
+        world.hub.word(peer, "done", what="steps")
+    finish(peers)
+    assert [each.wait() for each in jobs] == [0] * len(jobs)
+    assert (folder / "result.json").exists()
+    assert "Traceback" not in launched.stderr
+    assert (len(world.hub.peers), records_left(world)) == (2, [])
 
 
 def test_a_failure_while_there_is_no_master(world: World) -> None:

@@ -2,6 +2,9 @@
 
 Like the port proxy it lives in a session of its own, ignores the signals that hit
 every process of a job, and ends when the agent's end of a pipe is closed, by whatever death.
+
+Its agent pings it on that pipe. A master that stands still (SIGSTOP, a debugger, a frozen cgroup)
+is killed, and replaced by one that loads the same record (decision 037).
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from elasticrun.agent.boot import Reaper
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
 from elasticrun.operator_log import logger
+from elasticrun.system.processes import cpu_ticks, how_silent, is_stopped
 from elasticrun.wire import user_folder
 from elasticrun.wire.spawning import SHIELDED
 from elasticrun.wire.types import Endpoint, dumps
@@ -52,6 +56,16 @@ MAX_TAKEN: Final = 10
 
 HEALTHY_AFTER: Final = 10.0
 """A helper that lived this long starts again at once."""
+
+PING_EVERY: Final = 5.0
+"""Seconds between a master's answer and the next ping."""
+
+ANSWER_LIMIT: Final = 20.0
+"""Seconds for a master to answer a ping. One that uses no processor time meanwhile stands still and
+is replaced."""
+
+BUSY_LIMIT: Final = 60.0
+"""Seconds for one that uses some: thousands of nodes may keep it busy, or a slow machine."""
 
 RECORD_WAIT: Final = 15.0
 """Seconds for making the folder of the record, which may be on a network."""
@@ -137,59 +151,48 @@ class MasterProcess:
         bind: Endpoint,
         record: LaunchFolder | None = None,
         in_etcd: InEtcd | None = None,
+        *,
+        again: bool = False,
     ) -> None:
-        """Starts it; needs no loop, so that it can be done before asyncio is imported. OSError."""
+        """Starts it; needs no loop, so that it can be done before asyncio is imported. To be called
+        in the main thread, at whose end the kernel wakes a stopped master. `again`: another one of
+        this agent's has served before. OSError."""
         self.record = record
         self._code: int | None = None
         self._heard: Callable[[int], None] | None = None
-        several = config.spec.max_nodes > 1 and config.rendezvous.kind in SHARED_KINDS
-        config_read, config_write = os.pipe()
-        self.ready_fd, ready_write = os.pipe()
-        lifeline_read, self.lifeline_fd = os.pipe()
-        self.output_fd, output_write = os.pipe()
-        master = MasterConfig(
-            job_id=config.spec.job_id,
-            host=bind.host,
-            port=bind.port,
-            spec=config.spec,
-            status_port=config.status_port,
-            log_dir=_log_dir(config),
-            on_event=config.on_event,
-            sources=config.sources,
-            lifeline_fd=lifeline_read,
-            ready_fd=ready_write,
-            token=config.token,
-            tls=config.tls,
-            outlive=several,
-            record_dir=str(record.path) if record is not None else "",
-            master_store=config.master_store,
-            advertise=in_etcd.advertise if in_etcd is not None else "",
-            holder=in_etcd.holder if in_etcd is not None else "",
-            run=config.run,
-        )
-        environ = dict(os.environ)
-        # -P keeps the working directory off the path: a folder grpc/ in it would be imported.
-        # Where we are not installed our own folder has to be named.
-        paths = filter(None, [environ.get("PYTHONPATH", ""), PACKAGE_ROOT])
-        environ["PYTHONPATH"] = os.pathsep.join(paths)
-        environ.pop("PYTHONINSPECT", None)  # meant for scripts; no program ends with a 0 under it
-        passed = (config_read, ready_write, lifeline_read)
-        try:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+
+            def pipe(*, read: bool) -> tuple[int, int]:
+                """Our end, which we read or write, and the master's."""
+                ends = os.pipe() if read else os.pipe()[::-1]
+                ours.callback(os.close, ends[0])
+                theirs.callback(os.close, ends[1])
+                return ends
+
+            config_write, config_read = pipe(read=False)
+            self.ready_fd, ready_write = pipe(read=True)
+            self.lifeline_fd, lifeline_read = pipe(read=False)
+            self.output_fd, output_write = pipe(read=True)
+            os.set_blocking(self.lifeline_fd, False)
+            master = replace(
+                _master_config(config, bind, record, in_etcd),
+                lifeline_fd=lifeline_read,
+                ready_fd=ready_write,
+                again=again,
+            )
             with shielded():
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "elasticrun.master", f"--config-fd={config_read}"],
                     stdin=subprocess.DEVNULL,
                     stdout=output_write,
                     stderr=output_write,
-                    pass_fds=passed,
-                    env=environ,
+                    pass_fds=(config_read, ready_write, lifeline_read),
+                    env=_environment(),
                     start_new_session=True,
                 )
-        finally:
-            for fd in (*passed, output_write):
-                os.close(fd)
-        with contextlib.suppress(BrokenPipeError), open(config_write, "wb") as pipe:
-            pipe.write(dumps(master).encode())
+            ours.pop_all()
+        with contextlib.suppress(BrokenPipeError), open(config_write, "wb") as config_pipe:
+            config_pipe.write(dumps(master).encode())
 
     def watch(self, reaper: Reaper) -> None:
         """Remember how it ends; before anything is reaped, or its end is missed."""
@@ -206,13 +209,54 @@ class MasterProcess:
         if self._heard is not None:
             self._heard(code)
 
+    def end_lifeline(self) -> None:
+        """It ends now, or when no agent is left."""
+        self._close_end("lifeline_fd")
+
     def close(self) -> None:
-        """Let go of it: the master ends now, or when no agent is left."""
+        """The same, and nothing more is heard of it."""
         for name in ("lifeline_fd", "ready_fd", "output_fd"):
-            fd = getattr(self, name)
-            if fd >= 0:
-                setattr(self, name, -1)
-                os.close(fd)
+            self._close_end(name)
+
+    def _close_end(self, name: str) -> None:
+        fd = getattr(self, name)
+        if fd >= 0:
+            setattr(self, name, -1)
+            os.close(fd)
+
+
+def _master_config(
+    config: AgentConfig, bind: Endpoint, record: LaunchFolder | None, in_etcd: InEtcd | None
+) -> MasterConfig:
+    return MasterConfig(
+        job_id=config.spec.job_id,
+        host=bind.host,
+        port=bind.port,
+        spec=config.spec,
+        status_port=config.status_port,
+        log_dir=_log_dir(config),
+        on_event=config.on_event,
+        sources=config.sources,
+        token=config.token,
+        tls=config.tls,
+        outlive=config.spec.max_nodes > 1 and config.rendezvous.kind in SHARED_KINDS,
+        record_dir=str(record.path) if record is not None else "",
+        master_store=config.master_store,
+        advertise=in_etcd.advertise if in_etcd is not None else "",
+        holder=in_etcd.holder if in_etcd is not None else "",
+        run=config.run,
+    )
+
+
+def _environment() -> dict[str, str]:
+    """The variables of a master."""
+    environ = dict(os.environ)
+    # -P keeps the working directory off the path: a folder grpc/ in it would be imported.
+    # Where we are not installed our own folder has to be named.
+    paths = filter(None, [environ.get("PYTHONPATH", ""), PACKAGE_ROOT])
+    environ["PYTHONPATH"] = os.pathsep.join(paths)
+    environ.pop("PYTHONINSPECT", None)  # meant for scripts; no program ends with a 0 under it
+    return environ
 
 
 def _log_dir(config: AgentConfig) -> str:
@@ -261,6 +305,8 @@ class MasterHost:
         self._in_etcd = in_etcd
         import asyncio  # the first master is started before it
 
+        from elasticrun.agent.runtime import Once, Patience, Timer
+
         self._loop = asyncio.get_running_loop()
         self._master: MasterProcess | None = None
         self._closing = False
@@ -271,6 +317,9 @@ class MasterHost:
         self._gone = asyncio.Event()
         self._gone.set()
         self._served = False
+        self._told = Once()
+        self._ping = Timer()
+        self._patience = Patience()
 
     @property
     def lives(self) -> bool:
@@ -288,7 +337,9 @@ class MasterHost:
         if first is not None:
             self._record = first.record
         try:
-            master = first or MasterProcess(self._config, self._bind, self._record, self._in_etcd)
+            master = first or MasterProcess(
+                *(self._config, self._bind, self._record, self._in_etcd), again=self._served
+            )
         except OSError as error:
             logger.warning("the job master cannot be started: %s", error)
             self._again()
@@ -302,8 +353,9 @@ class MasterHost:
         self._gone.clear()
         os.set_blocking(master.ready_fd, False)
         os.set_blocking(master.output_fd, False)
-        self._loop.add_reader(master.ready_fd, self._ready, master)
+        self._loop.add_reader(master.ready_fd, self._answered, master)
         self._loop.add_reader(master.output_fd, self._relay, master)
+        self._patience.wait(ANSWER_LIMIT, self._not_ready, master)
         master.on_end(lambda code: self._ended(master, code))
 
     async def close(self, *, job_over: bool) -> None:
@@ -319,8 +371,9 @@ class MasterHost:
         if self._timer is not None:
             self._timer.cancel()
         if self._master is not None:
-            os.close(self._master.lifeline_fd)
-            self._master.lifeline_fd = -1
+            self._ping.cancel()
+            self._patience.cancel()
+            self._master.end_lifeline()
             if not self._answer:
                 self.kill()  # it does not even serve yet
             with contextlib.suppress(TimeoutError):
@@ -360,14 +413,16 @@ class MasterHost:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._master.process.pid, signal.SIGKILL)
 
-    def _ready(self, master: MasterProcess) -> None:
-        try:
-            line = os.read(master.ready_fd, 4096)
-        except BlockingIOError:
+    def _answered(self, master: MasterProcess) -> None:
+        """It serves, or cannot; later: it has answered a ping."""
+        if not (said := self._read(master, "ready_fd")):
             return
-        self._loop.remove_reader(master.ready_fd)
+        if self._answer:
+            self._patience.cancel()
+            self._ping.after(PING_EVERY, self._ask, master)
+            return
         try:
-            answer = json.loads(line)
+            answer = json.loads(said)
         except ValueError:
             return  # it died before it served; its end is told apart
         self._answer = answer if isinstance(answer, dict) else {}
@@ -377,24 +432,64 @@ class MasterHost:
             everywhere = self._bind.host in ("::", "0.0.0.0")
             host = "127.0.0.1" if everywhere else self._bind.host
             self._bind = Endpoint(self._bind.host, port)
+            self._patience.cancel()
+            self._ping.after(PING_EVERY, self._ask, master)
             self._owner.master_serves(Endpoint(host, port))
+
+    def _read(self, master: MasterProcess, name: str) -> bytes:
+        """What has come from one of its pipes; nothing more is expected after the end of it."""
+        fd = getattr(master, name)
+        if fd < 0:
+            return b""
+        try:
+            said = os.read(fd, RELAY_BYTES)
+        except BlockingIOError:
+            return b""
+        if not said:
+            self._loop.remove_reader(fd)
+        return said
+
+    # ------------------------------------------------------------ one that stands still
+
+    def _ask(self, master: MasterProcess) -> None:
+        """See whether its loop runs."""
+        with contextlib.suppress(OSError):  # it is about to end, which is told apart
+            os.write(master.lifeline_fd, b"\n")
+        used = cpu_ticks(master.process.pid)
+        self._patience.wait(ANSWER_LIMIT, self._silent, master, used)
+
+    def _silent(self, master: MasterProcess, used: int | None) -> None:
+        """`used`: its processor time when it was asked; None: it was given more time since."""
+        pid = master.process.pid
+        if used is not None and cpu_ticks(pid) != used and not is_stopped(pid):
+            self._patience.wait(BUSY_LIMIT - ANSWER_LIMIT, self._silent, master, None)
+        else:
+            self._give_up(master, ANSWER_LIMIT if used is not None else BUSY_LIMIT)
+
+    def _not_ready(self, master: MasterProcess) -> None:
+        """A slow disk may keep it from serving for long; SIGSTOP must not."""
+        if is_stopped(master.process.pid):
+            self._give_up(master, ANSWER_LIMIT)
+        else:
+            self._patience.wait(ANSWER_LIMIT, self._not_ready, master)
+
+    def _give_up(self, master: MasterProcess, limit: float) -> None:
+        how = how_silent(master.process.pid)
+        logger.warning("no answer of the job master for %g s: %s, and is killed", limit, how)
+        self.kill()
 
     def _relay(self, master: MasterProcess) -> None:
         # By way of us, so that a master which outlives us does not hold the user's pipe open.
-        try:
-            text = os.read(master.output_fd, RELAY_BYTES)
-        except BlockingIOError:
-            return
-        if text:
+        if text := self._read(master, "output_fd"):
             self._node.writer.write(text.decode(errors="replace"))
-        else:
-            self._loop.remove_reader(master.output_fd)
 
     def _ended(self, master: MasterProcess, code: int) -> None:
         if self._master is not master:
             return
         if not self._answer:
-            self._ready(master)
+            self._answered(master)
+        self._ping.cancel()
+        self._patience.cancel()
         self._relay(master)
         self._let_go(master)
         self._master = None
@@ -412,7 +507,7 @@ class MasterHost:
             self._port_taken()
             return
         if "error" in self._answer:
-            self._node.fatal(str(self._answer["error"]))
+            self._cannot_serve(str(self._answer["error"]))
             return
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         if not self._served and self._deaths >= MAX_STILLBORN:
@@ -421,16 +516,31 @@ class MasterHost:
         logger.warning("the job master %s; a new one is started, and the ranks go on", how)
         self._again()
 
+    def _cannot_serve(self, sentence: str) -> None:
+        """Something is in its way. At the job's start that ends this node. Later ranks run: it may
+        pass, and they go on for `master_lost_timeout`."""
+        if not self._served:
+            self._node.fatal(sentence)
+            return
+        self._told.tell(f"no job master can be started here: {sentence}; it is tried again")
+        self._again()
+
     def _port_taken(self) -> None:
         if self._config.rendezvous.kind not in NAMED_KINDS and self._served:
             # On loopback only we know the port: any other does as well.
             self._bind = Endpoint(self._bind.host, 0)
             self._again()
-        elif self._served and self._deaths < MAX_TAKEN:
+        elif self._served and (self._deaths < MAX_TAKEN or self._alone_hosts):
             self._again()  # the kernel may not have given it back yet
         else:
             self._forget()
             self._owner.master_taken(str(self._answer.get("error", "its port is taken")))
+
+    @property
+    def _alone_hosts(self) -> bool:
+        """Whether no other agent can start a master in the place of ours."""
+        where = self._config.rendezvous
+        return where.kind == "elastic" and where.is_host is True
 
     def _again(self) -> None:
         if self._loop.time() - self._since > HEALTHY_AFTER:

@@ -21,6 +21,7 @@ told, which holds up the proxy for as long as that takes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import heapq
 import json
@@ -62,6 +63,9 @@ would report those that wait again and again."""
 
 MAX_LINE = 4096
 """Bytes of one control line; a longer one is dropped."""
+
+PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that the kernel sends us at our parent's death."""
 
 _READ, _WRITE, _HUNG, _HALF = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP, select.EPOLLRDHUP
 
@@ -373,15 +377,24 @@ def _prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 20)
 
 
+def _most_connections() -> int:
+    """As many as the limit of open files allows, which is raised as far as it may be."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        limit = hard
+    return MAX_CONNECTIONS if limit < 0 else min(MAX_CONNECTIONS, max(16, (limit - 16) // 2))
+
+
 def main(listen_fd: int, control_fd: int) -> int:
     """The process: signals that go to every process of a job are not for the proxy."""
     for word in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, word), signal.SIG_IGN)
     with contextlib.suppress(OSError):  # the agent has given us a session already
         os.setsid()
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    most = MAX_CONNECTIONS if hard < 0 else min(MAX_CONNECTIONS, max(16, (hard - 16) // 2))
+    # A stopped proxy does not read the end of its control stream.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    most = _most_connections()
     Proxy(socket.socket(fileno=listen_fd), control_fd, most).run()
     return 0
 

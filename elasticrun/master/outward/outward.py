@@ -16,6 +16,7 @@ from elasticrun.core.sight.picture import IncidentRow, Picture, VerdictRow
 from elasticrun.master.outward.record import (
     last_words,
     name_of,
+    open_again,
     open_fresh,
     open_placed,
     result_of,
@@ -53,14 +54,19 @@ class Outward:
 
     async def open(self, *, goes_on: bool) -> str:
         """Take the run folder that a person has named, if one has. The sentence, where the job has
-        succeeded there and is not run again; else "". `goes_on`: a master before this one had it.
-        RunRefused."""
+        succeeded there and is not run again; else "". `goes_on`: a master before this one had it,
+        so that ranks may run: a folder that cannot be used now is tried again whenever there is
+        something to write, and refuses nobody. RunRefused."""
         config, folder = self._config, self._config.run.folder
         if not folder:
             return ""
+        if goes_on:
+            again = partial(open_again, config, self._hosted)
+            self._files = RunFiles(again, config.log_dir, tells=self._hosted)
+            return ""
         try:
             async with asyncio.timeout(OPEN_LIMIT):
-                found = await asyncio.to_thread(open_placed, config, self._hosted, goes_on)
+                found = await asyncio.to_thread(open_placed, config, self._hosted)
         except TimeoutError:
             raise RunRefused(f"{folder} has not answered for {OPEN_LIMIT:g} s") from None
         except OSError as wrong:

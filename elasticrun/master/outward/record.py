@@ -22,7 +22,7 @@ from elasticrun.core.sight.picture import Picture
 from elasticrun.master.outward.report import lasted
 from elasticrun.runs.index import run_path, runs_root
 from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, ShortRow
-from elasticrun.runs.opening import OpenRun, already, open_named, open_new
+from elasticrun.runs.opening import OpenRun, RunRefused, already, open_named, open_new
 from elasticrun.system.processes import ProcessId, user_name
 from elasticrun.wire import user_folder
 
@@ -51,16 +51,29 @@ def open_fresh(config: MasterConfig, hosted: bool) -> OpenRun:
     return open_new(runs_root(os.environ), _record(config, hosted, launch), launch, _stem(config))
 
 
-def open_placed(config: MasterConfig, hosted: bool, goes_on: bool) -> OpenRun | str:
+def open_placed(config: MasterConfig, hosted: bool) -> OpenRun | str:
     """The folder that a person has named, or the sentence where its job has succeeded and is not
-    run again. `goes_on`: a master before this one had it. RunRefused, OSError."""
+    run again. RunRefused, OSError."""
     at = Path(config.run.folder).absolute()
-    fresh = config.run.fresh
-    if not (fresh or goes_on) and (sentence := already(at)):
+    if not config.run.fresh and (sentence := already(at)):
         return sentence
+    return _open_named(config, hosted, at, goes_on=False)
+
+
+def open_again(config: MasterConfig, hosted: bool) -> OpenRun:
+    """The same folder for a master after another one of the same job. OSError, also where another
+    job has it by now."""
+    try:
+        return _open_named(config, hosted, Path(config.run.folder).absolute(), goes_on=True)
+    except RunRefused as refused:
+        raise OSError(str(refused)) from None
+
+
+def _open_named(config: MasterConfig, hosted: bool, at: Path, *, goes_on: bool) -> OpenRun:
     root = Path(os.devnull)
     with contextlib.suppress(OSError):  # without a home it is listed nowhere
         root = runs_root(os.environ)
+    fresh = config.run.fresh
     launch = ("" if fresh else RunFolder(at).id) or _launch(config)
     record = _record(config, hosted, launch)
     stem = _stem(config)
