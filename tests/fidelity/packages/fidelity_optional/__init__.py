@@ -1,0 +1,1 @@
+"""An optional dependency of fidelity_looks."""

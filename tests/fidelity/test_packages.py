@@ -1,0 +1,31 @@
+"""The packages that training scripts use most: their imports do in a forked rank what they do under
+torchrun. What is not installed is skipped (docs/testing.md has the environment with all)."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests import needs
+from tests.fidelity.compare import alike
+from tests.fidelity.runner import Case, Runs
+from tests.further import further
+
+pytestmark = pytest.mark.slow
+
+PACKAGES = (
+    *("wandb", "mlflow", "tensorboard", "matplotlib.pyplot", "pandas", "pyarrow", "polars"),
+    *("datasets", "transformers", "accelerate", "peft", "lightning", "torchmetrics", "h5py"),
+    *("zarr", "numba", "sklearn", "hydra", "omegaconf", "ray", "s3fs", "cv2", "sentencepiece"),
+    *("tokenizers", "tiktoken"),
+)
+"""The modules that scripts import of them."""
+
+
+@further("fidelity/test_imports::test_imports")
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package(runs: Runs, name: str) -> None:
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        needs.lacking(f"not installed: {name.partition('.')[0]}")
+    alike(runs, Case(("packages.py", name), ranks=1), "fork", "warm")
