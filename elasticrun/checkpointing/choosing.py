@@ -21,8 +21,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ from elasticrun.storage.folder import MARKER, Folder
 from elasticrun.storage.writing import StorageError
 from elasticrun.wire import env
 
+T = TypeVar("T")
+
 LIMIT: Final = 300.0
 """Seconds that a rank waits for rank 0's word on what to go on from."""
 
@@ -47,7 +50,12 @@ AGREE_LIMIT: Final = 1800.0
 """Seconds that a rank waits for all others' word on a checkpoint: each has read a part of it."""
 
 LOOK_LIMIT: Final = 10.0
-"""Seconds for a look into storage, where there is a step in memory to go on from."""
+"""Seconds for a look into storage, where there is a step in memory to go on from. Where there is
+none, the operator is told then that the ranks wait for the storage."""
+
+STORAGE_LIMIT: Final = LIMIT - 30.0
+"""Seconds for a look into storage without which nothing can be chosen: the other ranks hear why
+there is no choice before they stop waiting for one."""
 
 MOST_SPOILED: Final = 8
 """Checkpoints found spoiled in one life, one after the other: then it is the storage."""
@@ -90,6 +98,41 @@ class RankOptions:
     replicas: int = 0
     weights_only: bool = True
     least_slots: int = 0  # that will do where there is no room for more; 0: no fewer
+
+
+def within(
+    limit: float, work: Callable[[], T], url: str, slow: Callable[[], None] = lambda: None
+) -> T:
+    """What `work` returns or raises, if its storage answers within `limit` seconds; else
+    StorageError. A call into a file system that hangs cannot be interrupted, so it is made in a
+    thread, which is left behind then. `slow` is called after LOOK_LIMIT."""
+    answer: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+    def look() -> None:
+        try:
+            answer.put((work(), None))
+        except BaseException as error:
+            answer.put((None, error))
+
+    try:
+        # not by `threading`, whose start() waits for ever for a thread that dies for want of
+        # memory before it is one
+        _thread.start_new_thread(look, ())
+    except RuntimeError as error:
+        raise StorageError(str(error)) from error
+    first = min(limit, LOOK_LIMIT)
+    try:
+        found, wrong = answer.get(timeout=first)
+    except Empty:
+        try:
+            if limit > first:
+                slow()
+            found, wrong = answer.get(timeout=limit - first)
+        except Empty:
+            raise StorageError(f"{url} has not answered for {limit:.0f} s") from None
+    if wrong is not None:
+        raise wrong
+    return found  # type: ignore[return-value]
 
 
 class Board:
@@ -334,7 +377,7 @@ class RestoreChoice:
             source, step = self._choose()
             if source != "storage":
                 return source, step
-            stored, wrong = self._look(step)
+            stored, wrong = self._examine(step)
             if not wrong:
                 stored.load(state)
                 return source, step
@@ -355,7 +398,7 @@ class RestoreChoice:
                 raise NotAgreed(f"rank 0 cannot say what to go on from: {what}")
             return source, int(what)
         try:
-            chosen = self._asked_for() if self.restore_step >= 0 else self._best()
+            chosen = self._best() if self.restore_step < 0 else self._asked_for()
         except Exception as error:  # the others must not wait for what is not to come
             self.board.say(key, f"away {error!s:.500}")
             raise
@@ -366,7 +409,7 @@ class RestoreChoice:
         step, folder = self.restore_step, self.setting.folder
         if self.memory == step:
             return "memory", step
-        whole = sorted(one.step for one in folder.survey() if one.committed)
+        whole = sorted(self._look(folder.committed))
         if step in whole:
             return "storage", step
         there = ", ".join(map(str, whole[-MOST_NAMED:])) or "none"
@@ -395,36 +438,29 @@ class RestoreChoice:
         """In storage; a step in memory does not wait for a storage that is away."""
         folder = self.setting.folder
         if memory < 0:
-            return folder.newest(below)
-        answer: SimpleQueue[int | Exception] = SimpleQueue()
-
-        def look() -> None:
-            try:
-                answer.put(folder.newest(below, above=memory))
-            except Exception as error:  # of a library that knows the storage
-                answer.put(error)
-
+            return self._look(partial(folder.newest, below))
         try:
-            # not by `threading`, whose start() waits for ever for a thread that dies for want of
-            # memory before it is one
-            _thread.start_new_thread(look, ())
-            found = answer.get(timeout=LOOK_LIMIT)
-        except RuntimeError as error:
-            found = StorageError(str(error))
-        except Empty:
-            found = StorageError(f"{folder.url} has not answered for {LOOK_LIMIT:.0f} s")
-        if isinstance(found, int):
-            return found
-        self.tell(f"step {memory} is taken from memory, storage was not looked at: {found}")
-        return -1
+            return within(LOOK_LIMIT, partial(folder.newest, below, memory), folder.url)
+        except Exception as error:  # of a library that knows the storage
+            self.tell(f"step {memory} is taken from memory, storage was not looked at: {error}")
+            return -1
 
-    def _look(self, step: int) -> tuple[Stored, str]:
+    def _look(self, work: Callable[[], T]) -> T:
+        """What `work` finds in storage, without which nothing can be chosen. StorageError."""
+        url = self.setting.folder.url
+
+        def slow() -> None:
+            self.tell(f"{url} has not answered for {LOOK_LIMIT:.0f} s: the ranks wait for it")
+
+        return within(STORAGE_LIMIT, work, url, slow)
+
+    def _examine(self, step: int) -> tuple[Stored, str]:
         """The checkpoint, and "" if no rank finds a fault in it; then it may be loaded. Else what
         the first one found, the same for all."""
         setting, key = self.setting, f"whole/{self._round}"
         try:
             stored = Stored(setting, step)
-            wrong = stored.fault()
+            wrong = within(AGREE_LIMIT, stored.fault, setting.folder.url)
         except Exception as error:  # the others must not wait for this rank
             self.board.object(key, f"away rank {setting.rank}: {error!s:.500}")
             raise

@@ -45,7 +45,7 @@ class Folder:
     with a checkpoint they return as a sentence."""
 
     def __init__(self, url: str, *, calls: Calls | None = None) -> None:
-        """StorageError if nothing can lie there. Nothing is made yet."""
+        """StorageError if nothing can lie there. The storage is not asked yet."""
         self.url = url
         path = url.removeprefix("file://")
         self.is_local = path != url or url.startswith("/") or "://" not in url
@@ -55,10 +55,13 @@ class Folder:
         self._place: StoragePlace = (
             LocalPlace(path, calls or Calls()) if self.is_local else UrlPlace(url)
         )
-        self.shows_others = self._place.fresh
-        """Whether what other nodes have written is seen here at once; not so on mounted buckets."""
         self.unfit = self._place.unfit
         """Why a job must not keep its checkpoints there, in a sentence; "" if it may."""
+
+    @property
+    def shows_others(self) -> bool:
+        """Whether what other nodes have written is seen here at once; not so on mounted buckets."""
+        return self._place.fresh
 
     def path(self, step: int) -> str:
         """Of a checkpoint, for torch's readers (`checkpoint_id`)."""

@@ -23,6 +23,7 @@ from elasticrun.storage.writing import (
     FileSink,
     Sink,
     StorageError,
+    Ways,
     sentence,
     sync_folder,
     ways_of,
@@ -45,10 +46,12 @@ class StoragePlace(Protocol):
     """See above."""
 
     remarks: list[str]
-    fresh: bool
-    """Whether a listing shows at once what other nodes have written."""
     unfit: str
     """Why checkpoints must not lie there, in a sentence; "" if they may."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether a listing shows at once what other nodes have written."""
 
     def full(self, name: str) -> str: ...
     def make(self, name: str) -> None: ...
@@ -90,14 +93,26 @@ def _said(path: str, doing: str) -> Iterator[None]:
 
 
 class LocalPlace:
-    """A folder by its absolute path, which need not exist yet."""
+    """A folder by its absolute path, which need not exist yet. The constructor makes no system
+    call: a script names its folder in its main thread, where a file system that hangs would hold
+    up the start of the ranks without limit."""
 
     def __init__(self, root: str, calls: Calls) -> None:
         self._root, self._calls = os.path.normpath(root), calls
-        self._ways = ways_of(self._root, calls)
-        self.remarks = self._ways.remarks
+        self._known: Ways | None = None
+        self.remarks: list[str] = []
         self.unfit = ""
-        self.fresh = self._ways.fsync
+
+    @property
+    def _ways(self) -> Ways:
+        """Found out by the first call that needs to know."""
+        if self._known is None:
+            self._known = ways_of(self._root, self._calls, self.remarks)
+        return self._known
+
+    @property
+    def fresh(self) -> bool:
+        return self._ways.fsync
 
     def full(self, name: str) -> str:
         return os.path.join(self._root, name) if name else self._root
@@ -205,48 +220,69 @@ _CACHES = frozenset({"cached", "blockcache", "filecache", "simplecache"})
 """Protocols of fsspec that keep files, or copies of them, where other processes do not see them."""
 
 
-def _unfit(url: str, fs: Any) -> str:
-    """Why checkpoints must not lie there, "" if they may. `fs`: wrapped in others, maybe."""
-    while fs is not None:
-        named = getattr(fs, "protocol", ())
-        protocols = {named} if isinstance(named, str) else set(named)
-        if protocols & _MEMORY:
-            return (
-                f"checkpoints cannot lie in {url}: that is the memory of a single process and ends "
-                "with it; name a folder, or the URL of a storage that all nodes reach"
-            )
-        if protocols & _CACHES:
-            return (
-                f"checkpoints cannot lie in {url}: {min(protocols & _CACHES)} keeps copies of its "
-                "own on each node, which may be older than the storage; name the URL of the "
-                "storage behind it"
-            )
-        fs = getattr(fs, "fs", None) or getattr(fs, "sync_fs", None)
+def _unfit(url: str, kind: Any) -> str:
+    """Why checkpoints must not lie there, "" if they may. `kind`: the class of a file system that
+    the URL names."""
+    named = kind.protocol
+    protocols = {named} if isinstance(named, str) else set(named)
+    if protocols & _MEMORY:
+        return (
+            f"checkpoints cannot lie in {url}: that is the memory of a single process and ends "
+            "with it; name a folder, or the URL of a storage that all nodes reach"
+        )
+    if protocols & _CACHES:
+        return (
+            f"checkpoints cannot lie in {url}: {min(protocols & _CACHES)} keeps copies of its "
+            "own on each node, which may be older than the storage; name the URL of the "
+            "storage behind it"
+        )
     return ""
 
 
 class UrlPlace:
-    """See StoragePlace. `url`: as fsspec takes it, with its protocol."""
+    """See StoragePlace. `url`: as fsspec takes it, with its protocol. The constructor looks for the
+    protocol's package alone: to make a file system may ask a server for credentials."""
+
+    fresh = True
 
     def __init__(self, url: str) -> None:
         import fsspec  # type: ignore[import-untyped]
 
         self.remarks: list[str] = []
-        self.fresh = True
-        try:
-            self._fs, self._root = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise StorageError(
-                f"{url} cannot be reached: {error}; install the package that fsspec names for it"
-            ) from None
         self._url = url.rstrip("/")
-        self.unfit = _unfit(url, self._fs)
+        self._given = url
+        self.unfit = ""
+        self._reached: tuple[Any, str] | None = None
+        try:
+            for link in url.split("::"):
+                protocol = fsspec.core.split_protocol(link)[0] or link.partition("://")[0]
+                kind = fsspec.get_filesystem_class(protocol)
+                self.unfit = self.unfit or _unfit(url, kind)
+        except (ImportError, ValueError) as error:
+            raise _no_package(url, error) from None
+
+    def _reach(self) -> tuple[Any, str]:
+        """The file system and the place in it. StorageError."""
+        if self._reached is None:
+            import fsspec
+
+            try:
+                self._reached = fsspec.core.url_to_fs(self._given)
+            except (ImportError, ValueError) as error:
+                raise _no_package(self._url, error) from None
+            except Exception as error:  # of the library that knows the storage
+                raise StorageError(f"{self._url} cannot be reached: {error!s:.300}") from error
+        return self._reached
+
+    @property
+    def _fs(self) -> Any:
+        return self._reach()[0]
 
     def full(self, name: str) -> str:
         return f"{self._url}/{name}" if name else self._url
 
     def _path(self, name: str) -> str:
-        root = self._root.rstrip("/")
+        root = self._reach()[1].rstrip("/")
         return f"{root}/{name}" if name else root
 
     def _do(self, name: str, doing: str, work: Callable[[str], T]) -> T:
@@ -303,6 +339,13 @@ class UrlPlace:
         if not self.entries(name):
             with suppress(Exception):  # most object stores have no folders to remove
                 self._fs.rmdir(self._path(name))
+
+
+def _no_package(url: str, error: Exception) -> StorageError:
+    """Nothing here knows this kind of storage."""
+    return StorageError(
+        f"{url} cannot be reached: {error}; install the package that fsspec names for it"
+    )
 
 
 def _entry(found: dict[str, Any]) -> Entry:

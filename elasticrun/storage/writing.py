@@ -140,12 +140,14 @@ class Ways:
         )
 
 
-def ways_of(root: str, calls: Calls) -> Ways:
-    """Of the file system where `root`, an absolute path that need not exist yet, lies."""
+def ways_of(root: str, calls: Calls, remarks: list[str] | None = None) -> Ways:
+    """Of the file system where `root`, an absolute path that need not exist yet, lies; it is
+    resolved, which hangs where a file system on the way does. `remarks`: where to put them."""
+    found = Ways(calls, remarks=[] if remarks is None else remarks)
     with suppress(OSError):
         if is_gcsfuse(os.path.realpath(root), calls.mounts()):
-            return Ways(calls, direct=False, fallocate=False, rename=False, fsync=False)
-    return Ways(calls)
+            found.direct = found.fallocate = found.rename = found.fsync = False
+    return found
 
 
 class FileSink:

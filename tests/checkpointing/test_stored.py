@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
 import threading
 import types
@@ -27,6 +28,7 @@ from elasticrun.storage.writing import StorageError
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import Remark
 from elasticrun.wire.types import RoundName
+from tests import hanging
 from tests.checkpointing.played import PlayedAgent
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -227,6 +229,38 @@ def test_memory_does_not_wait_for_a_storage_that_is_away(
     assert len(said) == 1
     assert said[0].startswith("step 3 is taken from memory, storage was not looked at: ")
     assert why in said[0]
+
+
+@pytest.mark.slow
+def test_a_folder_that_hangs_holds_nobody_up_without_limit(tmp_path: Path) -> None:
+    """Every system call that names the folder hangs. To make a Checkpointer needs none; a restore
+    that has nothing in memory says that it waits, and ends in a sentence."""
+    hanging.require()
+    code = f"from {__name__} import *; restored_while_it_hangs({str(tmp_path)!r})"
+    done = subprocess.run(
+        [*hanging.APART, sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{tmp_path} has not answered for 0 s: the ranks wait for it" in done.stderr
+    assert done.stdout == f"made\n{tmp_path} has not answered for 1 s\n"
+
+
+def restored_while_it_hangs(folder: str) -> None:
+    """In a process with mounts of its own, which ends here."""
+    choosing.LOOK_LIMIT, choosing.STORAGE_LIMIT = 0.1, 0.6
+    os.environ["ELASTICRUN_SNAPSHOTS"] = ""
+    hanging.mount(folder)
+    ckpt = Checkpointer(folder, state={"x": torch.zeros(1)})
+    print("made", flush=True)
+    try:
+        ckpt.restore()
+    except StorageError as error:
+        print(error, flush=True)
+    os._exit(0)
 
 
 def test_memory_is_taken_where_what_is_later_in_storage_is_spoiled(

@@ -52,7 +52,7 @@ test_a_node_is_lost_and_all_have_the_same_state, test_one_node_leaves_and_the_ot
 checkpointing/test_ranks.py::test_sharded_state_from_memory_at_another_number_of_ranks |
 | the disk is full | test_a_full_disk, \
 storage/test_writing.py::test_a_full_disk_is_said_and_nothing_is_left_on_it |
-| storage hangs | \
+| storage hangs | test_storage_hangs_while_a_rank_dies, \
 saver/test_saver.py::test_a_hanging_file_system_makes_it_neither_deaf_nor_immortal |
 | a zombie of an old round | test_a_node_that_was_lost_comes_back_with_what_it_held, \
 agent/snapshots/test_snapshots.py::test_ranks_of_an_older_life_are_not_heard_any_more |

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from elasticrun.agent.rendezvous.claims import NAME
 from elasticrun.shm.segment import Segment
 from elasticrun.testing import processes
-from tests import needs
+from tests import hanging, needs
 from tests.further import further
 from tests.harness import ELASTICRUN, Launched, World, await_true, processes_of
 from tests.snapshots.conftest import (
@@ -26,7 +27,9 @@ from tests.snapshots.conftest import (
     ends,
     flip,
     starts,
+    told,
     undisturbed,
+    until_printed,
 )
 
 pytestmark = pytest.mark.slow
@@ -146,6 +149,41 @@ def test_a_full_disk(training: Training) -> None:
         end(job)
     assert starts(training.out, 0) == [0]
     assert "it is tried again in" in said.read_text()
+
+
+@further("checkpointing/test_stored::test_a_folder_that_hangs_holds_nobody_up_without_limit")
+def test_storage_hangs_while_a_rank_dies(training: Training) -> None:
+    """Every call into the folder hangs, as with a network file system whose server is away: ranks
+    go on from memory, one line says so, and checkpoints are written once the folder answers."""
+    hanging.require()
+    training.ckpt.mkdir()
+    command = [
+        *(*hanging.APART, sys.executable, "-m", "elasticrun", "--standalone"),
+        *("--nproc-per-node=2", "--max-restarts=1", f"--rdzv-conf=heartbeat_timeout={SILENCE}"),
+        *(str(TRAIN), "--steps", str(STEPS), "--persist-every", "2", "--gate", str(training.gate)),
+        *("--out", str(training.out), "--ckpt", str(training.ckpt), "--print-at", "3"),
+    ]
+    training.open_gate(3)
+    said = training.out / "said"
+    environ = {**os.environ, "ELASTICRUN_SHM_DIR": str(training.shm), "LOGLEVEL": "INFO"}
+    with said.open("wb") as log:
+        job = subprocess.Popen(command, stderr=log, env=environ)
+    try:
+        for rank in range(2):
+            until_printed(training.out, rank)
+        training.until(training.checkpoints, "checkpoint")
+        with hanging.hanging(training.ckpt, job.pid):
+            os.kill(told(training.out, 1)[0]["pid"], signal.SIGKILL)
+            for rank in range(2):
+                training.until(lambda rank=rank: len(training.starts(rank)) == 2, "restart")
+        training.open_gate()
+        assert job.wait(240) == 0
+    finally:
+        end(job)
+    assert [training.starts(rank) for rank in range(2)] == [[0, 3]] * 2
+    assert "step 3 is taken from memory, storage was not looked at" in said.read_text()
+    assert training.checkpoints()[-1] == STEPS
+    training.is_as_if_nothing_happened()
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
