@@ -10,6 +10,10 @@ LEADER_RENEW seconds. Three fences, each enough against a master that was stoppe
   other can lead yet;
 * its term is that create_revision, which only grows; agents obey no lower one.
 
+An etcd that was wiped, or restored from a backup, counts its revisions anew. An agent that has
+obeyed a higher term shows that; then this master writes the highest one into `terms`, which is
+added to revisions from then on, and ends for one with a higher term.
+
 Whoever cannot renew ends (`lost`). It might wait for etcd instead, but its agents must know at once
 that nobody guards their round: their own deadline to stop their ranks begins with the end of
 the stream, and the next master's wait counts on that.
@@ -63,6 +67,9 @@ RENEW_RECORD: Final = 3600.0
 HEAD: Final = b"elasticrun facts 1\n"
 MAX_BYTES: Final = 1_400_000
 """What etcd takes (1.5 MiB by default), less room for the rest of the transaction."""
+MAX_TERM: Final = 2**62
+"""Highest term that is believed: revisions are added to it, and it has 64 bits on the wire."""
+
 MAX_TEXT: Final = 64 * 1024 * 1024
 """Longest JSON that is unpacked: nobody's record grows without bound in memory."""
 
@@ -97,7 +104,10 @@ class EtcdStore:
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
         self.term = 0
-        """The fencing token: higher than that of every master of this job before."""
+        """Higher than that of every master of this job before."""
+        self._revision = 0
+        """The fencing token: of the key by which we lead."""
+        self._began_empty = False
         self._lease = 0
         self._record_lease = 0
         self._outcome_lease = 0
@@ -108,6 +118,7 @@ class EtcdStore:
         self._more = asyncio.Event()
         self._silent = False
         self._crashes = 0
+        self._heard = self._outgrown = False
         self._tasks: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------ the promise of FactStore
@@ -119,9 +130,13 @@ class EtcdStore:
     async def load(self) -> Facts | None:
         try:
             await asyncio.wait_for(self._campaign(), CAMPAIGN_LIMIT)
-            read = (etcd.get(self._keys.record), etcd.get(self._keys.crashes))
+            keys = self._keys
+            read = tuple(map(etcd.get, (keys.record, keys.crashes, keys.terms)))
             answer = await self._persist(lambda: self._etcd.txn((), read))
-            facts = await self._facts(answer)
+            there = {item.key: item for item in answer.items}
+            self.term = self._revision + _number(there.get(keys.terms))
+            facts = await self._facts(there)
+            self._began_empty = facts is None
             if not self._record_lease:
                 self._record_lease = await self._persist(lambda: self._etcd.grant(RECORD_KEPT))
         except (TimeoutError, etcd.EtcdError, StoreRefused) as wrong:
@@ -137,9 +152,25 @@ class EtcdStore:
         self._waiting.append(done)
         self._more.set()
 
+    def heard_of(self, term: int) -> None:
+        """See `FactStore.heard_of`."""
+        first, self._heard = not self._heard, True
+        if not term or not self.leads() or (term == self.term and not first):
+            return  # it has obeyed us
+        if self._began_empty:
+            self._began_empty = False
+            logger.warning(
+                "%s has lost this job's record (was it wiped?): the nodes bring the round back, "
+                "but not the restarts that were spent, nor who was left out",
+                self._place,
+            )
+        if self.term <= term <= MAX_TERM and not self._outgrown:
+            self._outgrown = True
+            self._tasks.append(self._task(self._outgrow(term)))
+
     async def crashed(self) -> None:
         keys, count = self._keys, self._crashes + 1
-        ours = (etcd.created_at(keys.master, self.term),)
+        ours = (etcd.created_at(keys.master, self._revision),)
         with contextlib.suppress(etcd.EtcdError):
             lease = await self._etcd.grant(int(CRASH_WINDOW))
             told = etcd.put(keys.crashes, str(count).encode(), lease)
@@ -183,17 +214,15 @@ class EtcdStore:
             await self._persist(partial(self._etcd.txn, stale, (etcd.delete(key),)))
 
     def _won(self, revision: int, since: float) -> None:
-        self.term = revision
+        self._revision = revision
         self._extend(since)
 
-    async def _facts(self, answer: etcd.TxnResult) -> Facts | None:
-        there = {item.key: item for item in answer.items}
-        item, told = there.get(self._keys.record), there.get(self._keys.crashes)
+    async def _facts(self, there: dict[str, etcd.KeyValue]) -> Facts | None:
+        item = there.get(self._keys.record)
         if item is None:
             return None
         self._record_lease = item.lease
-        if told is not None and told.value.isdigit():
-            self._crashes = int(told.value[:9])
+        self._crashes = _number(there.get(self._keys.crashes))
         if self._crashes >= MAX_CRASHES:
             logger.warning(
                 "%d masters have failed on the job's record in etcd; the agents are asked instead",
@@ -236,7 +265,7 @@ class EtcdStore:
     async def _renew_on(self) -> None:
         """Renew the lease and look whether the key still is ours, for as long as we lead."""
         renewed = self._clock()
-        ours = (etcd.created_at(self._keys.master, self.term),)
+        ours = (etcd.created_at(self._keys.master, self._revision),)
         while not self.lost.done():
             await asyncio.sleep(LEADER_RENEW)
             since = self._clock()
@@ -260,6 +289,21 @@ class EtcdStore:
                 self._silent = False
                 logger.warning("etcd answers again, and this master still leads")
             self._extend(since)
+
+    async def _outgrow(self, term: int) -> None:
+        """Somebody has obeyed a master of this higher term, and yet nobody but us leads: have all
+        masters from the next one on begin above it."""
+        ours = (etcd.created_at(self._keys.master, self._revision),)
+        then = (etcd.put(self._keys.terms, str(term).encode(), self._record_lease),)
+        try:
+            await self._persist(lambda: self._etcd.txn(ours, then))
+        except etcd.EtcdRefused as refused:
+            self._lose(str(refused))
+            return
+        self._lose(
+            f"{self._place} counts anew (was it wiped, or restored from a backup?): an agent has "
+            f"obeyed term {term}, and this one is {self.term}; the next master has a higher one"
+        )
 
     def _tell_silent(self, why: str) -> None:
         if not self._silent:
@@ -316,7 +360,7 @@ class EtcdStore:
             lease = self._outcome_lease
             ended = [etcd.put(self._keys.outcome, protobuf.order_to_wire(outcome), lease)]
         then = (etcd.put(self._keys.record, data, lease), *ended)
-        ours = (etcd.created_at(self._keys.master, self.term),)
+        ours = (etcd.created_at(self._keys.master, self._revision),)
         answer = await self._persist(lambda: self._etcd.txn(ours, then))
         if not answer.succeeded:
             self._lose("another master leads this job: what this one decided is void")
@@ -345,6 +389,11 @@ class EtcdStore:
 
 
 # ---------------------------------------------------------------- the record as bytes
+
+
+def _number(item: etcd.KeyValue | None) -> int:
+    """What an item counts; 0 where there is none."""
+    return int(item.value[:19]) if item is not None and item.value.isdigit() else 0
 
 
 def facts_to_bytes(facts: Facts) -> bytes:

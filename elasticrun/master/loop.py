@@ -163,6 +163,8 @@ class Loop:
     def attach(self, event: events.Attached, box: Mailbox) -> None:
         """A stream said Hello: its orders go to `box` from now on."""
         self._boxes[event.session] = box
+        if self._store is not None:
+            self._store.heard_of(event.hello.last_term)
         self.put(event)
 
     def put(self, event: events.JobEvent) -> None:

@@ -70,6 +70,10 @@ class FactStore(Protocol):
         """Make these facts durable, then call `done` in the loop's thread; never blocks. Newer
         facts replace older ones that were not written yet, whose `done` is called with theirs."""
 
+    def heard_of(self, term: int) -> None:
+        """An agent has obeyed a master of this term (0: none yet). Never blocks. Where the store is
+        the source of terms and ours is lower, it has lost its history: `lost` is done."""
+
     async def crashed(self) -> None:
         """The brain has failed on these facts. After a few such ends in a row the next `load` gives
         none: then the agents are asked."""

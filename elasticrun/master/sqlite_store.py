@@ -117,6 +117,9 @@ class SqliteStore:
         if not self._on_its_way:
             self._send(facts)
 
+    def heard_of(self, term: int) -> None:
+        """See `FactStore.heard_of`: terms are not from here."""
+
     async def close(self) -> None:
         """See `FactStore.close`; what was written stays, for those who arrive late."""
         await self._last_job(self._disk.close)

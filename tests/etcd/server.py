@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -124,6 +125,12 @@ class EtcdServer:
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait(LIMIT)
+
+    def wipe(self) -> None:
+        """Another, empty one in its place, which counts its revisions from 1."""
+        self.kill()
+        shutil.rmtree(self._folder / "data")
+        self.start(self._tls)
 
     def stop(self) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)

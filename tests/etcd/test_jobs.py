@@ -17,7 +17,7 @@ from elasticrun.testing.processes import is_master, kill_all
 from elasticrun.wire.rpc.etcd_place import Keys, Leader, leader_from_bytes
 from tests.compat.live import PUPPET, allreduce, finish, job
 from tests.etcd.server import EtcdServer, patient_masters
-from tests.further import further
+from tests.further import cases, further
 from tests.harness import ELASTICRUN, LIMIT, Launched, Peer, World, await_exit, await_true
 from tests.hooked import warmed
 
@@ -191,6 +191,35 @@ def test_etcd_goes_away_and_comes_back(world: World, etcd_server: EtcdServer) ->
         launched.until_text("etcd answers again")
     finish(again)
     assert [j.wait() for j in jobs] == [0, 0]
+
+
+@pytest.mark.parametrize("history", cases([10, 0], kept=[10]))
+def test_etcd_is_wiped(world: World, etcd_server: EtcdServer, history: int) -> None:
+    """It counts from 1 again, below the terms that the agents know: that is said, the next master
+    has a higher one, and the job goes on."""
+    for number in range(history):
+        subprocess.run([*etcd_server.etcdctl, "put", "x", str(number)], check=True)
+    jobs = [start(world, etcd_server, f"n{i}", "2:2", "--max-restarts=1") for i in range(2)]
+    peers = world.hub.ranks(2, world_size=2)
+    assert allreduce(world, peers) == [2, 2]
+    first = leading(world, etcd_server)
+    etcd_server.wipe()
+    assert not await_exit([first.pid])
+    await_true(
+        lambda: any("has lost this job's record" in j.stderr for j in jobs),
+        "word of the wiped etcd",
+    )
+    if history:
+        await_true(lambda: any("counts anew" in j.stderr for j in jobs), "word of the terms")
+    for launched in jobs:
+        launched.until_text("the master answers again")
+    assert allreduce(world, peers) == [2, 2]
+    peers[1].order("die")
+    again = others(world, peers, 2, world_size=2, restart=1)
+    assert allreduce(world, again) == [2, 2]
+    finish(again)
+    assert [j.wait() for j in jobs] == [0, 0]
+    assert len(world.hub.peers) == 4
 
 
 @further(

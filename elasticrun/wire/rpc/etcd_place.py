@@ -3,10 +3,12 @@
 Everything of a job lies under `/elasticrun/v1/<job id>/`:
 
 lead/master     who leads (`Leader`), under its lease; the key's create_revision is the fencing
-                token of every decision, and the term of that master
+                token of every decision. The term of that master is this plus `terms`
 lead/candidate  which agent is about to start a master, under a lease of some seconds
 lead/outcome    how the job ended (messages.End), for OUTCOME_KEPT seconds
 record          the facts of the job: what the next master loads
+terms           what is added to a revision to make a term: 0 (no key), or, in an etcd that has lost
+                its history while the job ran, the highest term that was known then
 crashes         how many masters in a row have failed on these facts, for a minute each
 
 Agents watch `lead/` alone, which is small; the record grows with the number of nodes.
@@ -84,6 +86,7 @@ class Keys:
         self.candidate = self.lead + "candidate"
         self.outcome = self.lead + "outcome"
         self.record = self.base + "record"
+        self.terms = self.base + "terms"
         self.crashes = self.base + "crashes"
 
 
