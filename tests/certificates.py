@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticrun.config import Tls
+from tests import needs
 
 
 @dataclass(frozen=True)
@@ -44,4 +45,5 @@ class Authority:
         return Tls(*files, self.cert)
 
     def _openssl(self, *words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True)
+        openssl = needs.program("openssl", package="openssl")
+        subprocess.run([openssl, *words], cwd=self.folder, check=True, capture_output=True)

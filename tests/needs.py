@@ -37,12 +37,19 @@ def packages(*names: str) -> None:
         pytest.skip(f"not installed: {', '.join(missing)}", allow_module_level=True)
 
 
+def program(*names: str, package: str, path: str | None = None) -> str:
+    """Where the first of these programs is; `package` is Debian's, `path` replaces PATH."""
+    for name in names:
+        if found := shutil.which(name, path=path):
+            return found
+    lacking(f"no {' or '.join(names)} here (Debian: apt-get install {package})")
+
+
 def browser() -> str:
     """Where a browser is that shows pages to nobody, for playwright; it brings none of its own."""
-    for name in ("chromium-headless-shell", "chromium", "google-chrome"):
-        if path := shutil.which(name):
-            return path
-    lacking("there is no chromium-headless-shell here")
+    return program(
+        "chromium-headless-shell", "chromium", "google-chrome", package="chromium-headless-shell"
+    )
 
 
 def several_hosts(*, lines: bool = False) -> None:

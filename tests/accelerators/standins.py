@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests import needs
 
 PYNVML = '''
 """Answers as NVML would, from the JSON file that $STANDIN_NVML names."""
@@ -222,9 +221,7 @@ def nvml(folder: Path, *gpus: dict[str, Any], **node: Any) -> dict[str, str]:
 
 def library(folder: Path, *flags: str) -> dict[str, str]:
     """An environment in which the real pynvml finds LIBRARY; skips where nothing compiles it."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
+    compiler = needs.program("cc", package="gcc")
     source = folder / "nvml.c"
     source.write_text(LIBRARY)
     made = folder / "libnvidia-ml.so.1"

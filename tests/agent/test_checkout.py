@@ -132,8 +132,7 @@ class Origin:
 
 @pytest.fixture
 def origin(tmp_path: Path) -> Iterator[Origin]:
-    if subprocess.run(["git", "--version"], capture_output=True, check=False).returncode:
-        needs.lacking("there is no git here")
+    needs.program("git", package="git")
     made = Origin(tmp_path / "served")
     yield made
     made.close()

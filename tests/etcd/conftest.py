@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from tests.etcd.server import EtcdServer
 @pytest.fixture
 def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     """A server that runs, its own and empty."""
-    binary = shutil.which("etcd")
-    if binary is None:
-        needs.lacking("there is no etcd here (Debian: apt-get install etcd-server)")
+    binary = needs.program("etcd", package="etcd-server")
     folder: Path = tmp_path_factory.mktemp("etcd")
     server = EtcdServer(binary, folder)
     try:

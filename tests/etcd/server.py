@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 from elasticrun.config import Tls
+from tests import needs
 from tests.harness import LIMIT, clean_environment, free_port, is_alive, until_file
 from tests.hooked import hooked
 
@@ -58,7 +59,8 @@ class EtcdServer:
     def etcdctl(self) -> tuple[str, ...]:
         """etcd's own tool, for this server; by itself it gives up after 2 s."""
         patient = (f"--{limit}-timeout={LIMIT:g}s" for limit in ("dial", "command"))
-        return ("etcdctl", f"--endpoints={self.address}", *patient)
+        tool = needs.program("etcdctl", package="etcd-client")
+        return (tool, f"--endpoints={self.address}", *patient)
 
     def start(self, tls: Tls | None = None) -> None:
         """Start it, again after `kill` with all it knew; returns when it serves. `tls`: its files,

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import os
 import queue
-import shutil
 import socket
 import struct
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.system.processes import state
+from tests import needs
 from tests.counting import Counting, let_pass, rank_on, times
 from tests.further import further
 from tests.harness import LIMIT, SCRIPTS, SOCKET, Hub, await_true
@@ -292,8 +292,7 @@ def volume(scratch: Path) -> Iterator[Path]:
         ["mkfs.ext4", "-q", "-F", str(image)],
         ["mount", "-o", "loop", str(image), str(folder)],
     ):
-        if shutil.which(command[0]) is None:
-            pytest.skip(f"no {command[0]} here")
+        needs.program(command[0], package="e2fsprogs, mount")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             pytest.skip(f"this host does not let us mount: {done.stderr.strip()}")

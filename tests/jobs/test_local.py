@@ -17,6 +17,7 @@ import pytest
 from elasticrun.jobs import local
 from elasticrun.jobs.backend import NotDone, Submission, make_token, write_submission
 from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, hold
+from tests import needs
 from tests.accelerators.standins import gpu, nvml
 from tests.harness import LIMIT, World, await_true, ran, until_file
 from tests.snapshots.conftest import TRAIN, starts, told, until_printed
@@ -217,6 +218,7 @@ def test_hosts_that_are_this_one_need_no_sshd(person: Person) -> None:
 
 @pytest.mark.slow
 def test_a_launcher_that_cannot_begin_says_why(person: Person) -> None:
+    needs.program("git", package="git")
     source, work = person.world.scratch / "source", person.world.scratch / "work"
     for folder in (source, work / "code" / "source"):
         for words in (

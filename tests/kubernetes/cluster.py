@@ -27,6 +27,7 @@ import yaml
 from aiohttp import web
 
 from elasticrun.testing.hosts import Lab
+from tests import needs
 from tests.certificates import Authority
 from tests.harness import LIMIT, clean_environment
 from tests.kubernetes.nodes.garbage import Garbage
@@ -280,7 +281,9 @@ class StandIn:
     # ------------------------------------------------------------ nodes and pods
 
     def node(self, name: str, *, gpus: int = 0, cpu: int = 64, labels: Obj | None = None) -> None:
-        """A node that is ready."""
+        """A node that is ready; its pods are processes in namespaces, which takes root."""
+        needs.namespaces("--mount", "--uts")
+        needs.program("setpriv", package="util-linux")
         room = {"cpu": str(cpu), "memory": "256Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
         labels = {"kubernetes.io/hostname": name, **(labels or {})}
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}

@@ -7,7 +7,6 @@ import dataclasses
 import http.server
 import json
 import re
-import shutil
 import socket
 import subprocess
 import threading
@@ -43,6 +42,7 @@ from elasticrun.runs.layout import JobRecord, RunFolder
 from elasticrun.runs.opening import OpenRun
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
+from tests import needs
 
 ROW = IncidentRow(
     number=7,
@@ -281,8 +281,7 @@ def test_a_step_is_a_row_where_rank_0_says_no_more(
 
 
 def test_the_commit_is_known_where_there_is_git(tmp_path: Path) -> None:
-    if shutil.which("git") is None:
-        pytest.skip("needs git")
+    needs.program("git", package="git")
     assert git_commit(str(tmp_path)) == ""
     git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
     (tmp_path / "below").mkdir()

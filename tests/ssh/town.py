@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -155,7 +154,6 @@ class Town:
 @pytest.fixture
 def town(world: World, lab: Lab) -> Town:
     """Skipped, with the reason, where there can be no such hosts."""
-    sshd = shutil.which("sshd", path=PATH)
-    if sshd is None or shutil.which("ssh") is None:
-        needs.lacking("there is no sshd here (Debian: openssh-server, openssh-client)")
+    sshd = needs.program("sshd", package="openssh-server", path=PATH)
+    needs.program("ssh", package="openssh-client")
     return Town(world, lab, sshd)

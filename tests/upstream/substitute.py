@@ -17,13 +17,13 @@ import tempfile
 import types
 from pathlib import Path
 
-import pytest
 import torch.distributed
 import torch.distributed.elastic.multiprocessing.errors
 import torch.distributed.launcher
 
 import elasticrun.launcher
 import elasticrun.run
+from tests import needs
 from tests.etcd import server
 
 
@@ -31,9 +31,7 @@ class EtcdServer:
     """torch's class, as far as its tests use it."""
 
     def start(self) -> None:
-        binary = shutil.which("etcd")
-        if binary is None:
-            pytest.skip("there is no etcd here (Debian: apt-get install etcd-server)")
+        binary = needs.program("etcd", package="etcd-server")
         self._folder = tempfile.mkdtemp(prefix="elasticrun-etcd-")
         self._server = server.EtcdServer(binary, Path(self._folder))
         self._server.start()
