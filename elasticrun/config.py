@@ -318,6 +318,19 @@ class RunPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinCommand:
+    """What other nodes run to join: the words behind `elasticrun`, flags first."""
+
+    words: tuple[str, ...]
+    program_at: int  # index in `words` of the script, module or command
+    folder: str  # working directory of the node that wrote this
+
+    def with_flags(self, *flags: str) -> tuple[str, ...]:
+        """The words with more flags in front of the program."""
+        return (*self.words[: self.program_at], *flags, *self.words[self.program_at :])
+
+
+@dataclass(frozen=True, slots=True)
 class MasterPlace:
     """Where the master is and who starts it.
 
@@ -385,7 +398,7 @@ class AgentConfig:
     notes: tuple[str, ...] = ()  # sentences to print once at the start
     # who set what of `spec`, for people
     sources: dict[str, str] = field(default_factory=dict, compare=False)
-    to_join: str = ""  # "file", "open": the command for other nodes; \0: where its flags go
+    to_join: JoinCommand | None = None  # what other nodes run, where the nodes meet here
     env: dict[str, str] = field(default_factory=dict)  # further variables for every rank
     delegate: str = ""  # a rendezvous plug-in, which torch's own launcher must serve
     token: str = field(default="", repr=False)  # the job's secret; "": none was given
@@ -423,4 +436,5 @@ class MasterConfig:
     sources: dict[str, str] = field(default_factory=dict)  # as in AgentConfig
     outlive: bool = False  # at EOF of the lifeline go on for as long as other agents are attached
     last_words: str = ""  # file that the job's result is left in; "": none
+    to_join: JoinCommand | None = None  # as in AgentConfig: what a node with a join code is given
     run: RunPlan = field(default_factory=RunPlan)

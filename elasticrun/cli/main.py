@@ -93,6 +93,7 @@ OF_CLUSTERS: Final = (
 
 _AT: Final = {
     "status": "verbs.status",
+    "join": "job.join",
     "doctor": "verbs.doctor",
     "replay": "verbs.replay",
     "render": "verbs.render",
@@ -116,7 +117,7 @@ _AT: Final = {
 """The module of each verb, below this folder, which is imported when it is asked for; and its
 function, where that is not `main`."""
 
-_HEARD: Final = ("submit", "render", "convert", "warm")
+_HEARD: Final = ("submit", "render", "convert", "warm", "join")
 """Verbs whose functions are told how to say something to the user."""
 
 VERBS: Final = ("master", *_AT)
@@ -265,7 +266,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
 
         # nodes that meet by a file type the same words, and mean the same by them
         grow = config.spec.grow if config.rendezvous.kind == "open" else ""
-        command = for_others(words, Asked(ns, environ), grow)
+        command = for_others(words, Asked(ns, environ), os.getcwd(), grow)
         config = dataclasses.replace(config, to_join=command)
     plan = dataclasses.replace(config.run, command=(PROG, *words))
     if plan.folder:
@@ -354,7 +355,7 @@ def _verb(verb: str, words: Sequence[str]) -> int:
     if verb in OF_CLUSTERS and (code := _in_cluster(verb, words)) is not None:
         return code
     run = _function_of(verb)
-    if verb == "operator":
+    if verb == "operator" or (verb == "join" and "--new" not in words):
         return run(words)
     if verb == "exec" or (verb == "warm" and "--list" not in words):
         return _read(lambda: run(words))
@@ -369,6 +370,7 @@ def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
         return partial(does, verb)
     more: dict[str, Any] = {"say": say} if verb in _HEARD else {}
     more |= {"verbs": VERBS, "run": _verb} if verb == "completion" else {}
+    more |= {"launch": _launch} if verb == "join" else {}
     return partial(does, **more)
 
 

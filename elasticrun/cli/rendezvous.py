@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -21,7 +20,7 @@ from elasticrun.cli import settings
 from elasticrun.cli.flags import Flag
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
-from elasticrun.config import MasterPlace
+from elasticrun.config import JoinCommand, MasterPlace
 from elasticrun.core.words import some
 from elasticrun.wire.rpc.etcd_place import PlaceError, parse_place
 
@@ -33,9 +32,6 @@ FILE: Final = "file:"
 
 SHARED_VARIABLE: Final = "ELASTICRUN_SHARED"
 """Folders, with colons between, that several machines share although statfs does not say so."""
-
-SLOT: Final = "\0"
-"""In a command for other nodes: where the flags go that are known only when the master serves."""
 
 MEETING_FLAGS: Final = (
     "standalone",
@@ -147,9 +143,9 @@ def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "_", text).strip(".")
 
 
-def for_others(words: Sequence[str], asked: Asked, grow: str = "") -> str:
-    """The command that other nodes type, by the words of this one; `SLOT` stands where flags are
-    missing that only the running master can tell. `grow`: what --grow is to say."""
+def for_others(words: Sequence[str], asked: Asked, folder: str, grow: str = "") -> JoinCommand:
+    """The command of other nodes, made from the words of this one and its working directory.
+    `grow`: the value of --grow."""
     tail = 1 + len(asked.ns.training_script_args or ())
     flags, program = without(words[:-tail], _OF_ONE_NODE), list(words[-tail:])
     given: Mapping[str, str] = getattr(asked.ns, "given", {})
@@ -157,8 +153,7 @@ def for_others(words: Sequence[str], asked: Asked, grow: str = "") -> str:
         flags.insert(0, f"--nnodes={asked.text('nnodes')}")
     if grow and "grow" not in given:
         flags.insert(1, f"--grow={grow}")
-    return " ".join(["elasticrun", *([shlex.join(flags)] if flags else []), SLOT,
-                     shlex.join(program)])  # fmt: skip
+    return JoinCommand((*flags, *program), len(flags), folder)
 
 
 def without(flags: Sequence[str], names: Collection[str]) -> list[str]:

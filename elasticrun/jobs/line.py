@@ -94,6 +94,11 @@ class JobLine:
         """The job's run folder, where it is known."""
         return RunFolder(Path(self._master.run)) if self._master.run else None
 
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where the master is."""
+        return self._master.endpoint
+
     def pause(self, seconds: float) -> None:
         """Let time pass; ^C ends it."""
         self._runner.run(asyncio.sleep(seconds))

@@ -52,12 +52,13 @@ from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.sight.picture import Picture
+from elasticrun.master.joining import Joining
 from elasticrun.master.loop import BrainFault, Loop, RecordStuck
 from elasticrun.master.outward.outward import Outward
 from elasticrun.master.page.http import StatusPage, reachable
 from elasticrun.master.page.readers import Readers
 from elasticrun.master.records import Records, StoreRefused
-from elasticrun.master.server import MAX_CALLS, Servicer
+from elasticrun.master.server import MAX_CALLS, METHODS, Servicer
 from elasticrun.runs.opening import RunRefused
 from elasticrun.system import title
 from elasticrun.system.processes import ProcessId, set_name
@@ -303,15 +304,12 @@ class Master:
         self._watch(life)
         # The port first: whoever holds it is this job's master, and the record is that one's.
         silence = config.spec.heartbeat_timeout if config.spec else HEARTBEAT_TIMEOUT
-        server = make_server(
-            lambda context: servicer.attend(context),
-            lambda context: servicer.status(context),
-            lambda context: servicer.reach(context),
-            lambda context: servicer.ask_for(context),
-            lambda context: servicer.operate(context),
-            most=MAX_CALLS,
-            options=server_options(silence),
-        )
+
+        def served(context: Any, serve: Callable[[Servicer, Any], Awaitable[None]]) -> Any:
+            return serve(servicer, context)  # which there is by the time anybody calls
+
+        handlers = (partial(served, serve=method) for method in METHODS)
+        server = make_server(*handlers, most=MAX_CALLS, options=server_options(silence))
         pem = auth.read_pem(config.tls, serving=True) if config.tls is not None else None
         port = listen(server, config.host, config.port, pem)
         records = Records(config, hosted=self._hosted)
@@ -327,6 +325,7 @@ class Master:
             token=config.token,
             operator=operator,
             term=self._term,
+            joining=Joining(config.job_id, config.token, config.to_join),
             on_count=life.counted,
         )
         page = StatusPage(loop, Readers(operator, guarded=bool(config.token)))

@@ -26,6 +26,7 @@ from elasticrun.config import BEAT_INTERVAL, MAX_SESSIONS
 from elasticrun.core.events import Attached, Detached, Heard
 from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.core.rounds.failures import Ending, code_of
+from elasticrun.master.joining import Joining
 from elasticrun.master.loop import Loop, Mailbox
 from elasticrun.system.network import mtu_to
 from elasticrun.wire import messages as m
@@ -113,15 +114,17 @@ class Servicer:
         token: str = "",
         operator: str = "",
         term: int = 0,
+        joining: Joining | None = None,
         on_count: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`token`: what a peer must prove, "" for nothing; `operator`: what an operator must, ""
-        where there can be none; `term`: this master's, proved too."""
+        where there can be none; `term`: this master's, proved too; `joining`: by codes."""
         self._loop = loop
         self._job_id = job_id
         self._token = token
         self._operator = operator
         self._term = term
+        self._joining = joining or Joining(job_id, token, None)
         self._on_count = on_count
         self._pending = PendingHandshakes()
         self._refusals = Refusals()
@@ -164,6 +167,10 @@ class Servicer:
         """One operator, who may ask for anything."""
         await self._received(context, m.Role.OPERATOR, protobuf.answer_to_wire, self._do)
 
+    async def join(self, context: Any) -> None:
+        """One node that has a join code."""
+        await self._received(context, m.Role.JOINER, protobuf.answer_to_wire, self._invite)
+
     async def attend(self, context: Any) -> None:
         """One agent's stream, from its first byte to its end."""
         await self._received(context, m.Role.AGENT, protobuf.order_to_wire, self._serve)
@@ -179,6 +186,8 @@ class Servicer:
         token = self._operator if role is m.Role.OPERATOR else self._token
         keeper = Doorkeeper(token, __version__, self._job_id, self._term, role)
         try:
+            if role is m.Role.JOINER:
+                self._joining.admit()
             await self._let_in(context, keeper, encode)
             await serve(context, keeper)
         except Denied as denied:
@@ -239,7 +248,16 @@ class Servicer:
         await self._reply(context, asked)
 
     async def _do(self, context: Any, _keeper: Doorkeeper) -> None:
-        await self._reply(context, await self._request(context))
+        asked = await self._request(context)
+        if asked.verb == "invite":
+            await context.write(protobuf.answer_to_wire(self._joining.new_code()))
+        else:
+            await self._reply(context, asked)
+
+    async def _invite(self, context: Any, keeper: Doorkeeper) -> None:
+        await self._request(context)
+        reply = self._joining.answer(keeper, peer_address(context.peer()))
+        await context.write(protobuf.answer_to_wire(reply))
 
     async def _request(self, context: Any) -> m.Request:
         async with self._pending.step(lambda: "Request"):
@@ -350,6 +368,13 @@ async def _first(context: Any, awaited: str) -> m.Report:
         ) from None
     except WireError as wrong:
         raise Wrong(str(wrong)) from None
+
+
+METHODS: Final = (
+    Servicer.attend, Servicer.status, Servicer.reach, Servicer.ask_for, Servicer.operate,
+    Servicer.join,
+)  # fmt: skip
+"""Handlers in the order in which `make_server` takes them."""
 
 
 async def _write(context: Any, box: Mailbox) -> None:

@@ -28,13 +28,16 @@ certificate is used from the next one on), a master at its start.
 
 from __future__ import annotations
 
+import base64
 import hmac
 import secrets
 import ssl
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Annotated, Final, Protocol
+
+from msgspec import Struct
 
 from elasticrun.wire.messages import (
     NONCE_BYTES,
@@ -46,6 +49,7 @@ from elasticrun.wire.messages import (
     Report,
     Role,
 )
+from elasticrun.wire.types import WholeText
 
 TOKEN_WANTED: Final = (
     "this job has a token and this side has none: set ELASTICRUN_TOKEN or --token-file to the "
@@ -66,6 +70,17 @@ PEER_WRONG: Final = (
 OPERATOR_WANTED: Final = (
     "that is for those who have the job's token (ELASTICRUN_TOKEN, --token-file), and for the "
     "job's own user on the host of its master"
+)
+NO_CODES: Final = (
+    "the job there has no token, so it has no join codes: type the first machine's command here, "
+    "with --rdzv-endpoint"
+)
+CODE_WRONG: Final = (
+    "this code is not of the job there: check host and port, or print a new line with "
+    "`elasticrun join --new` on the first machine"
+)
+CODE_EXPIRED: Final = (
+    "this join code has expired: print a new line with `elasticrun join --new` on the first machine"
 )
 OTHER_JOB: Final = "the master here serves another job: check the endpoint and --rdzv-id"
 
@@ -159,6 +174,115 @@ def _seal(operator: str, said: str) -> str:
     return whole[:16].hex()
 
 
+# ---------------------------------------------------------------- join codes
+
+# A join code is a short-lived secret, pasted on another machine, that yields the job's token. It is
+# base32 of 20 bytes: the second (since 1970, on the master's host) until which it is good, and 128
+# bits of HMAC-SHA256(token, that second). The master stores nothing: it derives the secret again
+# from its token, so a code survives a restart of the master, and only the token makes one. Joiner
+# and master prove the secret to each other exactly as agents prove the token. Then the master sends
+# what a node needs, sealed under keys derived from the secret and both nonces.
+#
+# 128 bits cannot be guessed, online or from a recorded exchange, so no PAKE is needed (decision
+# 010). There is no forward secrecy: whoever has recorded the exchange and learns the code later can
+# read the token. TLS is for that.
+
+JOIN_CODE_LIFE: Final = 3600
+"""Seconds for which a code is good."""
+
+_TIME_BYTES, _SECRET_BYTES = 4, 16
+_TAG_BYTES: Final = 32
+
+
+class BadCode(ValueError):
+    """This text is no join code; the text is a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinCode:
+    """What a code says: until when it is good, in seconds since 1970, and its secret in hex."""
+
+    until: int
+    secret: str = field(repr=False)
+
+    def __str__(self) -> str:
+        raw = self.until.to_bytes(_TIME_BYTES, "big") + bytes.fromhex(self.secret)
+        return base64.b32encode(raw).decode().lower()
+
+
+class JoinAnswer(Struct, frozen=True):
+    """What a node needs to join: who it meets, how it proves that, and the command line."""
+
+    job_id: Annotated[str, WholeText(256)]
+    token: Annotated[str, WholeText(64 * 1024)]
+    command: tuple[Annotated[str, WholeText(128 * 1024)], ...]  # flags, then the program
+    program_at: int  # index of the script, module or command in `command`
+    folder: Annotated[str, WholeText(4096)]  # working directory on the first machine
+
+
+def join_code(token: str, now: float) -> JoinCode:
+    """A new code for the job that has this token; `now`: seconds since 1970."""
+    until = int(now) + JOIN_CODE_LIFE
+    return JoinCode(until, code_secret(token, until))
+
+
+def code_secret(token: str, until: int) -> str:
+    """The secret part of the code that is good until then."""
+    said = b"elasticrun join " + str(until).encode()
+    return hmac.digest(token.encode(), said, "sha256")[:_SECRET_BYTES].hex()
+
+
+def parse_code(text: str) -> JoinCode:
+    """The code that somebody typed; case, spaces and hyphens do not matter. BadCode."""
+    plain = "".join(text.split()).replace("-", "").upper()
+    try:
+        raw = base64.b32decode(plain)
+    except ValueError:
+        raw = b""
+    if len(raw) != _TIME_BYTES + _SECRET_BYTES:
+        raise BadCode("that is not a join code: copy the whole line that the first machine printed")
+    return JoinCode(int.from_bytes(raw[:_TIME_BYTES], "big"), raw[_TIME_BYTES:].hex())
+
+
+def seal(secret: str, nonces: bytes, plain: bytes) -> str:
+    """Encrypt and authenticate; `nonces` are both sides' and never repeat for one secret."""
+    encrypt, authenticate = _keys(secret, nonces)
+    hidden = _mask(encrypt, plain)
+    tag = hmac.digest(authenticate, hidden, "sha256")
+    return base64.b64encode(tag + hidden).decode()
+
+
+def unseal(secret: str, nonces: bytes, sealed: str) -> bytes:
+    """What was sealed; BadCode if anything was changed on the way."""
+    encrypt, authenticate = _keys(secret, nonces)
+    try:
+        raw = base64.b64decode(sealed, validate=True)
+    except ValueError:
+        raw = b""
+    tag, hidden = raw[:_TAG_BYTES], raw[_TAG_BYTES:]
+    if not hmac.compare_digest(tag, hmac.digest(authenticate, hidden, "sha256")):
+        raise BadCode("the master's answer was changed on its way here; use TLS on this network")
+    return _mask(encrypt, hidden)
+
+
+def _keys(secret: str, nonces: bytes) -> tuple[bytes, bytes]:
+    """HKDF-Expand (RFC 5869) with one label for each purpose."""
+    key = secret.encode()
+    labels = (b"elasticrun join encrypt ", b"elasticrun join authenticate ")
+    encrypt, authenticate = (hmac.digest(key, label + nonces, "sha256") for label in labels)
+    return encrypt, authenticate
+
+
+def _mask(key: bytes, data: bytes) -> bytes:
+    """XOR with HMAC-SHA256 in counter mode; the key is used once."""
+    count = -(-len(data) // _TAG_BYTES)
+    stream = b"".join(hmac.digest(key, n.to_bytes(4, "big"), "sha256") for n in range(count))
+    return bytes(a ^ b for a, b in zip(data, stream, strict=False))
+
+
+# ---------------------------------------------------------------- the two sides
+
+
 class Guest:
     """The side that knocks."""
 
@@ -185,16 +309,25 @@ class Guest:
             nonce=secrets.token_bytes(NONCE_BYTES),
             proves=bool(token),
         )
+        self.nonces = b""
+        """Both sides', once the master has proved itself."""
+
+    @classmethod
+    def with_code(cls, code: JoinCode, version: str) -> Guest:
+        """The side that has a join code in the place of the token."""
+        return cls(code.secret, version, Role.JOINER, node=str(code.until))
 
     def answer(self, challenge: Challenge) -> Proof:
         """Our proof, once the master has shown its own. Denied if it could not."""
         exchange = _exchange(self.knock, challenge.nonce, challenge.term)
         if not self._token and challenge.proof:
             raise Denied(TOKEN_WANTED)
+        is_joiner = self.knock.role is Role.JOINER
         if self._token and not challenge.proof:
-            raise Denied(MASTER_HAS_NONE)
+            raise Denied(NO_CODES if is_joiner else MASTER_HAS_NONE)
         if not is_right(self._token, Side.MASTER, exchange, challenge.proof):
-            raise Denied(MASTER_WRONG)
+            raise Denied(CODE_WRONG if is_joiner else MASTER_WRONG)
+        self.nonces = exchange.peer_nonce + exchange.master_nonce
         return Proof(prove(self._token, Side.PEER, exchange))
 
 
@@ -229,6 +362,16 @@ class Doorkeeper:
         self._exchange: Exchange
         self.hello: Hello | None = None
         """An agent's, once it is in."""
+
+    @property
+    def code(self) -> JoinCode:
+        """A joiner's, once it is in."""
+        return JoinCode(int(self._knock.node), self._token)
+
+    @property
+    def nonces(self) -> bytes:
+        """Both sides', once the peer is in."""
+        return self._exchange.peer_nonce + self._exchange.master_nonce
 
     @property
     def is_in(self) -> bool:
@@ -274,6 +417,8 @@ class Doorkeeper:
             )
         if self._role is Role.OPERATOR and not (self._token and knock.proves):
             raise Denied(OPERATOR_WANTED, "somebody who wanted to operate the job was refused")
+        if self._role is Role.JOINER:
+            self._token = self._secret_of_code(knock)
         if self._token and not knock.proves:
             raise Denied(TOKEN_WANTED, "somebody without the job's token was refused")
         if knock.proves and not self._token:
@@ -288,6 +433,13 @@ class Doorkeeper:
             nonce=self._exchange.master_nonce,
             proof=prove(self._token, Side.MASTER, self._exchange),
         )
+
+    def _secret_of_code(self, knock: Knock) -> str:
+        if not self._token:
+            raise Denied(NO_CODES)
+        if not (knock.node.isascii() and knock.node.isdigit()):
+            raise OutOfTurn("this join code says no time")
+        return code_secret(self._token, int(knock.node))
 
 
 def _exchange(knock: Knock, master_nonce: bytes, term: int) -> Exchange:

@@ -259,6 +259,7 @@ class Role(StrEnum):
     AGENT = "agent"  # takes part in the job
     READER = "reader"  # reads its status
     OPERATOR = "operator"  # stops it, restarts it, keeps nodes out
+    JOINER = "joiner"  # has a join code, and gets what a node needs (wire.auth)
 
 
 class Knock(Struct, frozen=True):
@@ -268,7 +269,9 @@ class Knock(Struct, frozen=True):
     version: Name
     job_id: NameOrEmpty  # "" for a reader
     role: Role
-    node: NameOrEmpty  # what the session is bound to: its Hello may name no other; "" for a reader
+    # what the session is bound to: its Hello may name no other; "" for a reader, for a joiner
+    # the second until which its code is good
+    node: NameOrEmpty
     incarnation: NameOrEmpty
     nonce: Nonce
     proves: bool  # whether it has a token to prove
@@ -586,7 +589,10 @@ class Request(Struct, frozen=True):
 
     verb: Annotated[
         str,
-        OneOf("picture", "stacks", "stop", "restart", "exclude", "include", "scale"),
+        OneOf(
+            *("picture", "stacks", "stop", "restart", "exclude", "include", "scale"),
+            *("invite", "join"),
+        ),
     ]
     node: NameOrEmpty = ""
     number: Count = 0  # scale: of nodes

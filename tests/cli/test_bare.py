@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,11 +10,11 @@ import pytest
 
 from elasticrun.cli.devices import Machine, shared_folder
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.rendezvous import SLOT, for_others
+from elasticrun.cli.rendezvous import for_others
 from elasticrun.cli.resolve import resolve
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.verbs.dry_run import describe
-from elasticrun.config import AgentConfig, MasterPlace
+from elasticrun.config import AgentConfig, JoinCommand, MasterPlace
 from elasticrun.detection.found import HostFacts
 
 LOCAL: Mapping[str, str] = {}
@@ -175,20 +176,25 @@ def test_a_dry_run_shows_where_the_meeting_place_comes_from() -> None:
     assert named.startswith("where the file /x/a says (--rdzv-endpoint)")
 
 
+def parts(command: JoinCommand) -> str:
+    """Flags | program."""
+    assert command.folder == "/here"
+    flags, program = command.words[: command.program_at], command.words[command.program_at :]
+    return f"{shlex.join(flags)} | {shlex.join(program)}"
+
+
 @pytest.mark.parametrize(
     ("words", "environ", "shown"),
     [
-        ("--nnodes=1:10 train.py --lr 1", {}, f"elasticrun --nnodes=1:10 {SLOT} train.py --lr 1"),
-        ("--nnodes=1:9 --tee 3 -m a.b", {}, f"elasticrun --nnodes=1:9 --tee 3 -m {SLOT} a.b"),
-        ("train.py 'a b'", {"PET_NNODES": "1:3"}, f"elasticrun --nnodes=1:3 {SLOT} train.py 'a b'"),
+        ("--nnodes=1:10 train.py --lr 1", {}, "--nnodes=1:10 | train.py --lr 1"),
+        ("--nnodes=1:9 --tee 3 -m a.b", {}, "--nnodes=1:9 --tee 3 -m | a.b"),
+        ("train.py 'a b'", {"PET_NNODES": "1:3"}, "--nnodes=1:3 | train.py 'a b'"),
     ],
 )
 def test_the_command_for_other_nodes(words: str, environ: Mapping[str, str], shown: str) -> None:
-    import shlex
-
     given = shlex.split(words)
     ns = get_args_parser(environ).parse_args(given)
-    assert for_others(given, Asked(ns, environ)) == shown
+    assert parts(for_others(given, Asked(ns, environ), "/here")) == shown
 
 
 @pytest.mark.parametrize(
@@ -197,18 +203,18 @@ def test_the_command_for_other_nodes(words: str, environ: Mapping[str, str], sho
 def test_what_is_of_this_node_alone_is_not_in_it(own: str) -> None:
     given = [*own.split(), "--nnodes=1:2", "--local-ranks-filter=0", "s.py", *own.split()]
     ns = get_args_parser(LOCAL).parse_args(given)
-    shown = f"elasticrun --nnodes=1:2 --local-ranks-filter=0 {SLOT} s.py {own}"
-    assert for_others(given, Asked(ns, LOCAL)) == shown
+    shown = f"--nnodes=1:2 --local-ranks-filter=0 | s.py {own}"
+    assert parts(for_others(given, Asked(ns, LOCAL), "/here")) == shown
 
 
 def test_it_says_when_newcomers_are_let_in_where_the_first_command_meant_it() -> None:
     """Else the master would say that the second node was started otherwise."""
     given = ["--nnodes=1:2", "s.py"]
     asked = Asked(get_args_parser(LOCAL).parse_args(given), LOCAL)
-    assert for_others(given, asked, "now") == f"elasticrun --nnodes=1:2 --grow=now {SLOT} s.py"
+    assert parts(for_others(given, asked, "/here", "now")) == "--nnodes=1:2 --grow=now | s.py"
     given = ["--grow=auto", "--nnodes=1:2", "s.py"]
     asked = Asked(get_args_parser(LOCAL).parse_args(given), LOCAL)
-    assert for_others(given, asked, "auto") == f"elasticrun --grow=auto --nnodes=1:2 {SLOT} s.py"
+    assert parts(for_others(given, asked, "/here", "auto")) == "--grow=auto --nnodes=1:2 | s.py"
 
 
 def test_folders_that_are_shared_although_statfs_does_not_say_so(tmp_path: Path) -> None:

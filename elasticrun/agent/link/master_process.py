@@ -245,6 +245,7 @@ def _master_config(
         advertise=in_etcd.advertise if in_etcd is not None else "",
         holder=in_etcd.holder if in_etcd is not None else "",
         run=config.run,
+        to_join=config.to_join,
     )
 
 

@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 import os
 import random
+import shlex
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,9 +40,10 @@ from elasticrun.agent.rendezvous.claims import (
 )
 from elasticrun.agent.rendezvous.finding import FoundJob, on_file, place_of
 from elasticrun.agent.runtime import NodeContext, Tasks, in_thread, threadsafe
-from elasticrun.config import FIRST_PORT
+from elasticrun.config import FIRST_PORT, JoinCommand
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import logger
+from elasticrun.wire.auth import JOIN_CODE_LIFE, join_code
 from elasticrun.wire.messages import End, Refused
 from elasticrun.wire.types import Endpoint
 from elasticrun.wire.user_folder import LaunchFolder
@@ -147,37 +150,31 @@ class FileRendezvous:
         return True
 
     async def _tell(self, endpoint: Endpoint) -> None:
-        """How others join; the token is on the screen of nobody."""
+        """How others join. The token itself is never printed."""
         spec = self._config.spec
-        command = self._config.to_join or (
-            f"elasticrun --nnodes={spec.min_nodes}:{spec.max_nodes} \0 {self._config.entry.target}"
-        )
+        target = self._config.entry.target
+        by_api = JoinCommand((f"--nnodes={spec.min_nodes}:{spec.max_nodes}", target), 1, "")
+        command = self._config.to_join or by_api
         if self._file is not None:
-            words = command.replace("\0 ", "")
-            self._say(f"to join, on a machine with this folder: {words}")
+            words = shlex.join(command.words)
+            self._say(f"to join, on a machine with this folder: elasticrun {words}")
             self._say(f"machines meet by {self._file.path}, which has the job's token")
             return
-        flags = f"--rdzv-endpoint={endpoint}"
-        if f"--rdzv-id={spec.job_id}" not in command:
-            flags += f" --rdzv-id={spec.job_id}"
+        flags = [f"--rdzv-endpoint={endpoint}"]
+        if f"--rdzv-id={spec.job_id}" not in command.words:
+            flags.append(f"--rdzv-id={spec.job_id}")
         path = None if self._found.given else await self._token_file()
-        if path is not None:
-            flags += f" --token-file={spec.job_id}.token"
-            host_name = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-            self._say(
-                f"to join, first on that machine: scp {host_name}:{path} {spec.job_id}.token   "
-                "(the job's token: who has it can join and run code)"
-            )
-            self._say(f"then: {command.replace(chr(0), flags)}")
+        by_hand = shlex.join(("elasticrun", *command.with_flags(*flags)))
+        if self._config.to_join is None:
+            secret = path or "your ELASTICRUN_TOKEN or --token-file"
+            self._say(f"to join, on another machine with the job's token ({secret}): {by_hand}")
             return
-        self._say(f"to join: {command.replace(chr(0), flags)}")
-        if not self._found.given:
-            self._say(
-                "no folder here can hold the job's token for others: set ELASTICRUN_TOKEN to one "
-                "secret on all nodes and start again if others are to join"
-            )
-        else:
-            self._say("the other nodes need the same ELASTICRUN_TOKEN or --token-file")
+        code = join_code(self._config.token, time.time())
+        minutes = JOIN_CODE_LIFE // 60
+        self._say(f"to add a machine, run this on it within {minutes} minutes:")
+        # A line of its own, so that it can be copied whole.
+        self._node.writer.write(f"    elasticrun join {endpoint} {code}\n")
+        logger.info("or, with the job's token (%s) on it: %s", path or "as given here", by_hand)
 
     async def _token_file(self) -> Path | None:
         if self._record is None:

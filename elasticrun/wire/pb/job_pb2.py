@@ -607,7 +607,7 @@ _FILE = (
     b'.ReachedH\x00R\x07reached\x12,\n\x05r'
     b'eply\x18\x05 \x01(\x0b2\x14.elasticrun.'
     b'v1.ReplyH\x00R\x05replyB\x06\n\x04kin'
-    b'd2\xd1\x02\n\tJobMaster\x129\n\x06Atten'
+    b'd2\x91\x03\n\tJobMaster\x129\n\x06Atten'
     b'd\x12\x15.elasticrun.v1.Report'
     b'\x1a\x14.elasticrun.v1.Order(\x01'
     b'0\x01\x12C\n\tGetStatus\x12\x15.elasti'
@@ -621,7 +621,10 @@ _FILE = (
     b'Answer(\x010\x01\x12A\n\x07Operate\x12\x15.'
     b'elasticrun.v1.Report\x1a\x1b.e'
     b'lasticrun.v1.StatusAnswe'
-    b'r(\x010\x01b\x06proto3'
+    b'r(\x010\x01\x12>\n\x04Join\x12\x15.elasticr'
+    b'un.v1.Report\x1a\x1b.elasticru'
+    b'n.v1.StatusAnswer(\x010\x01b\x06p'
+    b'roto3'
 )
 
 # A pool of our own: another library's messages of the same name cannot clash with these.

@@ -91,6 +91,7 @@ GET_STATUS: Final = f"/{SERVICE}/GetStatus"
 REACH: Final = f"/{SERVICE}/Reach"
 ASK_FOR: Final = f"/{SERVICE}/AskFor"
 OPERATE: Final = f"/{SERVICE}/Operate"
+JOIN: Final = f"/{SERVICE}/Join"
 
 SERVER_OPTIONS: Final[Mapping[str, int]] = {
     # Two masters would share one port, and each agent meet one of them by chance.
@@ -317,6 +318,14 @@ async def ask_for(
     return await _ask(method, guest, request, Reply, endpoint, timeout, tls, name)
 
 
+async def ask_to_join(
+    endpoint: Endpoint, timeout: float, guest: Guest, *, tls: Pem | None = None
+) -> Reply:
+    """What the master at `endpoint` gives to who has a join code (`Guest.with_code`); the body is
+    sealed (`wire.auth`). LinkError as above."""
+    return await _ask(JOIN, guest, Request("join"), Reply, endpoint, timeout, tls, "")
+
+
 async def _ask(
     method: str,
     guest: Guest,
@@ -402,6 +411,7 @@ def make_server(
     reach: Serve | None = None,
     ask_for: Serve | None = None,
     operate: Serve | None = None,
+    join: Serve | None = None,
     *,
     most: int,
     options: Mapping[str, int] = SERVER_OPTIONS,
@@ -421,6 +431,7 @@ def make_server(
         "Reach": reach,
         "AskFor": ask_for,
         "Operate": operate,
+        "Join": join,
     }
     handlers = {name: handler(serve) for name, serve in methods.items() if serve is not None}
     made.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

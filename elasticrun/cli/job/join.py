@@ -1,0 +1,132 @@
+"""`elasticrun join HOST:PORT CODE`: this machine becomes a node of a job that another one started.
+
+The code is exchanged for the job's token and command line (`wire.auth`); what runs then is
+that command, as if it had been typed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from elasticrun import __version__
+from elasticrun.cli import trust
+from elasticrun.cli.flags import PROG, get_args_parser
+from elasticrun.cli.job import asking
+from elasticrun.cli.settings import Asked, NotHere, UsageError
+from elasticrun.cli.verbs.status import NoStatus, parse_endpoint
+from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from elasticrun.jobs.line import JobLine
+from elasticrun.wire import auth
+from elasticrun.wire.auth import (
+    JOIN_CODE_LIFE,
+    BadCode,
+    JoinAnswer,
+    JoinCode,
+    parse_code,
+    unseal,
+)
+from elasticrun.wire.messages import Request
+from elasticrun.wire.types import Endpoint, WireError, loads
+
+ANSWER_LIMIT: Final = 20.0
+"""Seconds for the master to answer."""
+
+USAGE: Final = f"""\
+usage: {PROG} join HOST:PORT CODE [FLAGS]
+       {PROG} join --new [JOB]
+
+Make this machine a node of a running job. The first machine prints the line to paste,
+which is good for {JOIN_CODE_LIFE // 60} minutes. Script and flags come from there; FLAGS
+(--nproc-per-node=4, --local-addr=10.0.0.7, --tls-ca=ca.pem) are for this machine alone.
+
+  --new [JOB]   print a fresh line; on the first machine, by the user whose job it is
+  -h, --help    show this message
+"""
+
+
+def main(argv: Sequence[str], say: Callable[[str], None], launch: Callable[..., int]) -> int:
+    """Join, or print a new code; the exit code. UsageError."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return EXIT_OK
+    if argv[0] == "--new":
+        return _new(argv[1:])
+    if len(argv) < 2:
+        raise UsageError("join needs HOST:PORT and a code, as the first machine has printed them")
+    where, text, *flags = argv
+    try:
+        endpoint, code = parse_endpoint(where), parse_code(text)
+    except (NoStatus, BadCode) as wrong:
+        raise UsageError(str(wrong), EXIT_USAGE) from None
+    answer = _exchange(endpoint, code, flags)
+    command, at = answer.command, answer.program_at
+    known = any(word.startswith("--rdzv-id") for word in command[:at])
+    ours = [f"--rdzv-endpoint={endpoint}", *([] if known else [f"--rdzv-id={answer.job_id}"])]
+    words = [*command[:at], *flags, *ours, *command[at:]]
+    _enter(answer, words)
+    os.environ[trust.TOKEN_VARIABLE] = answer.token  # `withdraw` takes it out again
+    say(f"joining job {answer.job_id} in {os.getcwd()}: {PROG} {shlex.join(words)}")
+    return launch(words)
+
+
+def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinAnswer:
+    """What the master gives for the code. UsageError."""
+    # Late: grpc takes longer to import than everything else here together.
+    from elasticrun.wire.rpc.channel import LinkError, ask_to_join
+
+    variables = trust.withdraw()
+    ns = get_args_parser().parse_args([*flags, "program"])
+    if ns.training_script != "program":
+        what = ns.training_script
+        raise UsageError(f"{what}: only flags may follow the code; the script comes from the job")
+    guest = auth.Guest.with_code(code, __version__)
+    try:
+        files = trust.tls(Asked(ns, variables))
+        pem = None if files is None else auth.read_pem(files)
+        reply = asyncio.run(ask_to_join(endpoint, ANSWER_LIMIT, guest, tls=pem))
+        if not reply.ok:
+            raise UsageError(reply.reason, EXIT_FAILED)
+        plain = unseal(code.secret, guest.nonces, reply.body)
+        answer: JoinAnswer = loads(plain, JoinAnswer)
+    except LinkError as error:
+        verb = "refuses" if error.rejected else "does not answer"
+        raise UsageError(f"the master at {endpoint} {verb}: {error}", EXIT_FAILED) from None
+    except (auth.TlsError, BadCode) as wrong:
+        raise UsageError(str(wrong), EXIT_FAILED) from None
+    except (WireError, ValueError) as wrong:
+        raise UsageError(f"the master at {endpoint} sent {wrong}", EXIT_FAILED) from None
+    return answer
+
+
+def _enter(answer: JoinAnswer, words: Sequence[str]) -> None:
+    """Go where the program is: the first machine's folder, else stay here. NotHere."""
+    ns = get_args_parser().parse_args(list(words))
+    program = str(ns.training_script)
+    is_script = not (ns.module or ns.no_python)
+    here, there = os.getcwd(), answer.folder
+    if os.path.isdir(there) and (not is_script or os.path.exists(os.path.join(there, program))):
+        os.chdir(there)
+    elif is_script and not os.path.exists(program):
+        where = program if os.path.isabs(program) else f"{program} in {there} or {here}"
+        raise NotHere(
+            f"there is no script {where}: copy the code to this machine, and join from its folder"
+        )
+
+
+def _new(argv: Sequence[str]) -> int:
+    """Print a new line for a job of this user."""
+    return asking.run(asking.parser("join --new", "Print a fresh join line."), argv, _print_new)
+
+
+def _print_new(line: JobLine, ns: argparse.Namespace) -> int:
+    code = line.reply(Request("invite")).body
+    print(f"{PROG} join {line.endpoint} {code}")
+    if sys.stdout.isatty():
+        print(f"{PROG}: good for {JOIN_CODE_LIFE // 60} minutes", file=sys.stderr)
+    return EXIT_OK

@@ -1,0 +1,80 @@
+"""Join codes on the master's side: who prints one, what it yields, how often it may be tried."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final
+
+from elasticrun.config import JoinCommand
+from elasticrun.wire.auth import (
+    CODE_EXPIRED,
+    NO_CODES,
+    Denied,
+    Doorkeeper,
+    JoinAnswer,
+    join_code,
+    seal,
+)
+from elasticrun.wire.messages import Reply
+from elasticrun.wire.types import dumps
+
+TRIES: Final = 300.0
+"""Exchanges that may come at once: a whole rack whose machines are told to join together."""
+
+TRIES_PER_SECOND: Final = 1.0
+"""How fast that allowance fills up again."""
+
+NO_COMMAND: Final = (
+    "this master was not started by a node, so it knows no command line: type the command of the "
+    "other nodes here"
+)
+
+logger = logging.getLogger("elasticrun")
+
+
+class Joining:
+    """What one master does about join codes."""
+
+    def __init__(self, job_id: str, token: str, command: JoinCommand | None) -> None:
+        """`command`: what a node that joins runs; None where the master does not know it."""
+        self._job_id = job_id
+        self._token = token
+        self._command = command
+        self._tries = TRIES
+        self._at = time.monotonic()
+
+    def admit(self) -> None:
+        """Count one try. Denied where there were too many."""
+        now = time.monotonic()
+        self._tries = min(TRIES, self._tries + (now - self._at) * TRIES_PER_SECOND)
+        self._at = now
+        if self._tries < 1.0:
+            raise Denied(
+                "too many machines have tried to join at once: try again in a minute",
+                "a machine that wanted to join was refused: too many tries",
+            )
+        self._tries -= 1.0
+
+    def new_code(self) -> Reply:
+        """For an operator: a code that is good from now on."""
+        if not self._token:
+            return Reply(False, NO_CODES)
+        if self._command is None:
+            return Reply(False, NO_COMMAND)
+        return Reply(True, "", str(join_code(self._token, time.time())))
+
+    def answer(self, keeper: Doorkeeper, peer: str) -> Reply:
+        """For a joiner that has proved its code: what a node needs, sealed. Denied."""
+        code = keeper.code
+        if time.time() > code.until:
+            raise Denied(CODE_EXPIRED, "a machine with a join code that has expired was refused")
+        command = self._command
+        if command is None:
+            return Reply(False, NO_COMMAND)
+        answer = JoinAnswer(
+            self._job_id, self._token, command.words, command.program_at, command.folder
+        )
+        # The log is the audit: who got the token, and when.
+        logger.warning("%s has used a join code and got the job's token", peer)
+        return Reply(True, "", seal(code.secret, keeper.nonces, dumps(answer).encode()))
