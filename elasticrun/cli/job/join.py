@@ -11,6 +11,7 @@ import asyncio
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -31,11 +32,17 @@ from elasticrun.wire.auth import (
     parse_code,
     unseal,
 )
-from elasticrun.wire.messages import Request
+from elasticrun.wire.messages import Reply, Request
 from elasticrun.wire.types import Endpoint, WireError, loads
 
 ANSWER_LIMIT: Final = 20.0
-"""Seconds for the master to answer."""
+"""Seconds for the master to answer once it is reached."""
+
+DIAL_LIMIT: Final = 10.0
+"""Seconds to dial again while nobody answers: a master that died is replaced within seconds."""
+
+DIAL_PAUSE: Final = 0.5
+"""Seconds between two dials."""
 
 USAGE: Final = f"""\
 usage: {PROG} join HOST:PORT CODE [FLAGS]
@@ -85,11 +92,22 @@ def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinA
     if ns.training_script != "program":
         what = ns.training_script
         raise UsageError(f"{what}: only flags may follow the code; the script comes from the job")
-    guest = auth.Guest.with_code(code, __version__)
+
+    async def asked(pem: auth.Pem | None) -> tuple[auth.Guest, Reply]:
+        until = time.monotonic() + DIAL_LIMIT
+        while True:
+            guest = auth.Guest.with_code(code, __version__)  # a fresh nonce for each dial
+            try:
+                return guest, await ask_to_join(endpoint, ANSWER_LIMIT, guest, tls=pem)
+            except LinkError as error:
+                if error.rejected or time.monotonic() > until:
+                    raise
+            await asyncio.sleep(DIAL_PAUSE)
+
     try:
         files = trust.tls(Asked(ns, variables))
         pem = None if files is None else auth.read_pem(files)
-        reply = asyncio.run(ask_to_join(endpoint, ANSWER_LIMIT, guest, tls=pem))
+        guest, reply = asyncio.run(asked(pem))
         if not reply.ok:
             raise UsageError(reply.reason, EXIT_FAILED)
         plain = unseal(code.secret, guest.nonces, reply.body)
