@@ -200,9 +200,14 @@ class Persisting:
         self._local.say(report)
 
     def _late(self, attempt: _Attempt) -> None:
-        self._close(attempt, ok=False)
-        why = f"it was not written within {attempt.order.limit:g} s"
-        self._tell(attempt, attempt.failed(why))
+        """Its time is over, and no master has said what came of it."""
+        in_storage = any(report.ok and report.committed for report in attempt.said)
+        self._close(attempt, ok=in_storage)
+        if not in_storage:
+            why = f"it was not written within {attempt.order.limit:g} s"
+            if any(report.ok for report in attempt.said):
+                why = f"no master has ended it within {attempt.order.limit:g} s"
+            self._tell(attempt, attempt.failed(why))
 
     def _close(self, attempt: _Attempt, *, ok: bool) -> None:
         self._attempts.pop(attempt.order.attempt, None)

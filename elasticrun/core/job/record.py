@@ -129,6 +129,7 @@ class Recorder:
         ctx.rdzv.restore(was, starved, now, redial)
         seats = round_.seats  # itself: members of an adopted round are seated as they come
         self._snapshots.begin_round(was.name, was.world_size, was.restore, seats)
+        self._snapshots.checkpoints.take_over(None if was.suspect else was.restore)
         self._snapshots.points.expect(node for node in seats if node not in gone)
 
 

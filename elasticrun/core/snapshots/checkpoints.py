@@ -142,6 +142,7 @@ class Checkpoints:
         self._begun: Key | None = None  # the newest that was planned: older ones are passed over
         self._since: dict[Key, float] = {}  # wanted and whole, but not everywhere yet: since when
         self._ended: dict[str, list[m.PersistOver]] = {}  # node -> how its last attempts ended
+        self._left: Key | None = None  # by the master before this one, whose round it was to save
         self._no_saver = False
         self._owed: tuple[Key, str] | None = None  # planned last, not written, and why
         self.asked: Key | None = None  # this step, and later ones, are saved since a node leaves
@@ -223,7 +224,8 @@ class Checkpoints:
             asked = self.asked
             is_asked = asked is not None and asked[0] == wanted[0] and asked[1] <= wanted[1]
             late = 0.0 if is_asked else self._storage.not_before
-            self._intend(Plan(wanted, "asked" if is_asked else "periodic", late))
+            reason = "breakpoint" if wanted == self._left else "periodic"
+            self._intend(Plan(wanted, "asked" if is_asked else reason, late))
         self._try(now)
 
     def persisted(self, node: str, report: m.Persisted, now: float) -> None:
@@ -304,6 +306,12 @@ class Checkpoints:
         self.written = written
         self._begun = key_of(written) if written is not None else None
 
+    def take_over(self, restore: m.Restore | None) -> None:
+        """The round that the record names goes on from this snapshot. Where such snapshots are
+        saved, the master before this one may have died before it was."""
+        if self._spec.at_breakpoint and restore is not None:
+            self._left = key_of(restore)
+
     def status(self) -> list[str]:
         """Clauses for the status page."""
         parts = []
@@ -325,15 +333,18 @@ class Checkpoints:
             (ledger.name, step)
             for ledger in self._points.ledgers
             for step, snap in ledger.snaps.items()
-            if snap.wanted and ledger.is_whole(step) and not self._is_passed((ledger.name, step))
+            if (snap.wanted or self._left == (ledger.name, step))
+            and ledger.is_whole(step)
+            and not self._is_passed((ledger.name, step))
         }
         if self._plan is not None:
             whole.discard(self._plan.key)
         self._since = {key: self._since.get(key, now) for key in whole}
         for key in sorted(whole, key=order_of, reverse=True):
             ledger = self._points.ledger(key[0])
-            running = ledger is not None and ledger.upto is None and not ledger.is_full(key[1])
-            if not running or now >= self._since[key] + WAIT_FOR_ALL:
+            may_grow = key == self._left or (ledger is not None and ledger.upto is None)
+            grows = may_grow and ledger is not None and not ledger.is_full(key[1])
+            if not grows or now >= self._since[key] + WAIT_FOR_ALL:
                 del self._since[key]
                 return key
         return None
@@ -346,6 +357,7 @@ class Checkpoints:
 
     def _intend(self, plan: Plan) -> None:
         self._plan = plan
+        self._say_passed(plan)
         if self._begun is None or order_of(plan.key) > order_of(self._begun):
             self._begun = plan.key
         for ledger in self._points.ledgers:
@@ -353,6 +365,21 @@ class Checkpoints:
                 if order_of((ledger.name, step)) < order_of(plan.key):
                     self._release(ledger, step, f"step {plan.key[1]} is written instead")
         self._since = {k: at for k, at in self._since.items() if order_of(k) > order_of(plan.key)}
+
+    def _say_passed(self, plan: Plan) -> None:
+        """Steps that ranks want written and that never will be, since a newer one is."""
+        passed = sorted(
+            step
+            for ledger in self._points.ledgers
+            for step, snap in ledger.snaps.items()
+            if snap.wanted
+            and order_of((ledger.name, step)) < order_of(plan.key)
+            and not self._is_passed((ledger.name, step))
+        )
+        if passed:
+            steps = f"step{'s' if len(passed) > 1 else ''} {', '.join(map(str, passed))}"
+            instead = f"step {plan.key[1]} is written instead"
+            self._outbox.say(f"no checkpoint of {steps} is written: {instead}", "warning")
 
     def _release(self, ledger: Ledger, step: int, reason: str, told: Collection[str] = ()) -> None:
         """No checkpoint will be written (any more) of a step that ranks want written."""

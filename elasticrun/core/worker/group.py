@@ -255,8 +255,10 @@ class WorkerGroup:
             return
         if self.state is State.PARKED and order.term > self.term:
             self.deadlines.arm("confirm", now + CONFIRM)
+        is_new = 0 < self.term < order.term
         self.term = order.term
         self._obeying = True
+        self.leaving.master_answers(now, is_new=is_new)
         if self._link_lost:
             self.note("the master answers again", "warning")
         self._link_lost = ""
@@ -277,6 +279,7 @@ class WorkerGroup:
             self.note(f"no master answers ({event.reason}); {goes_on}", "warning")
             self.deadlines.arm("master-lost", now + self.master_lost_timeout)
         self._link_lost = f"no master answers: {event.reason}"
+        self.leaving.master_lost(now)
 
     def _link_back(self, event: fx.LinkBack, now: float) -> None:
         """Say all that a master must know that may have heard none of it. That it is there to stay
@@ -540,7 +543,7 @@ class WorkerGroup:
         self.state = State.HOLDING
         self.outcome = outcome
         self.deadlines.clear()
-        self.deadlines.arm("holding", max(self.leaving.writes.values()))
+        self.leaving.hold()
         self.reason = f"{outcome.reason}; this node stays until its part of a checkpoint is saved"
         self.note(self.reason)
 

@@ -23,6 +23,7 @@ without a record knows of no exclusion.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -54,6 +55,19 @@ WAIT_FOR_SAVED = 6.0
 more than `snapshots/checkpoints.WAIT_FOR_ALL`."""
 
 
+MASTER_BACK_WITHIN = 20.0
+"""Seconds without a master, after which a node that stays for a checkpoint alone gives it up: only
+a master can order the marker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """An attempt to persist, and when it is given up. `order`: None for RESCUE."""
+
+    until: float
+    order: m.Persist | None = None
+
+
 class Draining:
     """The part of a worker group that its methods here change; the group's table says when each of
     them applies."""
@@ -70,11 +84,11 @@ class Draining:
         self._cut_short = False  # a rank of this round has ended before its time
         self.cause: fx.Signalled | None = None
         """The signal that came while ranks could save, until this node leaves."""
-        self.writes: dict[AttemptName, float] = {}
-        """Attempts to persist in which this node has a part -> when they are given up. The agent
-        must not end under one: it may hold the only copy of a shard. One begins with Persist and
-        ends with PersistOver, or when the time is over that the order gave it: a master that is
-        gone, or was replaced, ends none."""
+        self.writes: dict[AttemptName, Write] = {}
+        """Attempts to persist in which this node has a part. The agent must not end under one: it
+        may hold the only copy of a shard. One begins with Persist and ends with PersistOver, with
+        the time that the order gave it, or when another master takes over."""
+        self._no_master_since: float | None = None
         self.parked_until: float | None = None
         """This node is excluded, and is to stay until then, or is parked already."""
 
@@ -92,7 +106,7 @@ class Draining:
             late = f"attempt {order.attempt} is one too many at a time: left out"
             self._group.note(late, "warning")
             return
-        self.writes.setdefault(order.attempt, now + order.limit)
+        self.writes.setdefault(order.attempt, Write(now + order.limit, order))
         self._rearm()
         self.obey(order, now)
 
@@ -121,13 +135,39 @@ class Draining:
         """An order about snapshots that changes nothing here."""
         self._group.out.append(fx.Obey(order))
 
+    def master_lost(self, now: float) -> None:
+        """No master answers: nobody orders the marker of what is written here."""
+        if self._no_master_since is None:
+            self._no_master_since = now
+        self._rearm()
+
+    def master_answers(self, now: float, *, is_new: bool) -> None:
+        """`is_new`: not the one before. What that had begun nobody would finish, so it is given up
+        here. The snapshots are still wanted: the new master begins another attempt."""
+        self._no_master_since = None
+        begun = [one.order for one in self.writes.values() if one.order and is_new]
+        for order in begun:
+            del self.writes[order.attempt]
+            why = "the master that had ordered it is gone"
+            self.obey(m.PersistOver(order.attempt, order.round, order.step, False, why), now)
+        if begun and self._group.state in ENDINGS:
+            self.writes[RESCUE] = Write(now + WAIT_FOR_SAVED)
+        self._rearm()
+
     def _forget_late(self, now: float) -> None:
-        for attempt in [one for one, until in self.writes.items() if until <= now]:
+        for attempt in [name for name, one in self.writes.items() if one.until <= now]:
             del self.writes[attempt]
+
+    def hold(self) -> None:
+        """HOLDING, or about to be: until when."""
+        until = max(one.until for one in self.writes.values())
+        if self._no_master_since is not None:
+            until = min(until, self._no_master_since + MASTER_BACK_WITHIN)
+        self._group.deadlines.arm("holding", until)
 
     def _rearm(self) -> None:
         if self._group.state is State.HOLDING and self.writes:
-            self._group.deadlines.arm("holding", max(self.writes.values()))
+            self.hold()
 
     def _go_if_free(self) -> None:
         if self._group.state is State.HOLDING and not self.writes:
@@ -150,7 +190,10 @@ class Draining:
 
     def held_long_enough(self) -> None:
         """HOLDING is over, whatever is written; silently if the master had no need of it."""
-        if self.writes.keys() != {RESCUE}:
+        if self._no_master_since is not None:
+            gone = "no master answers that could finish the checkpoint"
+            self._group.note(f"{gone}: this node goes without", "warning")
+        elif self.writes.keys() != {RESCUE}:
             late = "the checkpoint was not saved in its time; this node goes"
             self._group.note(late, "warning")
         self.writes.clear()
@@ -220,7 +263,7 @@ class Draining:
         """What the ranks had before is written out, where this node has the only copy: it stays
         until it has heard of that."""
         if not self.writes:
-            self.writes[RESCUE] = now + RESCUE_WITHIN
+            self.writes[RESCUE] = Write(now + RESCUE_WITHIN)
         self._leave(event, now)
 
     def save_at(self, order: m.SaveAt, now: float) -> None:

@@ -8,7 +8,12 @@ from msgspec.structs import replace
 from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_SAVED
 from elasticrun.core import events as fx
 from elasticrun.core.rounds.failures import what_happened
-from elasticrun.core.worker.leaving import RESCUE_WITHIN, SAID_AGAIN, WAIT_FOR_SAVED
+from elasticrun.core.worker.leaving import (
+    MASTER_BACK_WITHIN,
+    RESCUE_WITHIN,
+    SAID_AGAIN,
+    WAIT_FOR_SAVED,
+)
 from elasticrun.core.worker.ranks import SIGNAL_MEMORY, LocalRanks
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
@@ -277,3 +282,45 @@ def test_the_end_of_the_job_tells_who_still_holds_that_others_have_saved_it(
     agent.feed(HOLDS)
     agent.order(m.End(told, "every node has left", ()))
     assert agent.wait() == [replace(END, code=code)]
+
+
+# ---------------------------------------------------------------- orders of a master that is gone
+
+
+def welcome(term: int) -> m.Welcome:
+    return m.Welcome(m.PROTOCOL_VERSION, "1", "a-job", term, 1.0, 600.0, "")
+
+
+def test_an_attempt_of_a_master_that_is_gone_is_given_up_here() -> None:
+    """Else this node would stay at its end until the time of that attempt is over."""
+    agent = Agent().running()
+    agent.order(welcome(1))
+    agent.order(PERSIST)
+    agent.feed(fx.LinkLost("the connection broke"))
+    why = "the master that had ordered it is gone"
+    over = m.PersistOver(PERSIST.attempt, PERSIST.round, PERSIST.step, False, why)
+    assert fx.Obey(over) in agent.order(welcome(2))
+    agent.feed(fx.Signalled(15, "SIGTERM", death=True, step=-1))
+    agent.reaped()
+    assert not agent.alive
+
+
+def test_the_same_master_again_finishes_what_it_has_begun() -> None:
+    agent = Agent().running()
+    agent.order(welcome(1))
+    agent.order(PERSIST)
+    agent.feed(fx.LinkLost("the connection broke"))
+    assert not [e for e in agent.order(welcome(1)) if isinstance(e, fx.Obey)]
+
+
+def test_a_node_that_holds_waits_a_moment_for_a_new_master() -> None:
+    agent = Agent().running()
+    agent.order(welcome(1))
+    agent.order(PERSIST)
+    agent.feed(fx.Signalled(15, "SIGTERM", death=True, step=-1))
+    agent.reaped()
+    assert agent.state is State.HOLDING
+    agent.feed(fx.LinkLost("the connection broke"))
+    agent.wait()
+    assert not agent.alive
+    assert agent.now == MASTER_BACK_WITHIN
