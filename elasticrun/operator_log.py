@@ -17,8 +17,10 @@ import queue
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Final
 
+from elasticrun.system.sandbox import NoThread, start_thread
 from elasticrun.wire import env
 
 QUEUE_LINES: Final = 2000
@@ -80,7 +82,12 @@ class StderrWriter:
 
     def write(self, text: str) -> None:
         """Queue `text` as it is; dropped when the queue is full."""
-        self._start()
+        try:
+            self._start()
+        except NoThread:  # what is said of that is worth a wait
+            with suppress(OSError):
+                os.write(self._fd, text.encode(errors="backslashreplace"))
+            return
         try:
             self._queue.put_nowait(text.encode(errors="backslashreplace"))
         except queue.Full:
@@ -100,9 +107,7 @@ class StderrWriter:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
-                name = "elasticrun-stderr"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, "stderr")
 
     def _run(self) -> None:
         while True:

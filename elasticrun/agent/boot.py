@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 from elasticrun.agent.warm import WarmChild, can_be_warm, fork_server
 from elasticrun.config import AgentConfig, Learning
 from elasticrun.operator_log import logger
+from elasticrun.system import sandbox
 from elasticrun.system.processes import below, everybody
 from elasticrun.wire import env, frames
 from elasticrun.wire.spawning import Configure, start_server
@@ -68,8 +69,7 @@ class SpawnerProcess:
         if isinstance(self.process, WarmChild):
             self.process.kill()  # by its pidfd: its guard may have reaped it
         else:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGKILL)
+            sandbox.kill(self.process.pid)
 
 
 def configure_message(

@@ -25,6 +25,7 @@ from elasticrun.agent.link.trust import unusable, with_trust
 from elasticrun.agent.warm import leave_behind
 from elasticrun.config import EXIT_FAILED, EXIT_USAGE, AgentConfig
 from elasticrun.system.processes import become_subreaper
+from elasticrun.system.sandbox import refused
 from elasticrun.wire.spawning import ignored_signals
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
         return _said(Exit(EXIT_USAGE, wrong, (), 0))
     if wrong := misplanted():
         return _said(Exit(EXIT_USAGE, wrong, (), 0))
+    if wrong := refused():
+        return _said(Exit(EXIT_FAILED, wrong, (), 0))
     # Death signals are caught here, and what is caught is back to its default in a new program:
     # under `nohup`, ranks of torchrun obey a SIGHUP, and so must these.
     caught = {getattr(signal, name, None) for name in config.signals_to_handle}

@@ -30,7 +30,6 @@ from elasticrun.agent.runtime import (
     DISK_LIMIT,
     AgentLoop,
     NodeContext,
-    NoThread,
     Tasks,
     awaited,
     in_thread,
@@ -52,6 +51,7 @@ from elasticrun.core.rounds.failures import ECHOES, Ending, code_of, root_cause
 from elasticrun.core.worker.group import WorkerGroup
 from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.operator_log import LEVELS, NOTICE, StderrWriter, logger, name_speaker
+from elasticrun.system.sandbox import NoThread
 from elasticrun.wire import env, messages as m
 from elasticrun.wire.types import Endpoint, mint_incarnation
 

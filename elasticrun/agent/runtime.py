@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from elasticrun.config import EXIT_FAILED, AgentConfig
 from elasticrun.core import events as fx
 from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.system.sandbox import NoThread, start_thread
 from elasticrun.wire.frames import Connection
 
 if TYPE_CHECKING:
@@ -59,10 +60,6 @@ MAX_FAULTS: Final = 3
 
 AWAITED: Final = (fx.PrepareStore, fx.RunProbe, fx.SignalRanks, fx.SpawnRanks, fx.SweepRanks)
 """Effects whose outcome the brain waits for: one that is not carried out would never come."""
-
-
-class NoThread(TimeoutError):
-    """No thread could be started. For whoever has set a limit it is the same as no answer."""
 
 
 async def in_thread(
@@ -121,13 +118,12 @@ async def _started(body: Callable[[], None], name: str, limit: float) -> None:
     end, wait = loop.time() + limit, FIRST_TRY
     while True:
         try:
-            threading.Thread(target=body, name=f"elasticrun-{name}", daemon=True).start()
+            start_thread(body, name)
             return
-        except RuntimeError as error:
+        except NoThread:
             left = end - loop.time()
             if left <= 0:
-                words = f"no thread can be started here ({error}): too many processes or threads"
-                raise NoThread(words) from None
+                raise
         await asyncio.sleep(min(wait, left))
         wait *= 2
 

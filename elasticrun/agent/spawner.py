@@ -44,6 +44,12 @@ MAX_EARLY_DEATHS: Final = 3
 """Spawners in a row that died before they were ready; then something is wrong that a fourth will
 not mend (a broken torch, no memory)."""
 
+START_LIMIT: Final = 30.0
+"""Seconds for which the start of a spawner in the place of a dead one is tried."""
+
+START_AGAIN: Final = 1.0
+"""Seconds between two tries."""
+
 SWEEP_LIMIT: Final = 30.0
 """Seconds until processes that survived SIGKILL are taken for stuck in the kernel."""
 
@@ -420,7 +426,7 @@ class Spawners:
         if stuck:
             logger.error("processes %s do not die", ", ".join(map(str, stuck)))
         if spawner is self._current:
-            if not self._replace(spawner, reason):
+            if not await self._replace(spawner, reason):
                 return
         elif not spawner.children:
             return
@@ -430,19 +436,27 @@ class Spawners:
             child.owner.lost(child)
         self._lost(reason)
 
-    def _replace(self, spawner: Spawner, reason: str) -> bool:
-        """Start a spawner in the place of a dead one; false (and fatal) if that is no use."""
+    async def _replace(self, spawner: Spawner, reason: str) -> bool:
+        """Start a spawner in the place of a dead one; false (and fatal) if that is no use. What is
+        in the way of a process now (pids.max, memory) may be gone in a moment."""
         self._early_deaths += spawner.ready is None
         if self._early_deaths >= MAX_EARLY_DEATHS:
             self._fatal(f"the fork server cannot be kept alive ({reason})")
             return False
-        try:
-            process = start_spawner(self._config, self._ignored, self.learned)
-        except OSError as error:
-            self._fatal(f"the fork server cannot be started: {error}")
-            return False
-        self._current = self._adopt(process)
-        return True
+        loop = asyncio.get_running_loop()
+        end = loop.time() + START_LIMIT
+        while True:
+            try:
+                process = start_spawner(self._config, self._ignored, self.learned)
+            except OSError as error:
+                if loop.time() >= end:
+                    self._fatal(f"the fork server cannot be started: {error}")
+                    return False
+                self._told.tell(f"no fork server can be started yet: {error}")
+                await asyncio.sleep(START_AGAIN)
+            else:
+                self._current = self._adopt(process)
+                return True
 
     def keep_alive(self, master_lost_timeout: float) -> None:
         """Tell every spawner, from now on again and again, that this loop lives.

@@ -18,6 +18,7 @@ from typing import Any, Final
 from elasticrun.caller.consoles import Consoles
 from elasticrun.config import EXIT_FAILED, AgentConfig
 from elasticrun.core.events import Exit
+from elasticrun.system.processes import memory_file
 from elasticrun.wire.types import dumps, loads
 
 END_LIMIT: Final = 60.0
@@ -54,7 +55,7 @@ class AgentProcess:
         self._heard = bytearray()
         self._consoles = Consoles()
         config = dataclasses.replace(config, console_fds=self._consoles.fds)
-        config_fd = os.memfd_create("elasticrun-config", os.MFD_CLOEXEC)
+        config_fd = memory_file("elasticrun-config")
         fds = {"--config-fd": config_fd, "--result-fd": theirs.fileno()}
         if spawner is not None:
             fds["--spawner-fd"] = spawner.fileno()

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from elasticrun.dcp.items import Piece, in_order
 from elasticrun.dcp.torches import load_alone
 from elasticrun.shm.layout import Layout, lay_out
+from elasticrun.system.processes import memory_file
 
 SMALL: Final = 1 << 20
 """Bytes of tensors that may as well be allocated."""
@@ -65,7 +66,7 @@ def _blank(dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
     nbytes = math.prod(sizes) * empty.element_size()
     if nbytes < SMALL:
         return torch.empty(sizes, dtype=dtype)
-    fd = os.memfd_create("elasticrun-blank")
+    fd = memory_file("elasticrun-blank")
     try:
         os.ftruncate(fd, nbytes)
         storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, nbytes)

@@ -145,7 +145,10 @@ one of each."""
 
 def examine_limits(ranks: int, root: Path = Path("/")) -> list[Finding]:
     """`ranks`: of the whole job at its largest."""
-    return [*_open_files(ranks), *_locked(root)]
+    try:
+        return [*_open_files(ranks), *_locked(root)]
+    except OSError as error:
+        return [ok(OPEN_FILES, f"limits cannot be read here (prlimit: {error.strerror})")]
 
 
 def _open_files(ranks: int) -> list[Finding]:

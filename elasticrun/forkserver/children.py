@@ -20,6 +20,7 @@ from elasticrun.forkserver.helpers.helper import (
     Order,
     ProbeHelper,
     SaverHelper,
+    StoreHelper,
     environment,
 )
 from elasticrun.forkserver.prepare import Prepared
@@ -186,6 +187,10 @@ class Children:
     def living(self) -> list[int]:
         """Pids of ranks and helpers."""
         return [*self._ranks, *self._helpers]
+
+    def stores(self) -> list[int]:
+        """Pids of store hosts."""
+        return [pid for pid, helper in self._helpers.items() if isinstance(helper, StoreHelper)]
 
     def groups(self, keys: Iterable[int]) -> list[int]:
         return [self._groups[key] for key in keys if key in self._groups]

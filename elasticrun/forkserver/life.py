@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from elasticrun.forkserver.child import Birth
 from elasticrun.forkserver.children import Children
+from elasticrun.forkserver.helpers.stopped import STOPPED_LIMIT, StoppedStores
 from elasticrun.forkserver.lazy_imports import Baseline
 from elasticrun.forkserver.prepare import ONE_BY_ONE, Poisoned, Prepared, prepare
 from elasticrun.system import processes, sweep
+from elasticrun.system.processes import memory_file
 from elasticrun.system.title import FORK_SERVER, set_title
 from elasticrun.wire.frames import Connection, FrameBuffer, FrameError, NotRead, encode, peer_of
 from elasticrun.wire.spawning import (
@@ -99,6 +101,7 @@ class Server:
         self._talk = talk
         self._parent = os.getppid()
         self._sweeper = sweep.Sweeper()
+        self._stopped = StoppedStores()
         self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._children = Children(prepared, talk, self._in_child)
         self._keepalive_until: float | None = None
@@ -131,7 +134,7 @@ class Server:
         pipes = self._children.pipes()
         for pipe in pipes:
             self._selector.register(pipe, selectors.EVENT_READ)
-        parts = (self._sweeper, self._children)
+        parts = (self._sweeper, self._children, self._stopped)
         times = [*(part.next_deadline() for part in parts), self._keepalive_until]
         due = min((t for t in times if t is not None), default=None)
         patience = None if due is None else max(0.0, due - time.monotonic())
@@ -165,6 +168,9 @@ class Server:
         self._children.read_pages()
         for pid, status in sweep.reap_all():
             self._children.reaped(pid, os.waitstatus_to_exitcode(status))
+        if self._stopped.look(self._children.stores(), time.monotonic()):
+            stood = f"a store host was stopped (SIGSTOP) for {STOPPED_LIMIT:g} s"
+            self._talk.send(Notice(f"{stood} and is woken: ranks may wait for it"))
         for done in self._sweeper.look(self._children.living(), time.monotonic()):
             self._children.forget(done.keys)
             self._talk.send(Swept(done.keys, done.stuck))
@@ -316,7 +322,7 @@ def _prepare(
     try:
         prepared = prepare(configure, birth, names, stock)
     except Poisoned as poison:
-        kept = os.memfd_create("configure", 0)
+        kept = memory_file("configure", 0)
         os.write(kept, encode(configure))
         os.lseek(kept, 0, os.SEEK_SET)
         sock.set_inheritable(True)

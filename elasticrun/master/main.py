@@ -20,7 +20,6 @@ import gc
 import json
 import logging
 import os
-import resource
 import secrets
 import select
 import signal
@@ -62,6 +61,7 @@ from elasticrun.master.server import MAX_CALLS, METHODS, Servicer
 from elasticrun.runs.opening import RunRefused
 from elasticrun.system import title
 from elasticrun.system.processes import ProcessId, set_name
+from elasticrun.system.sandbox import NoThread, raise_file_limit, refused, start_thread
 from elasticrun.trace.writer import Life
 from elasticrun.wire import auth, user_folder
 from elasticrun.wire.auth import TlsError, operator_token, reader_token
@@ -98,20 +98,24 @@ def main(config: MasterConfig, *, hosted: bool = False) -> int:
     operator_log.name_speaker("elasticrun master")
     # asyncio, grpc and uvicorn log what strangers send them; none of it is the user's business
     logging.getLogger().handlers[:] = [logging.NullHandler()]
-    _raise_file_limit()
+    raise_file_limit()  # every agent is a socket here, and the usual soft limit is 1024
     _name_process(config.spec.job_id if hosted and config.spec else "")
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
+    if why := refused():
+        return _failed(config, why, EXIT_FAILED)
     try:
         return asyncio.run(Master(config, hosted=hosted).run())
     except ListenError as wrong:
         return _failed(config, str(wrong), EXIT_PORT_TAKEN if wrong.taken else EXIT_FAILED)
     except TlsError as wrong:
         return _failed(config, str(wrong), EXIT_USAGE)
-    except RunRefused as refused:
-        return _failed(config, str(refused), EXIT_FAILED)
-    except StoreRefused as refused:
-        return _failed(config, str(refused), refused.exit_code)
+    except RunRefused as wrong:
+        return _failed(config, str(wrong), EXIT_FAILED)
+    except StoreRefused as wrong:
+        return _failed(config, str(wrong), wrong.exit_code)
+    except NoThread as wrong:
+        return _failed(config, str(wrong), EXIT_FAILED)
     except (BrainFault, RecordStuck) as fault:
         logger.error("the master gives up: %s", fault)
         return EXIT_FAILED
@@ -149,13 +153,6 @@ def _name_process(job_id: str) -> None:
     if job_id:
         with contextlib.suppress(OSError, AttributeError):
             title.set_title(os.fsencode(title.MASTER.format(job_id)))
-
-
-def _raise_file_limit() -> None:
-    """Every agent is a socket here, and the usual soft limit is 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Lifetime:
@@ -491,13 +488,15 @@ class Listing:
         self._figures = loop.figures
         self._path: Path | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="elasticrun-listing", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        with contextlib.suppress(NoThread):  # it is not listed
+            self._thread = start_thread(self._keep, "listing")
 
     def remove(self) -> None:
         """Take the file away; gives up after a moment, a stale file is recognised as such."""
         self._over.set()
-        self._thread.join(timeout=LISTING_LIMIT)
+        if self._thread is not None:
+            self._thread.join(timeout=LISTING_LIMIT)
 
     def _keep(self) -> None:
         with contextlib.suppress(OSError):

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 from elasticrun.config import EXIT_USAGE, MasterConfig
 from elasticrun.core.persisted import Facts
 from elasticrun.master.sqlite_store import SqliteStore
+from elasticrun.system.sandbox import NoThread, start_thread
 from elasticrun.trace.writer import Life, TraceWriter
 from elasticrun.wire import env, user_folder
 
@@ -183,10 +183,12 @@ class Records:
             if late.exception() is None:
                 os.close(late.result())
 
-        threading.Thread(target=work, name="elasticrun-folder", daemon=True).start()
         try:
+            start_thread(work, "folder")
             self._fd = await asyncio.wait_for(asyncio.wrap_future(taken), FOLDER_LIMIT)
             self._folder = folder
+        except NoThread as wrong:
+            self._do_without(str(wrong))
         except TimeoutError:
             taken.add_done_callback(let_go)  # also of what came at the last moment
             self._do_without(f"{folder} has not answered for {FOLDER_LIMIT:g} s")

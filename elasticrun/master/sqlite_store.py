@@ -19,7 +19,6 @@ import logging
 import os
 import queue
 import sqlite3
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,6 +31,7 @@ from msgspec import structs
 
 from elasticrun.core.persisted import Facts, aged
 from elasticrun.system.processes import boot_id
+from elasticrun.system.sandbox import start_thread
 from elasticrun.wire.types import plain, typed
 
 FILE: Final = "state.sqlite"
@@ -83,8 +83,7 @@ class SqliteStore:
         self.term = 0
         self._disk = _Disk(folder, now or _since_boot)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="elasticrun-record", daemon=True)
-        self._thread.start()
+        start_thread(self._run, "record")
         self._works = True
         self._newest: Facts | None = None
         self._waiting: list[Callable[[], None]] = []  # for the newest to be written

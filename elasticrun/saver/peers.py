@@ -23,6 +23,7 @@ from elasticrun.saver.transfer import MAX_TEXT, Get, Put, Refusal
 from elasticrun.saver.written import PartError, PartWritten
 from elasticrun.shm.segment import round_key
 from elasticrun.system.reasons import reason_of
+from elasticrun.system.sandbox import NoThread, start_thread
 from elasticrun.wire.snapshots import Fetch, Fetched, FetchInto, FetchSize, FromSaver, Remark
 from elasticrun.wire.types import Endpoint
 
@@ -182,7 +183,10 @@ class Peers:
         def proved() -> None:
             self._post(lambda: self._unproved.pop(sock, None))
 
-        threading.Thread(target=talk, name="elasticrun-peer", daemon=True).start()
+        try:
+            start_thread(talk, "peer")
+        except NoThread as error:
+            self._over(sock, str(address[0]), str(error))
 
     def _send_away(self, sock: socket.socket) -> None:
         """Its thread sees the end of the connection, and closes nothing: `_over` does."""

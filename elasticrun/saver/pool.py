@@ -12,7 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Generic, TypeVar
+
+from elasticrun.system.sandbox import NoThread, start_thread
 
 T = TypeVar("T")
 
@@ -74,9 +77,10 @@ class WorkerPool:
             self._waiting.remove(piece)
             self._running += 1
             piece.began = time.monotonic()
-            threading.Thread(
-                target=self._work, args=(piece,), name=f"elasticrun-{self._name}", daemon=True
-            ).start()
+            try:
+                start_thread(self._work, self._name, (piece,))
+            except NoThread as error:
+                self._post(partial(self._over, piece, piece.failed(error)))
 
     def _work(self, piece: WorkItem[Any]) -> None:
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import selectors
 import socket
 import sys
@@ -26,6 +25,7 @@ from elasticrun.saver.transfer import Answer, Get, Put, Refusal, Served
 from elasticrun.saver.written import PartWritten
 from elasticrun.shm.segment import VERSION, round_key
 from elasticrun.system.reasons import reason_of
+from elasticrun.system.sandbox import raise_file_limit
 from elasticrun.wire import snapshots as m
 from elasticrun.wire.frames import Connection, DescriptorsLost, FrameError, HungUp, NotRead
 from elasticrun.wire.spawning import SpawnSaver
@@ -183,6 +183,8 @@ class Saver:
                     self._fetches.go_on(order, self._descriptor())
                 case m.Serve():
                     self._serve(order)
+                case m.PingSaver():
+                    self.say(m.SaverPong(order.number))
         except Full as full:
             raise Lost(str(full)) from None
 
@@ -267,9 +269,7 @@ def complain(sentence: str) -> None:
 def run(order: SpawnSaver) -> NoReturn:
     """Be the saver that was ordered, in a process of its own; ends it."""
     gc.enable()  # the fork server has it off
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_file_limit()
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     agent.settimeout(DIAL_LIMIT)
     try:

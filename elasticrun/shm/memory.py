@@ -29,6 +29,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from elasticrun.system.processes import memory_file
+
 LARGE: Final = 2 * 1024 * 1024
 """Bytes of a large page on x86 and of most ARM machines. Where it is another, there are none."""
 
@@ -245,7 +247,7 @@ def take_file(path: str, nbytes: int, filled: int, tell: Tell = _nobody) -> int:
 def take_anonymous(name: str, nbytes: int, filled: int, tell: Tell = _nobody) -> int:
     """The same without a file. NoRoom."""
     try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = memory_file(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise NoRoom(f"the kernel gives no memory without a file ({error.strerror})") from None
     try:

@@ -53,6 +53,14 @@ def let_trace(pid: int) -> bool:
     return _prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid))
 
 
+def memory_file(name: str, flags: int = os.MFD_CLOEXEC) -> int:
+    """memfd_create(2). OSError that names the call: nobody finds it in a sandbox's rules else."""
+    try:
+        return os.memfd_create(name, flags)
+    except OSError as error:
+        raise OSError(error.errno, f"memfd_create: {error.strerror}") from None
+
+
 # ---------------------------------------------------------------- processes
 
 

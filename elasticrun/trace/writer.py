@@ -30,6 +30,7 @@ from typing import Any, Final
 from elasticrun import __version__
 from elasticrun.core.events import Attached, Detached, Heard, JobEffect, JobEvent, Record
 from elasticrun.core.persisted import Facts
+from elasticrun.system.sandbox import start_thread
 from elasticrun.trace.words import TRACE_VERSION, effect_in_words, event_to_plain
 from elasticrun.wire.messages import Beat, JobSpec
 from elasticrun.wire.types import mint_nonce, plain
@@ -101,7 +102,7 @@ class TraceWriter:
         self._queue: queue.SimpleQueue[_Step | _Beats | int | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._ring = _Ring(folder, life, ring, time.monotonic() if now is None else now)
-        threading.Thread(target=self._run, name="elasticrun-trace", daemon=True).start()
+        start_thread(self._run, "trace")
 
     # ------------------------------------------------------------ the loop's side
 

@@ -319,7 +319,16 @@ class Serve:
 
 
 AboutSegments = SegmentOpen | SegmentClosed | HashSnapshot | CheckSnapshot | Serve
-ToSaver = AboutSegments | PersistParts | CommitNow | GiveUp | Fetch | FetchInto
+
+
+@dataclass(frozen=True, slots=True)
+class PingSaver:
+    """Is its loop running? Answer: SaverPong with the same number."""
+
+    number: int
+
+
+ToSaver = AboutSegments | PersistParts | CommitNow | GiveUp | Fetch | FetchInto | PingSaver
 
 # ---------------------------------------------------------------- a saver to its agent
 
@@ -385,7 +394,14 @@ class Fetched:
     reason: str
 
 
-FromSaver = SaverHere | Checked | PartsDone | CommitDone | FetchSize | Fetched | Remark
+@dataclass(frozen=True, slots=True)
+class SaverPong:
+    """The answer to a PingSaver."""
+
+    number: int
+
+
+FromSaver = SaverHere | Checked | PartsDone | CommitDone | FetchSize | Fetched | Remark | SaverPong
 
 FromPeer = FromRank | FromSaver
 """What may come in at the agent's socket."""

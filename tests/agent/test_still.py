@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -125,6 +127,26 @@ async def test_a_fork_server_that_nobody_needs_may_stand_still(node: Node, monke
     assert not node.reasons
     assert node.server.process.pid == node.pid
     os.kill(node.second.pid, 0)
+
+
+async def test_a_fork_server_that_cannot_be_started_yet_is_tried_again(
+    node: Node, monkeypatch
+) -> None:
+    """No process is to be had for a moment: the node does not end of it."""
+    really, failed = spawner.start_spawner, []
+
+    def start(*args: Any, **more: Any) -> Any:
+        if len(failed) < 2:
+            failed.append(args)
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return really(*args, **more)
+
+    monkeypatch.setattr(spawner, "start_spawner", start)
+    monkeypatch.setattr(spawner, "START_AGAIN", 0.01)
+    os.kill(node.pid, signal.SIGKILL)
+    await node.until(lambda: node.reasons)
+    assert len(failed) == 2
+    assert node.server.process.pid != node.pid
 
 
 async def test_an_agent_that_stood_still_gives_the_fork_server_another_limit(node: Node) -> None:

@@ -14,10 +14,11 @@ import pytest
 
 from elasticrun.agent import node, runtime
 from elasticrun.agent.link import identity, master_process
-from elasticrun.agent.runtime import AgentLoop, NoThread, Tasks, in_thread, own_defect
+from elasticrun.agent.runtime import AgentLoop, Tasks, in_thread, own_defect
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core import events as fx
 from elasticrun.operator_log import StderrWriter
+from elasticrun.system.sandbox import NoThread
 from elasticrun.wire import user_folder
 from tests.agent.configs import agent_config, node_context
 from tests.harness import LIMIT
@@ -130,7 +131,7 @@ async def test_a_task_that_fails_ends_the_node_or_is_told(caplog) -> None:
     told: list[str] = []
     tasks = Tasks(ends.append)
     tasks.start(failing(KeyError("it")), "reporting")
-    tasks.start(failing(NoThread("no thread")), "starting")
+    tasks.start(failing(NoThread(RuntimeError("no thread"))), "starting")
     tasks.start(failing(ValueError("x")), "copying", tell=told.append)
     waiting = tasks.start(asyncio.Event().wait(), "waiting")
     await asyncio.sleep(0)

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from elasticrun.forkserver.helpers.stopped import STOPPED_LIMIT, StoppedStores
 from elasticrun.forkserver.helpers.store import libuv_takes_sockets
-from elasticrun.system.processes import let_trace
+from elasticrun.system.processes import let_trace, state
 from elasticrun.wire import spawning as sp
 from elasticrun.wire.frames import (
     LENGTH_BYTES,
@@ -39,7 +40,7 @@ from tests.forkserver.driver import (
     started,
 )
 from tests.further import cases, further
-from tests.harness import program
+from tests.harness import await_true, program
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +95,52 @@ def test_a_store_on_a_port_that_is_taken_is_one_sentence(server: Driver) -> None
         reason = server.failed(key).reason
     assert "Address already in use" in reason
     assert "\n" not in reason
+
+
+def test_a_stopped_child_is_woken_after_a_while() -> None:
+    """One that goes on by itself before is not; and what has ended is left to be reaped."""
+    stopped = StoppedStores()
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        pid = child.pid
+
+        def stop() -> None:
+            os.kill(pid, signal.SIGSTOP)
+            await_true(lambda: state(pid) == "T", "stop")
+
+        stop()
+        assert (stopped.look([pid], 0.0), stopped.next_deadline()) == (0, STOPPED_LIMIT)
+        assert stopped.look([pid], STOPPED_LIMIT - 1.0) == 0
+        assert stopped.look([pid], STOPPED_LIMIT) == 1
+        await_true(lambda: state(pid) != "T", "child that goes on")
+        assert (stopped.look([pid], 50.0), stopped.next_deadline()) == (0, None)
+        stop()
+        stopped.look([pid], 60.0)
+        os.kill(pid, signal.SIGCONT)
+        await_true(lambda: state(pid) != "T", "child that goes on")
+        assert (stopped.look([pid], 100.0), stopped.next_deadline()) == (0, None)
+        stop()
+        stopped.look([pid], 200.0)
+        child.kill()
+        await_true(lambda: state(pid) == "Z", "end")
+        stopped.look([pid], 201.0)
+        assert child.wait() == -signal.SIGKILL
+    assert (stopped.look([], 300.0), stopped.next_deadline()) == (0, None)
+
+
+@further("forkserver/test_server::test_a_stopped_child_is_woken_after_a_while")
+def test_a_stopped_store_host_is_woken(server: Driver) -> None:
+    """It cannot be replaced while a round runs; SIGCONT costs nothing."""
+    holder, port = held_port()
+    with holder:
+        key = server.new_key()
+        server.tell(sp.SpawnStore(key, port))
+        pid = server.wait(sp.StoreListening, lambda m: m.key == key).pid
+        os.kill(pid, signal.SIGSTOP)
+        said = server.wait(sp.Notice, lambda m: "a store host was stopped" in m.text)
+        assert said.text.endswith("and is woken: ranks may wait for it")
+        await_true(lambda: state(pid) != "T", "store that goes on")
+        server.tell(sp.CloseStore(key))
+        server.exited(key)
 
 
 def test_a_store_host_ignores_what_is_sent_to_everybody(server: Driver) -> None:

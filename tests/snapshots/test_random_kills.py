@@ -24,7 +24,7 @@ from elasticrun.shm.segment import Segment
 from elasticrun.testing import processes
 from elasticrun.testing.processes import Deadline, Waiter
 from tests.further import further
-from tests.harness import LIMIT
+from tests.harness import LIMIT, await_exit
 from tests.snapshots.conftest import Training, fork_server, saver
 from tests.snapshots.steadily import Life, Steadily, freeze
 
@@ -136,6 +136,21 @@ def test_killed_two_hundred_times(training: Training) -> None:
 
 
 # ---------------------------------------------------------------- while a checkpoint is written
+
+
+@further("agent/snapshots/test_snapshots::test_a_saver_that_answers_no_ping_is_killed")
+def test_a_saver_that_stands_still_is_replaced(training: Training) -> None:
+    """In the middle of a file: its agent kills it, and the next one writes a checkpoint."""
+    jobs = Steadily(training)
+    jobs.begin()
+    jobs.trains()
+    process = jobs.freeze_in_mid_persist()
+    newest = max(training.checkpoints(), default=-1)
+    assert not await_exit([process.pid])
+    jobs.await_checkpoint(newest)
+    assert len({life.number for life in jobs.present()}) == 1  # training was not disturbed
+    assert training.said(r"the saver has not answered for 20 s: it stands still")
+    jobs.end()
 
 
 @further(

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from elasticrun.agent.boot import Reaper
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
 from elasticrun.operator_log import logger
+from elasticrun.system import sandbox
 from elasticrun.system.processes import cpu_ticks, how_silent, is_stopped
+from elasticrun.system.sandbox import NoThread, start_thread
 from elasticrun.wire import user_folder
 from elasticrun.wire.spawning import SHIELDED
 from elasticrun.wire.types import Endpoint, dumps
@@ -108,12 +110,10 @@ def new_record() -> LaunchFolder | None:
         if given_up.is_set():
             folder.remove()
 
-    thread = threading.Thread(target=work, name="elasticrun-record", daemon=True)
     why: object = f"the disk has not answered for {RECORD_WAIT:g} s"
     try:
-        thread.start()
-        thread.join(RECORD_WAIT)
-    except RuntimeError as wrong:  # no thread can be started
+        start_thread(work, "record").join(RECORD_WAIT)
+    except NoThread as wrong:
         why = wrong
     if not made:
         given_up.set()
@@ -128,10 +128,8 @@ def new_record() -> LaunchFolder | None:
 def sweep_records() -> None:
     """Remove, in a thread, what launches have left that were killed together with their masters."""
     environ = dict(os.environ)
-    with contextlib.suppress(RuntimeError):  # no thread can be started: the next launch does it
-        threading.Thread(
-            target=user_folder.sweep, args=(environ,), name="elasticrun-sweep", daemon=True
-        ).start()
+    with contextlib.suppress(NoThread):  # the next launch does it
+        start_thread(user_folder.sweep, "sweep", (environ,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,14 +403,16 @@ class MasterHost:
             with contextlib.suppress(RuntimeError):  # the loop did not wait for it
                 loop.call_soon_threadsafe(removed.set)
 
-        threading.Thread(target=work, name="elasticrun-record", daemon=True).start()
+        try:
+            start_thread(work, "record")
+        except NoThread:  # the next run sweeps it
+            return None
         return removed
 
     def kill(self) -> None:
         """End the master that runs here, whatever state it is in."""
         if self._master is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._master.process.pid, signal.SIGKILL)
+            sandbox.kill(self._master.process.pid)
 
     def _answered(self, master: MasterProcess) -> None:
         """It serves, or cannot; later: it has answered a ping."""

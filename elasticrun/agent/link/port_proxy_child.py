@@ -379,8 +379,9 @@ def _prepare(sock: socket.socket) -> None:
 
 def _most_connections() -> int:
     """As many as the limit of open files allows, which is raised as far as it may be."""
-    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = 1024
     with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+        limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         limit = hard
     return MAX_CONNECTIONS if limit < 0 else min(MAX_CONNECTIONS, max(16, (limit - 16) // 2))

@@ -291,13 +291,18 @@ class PortProxy:
             return
         ours, theirs = socket.socketpair()
         fds = (self._listener.fileno(), theirs.fileno())
-        with theirs, shielded():
-            process = subprocess.Popen(
-                port_proxy_child.command(*fds),
-                stdin=subprocess.DEVNULL,
-                pass_fds=fds,
-                start_new_session=True,
-            )
+        try:
+            with theirs, shielded():
+                process = subprocess.Popen(
+                    port_proxy_child.command(*fds),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=fds,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            ours.close()
+            self._again(f"the port proxy of the master port cannot be started: {error.strerror}")
+            return
         ours.setblocking(False)
         self._control = ours
         self._reaper.watch(process, self._ended)
@@ -316,7 +321,10 @@ class PortProxy:
         self._gone.set()
         if self._closing:
             return
-        logger.warning("the door of the master port ended (%d) and is opened again", code)
+        self._again(f"the port proxy of the master port ended ({code})")
+
+    def _again(self, sentence: str) -> None:
+        logger.warning("%s; another one is started", sentence)
         wait = RESTARTS[min(self._deaths, len(RESTARTS) - 1)]
         self._deaths += 1
         asyncio.get_running_loop().call_later(wait, self._start)

@@ -41,6 +41,7 @@ import msgspec
 from elasticrun.agent.runtime import Once, Tasks, in_thread, threadsafe
 from elasticrun.operator_log import logger
 from elasticrun.system.processes import ProcessId, boot_id
+from elasticrun.system.sandbox import start_thread
 
 T = TypeVar("T")
 
@@ -416,8 +417,7 @@ class ClaimRenewer:
         self._trouble: Callable[[str], None] = lambda sentence: None
         self._other: Claim | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="elasticrun-claim", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._keep, "claim")
 
     def attach(self, lost: Callable[[Claim], None], trouble: Callable[[str], None]) -> None:
         """Be told from now on, and what has happened before."""

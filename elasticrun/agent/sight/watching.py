@@ -15,7 +15,7 @@ from typing import Final
 from elasticrun import accelerators
 from elasticrun.accelerators import Load
 from elasticrun.agent.logs.last_lines import LIMIT
-from elasticrun.agent.runtime import NodeContext, NoThread, Once, Tasks, in_thread
+from elasticrun.agent.runtime import NodeContext, Once, Tasks, in_thread
 from elasticrun.agent.sight import dump, looked
 from elasticrun.agent.sight.activity import Activities, Activity
 from elasticrun.agent.sight.asking import Asking
@@ -23,6 +23,7 @@ from elasticrun.agent.sight.pulse import PULSE_EVERY, LocalQuiet, RankBeat
 from elasticrun.agent.workers.progress import Progress
 from elasticrun.agent.workers.ranks import Ranks
 from elasticrun.operator_log import logger
+from elasticrun.system.sandbox import NoThread
 from elasticrun.wire import messages as m
 
 PULSE_LIMIT: Final = 1.0

@@ -15,15 +15,16 @@ from collections import deque
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from elasticrun.agent.runtime import Timer
+from elasticrun.agent.runtime import Patience, Timer
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Held
 from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.config import AgentConfig
 from elasticrun.operator_log import logger
 from elasticrun.shm.segment import VERSION, Snapshot
+from elasticrun.system.processes import how_silent
 from elasticrun.wire import env, snapshots as s
-from elasticrun.wire.spawning import Exited, FromSpawner, SpawnFailed, SpawnSaver
+from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnFailed, SpawnSaver
 from elasticrun.wire.types import RoundName
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ RETRY_MOST: Final = 10.0
 """Seconds until the next try where one could not be started, or ended before it had spoken: for
 want of processes, threads or memory, which may be there a moment later. Doubled each time; such a
 try is not counted above."""
+
+PING_EVERY: Final = 5.0
+"""Seconds between an answer and the next ping of a saver that has something to do."""
+
+ANSWER_LIMIT: Final = 20.0
+"""Seconds for a saver's loop to answer a ping; what takes long is done beside it. It is killed and
+replaced then (SIGSTOP, a debugger, a frozen cgroup)."""
 
 START_LIMIT: Final = 60.0
 """Seconds until a saver speaks; one that is executed imports torch first."""
@@ -77,6 +85,11 @@ class Savers:
         self._spoke = False  # the one that was started last
         self._misses = 0  # tries in a row that came to nothing
         self._again = Timer()  # until then none is tried
+        self._pings = 0
+        self._ping = Timer()
+        self._patience = Patience()
+        self._pid = 0
+        self._given_up = ""  # how it was silent, where it was killed for that
         self.port = 0
         """Where it serves other nodes; 0: nowhere."""
 
@@ -174,6 +187,7 @@ class Savers:
         """The agent ends; its spawners kill and reap what is left."""
         self._closed = True
         self._again.cancel()
+        self._stop_pings()
         self._fail("this agent ends")
 
     # ------------------------------------------------------------ what it says
@@ -196,6 +210,10 @@ class Savers:
             self._settle(("size", message.key), message)
         elif isinstance(message, s.Fetched):
             self._settle(("fetched", message.key), message)
+        elif isinstance(message, s.SaverPong):
+            if message.number == self._pings:
+                self._patience.cancel()
+                self._ping.after(PING_EVERY, self._ask_whether_it_runs)
         elif isinstance(message, s.Remark):
             self._owner.remark(message.text)
 
@@ -210,6 +228,8 @@ class Savers:
 
     def heard(self, child: Child, message: FromSpawner) -> None:
         """Its process was started, or has ended."""
+        if isinstance(message, Spawned):
+            self._pid = message.pid
         if not isinstance(message, Exited | SpawnFailed):
             return
         self._spawners.forget(child)
@@ -217,7 +237,7 @@ class Savers:
         if isinstance(message, SpawnFailed):
             why = f"the saver could not be started: {message.reason}"
         else:
-            why = f"the saver ended ({_code_in_words(message.code)})"
+            why = self._given_up or f"the saver ended ({_code_in_words(message.code)})"
         if isinstance(message, SpawnFailed) or not self._spoke:
             self._put_off(why)
         if isinstance(message, SpawnFailed) or not self._closed:
@@ -252,7 +272,7 @@ class Savers:
                 self._hopeless = sentence
                 logger.warning("no checkpoint is written from memory: %s", sentence)
             return
-        self._hopeless, self._spoke = "", False
+        self._hopeless, self._spoke, self._given_up = "", False, ""
         self._starts.append(now)
         self._child = self._spawners.start(
             SpawnSaver(
@@ -297,6 +317,7 @@ class Savers:
         peer, self._peer, self.port = self._peer, None, 0
         if peer is not None:
             peer.close()
+        self._stop_pings()
         self._open.clear()
         lasting = bool(self._answers)
         if sentence != self._last_end or lasting:
@@ -314,6 +335,24 @@ class Savers:
         if self._closed and self._coming is not None and not self._coming.done():
             self._coming.set_exception(SaverGone(sentence))
             self._coming = None
+
+    # ------------------------------------------------------------ one that stands still
+
+    def _ask_whether_it_runs(self) -> None:
+        """As long as something is wanted of it."""
+        if self._answers and self._peer is not None:
+            self._pings += 1
+            self._say(s.PingSaver(self._pings))
+            self._patience.wait(ANSWER_LIMIT, self._silent)
+
+    def _silent(self) -> None:
+        how = how_silent(self._pid)
+        self._given_up = f"the saver has not answered for {ANSWER_LIMIT:g} s: {how}, and was killed"
+        self._kill()
+
+    def _stop_pings(self) -> None:
+        self._ping.cancel()
+        self._patience.cancel()
 
     # ------------------------------------------------------------ small change
 
@@ -345,6 +384,8 @@ class Savers:
             answer = asyncio.get_running_loop().create_future()
             answer.add_done_callback(unheard)
             self._answers[name] = answer
+            if not (self._ping.is_set or self._patience.is_set):
+                self._ask_whether_it_runs()
             if self._peer is None:
                 answer.set_exception(SaverGone(self._last_end or "there is no saver"))
         return self._answers[name]

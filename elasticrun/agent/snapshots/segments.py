@@ -21,7 +21,7 @@ from functools import partial
 from itertools import count
 from typing import Final, NamedTuple
 
-from elasticrun.agent.runtime import NoThread, Once, Tasks, in_thread
+from elasticrun.agent.runtime import Once, Tasks, in_thread
 from elasticrun.agent.snapshots.folder import (
     DEFAULT_BASE,
     LocalRound,
@@ -43,6 +43,7 @@ from elasticrun.shm.segment import (
     begin,
     segment_bytes,
 )
+from elasticrun.system.sandbox import NoThread
 from elasticrun.wire import env
 
 OPEN_LIMIT: Final = 5.0

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from elasticrun.system.processes import die_with_parent
+from elasticrun.system.processes import die_with_parent, memory_file
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 
 GIT_LIMIT: Final = 600.0
@@ -297,11 +297,11 @@ def _why(source: GitSource, said: str, secrets: list[str]) -> str:
 def _in_memory(text: str, mode: int = 0o600) -> Iterator[int]:
     """A file without a name; closed for writing, or the kernel would not run it. GitError."""
     try:
-        written = os.memfd_create(
+        written = memory_file(
             "elasticrun", os.MFD_CLOEXEC | (MFD_EXEC if mode & stat.S_IXUSR else 0)
         )
     except OSError:  # a kernel before 6.3 knows no MFD_EXEC
-        written = os.memfd_create("elasticrun")
+        written = memory_file("elasticrun")
     try:
         os.fchmod(written, mode)
         os.write(written, text.encode())

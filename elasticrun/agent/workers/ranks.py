@@ -24,7 +24,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from elasticrun.agent.logs.output import LogsUnusable, RankLogs, RankOutput
-from elasticrun.agent.runtime import DISK_LIMIT, NodeContext, NoThread, Tasks, in_thread
+from elasticrun.agent.runtime import DISK_LIMIT, NodeContext, Tasks, in_thread
 from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.agent.workers import numa
 from elasticrun.agent.workers.exits import Killers, describe, oom_kills
@@ -32,6 +32,7 @@ from elasticrun.config import AgentConfig
 from elasticrun.core.events import RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.core.rounds.failures import ECHOES, in_words
 from elasticrun.operator_log import logger
+from elasticrun.system.sandbox import NoThread
 from elasticrun.wire import env, spawning
 from elasticrun.wire.messages import Failure, FailureKind, Start
 from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint

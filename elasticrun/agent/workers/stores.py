@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from elasticrun.agent.runtime import NodeContext, Timer
+from elasticrun.agent.runtime import NodeContext, Once, Timer
 from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.core.events import StoreLost, StoreReady
 from elasticrun.operator_log import logger
@@ -91,6 +91,7 @@ class Stores:
         self._stores: dict[Child, _Store] = {}
         self._held: deque[socket.socket] = deque()
         self._wanted = Timer()
+        self._told = Once()
 
     def prepare(self) -> None:
         """Have a store host started on a port of its own; StoreReady tells when it listens."""
@@ -121,6 +122,7 @@ class Stores:
         elif isinstance(message, spawning.StoreListening) and not store.listening:
             store.listening = True
             self._tries = 0
+            self._told.clear()
             store.late.cancel()
             self._node.deliver(StoreReady(store.endpoint))
         elif isinstance(message, spawning.Exited | spawning.SpawnFailed):
@@ -173,6 +175,6 @@ class Stores:
         if self._tries >= MAX_TRIES:
             self._node.fatal(f"{sentence}, {self._tries} times in a row")
             return
-        logger.warning("%s; trying again in %g s", sentence, RETRY)
+        self._told.tell(f"{sentence}; trying again every {RETRY:g} s")
         if not self._wanted.is_set:
             self._wanted.after(RETRY, self.prepare)

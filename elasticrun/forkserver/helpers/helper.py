@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Final, NoReturn
 
 from elasticrun.forkserver.helpers import probe, store
 from elasticrun.system import processes
+from elasticrun.system.processes import memory_file
 from elasticrun.system.title import set_title
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
 from elasticrun.wire.spawning import (
@@ -72,7 +73,7 @@ class Helper:
                 self._order_end = [ours]
             else:
                 self.key = order.key
-                self._theirs["order"] = kept = os.memfd_create(self.kind)
+                self._theirs["order"] = kept = memory_file(self.kind)
                 os.write(kept, encode(order))
                 os.lseek(kept, 0, os.SEEK_SET)
             if self.speaks:

@@ -7,13 +7,13 @@ older rank may still dial it.
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
+from elasticrun.system.sandbox import raise_file_limit
 from elasticrun.wire.spawning import FromSpawner, Notice, SpawnFailed, SpawnStore, StoreListening
 
 BACKLOG: Final = 4096
@@ -67,9 +67,7 @@ def _serve(listener: socket.socket, port: int) -> tuple[Any, str]:
     import torch
     import torch.distributed as dist
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_file_limit()
 
     def serve(**more: object) -> Any:
         make: Any = dist.TCPStore  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from typing import Final
 
 from elasticrun.operator_log import NOTICE
 from elasticrun.system.processes import die_with_parent
+from elasticrun.system.sandbox import start_thread
 
 _URL: Final = re.compile(r"http://\S+/")
 MOST_LINE: Final = 4096
@@ -53,10 +54,7 @@ class TensorBoard:
         except OSError as wrong:
             logger.warning("--tensorboard: it cannot be started: %s", wrong.strerror)
             return
-        self._thread = threading.Thread(
-            target=self._read, name="elasticrun-tensorboard", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread(self._read, "tensorboard")
 
     def close(self, limit: float) -> None:
         """End it, by force after `limit` seconds."""

@@ -199,6 +199,9 @@ class Saver(Client):
                 return order
         while True:
             found: Any = self.hear(object)
+            if isinstance(found, s.PingSaver) and kind is not s.PingSaver:
+                self.say(s.SaverPong(found.number))
+                continue
             if isinstance(found, s.SegmentOpen):
                 os.close(self.fds.pop(0))
             elif isinstance(found, s.FetchInto):

@@ -40,6 +40,7 @@ from tests.agent.snapshots.played import (
     opened,
     persist,
 )
+from tests.harness import await_true
 
 
 async def compared(rank: Rank, wanted: int) -> s.Whole:
@@ -424,6 +425,21 @@ async def test_a_saver_that_dies_ends_its_attempt_and_another_one_is_started(nod
     node.snapshots.obey(m.PersistOver("a1", ONE, 1, False, said.reason))
     node.snapshots.obey(persist(1, attempt="a2"))
     assert (await (await node.saver()).writes()).attempt == "a2"
+
+
+async def test_a_saver_that_answers_no_ping_is_killed(node: Node, monkeypatch) -> None:
+    """It stands still in the middle of an attempt; the attempt ends with that as the reason."""
+    monkeypatch.setattr(savers_module, "PING_EVERY", 0.01)
+    _, saver = await node.life_with_saver(1)
+    node.snapshots.obey(persist(1))
+    for _ in range(3):  # as long as something is wanted of it
+        saver.say(s.SaverPong((await saver.next(s.PingSaver)).number))
+    monkeypatch.setattr(savers_module, "ANSWER_LIMIT", 0.1)
+    await saver.next(s.PingSaver)
+    await asyncio.to_thread(await_true, lambda: node.snapshots.savers._given_up, "end of patience")
+    await node.saver_dies(saver)
+    said = await node.master.until(lambda _: True, m.Persisted)
+    assert said.reason == "the saver has not answered for 0.1 s: it hangs, and was killed"
 
 
 async def test_an_attempt_is_given_up_here_when_its_time_is_over(node: Node) -> None:

@@ -16,12 +16,12 @@ from typing import Any, cast
 import pytest
 
 from elasticrun.agent.logs.output import RankLogs, RankOutput
-from elasticrun.agent.runtime import NoThread
 from elasticrun.agent.spawner import Child, Owner, Spawner, Spawners
 from elasticrun.agent.workers import ranks as ranks_module
 from elasticrun.agent.workers.ranks import BadEnvironment, Ranks, rank_entry, rank_environment
 from elasticrun.config import AgentConfig, LogPlan, MasterPlace
 from elasticrun.core.events import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
+from elasticrun.system.sandbox import NoThread
 from elasticrun.wire.env import RANK_VARIABLES
 from elasticrun.wire.messages import FailureKind
 from elasticrun.wire.spawning import Exited, Spawned, SpawnFailed, SpawnRank, SweepOrder, Swept
@@ -178,7 +178,7 @@ async def test_an_error_file_that_hangs_holds_up_no_exit(tmp_path: Path, monkeyp
     assert os.path.isdir(output.run_dir)
 
 
-@pytest.mark.parametrize("error", [KeyError("defect"), NoThread("too many processes")])
+@pytest.mark.parametrize("error", [KeyError("defect"), NoThread(RuntimeError("too many"))])
 async def test_a_death_is_told_without_a_cause(stage: Stage, monkeypatch, error: Exception) -> None:
     """Neither a defect of ours nor a limit of processes keeps the brain from hearing of it."""
 

@@ -1,0 +1,49 @@
+"""Wakes store hosts that a signal has stopped.
+
+A store cannot be replaced while its round runs: its ranks know its address and have their keys in
+it. SIGCONT costs nothing. The kernel tells a parent of stopped children by SIGCHLD.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Final
+
+STOPPED_LIMIT: Final = 20.0
+"""Seconds that a store host may stand still."""
+
+
+class StoppedStores:
+    """Those that are stopped now, and since when. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def next_deadline(self) -> float | None:
+        return min(self._since.values(), default=None)
+
+    def look(self, stores: Iterable[int], now: float) -> int:
+        """To be called after every SIGCHLD and at the deadline; how many were woken. `stores`: pids
+        of children that have not been reaped."""
+        living, woken = set(stores), 0
+        for pid in living:
+            self._hear(pid, now)
+        self._since = {pid: due for pid, due in self._since.items() if pid in living}
+        for pid in [pid for pid, due in self._since.items() if due <= now]:
+            del self._since[pid]
+            with suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+                woken += 1
+        return woken
+
+    def _hear(self, pid: int, now: float) -> None:
+        """What the kernel has to tell of it since the last time; its end stays to be reaped."""
+        with suppress(ChildProcessError):
+            said = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+            if said is not None and said.si_code == os.CLD_STOPPED:
+                self._since.setdefault(pid, now + STOPPED_LIMIT)
+            elif said is not None:
+                self._since.pop(pid, None)
