@@ -82,7 +82,7 @@ class AgentWay(Way):
     snapshots = True
 
     def __init__(self, setting: RankOptions, state: TrainingState, place: str) -> None:
-        """LineError if there is no agent at `place`."""
+        """LineError if there is no agent at `place`; ConflictError if it refuses this rank."""
         self._setting = setting
         self._state = state
         self._line = AgentLine(place)

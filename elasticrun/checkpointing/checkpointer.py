@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import gc
 import inspect
+import json
 import operator
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -18,7 +21,13 @@ import torch.distributed as dist
 
 from elasticrun.checkpointing.backends import AgentWay, TorchWay, Way
 from elasticrun.checkpointing.choosing import Board, BoardError, RankOptions
-from elasticrun.checkpointing.line import ASKED_LIMIT, LineError, costs, own_place
+from elasticrun.checkpointing.line import (
+    ASKED_LIMIT,
+    ConflictError,
+    LineError,
+    costs,
+    own_place,
+)
 from elasticrun.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, chosen
 from elasticrun.checkpointing.parts import StateError, why_no_state
 from elasticrun.checkpointing.state import OnResize, TrainingState
@@ -133,7 +142,8 @@ class Checkpointer:
         persist_every: Any = ...,
         **state: Any,
     ) -> None:
-        """ValueError for what cannot be, and for an option that there is not."""
+        """ValueError for what cannot be, and for an option that there is not. ConflictError where
+        this process has a Checkpointer of another state already."""
         _refuse_what_is_no_state(state)
         pace = chosen("every", every_steps, every_seconds, every)
         said = persist_every_steps is not None or persist_every is not ...
@@ -171,6 +181,10 @@ class Checkpointer:
         self._left_out = 0  # snapshots skipped since the last that was to be written out
         self._last = -1  # step that training was at
         self.stats = Stats()
+        self._owner = _Owner(os.getpid(), self._setting.folder.url, frozenset(state))
+        self._is_closed = self._saves = False
+        self._successor = ""  # why this one is of no use any more
+        _take_place(self)
 
     def per_rank(self, name: str, value: Any, on_resize: OnResize | None = None) -> None:
         """State of this rank alone: its data loader, a generator of its own. To be said before
@@ -201,6 +215,7 @@ class Checkpointer:
         began = time.monotonic()
         self._state.vouch()
         way, board = self._open()
+        self._agree(board)
         with no_collection():
             step = way.resume(board)
         self._begin(step)
@@ -211,6 +226,27 @@ class Checkpointer:
         costs.restored(time.monotonic() - began)
         return step
 
+    def _agree(self, board: Board) -> None:
+        """Compare the options on which all ranks must agree with rank 0's: with others no step is
+        ever whole on all ranks, or more is removed than some want. ConflictError."""
+        setting = self._setting
+        mine = {
+            "every": repr(self._every),
+            "persist_every": repr(self._persist_every),
+            "keep": repr(Keep(setting.keep_last, setting.keep_every)),
+            "replicas": repr(setting.replicas),
+        }
+        if setting.rank == 0:
+            board.say("options", json.dumps(mine))
+            return
+        first: dict[str, str] = json.loads(board.hear("options"))
+        differing = [f"{n}={v} and {first.get(n)}" for n, v in mine.items() if v != first.get(n)]
+        if differing:
+            raise ConflictError(
+                f"the Checkpointers of ranks {setting.rank} and 0 differ: {', '.join(differing)}. "
+                "Give all ranks the same options"
+            )
+
     def restore_rng(self) -> None:
         """Put the random states of the restore back once more, if there were any: where the script
         has drawn numbers since that it does not draw in the middle of a training. A data loader's
@@ -218,6 +254,8 @@ class Checkpointer:
         self._state.put_back_rng()
 
     def _open(self) -> tuple[Way, Board]:
+        if self._successor:
+            raise ConflictError(self._successor)
         if self._way is None or self._board is None:
             self._way, life = self._choose_way()
             prefix = f"elasticrun/{life}/{next(_instances)}"
@@ -234,6 +272,7 @@ class Checkpointer:
         if place:
             try:
                 way = AgentWay(self._setting, self._state, place)
+                _spoken.setdefault(self._owner.pid, (self._owner,))
                 return way, way.life
             except LineError as error:
                 why = str(error)
@@ -262,6 +301,9 @@ class Checkpointer:
         StateError for state that cannot be saved, before anything is."""
         if self._schedule is None:
             self._state.vouch()
+        if not self._saves:
+            _refuse_to_share(self)
+            self._saves = True
         way, _ = self._open()
         if self._schedule is None:
             way.fresh(number - 1)
@@ -361,8 +403,77 @@ class Checkpointer:
 
     def close(self) -> None:
         """Let go of the memory, and end what torch still writes. Snapshots stay."""
+        self._is_closed = True
         if self._way is not None:
             self._guarded(self._way.close)
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """Whose snapshots a Checkpointer takes: the state of these names in this process."""
+
+    pid: int
+    url: str
+    names: frozenset[str]
+
+
+_made: Final[weakref.WeakSet[Checkpointer]] = weakref.WeakSet()
+_spoken: Final[dict[int, tuple[_Owner]]] = {}
+"""By pid: whose state the agent was given. A forked child has a pid of its own."""
+
+
+def _take_place(new: Checkpointer) -> None:
+    """With an agent a process has one state, for good: that is what memory holds of its rank, and
+    what a restart restores. Another Checkpointer of the same state takes the place of the first: a
+    script that runs again in one process. ConflictError."""
+    _made.add(new)
+    if not own_place():
+        return
+    mine = new._owner
+    _refuse(new, lambda: [*_spoken.get(mine.pid, ()), *(one._owner for one in _others(new))])
+    for one in _others(new):
+        one._successor = (
+            f"a newer Checkpointer of the same names in {mine.url} has taken the place of this "
+            "one. If these are two states, give both to one Checkpointer under different names"
+        )
+        if isinstance(one._way, AgentWay):
+            one.close()
+
+
+def _refuse_to_share(new: Checkpointer) -> None:
+    """Without an agent too, no two of different states may save into one folder: each would replace
+    the other's checkpoints. ConflictError."""
+
+    def savers() -> list[_Owner]:
+        return [o._owner for o in _others(new) if o._saves and o._owner.url == new._owner.url]
+
+    _refuse(new, savers)
+
+
+def _others(new: Checkpointer) -> list[Checkpointer]:
+    """Open ones of this process."""
+    pid = new._owner.pid
+    return [o for o in _made if o is not new and o._owner.pid == pid and not o._is_closed]
+
+
+def _refuse(new: Checkpointer, owners: Callable[[], list[_Owner]]) -> None:
+    """Where one of these has another state. ConflictError."""
+    mine = new._owner
+
+    def rival() -> _Owner | None:
+        return next((one for one in owners() if one != mine), None)
+
+    if rival():
+        gc.collect()  # what nobody has any more is no rival
+    if found := rival():
+        _made.discard(new)
+        one, other = (", ".join(sorted(each.names)) for each in (found, mine))
+        names = ", ".join(f"{name}=..." for name in sorted({*found.names, *mine.names}))
+        raise ConflictError(
+            f"this process has a Checkpointer of {one} in {found.url}, so there can be none of "
+            f"{other} in {mine.url}: give all state to one Checkpointer, under different names, "
+            f"as in Checkpointer({found.url!r}, {names})"
+        )
 
 
 def _refuse_what_is_no_state(given: Mapping[str, Any]) -> None:

@@ -27,7 +27,15 @@ from elasticrun.shm.segment import NONE
 from elasticrun.wire import env
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
 from elasticrun.wire.progress import RankCosts, address, encode as encode_spent, read_place
-from elasticrun.wire.snapshots import AwaitRoom, FromRank, PutsOff, RoomThere, StepMissed, ToRank
+from elasticrun.wire.snapshots import (
+    AwaitRoom,
+    FromRank,
+    PutsOff,
+    Refused,
+    RoomThere,
+    StepMissed,
+    ToRank,
+)
 from elasticrun.wire.types import SAID_AGAIN
 
 ANSWER_LIMIT: Final = 600.0
@@ -69,6 +77,10 @@ class LineError(OSError):
     """The agent does not speak with this rank (any more); a sentence."""
 
 
+class ConflictError(RuntimeError):
+    """Two Checkpointers contradict each other, so neither can be right; a sentence."""
+
+
 class NotInTime(LineError):
     """Not in time; a sentence."""
 
@@ -100,13 +112,15 @@ class AgentLine:
 
     def ask(self, message: FromRank, answer: type[Answer]) -> tuple[Answer, int | None]:
         """What is answered by `answer`, and the descriptor that came with it, which is the
-        caller's."""
+        caller's. ConflictError if this rank is refused."""
         self.say(message)
         deadline = time.monotonic() + ANSWER_LIMIT
         while True:
             for found in self._receive(deadline, message):
                 if isinstance(found, RoomThere):  # too late for who has waited for it
                     continue
+                if isinstance(found, Refused):
+                    raise ConflictError(found.reason)
                 fd = self._fds.pop(0) if self._fds else None
                 self._drop()
                 if isinstance(found, answer):

@@ -36,6 +36,14 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """The answer to RankHere where this rank's Checkpointer contradicts that of another rank of
+    this node. The rank ends with `reason`, a sentence."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentHere:
     """A descriptor comes with it if `ok`; else `reason` says in a sentence why there is none."""
 
@@ -69,7 +77,7 @@ class Whole:
     reason: str
 
 
-ToRank = Resume | SegmentHere | RoomThere | ShardHere | Whole
+ToRank = Resume | Refused | SegmentHere | RoomThere | ShardHere | Whole
 
 
 # ---------------------------------------------------------------- a rank to its agent
@@ -77,7 +85,7 @@ ToRank = Resume | SegmentHere | RoomThere | ShardHere | Whole
 
 @dataclass(frozen=True, slots=True)
 class RankHere:
-    """First message of a rank that has a Checkpointer. Answer: Resume."""
+    """First message of a rank that has a Checkpointer. Answer: Resume, or Refused."""
 
     version: int  # segment.VERSION
     local_rank: int

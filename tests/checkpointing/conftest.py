@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.checkpointing import choosing, line
+from elasticrun.checkpointing import checkpointer, choosing, line
 from elasticrun.training import Checkpointer
 from tests.checkpointing.played import PlayedAgent, playing
 from tests.harness import LIMIT
@@ -22,14 +22,23 @@ def as_if_just_born(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(choosing, "LOOK_LIMIT", LIMIT)
     yield
     line._places.clear()
+    as_another_process()
+
+
+def as_another_process() -> None:
+    """No Checkpointer is known that was made before."""
+    checkpointer._made.clear()
+    checkpointer._spoken.clear()
 
 
 @pytest.fixture
 def new(tmp_path: Path) -> Iterator[Callable[..., Checkpointer]]:
-    """Makes Checkpointers, which are closed at the end of the test."""
+    """Makes Checkpointers, each as in a process of its own, which are closed at the end of the
+    test."""
     with contextlib.ExitStack() as ends:
 
         def made(**words: Any) -> Checkpointer:
+            as_another_process()
             return ends.enter_context(contextlib.closing(Checkpointer(tmp_path, **words)))
 
         yield made

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from elasticrun.checkpointing.capture import Mapped
+from elasticrun.checkpointing.line import ConflictError
 from elasticrun.checkpointing.parts import StateError
 from elasticrun.checkpointing.state import TrainingState
 from elasticrun.dcp.items import pieces
@@ -506,3 +507,45 @@ def test_storage_that_ends_with_its_process_is_refused(before: str, tmp_path: Pa
     with pytest.raises(ValueError, match="blockcache keeps copies of its own on each node"):
         Checkpointer(f"blockcache::file://{tmp_path}", state={"a": 1})
     Checkpointer(f"dir::file://{tmp_path}", state={"a": 1})
+
+
+def test_a_rank_has_one_state(agent: PlayedAgent, tmp_path: Path) -> None:
+    """What memory holds of a rank is restored as a whole, by whichever Checkpointer asks first."""
+    a, b = torch.zeros(3), torch.zeros(3)
+
+    def made(folder: str, **state: Any) -> Checkpointer:
+        return Checkpointer(tmp_path / folder, **state, **USUAL)
+
+    unused = made("a", model=a)
+    with pytest.raises(ConflictError, match=r"of model in .*/a, so .* none of model in .*/b: "):
+        made("b", model=b)
+    with pytest.raises(ConflictError, match=r"as in Checkpointer\('.*/a', ema=\.\.\., model="):
+        made("a", ema=b)
+    assert not agent.said
+    del unused
+    first = made("b", ema=b)
+    first.step(1)
+    again = made("b", ema=b)
+    with pytest.raises(ConflictError, match=r"of the same names in .*/b has taken the place"):
+        first.step(2)
+    again.step(2)
+    again.close()
+    with pytest.raises(ConflictError, match=r"of ema in .*/b, so"):  # memory has that state
+        made("a", model=a)
+    made("b", ema=b)
+
+
+def test_without_an_agent_two_states_have_two_folders(tmp_path: Path) -> None:
+    made = {
+        (folder, name): Checkpointer(tmp_path / folder, **{name: {"x": 1}}, persist_every_steps=1)
+        for folder, name in (("a", "m"), ("b", "m"), ("a", "ema"))
+    }
+    for one in made.values():
+        assert one.restore() == 0
+    made["a", "m"].step(1)
+    made["b", "m"].step(1)
+    with pytest.raises(ConflictError, match=r"of m in .*/a, so there can be none of ema in"):
+        made["a", "ema"].step(1)
+    made["a", "m"].close()
+    made["a", "ema"].step(2)
+    assert [len(list((tmp_path / folder).iterdir())) for folder in "ab"] == [2, 1]

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from elasticrun.checkpointing.capture import Mapped
 from elasticrun.checkpointing.choosing import Board, NotAgreed
+from elasticrun.checkpointing.line import ConflictError
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep
@@ -497,3 +498,23 @@ def test_a_death_at_any_moment_leaves_the_step_before_whole(tmp_path: Path) -> N
             agent.next_life(newest.step, 1, number + 1)
             mapped.close()
         assert not agent.of(Remark)
+
+
+def with_options(folder: str, keep: int) -> str:
+    rank = int(os.environ["RANK"])
+    options = {"keep": Keep(last=keep + rank), "every_steps": 1 + rank}
+    ckpt = Checkpointer(folder, state={"x": torch.zeros(2)}, **options)
+    try:
+        ckpt.restore()
+    except ConflictError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_options_than_rank_0_are_refused(tmp_path: Path) -> None:
+    first, second = life(with_options, str(tmp_path), 3, world=2)
+    assert first == ""
+    assert second.startswith(
+        "the Checkpointers of ranks 1 and 0 differ: every=2 and 1, "
+        "keep=Keep(last=4, every=0) and Keep(last=3, every=0). Give all ranks"
+    )

@@ -36,6 +36,14 @@ if TYPE_CHECKING:
 MOST_GAP: Final = 64
 """Ranks between two of which a report lists replicas as one row: those between them have 0."""
 
+_SAME_ON_RANKS: Final = {
+    "folder": "folder",
+    "keep_last": "Keep.last",
+    "keep_every": "Keep.every",
+    "replicas": "replicas",
+}
+"""Fields of RankHere in which the ranks of a node must agree, and the user's names for them."""
+
 CHOSEN: Final = "restore"
 """What a slot is pinned for that the present generation goes on from."""
 
@@ -48,8 +56,7 @@ class Inventory:
         self._wanted = wanted
         self._nproc = nproc
         self._lives: dict[bytes, LocalRound] = {}
-        self._adopted: set[bytes] = set()
-        self._folder_told = False
+        self._said: RankHere | None = None  # of the first rank of the present generation
         self.reading: int | None = None
         """The checkpoint that ranks of the present generation went on from; -1: none; None: they
         have not said so yet, and may be reading any."""
@@ -59,33 +66,38 @@ class Inventory:
     def adopt(self, lives: Iterable[LocalRound]) -> None:
         """Those of the agent before us."""
         self._lives = {life.key: life for life in lives}
-        self._adopted = set(self._lives)
 
     def begin(self, start: m.Start) -> None:
         """A new generation; older ones of which nothing lies here are forgotten."""
         life = LocalRound.of(start, self._nproc)
         self._lives.pop(life.key, None)
         self._lives[life.key] = self.present = life
-        self._folder_told = False
+        self._said = None
         self.reading = None
         here = {snapshot.round for one in self._segments.held for snapshot in one.snapshots()}
         needed = here | {life.key}
         self._lives = {key: kept for key, kept in self._lives.items() if key in needed}
 
     def told(self, here: RankHere) -> str:
-        """Where the checkpoints of the present generation go; a sentence if ranks do not agree on
-        it. The first one counts."""
+        """Where the checkpoints of the present generation go, and what is kept of them; a sentence
+        if this rank contradicts the first one, whose word stands."""
         assert self.present is not None
-        said = (here.folder, here.keep_last, here.keep_every)
-        if not self._folder_told:
-            self._folder_told = True
-            folder, last, every = said
-            life = replace(self.present, folder=folder, keep_last=last, keep_every=every)
+        first = self._said
+        if first is None:
+            self._said = here
+            last, every = here.keep_last, here.keep_every
+            life = replace(self.present, folder=here.folder, keep_last=last, keep_every=every)
             self._lives[life.key] = self.present = life
-        elif said != (self.present.folder, self.present.keep_last, self.present.keep_every):
+            return ""
+        if differing := [
+            f"{name}={getattr(here, field)!r} and {getattr(first, field)!r}"
+            for field, name in _SAME_ON_RANKS.items()
+            if getattr(here, field) != getattr(first, field)
+        ]:
             return (
-                f"local rank {here.local_rank} names another folder for checkpoints, or another "
-                f"number of them to keep, than the first one did: {self.present.folder} counts"
+                f"the Checkpointers of ranks {here.rank} and {first.rank} differ: "
+                f"{', '.join(differing)}. Give all ranks the same options, and all state of a rank "
+                "to one Checkpointer"
             )
         return ""
 
@@ -94,12 +106,10 @@ class Inventory:
         self.reading = said.step if said.source == "storage" else -1
 
     def elsewhere(self, name: RoundName, folder: str) -> str:
-        """Where checkpoints went of what lies here of this round, if that was not `folder` and
-        before this agent's time: it is of another training under the same name. Else ""."""
+        """Where checkpoints went of what lies here of this round, if that was not `folder`: it is
+        the state of another training. Else ""."""
         life = self.life(name)
-        if life is None or life.key not in self._adopted or life.folder == folder:
-            return ""
-        return life.folder
+        return "" if life is None or life.folder == folder else life.folder
 
     def committed(self, step: int) -> bool:
         """There is a checkpoint of this step. Whether that has changed what `last` says."""

@@ -256,6 +256,10 @@ class LocalSnapshots:
         if start is None or why:
             peer.break_off(why)
             return
+        if sentence := self._inventory.told(here):
+            logger.error("rank %d has no snapshots: %s", here.rank, sentence)
+            peer.send(s.Refused(sentence))
+            return
         on = start.restore
         if on and (other := self._inventory.elsewhere(on.round, here.folder)):
             self.remark(f"step {on.step} in memory is not used: its checkpoints are in {other}")
@@ -265,8 +269,6 @@ class LocalSnapshots:
         before, rank.peer = rank.peer, peer
         if before is not None:
             before.break_off("a newer Checkpointer of that rank has taken its place")
-        if sentence := self._inventory.told(here):
-            self.remark(sentence)
         if here.rank == 0:
             self._claim.want(here.folder)
         self._replicas.wanted = here.replicas > 0

@@ -547,6 +547,29 @@ def speaks(node: Node, local_rank: int, *, leads: bool = False) -> Iterator[str]
             process.kill()
 
 
+async def test_a_rank_that_names_another_folder_is_refused(node: Node, caplog) -> None:
+    """Its state would be written into the first one's folder, and restored from its own."""
+    node.begin(1)
+    first = await node.rank(0)
+    second = await node.call(Client, read_place(node.snapshots.place(1))[0])
+    refused = await second.asks(s.RankHere(VERSION, 1, 1, 2, "/runs/b", 2, 0), s.Refused)
+    assert refused.reason.startswith(
+        "the Checkpointers of ranks 1 and 0 differ: folder='/runs/b' and '/runs/a', "
+        "Keep.last=2 and 3. Give all ranks the same options"
+    )
+    assert refused.reason in caplog.text
+    assert (await first.needs(LAYOUT)).ok
+
+
+async def test_a_life_with_another_folder_does_not_go_on_from_memory(node: Node, caplog) -> None:
+    """The script has begun its second phase, say: what memory holds is the first one's state."""
+    await node.life(1)
+    start = node.goes_on()
+    rank = await node.call(Rank, node.snapshots.place(0), start, "/runs/b")
+    assert rank.resume.step == NONE
+    assert "step 1 in memory is not used: its checkpoints are in /runs/a" in caplog.text
+
+
 async def test_a_child_of_a_rank_does_not_take_its_place(node: Node, caplog) -> None:
     node.begin(1)
     rank = await node.rank(0)

@@ -1,0 +1,37 @@
+"""Two models in one script: one Checkpointer has both, and two are refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from tests.snapshots.conftest import Training, ends
+from tests.snapshots.pair import STEPS, Pair
+
+PAIR = Path(__file__).with_name("pair.py")
+ROOT = {"PYTHONPATH": os.fspath(PAIR.parents[2])}
+
+
+def test_a_gan_and_its_average_come_back_bit_by_bit(training: Training) -> None:
+    """Compared with the same in one life, where nothing is restored."""
+    training.start("--die=1:5", script=PAIR, max_restarts=1, env=ROOT)
+    training.finish()
+    assert training.starts(0) == training.starts(1) == [0, 5]
+    torch.set_num_threads(1)
+    alone = Pair()
+    for step in range(STEPS):
+        alone.step(step)
+    assert [ends(training.out, rank) for rank in range(2)] == [[alone.fingerprint()]] * 2
+    assert training.checkpoints()[-1] == STEPS
+
+
+def test_a_second_checkpointer_is_refused_where_it_is_made(training: Training) -> None:
+    training.start("--two", script=PAIR, nproc=1, env=ROOT)
+    training.finish(1)
+    assert training.said(
+        r"ConflictError: this process has a Checkpointer of model in .*/gen, so there can be none "
+        r"of model in .*/disc: give all state to one Checkpointer"
+    )
+    assert not training.ckpt.exists()
