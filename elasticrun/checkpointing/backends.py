@@ -142,7 +142,7 @@ class AgentWay(Way):
 
     def fresh(self, step: int) -> None:
         self._departure.goes_on_from(step)
-        self._line.say(Restored(step, self.source))
+        self._line.say(Restored(step, self.source, looked=False))
 
     def save(self, step: int, persist: bool, wait: float) -> bool:
         return self._taker.take(step, persist=persist, wait=wait)

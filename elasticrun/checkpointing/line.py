@@ -31,7 +31,7 @@ from elasticrun.wire.snapshots import (
     AwaitRoom,
     FromRank,
     PutsOff,
-    Refused,
+    RankRefused,
     RoomThere,
     StepMissed,
     ToRank,
@@ -119,7 +119,7 @@ class AgentLine:
             for found in self._receive(deadline, message):
                 if isinstance(found, RoomThere):  # too late for who has waited for it
                     continue
-                if isinstance(found, Refused):
+                if isinstance(found, RankRefused):
                     raise ConflictError(found.reason)
                 fd = self._fds.pop(0) if self._fds else None
                 self._drop()

@@ -24,7 +24,7 @@ from elasticrun.shm.layout import Layout, items_of, stretch_of
 from elasticrun.shm.segment import Segment, SegmentError, Snapshot, block_of
 from elasticrun.storage import manifest as manifests
 from elasticrun.storage.folder import MARKER, Folder
-from elasticrun.storage.manifest import FileEntry, Manifest
+from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError
 from elasticrun.storage.retention import file_name, is_of_attempt
 from elasticrun.storage.timeline import Listed, Timeline, chain, join
 from elasticrun.storage.writing import PIECE, Sink, StorageError
@@ -223,7 +223,14 @@ def commit(
     _all_there(folder, made)
     found = folder.survey()
     line = join(found, step, order.rewound_from)
-    _tell_later(folder, found, line, step)
+    newer = _newer(found, line, step)
+    if wrong := _of_another_job(folder, newer, order):
+        raise PersistError(f"step {step} was not committed: {wrong}")
+    if newer and newer[-1] > step:
+        folder.remark(
+            f"checkpoints of later steps than {step} stand in {folder.url}, up to step "
+            f"{newer[-1]}: a start that restores goes on from those"
+        )
     if stop():
         raise PersistError("the attempt was given up before its marker was written")
     folder.put(step, manifests.NAME, manifests.encode(made))
@@ -240,15 +247,31 @@ def commit(
     return made
 
 
-def _tell_later(folder: Folder, found: Sequence[Listed], line: Timeline, step: int) -> None:
-    """One sentence where a start would rather go on from something else than what is written."""
+def _newer(found: Sequence[Listed], line: Timeline, step: int) -> list[int]:
+    """Checkpoints of this step and later ones that a start may go on from once a checkpoint of
+    this timeline is there, ascending."""
     lost = {one.step for one in found if one.timeline < line and one.step >= line.start}
-    later = sorted({one for one in chain(found) if one > step} - lost)
-    if later:
-        folder.remark(
-            f"checkpoints of later steps than {step} stand in {folder.url}, up to step "
-            f"{later[-1]}: a start that restores goes on from those"
-        )
+    return sorted({one for one in chain(found) if one >= step} - lost)
+
+
+def _of_another_job(folder: Folder, steps: Sequence[int], order: PersistParts) -> str:
+    """Which of these checkpoints another job has written since the ranks of this one restored,
+    and what to do, in a sentence; "" for none. What the ranks went on from was the newest one, so
+    a later one that is not of this job is of a newer history: nothing older may replace it."""
+    for step in reversed(steps) if order.base >= 0 else ():
+        if step <= order.base:
+            continue
+        try:
+            made = folder.manifest(step)
+        except ManifestError:
+            continue
+        if made is None or made.round.term != order.round.term:
+            return (
+                f"another job has written step {step} in {folder.url} since the ranks of this one "
+                f"went on from step {order.base}: end one of the two jobs, or name another folder; "
+                "ranks of this job that start again go on from the newest checkpoint there"
+            )
+    return ""
 
 
 def _tidy(folder: Folder, made: Manifest, line: Timeline) -> None:

@@ -36,7 +36,7 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RankRefused:
     """The answer to RankHere where this rank's Checkpointer contradicts that of another rank of
     this node. The rank ends with `reason`, a sentence."""
 
@@ -77,7 +77,7 @@ class Whole:
     reason: str
 
 
-ToRank = Resume | Refused | SegmentHere | RoomThere | ShardHere | Whole
+ToRank = Resume | RankRefused | SegmentHere | RoomThere | ShardHere | Whole
 
 
 # ---------------------------------------------------------------- a rank to its agent
@@ -85,7 +85,7 @@ ToRank = Resume | Refused | SegmentHere | RoomThere | ShardHere | Whole
 
 @dataclass(frozen=True, slots=True)
 class RankHere:
-    """First message of a rank that has a Checkpointer. Answer: Resume, or Refused."""
+    """First message of a rank that has a Checkpointer. Answer: Resume, or RankRefused."""
 
     version: int  # segment.VERSION
     local_rank: int
@@ -152,6 +152,7 @@ class Restored:
 
     step: int
     source: str  # memory, storage, nothing
+    looked: bool = True  # what is in the folder was looked at: the script has called restore()
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +272,7 @@ class PersistParts:
     keep_every: int
     rewound_from: int = -1  # as in messages.Persist
     in_use: tuple[int, ...] = ()  # checkpoints that ranks may be reading
+    base: int = -1  # the step that the ranks of `round` went on from; -1: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
 from elasticrun.saver import parts
+from elasticrun.saver.written import PartWritten
 from elasticrun.storage import retention
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.writing import Calls, StorageError
+from elasticrun.wire.snapshots import PartOf, PersistParts
 from tests.dcp.checkpoints import commit, ordered, save
-from tests.dcp.slots import HandMade
+from tests.dcp.slots import NAMED, HandMade
 from tests.saver.test_parts import loaded, rank, write
 
 
@@ -140,3 +144,43 @@ def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(StorageError, match="a write took nothing"):
         write(Folder(str(tmp_path), calls=Nothing()), rank().segment())
+
+
+def part_of(folder: Folder, order: PersistParts) -> PartWritten:
+    part = PartOf(key=0, slot=0, sequence=1, rank=0, shared=True)
+    segment = state(order.step).segment(order.step)
+    return parts.write_part(segment, part, order, folder, distrusted="")
+
+
+def test_nothing_older_replaces_what_another_job_has_written_since(folder: Folder) -> None:
+    """Two jobs with one folder, one after the other or both with the same name."""
+
+    def write_one(step: int, term: int, **about: Any) -> None:
+        name = dataclasses.replace(NAMED, term=term)
+        order = ordered(step=step, attempt=f"t{term}", round=name, **about)
+        parts.commit(folder, order, [part_of(folder, order)])
+
+    write_one(2, term=1, base=0)
+    write_one(4, term=2, base=2)
+    write_one(6, term=2, base=2)
+    for step in (4, 5, 6):
+        with pytest.raises(
+            parts.PersistError, match=r"another job has written step 6 in .* 2: end"
+        ):
+            write_one(step, term=1, base=2)
+    assert folder.committed() == [2, 4, 6]
+    assert folder.manifest(4).round.term == 2  # type: ignore[union-attr]
+    assert not folder.take_remarks()
+    write_one(7, term=1, base=2)
+    write_one(6, term=3, base=7)  # it has gone on from there and is saved again
+    with pytest.raises(parts.PersistError, match="step 7"):
+        write_one(6, term=3, base=5)
+    write_one(5, term=3)  # a script that never restores is told, as before
+    assert "checkpoints of later steps than 5 stand" in folder.take_remarks()[-1]
+
+
+def test_a_step_that_was_asked_for_leaves_what_another_job_has_written(folder: Folder) -> None:
+    saved(folder, 4, 8, 12)
+    order = ordered(step=8, round=dataclasses.replace(NAMED, term=9), base=4, rewound_from=5)
+    parts.commit(folder, order, [part_of(folder, order)])
+    assert folder.newest() == 8

@@ -213,7 +213,7 @@ while not stop.exists():
     step += 1
     weights += 1
     ckpt.step(step)
-    time.sleep(0.2)
+    time.sleep(float(sys.argv[3]))
 """
 
 
@@ -224,7 +224,7 @@ def test_the_second_job_writes_nothing_until_the_first_ends(world: World, tmp_pa
 
     def job(name: str) -> tuple[Path, Launched]:
         stop = tmp_path / f"stop-{name}"
-        words = ("--standalone", f"--rdzv-id={name}", str(script), str(folder), str(stop))
+        words = ("--standalone", f"--rdzv-id={name}", str(script), str(folder), str(stop), "0.2")
         return stop, world.launch(ELASTICRUN, *words)
 
     stop_one, one = job("one")
@@ -238,3 +238,35 @@ def test_the_second_job_writes_nothing_until_the_first_ends(world: World, tmp_pa
     stop_two.touch()
     assert two.wait() == 0, two.stderr
     assert not (folder / NAME).exists(), "left clean"
+
+
+@further("saver/test_timelines::test_nothing_older_replaces_what_another_job_has_written_since")
+def test_an_older_history_does_not_replace_newer_steps(world: World, tmp_path: Path) -> None:
+    """Two jobs of one name: the first one falls behind while the second one has the folder, and
+    would write older steps once that has ended."""
+    script, folder = tmp_path / "train.py", tmp_path / "ckpt"
+    script.write_text(WRITES)
+
+    def job(name: str, pace: float) -> tuple[Path, Launched]:
+        stop = tmp_path / f"stop-{name}"
+        words = ("--standalone", "--rdzv-id=one", str(script), str(folder), str(stop), str(pace))
+        return stop, world.launch(ELASTICRUN, *words)
+
+    def newest() -> int:
+        found = folder.glob("step-*/.metadata")
+        return max((int(p.parent.name.removeprefix("step-")) for p in found), default=0)
+
+    stop_one, one = job("one", 2.0)
+    await_true(newest, "checkpoint of the first job")
+    stop_two, two = job("two", 0.05)
+    one.until_text(f"{folder} is claimed by another master of this job")
+    await_true(lambda: newest() > 60, "sixty steps of the second job")
+    stop_two.touch()
+    assert two.wait() == 0, two.stderr
+    last = newest()
+    written = (folder / f"step-{last:09d}/elasticrun.json").read_bytes()
+    one.until_text(f"another job has written step {last} in {folder} since the ranks of this one")
+    stop_one.touch()
+    assert one.wait() == 1, one.stderr
+    assert newest() == last
+    assert (folder / f"step-{last:09d}/elasticrun.json").read_bytes() == written

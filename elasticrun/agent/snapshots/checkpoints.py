@@ -171,6 +171,7 @@ class Persisting:
             keep_every=life.keep_every,
             rewound_from=order.rewound_from,
             in_use=in_use,
+            base=life.base,
         )
 
     def _keep(self, order: Persist, last: int) -> tuple[int, tuple[int, ...]]:

@@ -49,7 +49,7 @@ LIVES: Final = "lives.json"
 ORPHAN: Final = "orphan"
 """Its time is when another agent found that this folder had lost its own."""
 
-_OR_NONE: Final = ("from_step", "rewound_from")
+_OR_NONE: Final = ("from_step", "rewound_from", "base")
 """Fields of a `LocalRound` of which -1 says that there is none."""
 
 _NAME: Final = re.compile(r"(r?)(\d{1,7})-([0-9a-f]{16})-(\d{1,9})")
@@ -90,6 +90,7 @@ class LocalRound:
     from_step: int = -1  # -1: it had gone on from none
     from_world_size: int = 0
     rewound_from: int = -1  # as in Start
+    base: int = -1  # the step that its ranks went on from, wherever they found it; -1: not known
 
     @classmethod
     def of(cls, start: Start, nproc: int) -> LocalRound:

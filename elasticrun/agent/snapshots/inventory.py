@@ -104,6 +104,9 @@ class Inventory:
     def restored(self, said: Restored) -> None:
         """What came of the restore of a local rank."""
         self.reading = said.step if said.source == "storage" else -1
+        if self.present is not None and said.looked:
+            life = replace(self.present, base=said.step)
+            self._lives[life.key] = self.present = life
 
     def elsewhere(self, name: RoundName, folder: str) -> str:
         """Where checkpoints went of what lies here of this round, if that was not `folder`: it is

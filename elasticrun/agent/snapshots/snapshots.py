@@ -258,7 +258,7 @@ class LocalSnapshots:
             return
         if sentence := self._inventory.told(here):
             logger.error("rank %d has no snapshots: %s", here.rank, sentence)
-            peer.send(s.Refused(sentence))
+            peer.send(s.RankRefused(sentence))
             return
         on = start.restore
         if on and (other := self._inventory.elsewhere(on.round, here.folder)):

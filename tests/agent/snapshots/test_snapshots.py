@@ -552,7 +552,7 @@ async def test_a_rank_that_names_another_folder_is_refused(node: Node, caplog) -
     node.begin(1)
     first = await node.rank(0)
     second = await node.call(Client, read_place(node.snapshots.place(1))[0])
-    refused = await second.asks(s.RankHere(VERSION, 1, 1, 2, "/runs/b", 2, 0), s.Refused)
+    refused = await second.asks(s.RankHere(VERSION, 1, 1, 2, "/runs/b", 2, 0), s.RankRefused)
     assert refused.reason.startswith(
         "the Checkpointers of ranks 1 and 0 differ: folder='/runs/b' and '/runs/a', "
         "Keep.last=2 and 3. Give all ranks the same options"
