@@ -71,7 +71,6 @@ wheel-test: $(VENV)/.dev
 bench: $(VENV)/.frameworks
 	$(BIN)/python benchmarks/launcher.py
 	$(BIN)/python benchmarks/timeline.py --plot docs/timeline.png
-	$(BIN)/python benchmarks/aside.py
 	$(BIN)/python benchmarks/hangs.py --torchrun
 	$(BIN)/python benchmarks/watch_cost.py
 	$(BIN)/python benchmarks/elastic.py --plot docs/elastic.png

@@ -122,7 +122,7 @@ def speed_rows(quick: bool) -> list[tuple[Row, int, Callable[[str], list[float]]
     ):
         if importlib.util.find_spec(module):
             take = partial(rows.script_restart, script=script)
-            row = Row(f"the same, {name}", "s", Bar(ratio=0.2))
+            row = Row(f"the same, {name}", "s", Bar(ratio=1.0))
             plan.insert(-3, (row, few, take))
         else:
             print(f"{module} is not installed: its row is left out", file=sys.stderr)

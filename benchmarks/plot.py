@@ -19,8 +19,8 @@ ROWS = {
     "a rank dies → next life's first all_reduce": "a rank dies,\none node",
     "one node of two: a rank dies → both run again": "a rank dies,\ntwo nodes",
     "command → first all_reduce": "cold start",
-    "the same, HF Trainer, --preload=learn": "a rank dies,\nHF Trainer",
-    "the same, Lightning, --preload=learn": "a rank dies,\nLightning",
+    "the same, HF Trainer": "a rank dies,\nHF Trainer",
+    "the same, Lightning": "a rank dies,\nLightning",
 }
 COLOURS = {"torchrun": "#b9b9b9", "elasticrun": "#d1495b"}
 

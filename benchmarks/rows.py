@@ -98,14 +98,9 @@ def restart(launcher: str) -> list[float]:
         return recoveries(run, 3, 2, RESTART_LIMIT)
 
 
-LEARNING = 240.0
-"""Seconds of training after which a second fork server has what a script imports, with room."""
-
-
 def script_restart(launcher: str, script: str) -> list[float]:
-    """The same for a script that imports much, without a flag: after LEARNING seconds of training.
-    torchrun learns nothing, so its script need not train for long."""
-    seconds = LEARNING if launcher == ELASTICRUN else 2.0
+    """The same for a script that imports much, after two seconds of training."""
+    seconds = 2.0
     with job(launcher) as run:
         flags = ("--nproc-per-node=2", "--max-restarts=1", *own(launcher, *NO_BACKOFF))
         run.start(*flags, script=script, arguments=(str(seconds),))

@@ -73,7 +73,7 @@ def train(run: Job, seconds: float, *flags: str, name: str = "") -> Run:
 def begin(run: Job, out: Path, seconds: float, *flags: str, name: str = "") -> None:
     """Start it."""
     words = (str(seconds), str(out), *([name] if name else []))
-    flags = ("--standalone", f"--nproc-per-node={RANKS}", "--preload=off", *flags)
+    flags = ("--standalone", f"--nproc-per-node={RANKS}", *flags)
     run.start(*flags, script="watched.py", arguments=words)
 
 

@@ -9,7 +9,6 @@ the environment.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Final
 
 from elasticrun.wire.messages import JobSpec
@@ -107,17 +106,6 @@ is over much sooner (core/rounds/join_window.py). Raise it where losses come fur
 
 STORM_LONGEST: Final = 300.0
 """An event that does not end holds a round back for this long in all."""
-
-# ---------------------------------------------------------------- what ranks import
-
-
-class Learning(StrEnum):
-    """When a second fork server imports what the ranks of the first life did."""
-
-    AT_ONCE = "at once"
-    ASIDE = "aside"  # later, and with cores that nobody else wants
-    NEVER = "never"
-
 
 # ---------------------------------------------------------------- node health
 
@@ -377,7 +365,6 @@ class AgentConfig:
     launch: str = "auto"  # auto, fork, exec
     start_method: str = "spawn"
     preload: tuple[str, ...] = ()
-    preload_learn: Learning = Learning.ASIDE
     warm: bool = False  # leave a warm process behind
     python_exec: str = ""  # PYTHON_EXEC; "": this interpreter
     set_omp_threads: bool = False  # OMP_NUM_THREADS was unset and nproc > 1

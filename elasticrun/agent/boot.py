@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.agent.warm import WarmChild, can_be_warm, fork_server
-from elasticrun.config import AgentConfig, Learning
+from elasticrun.config import AgentConfig
 from elasticrun.operator_log import logger
 from elasticrun.system import sandbox
 from elasticrun.system.processes import below, everybody
@@ -72,29 +72,18 @@ class SpawnerProcess:
             sandbox.kill(self.process.pid)
 
 
-def configure_message(
-    config: AgentConfig, learned: tuple[str, ...] = (), *, aside: bool = False
-) -> Configure:
-    """How the spawner is to get ready; `learned` modules come beside what the user named. `aside`:
-    with cores that nobody else wants."""
+def configure_message(config: AgentConfig) -> Configure:
+    """How the spawner is to get ready."""
     return Configure(
         launch=config.launch,
-        preload=tuple(dict.fromkeys(config.preload + learned)),
-        learn=config.preload_learn is not Learning.NEVER,
+        preload=config.preload,
         entry=config.entry,
         start_method=config.start_method,
         numa=config.numa_binding is not None or config.numa_affinity,
-        aside=aside,
     )
 
 
-def start_spawner(
-    config: AgentConfig,
-    ignored: tuple[int, ...],
-    learned: tuple[str, ...] = (),
-    *,
-    aside: bool = False,
-) -> SpawnerProcess:
+def start_spawner(config: AgentConfig, ignored: tuple[int, ...]) -> SpawnerProcess:
     """Start a spawner; `ignored` are the signals that this process was born ignoring. OSError."""
     environ = dict(os.environ)
     if config.set_omp_threads:
@@ -106,7 +95,7 @@ def start_spawner(
     warm = fork_server(environ, ignored) if can_be_warm(config) else None
     process, channel = warm or start_server(ignored=ignored, env=environ)
     with contextlib.suppress(OSError):  # it died at once: the reading side will tell
-        channel.sendall(frames.encode(configure_message(config, learned, aside=aside)))
+        channel.sendall(frames.encode(configure_message(config)))
     return SpawnerProcess(channel, process)
 
 

@@ -158,7 +158,7 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
             node = NodeAgent(config, inbox, reaper, spawner, master, writer, ignored, found)
             outcome = _runner().run(node.run())
             if config.warm:
-                leave_behind(config, node.learned)
+                leave_behind(config)
                 writer.flush(1.0)
             return outcome
         finally:

@@ -120,11 +120,6 @@ class NodeAgent:
 
     # ------------------------------------------------------------ the whole life
 
-    @property
-    def learned(self) -> tuple[str, ...]:
-        """Modules that its ranks have imported, once it has run."""
-        return self._spawners.learned
-
     async def run(self) -> fx.Exit:
         """From the first turn to the last process gone."""
         if self._first_master is not None:

@@ -1,7 +1,7 @@
 """The conversation with the spawners: orders to them, reports from them, and their deaths.
 
-There is one spawner, or two while a better one, which has imported what the ranks did, is made
-ready in the background and the older still has processes. A process is a `Child` to whoever had it
+There is one spawner, or two while the older one has processes and a newer one is made ready, since
+a file has changed that the older one imported. A process is a `Child` to whoever had it
 started; its key stands here and in messages alone, and is never used twice.
 """
 
@@ -15,11 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final, Protocol
 
-from elasticrun.agent import warm
 from elasticrun.agent.boot import SpawnerProcess, configure_message, start_spawner
 from elasticrun.agent.runtime import NodeContext, Once, Patience, Tasks, Timer, keep_sending
 from elasticrun.agent.warm import WarmChild
-from elasticrun.config import Learning
 from elasticrun.operator_log import logger
 from elasticrun.system.processes import how_silent
 from elasticrun.wire import spawning
@@ -35,10 +33,6 @@ KEEPALIVES: Final = 3
 ANSWER_LIMIT: Final = 20.0
 """Seconds for a spawner to answer after an order, or after the death of a process of its own. It is
 replaced then, with its ranks: raise it where memory is so short that a fork server stands still."""
-
-ASIDE_AFTER: Final = 10.0
-"""Seconds since the ranks' last news of imports until a second spawner is made ready by itself: a
-job that is over by then has no use for one."""
 
 MAX_EARLY_DEATHS: Final = 3
 """Spawners in a row that died before they were ready; then something is wrong that a fourth will
@@ -215,10 +209,7 @@ class Spawners:
         self._all: list[Spawner] = []
         self._pidfds: dict[int, int] = {}
         self._early_deaths = 0
-        self.learned: tuple[str, ...] = ()
-        """The modules that ranks have imported beside what the first spawner had."""
         self._told = Once()  # every life would say it again
-        self._aside = Timer()
         self._closing = False
         self._keepalive = Timer()
         self._tasks = Tasks(node.fatal)
@@ -261,9 +252,6 @@ class Spawners:
     async def close(self, limit: float) -> None:
         """Tell all to quit and wait for it, `limit` seconds at most."""
         self._closing = True
-        self._aside.cancel()
-        if not self._config.warm:  # else see `agent.main`: it is started when all is swept
-            warm.teach(self.learned)
         self._keepalive.cancel()
         self._tasks.close()
         for spawner in self._all:
@@ -293,8 +281,6 @@ class Spawners:
             self._ready(spawner, message)
         elif isinstance(message, spawning.Notice):
             self._told.tell(message.text)
-        elif isinstance(message, spawning.Learned):
-            self._learn(spawner, message.modules)
         elif isinstance(message, spawning.Stale):
             self._told.tell(message.reason)
             self._prepare_next(spawner)
@@ -350,20 +336,6 @@ class Spawners:
         if ready.mode == "exec" and self._config.launch != "exec" and ready.reason:
             self._told.tell(f"ranks are started by exec, not by fork: {ready.reason}")
 
-    def _learn(self, spawner: Spawner, modules: tuple[str, ...]) -> None:
-        """Make a spawner ready that has what the ranks import, for the next life."""
-        known = set(self.learned)
-        # in the order of their imports: many a library does not bear another one
-        new = tuple(module for module in dict.fromkeys(modules) if module not in known)
-        if not new or spawner is not self._current or self._next is not None:
-            return
-        self.learned = (*self.learned, *new)
-        self._aside.cancel()
-        if self._config.preload_learn is Learning.AT_ONCE:
-            self._prepare_next(spawner)
-        else:
-            self._aside.after(ASIDE_AFTER, self._prepare_next, spawner)
-
     def _prepare_next(self, spawner: Spawner) -> None:
         """Start a second spawner in the place of `spawner`; it serves from the life after it is
         ready."""
@@ -371,14 +343,8 @@ class Spawners:
             return
         if spawner is not self._current or self._next is not None:
             return
-        aside = self._config.preload_learn is Learning.ASIDE
-        logger.info(
-            "a second fork server imports %d modules that the ranks used", len(self.learned)
-        )
         try:
-            self._next = self._adopt(
-                start_spawner(self._config, self._ignored, self.learned, aside=aside)
-            )
+            self._next = self._adopt(start_spawner(self._config, self._ignored))
         except OSError as error:
             self._told.tell(f"no second fork server: {error}")
 
@@ -447,7 +413,7 @@ class Spawners:
         end = loop.time() + START_LIMIT
         while True:
             try:
-                process = start_spawner(self._config, self._ignored, self.learned)
+                process = start_spawner(self._config, self._ignored)
             except OSError as error:
                 if loop.time() >= end:
                     self._fatal(f"the fork server cannot be started: {error}")

@@ -21,7 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -48,11 +48,11 @@ ANSWER_LIMIT: Final = 2.0
 OWN_END: Final = 5.0
 """Seconds that a fork server whose guard was killed has to sweep for itself."""
 
-TEACH_LIMIT: Final = 0.5
-"""Seconds for it to be told what ranks imported; it hears of it the next time if it is busy."""
-
 OFF: Final = "off"
 """Value of ELASTICRUN_WARM_SERVER by which no warm process is looked for."""
+
+FREE_THREADS: Final = ".free"
+"""Behind the name of a socket: of the one that has OMP_NUM_THREADS unset, where there are two."""
 
 REMEDY: Final = "`elasticrun warm --stop`, then `elasticrun warm` here, makes one that fits"
 
@@ -224,24 +224,15 @@ def hear(conn: socket.socket) -> spawning.FromWarm:
     raise ConnectionResetError("it ended")
 
 
-def teach(modules: Sequence[str]) -> None:
-    """Tell the warm process of this place, if there is one, what the ranks have imported."""
-    with contextlib.suppress(OSError, frames.FrameError):
-        path = find(os.environ) if modules else None
-        if path is not None:
-            with connect(path, TEACH_LIMIT) as conn:
-                conn.sendall(frames.encode(spawning.Teach(tuple(modules))))
-
-
 def can_be_warm(config: AgentConfig) -> bool:
     """Whether a fork of another process may serve: not where ranks are never forked, and not for
     another interpreter than ours."""
     return config.launch != "exec" and config.python_exec in (None, "", sys.executable)
 
 
-def leave_behind(config: AgentConfig, modules: Sequence[str]) -> None:
-    """See that there is a warm process in this place, which has what the ranks have imported; one
-    that is started now gets ready by itself."""
+def leave_behind(config: AgentConfig) -> None:
+    """See that there is a warm process for jobs like this one in this place; one that is started
+    now gets ready by itself."""
     held = next((name for name in HELD_UP if os.environ.get(name)), "")
     why = ""
     if held or os.getpid() == 1:
@@ -252,12 +243,13 @@ def leave_behind(config: AgentConfig, modules: Sequence[str]) -> None:
     if why:
         logger.warning("no warm process is left behind: %s", why)
         return
+    environ = dict(os.environ)
+    if config.set_omp_threads:
+        environ[env.OMP_NUM_THREADS] = "1"
     try:
-        path = socket_path(os.environ)
-        if path.is_socket():
-            teach(modules)
-        else:
-            _, pid = start(path, IDLE, modules, os.environ, wait=False)
+        path = socket_path(environ)
+        if not path.is_socket():
+            _, pid = start(path, IDLE, environ, wait=False)
             how = "it is ready in some seconds, and `elasticrun warm --stop` ends it"
             logger.log(NOTICE, "process %d stays warm for later jobs: %s", pid, how)
     except OSError as error:
@@ -265,21 +257,16 @@ def leave_behind(config: AgentConfig, modules: Sequence[str]) -> None:
 
 
 def start(
-    path: Path,
-    idle: float,
-    modules: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    wait: bool = True,
+    path: Path, idle: float, environ: Mapping[str, str], *, wait: bool = True
 ) -> tuple[str, int]:
-    """Start a warm process that listens at `path`; what it says of itself ("ok 2.13.0", "no ..." or
-    nothing), and its process id. It is in a session of its own and outlives us."""
-    environ = {env.OMP_NUM_THREADS: "1", **environ}
+    """Start a warm process that listens at `path`, with these variables; what it says of itself
+    ("ok 2.13.0", "no ..." or nothing), and its process id. It is in a session of its own and
+    outlives us."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     silent = None if wait else subprocess.DEVNULL
     try:
         process = subprocess.Popen(
-            spawning.warm_command(path, idle=idle, tells=writing if wait else -1, modules=modules),
+            spawning.warm_command(path, idle=idle, tells=writing if wait else -1),
             env=environ, stdin=subprocess.DEVNULL, stdout=silent, stderr=silent,
             pass_fds=(writing,) if wait else (), start_new_session=True,
         )  # fmt: skip
@@ -356,8 +343,11 @@ def _elsewhere(path: Path) -> str:
 
 def socket_path(environ: Mapping[str, str]) -> Path:
     """Where the warm process of this process' user and surroundings listens, if there is one.
-    OSError where there is no folder that is the user's alone."""
-    place = hashlib.sha256("\0".join(_place_of("self").values()).encode()).hexdigest()[:12]
+    OSError where there is no folder that is the user's alone. torch sizes its thread pools at its
+    import, so jobs of one rank, for which OMP_NUM_THREADS is not set, have a process of their own.
+    """
+    words = [*_place_of("self").values(), environ.get(env.OMP_NUM_THREADS, "")]
+    place = hashlib.sha256("\0".join(words).encode()).hexdigest()[:12]
     return user_folder(environ) / f"warm-{environment_name()}-{_machine()}-{place}.sock"
 
 
@@ -383,7 +373,10 @@ def find(environ: Mapping[str, str]) -> Path | None:
     named = environ.get(env.WARM_SERVER, "")
     if named == OFF:
         return None
-    return Path(named) if named else socket_path(environ)
+    if not named:
+        return socket_path(environ)
+    own = Path(named + FREE_THREADS)
+    return own if env.OMP_NUM_THREADS not in environ and own.is_socket() else Path(named)
 
 
 def connect(path: Path, limit: float) -> socket.socket:

@@ -95,7 +95,6 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
     spec = job_spec(asked, conf, meeting, shutdown)
     set_omp = "OMP_NUM_THREADS" not in environ and nproc > 1
     notes += [_ONE_THREAD] if set_omp else []
-    preload, learn = settings.modules(asked.text("preload"))
     _choices(asked)
     notes += [*health_notes(asked, spec.checks), *_nothing_yet(asked), *_unread(environ)]
     token, tls = trust.token(asked), trust.tls(asked)
@@ -114,8 +113,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         role=settings.name(asked.text("role"), "--role"),
         launch=asked.text("launch"),
         start_method=asked.text("start_method"),
-        preload=preload,
-        preload_learn=learn,
+        preload=settings.modules(asked.text("preload")),
         warm=asked.switch("warm"),
         python_exec=environ.get("PYTHON_EXEC", ""),
         set_omp_threads=set_omp,

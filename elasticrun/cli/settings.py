@@ -241,9 +241,8 @@ def signals(text: str) -> tuple[str, ...]:
     return names
 
 
-def modules(text: str) -> tuple[tuple[str, ...], config.Learning]:
-    """--preload: names of modules, and when what ranks import is made ready: `learn` means at once,
-    `off` never."""
+def modules(text: str) -> tuple[str, ...]:
+    """--preload: names of modules. `off` is none of them, the default."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         if not _MODULE.match(word):
@@ -251,10 +250,14 @@ def modules(text: str) -> tuple[tuple[str, ...], config.Learning]:
     if "off" in words:
         if len(words) > 1:
             raise UsageError("--preload: off stands alone", config.EXIT_USAGE)
-        return (), config.Learning.NEVER
-    names = dict.fromkeys(word for word in words if word != "learn")
-    learning = config.Learning.AT_ONCE if "learn" in words else config.Learning.ASIDE
-    return tuple(names), learning
+        return ()
+    if "learn" in words:
+        raise UsageError(
+            "--preload: learn is gone, since what other code imports changes what a script does; "
+            "name the modules (docs/warm.md says what that costs)",
+            config.EXIT_USAGE,
+        )
+    return tuple(dict.fromkeys(words))
 
 
 MARKS: Final = (

@@ -228,9 +228,8 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
         _flag("--launch", _TEXT, "", "auto", "How scripts are started: forked from a process that "
             "has torch ready, exec'd, or forked unless that cannot be trusted.", OURS,
             choices=("auto", "fork", "exec")),
-        _flag("--preload", _TEXT, "MODULE,...|learn|off", "", "Modules to have ready beside torch. "
-            "What the first life of the ranks has imported is made ready by itself, in the "
-            "background; 'learn': at once; 'off': never.", OURS),
+        _flag("--preload", _TEXT, "MODULE,...", "", "Modules to have ready beside torch, at the "
+            "price that ranks share what their import does (docs/warm.md).", OURS),
         _switch("--warm", "Leave a process behind that has torch imported, for later jobs to begin "
             "from (elasticrun warm).", OURS),
     ),

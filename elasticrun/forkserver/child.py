@@ -16,28 +16,25 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from elasticrun.forkserver.helpers.helper import environment
-from elasticrun.forkserver.lazy_imports import Baseline, Stash
+from elasticrun.forkserver.lazy_imports import GUARDED, Baseline, Stash
 from elasticrun.forkserver.program import BecomeRank, Program, command
-from elasticrun.forkserver.renew import EnvironmentCheck, renew_ranks
 from elasticrun.monitor import monitor, recorder
 from elasticrun.system import processes
 from elasticrun.system.title import set_command_line
-from elasticrun.wire.env import OMP_NUM_THREADS
 from elasticrun.wire.spawning import SpawnRank
 
-PAGE_BYTES = 128 * 1024
-"""Room for the names of some 3,000 modules; transformers' and lightning's imports need half."""
+PAGE_BYTES = 16 * 1024
+"""Room for the few sentences that a rank ever says."""
 
 NOTICE = b"N"  # a sentence for the operator
 EXEC_NEXT = b"X"  # later lives of this script are to be exec'd
-MODULE = b"M"  # a module was looked for
-IMPORTING = b"I"  # imports are under way
+EXECED = b"E"  # this rank executes itself now
 FAILED = b"F"  # the rank could not be started; a sentence
 
 _HEADER = 4
@@ -110,39 +107,6 @@ class Page:
         return min(max(end, _HEADER), PAGE_BYTES)
 
 
-POKE_INTERVAL = 1.0
-"""Seconds between two pokes for module names; a burst of imports is one piece of news."""
-
-MAX_LEARNED = 3000
-"""Most modules told; a frame holds more, but no script has been seen to need half of them."""
-
-
-class Watcher:
-    """In a rank: notes every module that it looks for (`lazy_imports.Stash.looked_for`)."""
-
-    def __init__(self, page: Page) -> None:
-        self._page = page
-        self._seen: set[str] = set()
-        self._looked_for: list[str] = []
-        self._poked = 0.0
-
-    def __call__(self, name: str) -> None:
-        """`name` is looked for."""
-        if name in self._seen or len(self._seen) >= MAX_LEARNED:
-            return
-        self._seen.add(name)
-        # Told are the names that have become modules since; optional ones that are not installed
-        # never do. The very last import of a script is not told: nothing is looked for after it.
-        for found in self._looked_for:
-            if found in sys.modules:
-                self._page.write(MODULE, found, poke=False)
-        self._looked_for = [name]
-        now = time.monotonic()
-        if now - self._poked >= POKE_INTERVAL:
-            self._poked = now
-            self._page.write(IMPORTING, "")
-
-
 # ---------------------------------------------------------------- becoming a rank
 
 CANNOT_START = 125
@@ -168,23 +132,19 @@ class Birth:
     baseline: Baseline
 
 
-def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn: bool) -> NoReturn:
+def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash) -> NoReturn:
     """In a fresh fork, signals blocked: raise BecomeRank with the program ready to run."""
     _settle(birth, order, page)
     _dispositions(birth, for_python=True)
     environ = environment(birth.baseline.environ, order)
     set_environ(environ)
     _renew_streams()
-    made = {os.fsdecode(name): os.fsdecode(value) for name, value in stash.environ.items()}
-    check = EnvironmentCheck(stash.reads, stash.saw, made)
-    bound = bool(order.cpus) and set(order.cpus) != birth.baseline.affinity
-    rank = _Rank(order, page, check, bound)
+    birth.baseline.exits.let_go()
     _renew_library_state(stash)
-    stash.tell(rank.packages_returned)
-    if learn:
-        stash.looked_for = Watcher(page)
-    program = Program(order.entry, order.error_file, birth.mask)
+    program = Program(order.entry, order.error_file, birth.mask, birth.baseline.excepthook)
     program.prepare()
+    again = FreshStart(birth, order, page, stash, environ)
+    stash.begin(again.take)
     words = command(order.entry)
     set_command_line(
         [os.fsencode(word) for word in words], [n + b"=" + v for n, v in environ.items()]
@@ -194,6 +154,7 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn:
     if order.monitor:
         recorder.keep(getattr(stash.modules.get("torch"), "__version__", ""))
         monitor.start(order.monitor)
+    again.watch()
     raise BecomeRank(program)
 
 
@@ -252,36 +213,36 @@ def _redirect(descriptor: int, path: str) -> None:
 
 
 def _renew_streams() -> None:
-    """Put new standard streams on descriptors 0, 1 and 2, as `python -u` makes them: the server's
-    remember things about its own descriptors (whether one can seek, how large its blocks are)."""
+    """Put the standard streams anew on descriptors 0, 1 and 2, as `python -u` makes them: the
+    server's remember things about its own descriptors (whether one can seek, how large its blocks
+    are). They stay the same objects: log handlers and default arguments hold them."""
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        old: Any = getattr(sys, name)
-        stream = _open(descriptor, name, mode, old) if old is not None else None
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+        stream: Any = getattr(sys, name)
+        if stream is not None and not _reopen(stream, descriptor, name, mode):
+            setattr(sys, name, None)
+            setattr(sys, f"__{name}__", None)
 
 
-def _open(descriptor: int, name: str, mode: str, old: TextIO) -> TextIO | None:
-    import io
-
+def _reopen(stream: Any, descriptor: int, name: str, mode: str) -> bool:
+    """False where the descriptor is closed: the interpreter has no stream there."""
     try:
         os.fstat(descriptor)
-    except OSError:  # closed: the interpreter has None there
-        return None
+    except OSError:
+        return False
     writing = mode == "w"
     buffering = 0 if writing else -1
     raw: Any = open(descriptor, mode + "b", buffering, closefd=False)  # noqa: SIM115
     (raw if writing else raw.raw).name = f"<{name}>"
-    stream: Any = io.TextIOWrapper(
+    stream.__init__(
         raw,
-        encoding=old.encoding,
-        errors=old.errors,
+        encoding=stream.encoding,
+        errors=stream.errors,
         newline="\n",
         line_buffering=False,
         write_through=True,
     )
     stream.mode = mode
-    return stream  # type: ignore[no-any-return]
+    return True
 
 
 def _dispositions(birth: Birth, *, for_python: bool) -> None:
@@ -310,47 +271,156 @@ def set_environ(environ: Mapping[bytes, bytes]) -> None:
 
 
 def _renew_library_state(stash: Stash) -> None:
-    """What the standard library made once in the server and every process has for itself."""
+    """What the server's imports made once and every process has for itself, random generators among
+    it: here, before the script's first line, and never later."""
     main_thread: Any = threading.main_thread()
     main_thread._set_native_id()
     if process := stash.modules.get("multiprocessing.process"):
         key = process.AuthenticationString(os.urandom(32))
         process.current_process().__dict__["_config"]["authkey"] = key
     if tempfile := stash.modules.get("tempfile"):
-        tempfile.tempdir = None
+        tempfile.tempdir = tempfile._name_sequence = None
     if logging := stash.modules.get("logging"):
         clock = time.time if sys.version_info < (3, 13) else time.time_ns
         logging._startTime = clock()
+    if numpys := stash.modules.get("numpy.random"):  # only older ones' import brings it
+        numpys.set_bit_generator(numpys.MT19937())
+    if torch := stash.modules.get("torch"):
+        torch.default_generator.seed()
 
 
-@dataclass
-class _Rank:
-    """The rank at the moments when its script brings preloaded packages back."""
+# ---------------------------------------------------------------- a second start, by exec
 
-    order: SpawnRank
-    page: Page
-    check: EnvironmentCheck
-    bound: bool  # to other cores than the server's first ones
 
-    def packages_returned(self, packages: set[str]) -> None:
-        """Give numpy and torch fresh random states and Lightning its rank, and see what the script
-        has set above."""
-        renew_ranks(packages)
-        modules: Mapping[str, Any] = sys.modules
-        if "numpy" in packages and "numpy.random" in modules:
-            modules["numpy.random"].seed()
-        if "torch" in packages:
-            modules["torch"].default_generator.seed()
-            if self.bound and not os.environ.get(OMP_NUM_THREADS):
-                modules["torch"].set_num_threads(len(self.order.cpus))
-        left = self.check.take_over(self.check.changed(packages))
-        if not left:
+class FreshStart:
+    """How a forked rank becomes `python -u script` after all, with the same process id.
+
+    At the script's first import of numpy or torch it may turn out that this import would not be
+    what the server's was: a variable was set, a module replaced. Only the script's first lines have
+    run then. They run again in the program that is executed, so it is executed only where they have
+    done nothing that can be seen outside of this process: an audit hook and the kernel's count of
+    writes tell. Otherwise the rank goes on with the server's import, and later lives are exec'd; so
+    that this is rare, the server has looked through the text of the script before
+    (`trust.before_import`)."""
+
+    def __init__(
+        self,
+        birth: Birth,
+        order: SpawnRank,
+        page: Page,
+        stash: Stash,
+        environ: Mapping[bytes, bytes],
+    ) -> None:
+        self._birth, self._order, self._page, self._stash = birth, order, page, stash
+        self._environ = environ
+        self._folder = os.getcwd()
+        self._umask = os.umask(0)
+        os.umask(self._umask)
+        self._seen = ""  # the first thing that was done outside, in words
+        self._compiled = 0  # files of compiled modules that were written
+        self._written = 0
+        self._pid = os.getpid()
+
+    def watch(self) -> None:
+        """Begin to look; the last thing before the script's first line."""
+        sys.addaudithook(self._heard)
+        self._written = _writes()
+
+    def take(self, reason: str) -> None:
+        """Execute the program anew, since `reason`; returns where the first lines must not run
+        twice."""
+        if os.getpid() != self._pid:
+            return  # a process that the script has forked is what its parent is
+        target = self._order.entry.target
+        self._page.write(EXEC_NEXT, target, poke=False)
+        done = self._done()
+        if done:
+            self._page.write(
+                NOTICE,
+                f"{target}: {reason}, too late for forked ranks, which run without that in this "
+                f"life, since their first lines have {done}; later lives are started by exec",
+            )
             return
-        what = next((n for n in ("torch", "numpy") if n in packages), min(packages))
-        self.page.write(EXEC_NEXT, self.order.entry.target, poke=False)
-        self.page.write(
-            NOTICE,
-            f"local rank {self.order.local_rank}: {', '.join(left)} was set before the script's "
-            f"first import of {what}, too late for a forked rank, which runs without it; later "
-            f"lives of {self.order.entry.target} are started by exec",
-        )
+        self._page.write(NOTICE, f"{target}: {reason}, so ranks are started by exec", poke=False)
+        self._page.write(EXECED, "")
+        self._execute()
+
+    def _execute(self) -> NoReturn:
+        os.chdir(self._folder)
+        os.umask(self._umask)
+        cores = set(self._order.cpus) or self._birth.baseline.affinity
+        with suppress(OSError):
+            os.sched_setaffinity(0, cores)
+        for timer in (_signal.ITIMER_REAL, _signal.ITIMER_VIRTUAL, _signal.ITIMER_PROF):
+            _signal.setitimer(timer, 0)
+        _signal.pthread_sigmask(_signal.SIG_BLOCK, _SETTABLE)
+        _dispositions(self._birth, for_python=False)
+        _signal.pthread_sigmask(_signal.SIG_SETMASK, self._birth.mask)
+        words = command(self._order.entry)
+        os.execve(words[0], words, self._environ)
+
+    def _done(self) -> str:
+        """What the first lines have done that is seen outside; empty: nothing."""
+        if self._seen:
+            return self._seen
+        if len(os.listdir("/proc/self/task")) > 1 + bool(self._order.monitor):
+            return "started a thread"
+        if _writes() - self._written > self._compiled:
+            return "written something"
+        return ""
+
+    def _heard(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self._stash.modules:
+            return
+        if event == "import":
+            if args[0] in GUARDED and args[0] in self._stash.modules:
+                self._guard()
+        elif event == "open":
+            self._opened(*args[:3])
+        elif event.startswith(_OUTSIDE) and not self._seen and not _is_compiled(args):
+            self._seen = f"called {event}"
+
+    def _guard(self) -> None:
+        """An import hook in front of our finder would load a second copy of torch's libraries."""
+        finder = self._stash.finder
+        if sys.meta_path[:1] != [finder]:
+            self.take("a finder was put in front of sys.meta_path before torch was imported")
+            with suppress(ValueError):
+                sys.meta_path.remove(finder)
+            sys.meta_path.insert(0, finder)
+
+    def _opened(self, path: Any, mode: Any, flags: Any) -> None:
+        if isinstance(path, int) or not flags or not flags & _WRITING or path == os.devnull:
+            return
+        if _is_compiled((path,)):
+            self._compiled += 1
+        elif not self._seen:
+            self._seen = f"opened {os.fsdecode(path)} to write"
+
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+_OUTSIDE = (
+    *("builtins.input", "fcntl.", "ftplib.", "http.client.", "imaplib.", "nntplib.", "os.chmod"),
+    *("os.chown", "os.exec", "os.fork", "os.kill", "os.lchown", "os.link", "os.lockf", "os.mkdir"),
+    *("os.posix_spawn", "os.remove", "os.removexattr", "os.rename", "os.rmdir", "os.setxattr"),
+    *("os.spawn", "os.startfile", "os.symlink", "os.system", "os.truncate", "os.utime", "poplib."),
+    *("pty.spawn", "resource.prlimit", "resource.setrlimit", "shutil.", "signal.pthread_kill"),
+    *("smtplib.", "socket.bind", "socket.connect", "socket.send", "sqlite3.connect"),
+    *("subprocess.Popen", "syslog.", "telnetlib.", "tempfile.", "urllib.Request"),
+)
+"""Beginnings of the audit events of what is seen outside of a process, or cannot be taken back."""
+
+_COMPILED = f"{os.sep}__pycache__"
+
+
+def _is_compiled(args: Iterable[Any]) -> bool:
+    """Whether this is about the compiled file of a module, which an import may write."""
+    return any(isinstance(each, str) and _COMPILED in each for each in args)
+
+
+def _writes() -> int:
+    """Calls by which this process has written anything."""
+    with open("/proc/self/io", "rb", buffering=0) as file:
+        words = file.read(1000).split()
+    return int(words[words.index(b"syscw:") + 1])

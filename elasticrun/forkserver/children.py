@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from elasticrun.forkserver import child, trust
-from elasticrun.forkserver.child import EXEC_NEXT, FAILED, IMPORTING, MODULE, NOTICE, Page
+from elasticrun.forkserver.child import EXEC_NEXT, EXECED, FAILED, NOTICE, Page
 from elasticrun.forkserver.helpers.helper import (
     KINDS,
     Helper,
@@ -26,9 +26,10 @@ from elasticrun.forkserver.helpers.helper import (
 from elasticrun.forkserver.prepare import Prepared
 from elasticrun.forkserver.program import BecomeRank
 from elasticrun.system import processes
+from elasticrun.wire.env import OMP_NUM_THREADS
 from elasticrun.wire.spawning import (
+    Execed,
     Exited,
-    Learned,
     Notice,
     Spawned,
     SpawnFailed,
@@ -39,10 +40,6 @@ from elasticrun.wire.types import EntryKind
 
 if TYPE_CHECKING:
     from elasticrun.forkserver.life import Conversation
-
-QUIET = 2.0
-"""Seconds without a new import after which what was learned is told: a script's own imports come
-in one burst."""
 
 _EVERY_SIGNAL = sorted(map(int, signal.valid_signals()))
 
@@ -71,7 +68,6 @@ class Children:
         self._groups: dict[int, int] = {}  # of a rank until it was swept
         self._exec_next: set[str] = set()
         self._stale = ""
-        self._learned_at: float | None = None
 
     # ------------------------------------------------------------ birth
 
@@ -107,7 +103,7 @@ class Children:
         if not forked:
             child.exec_rank(self._birth, order, page, self._prepared.python)
         try:
-            child.become_rank(self._birth, order, page, self._prepared.stash, self._prepared.learn)
+            child.become_rank(self._birth, order, page, self._prepared.stash)
         except BecomeRank:
             raise
         except BaseException as error:  # a defect of ours is a sentence, not a traceback
@@ -119,13 +115,25 @@ class Children:
             return "a command"
         if order.entry.target in self._exec_next:
             return "told already"
-        if order.cpus and trust.placement(os.environ):
-            return "placement"
+        bound = bool(order.cpus) and set(order.cpus) != self._birth.baseline.affinity
+        if bound and (trust.placement(os.environ) or not os.environ.get(OMP_NUM_THREADS)):
+            return "placement"  # or torch would have as many threads as the server has cores
+        if others := self._differing(order):
+            self._tell(Notice(f"ranks are started by exec: {', '.join(others)} differ from what "
+                              "torch was imported with"))  # fmt: skip
+            return "environment"
         if not self._stale:
             self._stale = self._prepared.preloader.stale()
             if self._stale:
                 self._tell(Stale(f"{self._stale} has changed since it was imported"))
         return self._stale
+
+    def _differing(self, order: SpawnRank) -> list[str]:
+        """Variables of this rank that an import read with other values."""
+        environ = environment(self._birth.baseline.environ, order)
+        now = {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()}
+        stash = self._prepared.stash
+        return stash.environment.changed(stash.packages, now)
 
     def spawn_helper(self, order: Order) -> None:
         """Fork or exec it: Spawned or SpawnFailed, what it says, its end. A saver that is there
@@ -248,21 +256,10 @@ class Children:
                 self._tell(Notice(text))
             elif kind == EXEC_NEXT:
                 self._exec_next.add(text)
+            elif kind == EXECED:
+                self._tell(Execed(rank.key))
             elif kind == FAILED:
                 rank.failed = text
-            elif kind == IMPORTING or (kind == MODULE and self._prepared.lessons.add(text)):
-                self._learned_at = time.monotonic() + QUIET
-
-    def next_deadline(self) -> float | None:
-        return self._learned_at
-
-    def tick(self, now: float) -> None:
-        if self._learned_at is not None and now >= self._learned_at:
-            self._learned_at = None
-            self.read_pages()
-            modules = () if self._learned_at is not None else self._prepared.lessons.told()
-            if modules:
-                self._tell(Learned(modules))
 
     # ------------------------------------------------------------ death
 

@@ -2,12 +2,20 @@
 
 `os.environ["OMP_PROC_BIND"] = "true"` above `import torch` is the commonest first line of training
 scripts, so the moment of the script's own first import has to exist in a forked rank too. In the
-child everything beyond a plain interpreter's modules is taken out of sys.modules; a finder in
-front of sys.meta_path puts a module back, with all that its import brings, when it is asked for.
+child everything beyond a plain interpreter's modules is taken out of sys.modules. A finder in front
+of sys.meta_path gives it back: one module of the standard library, with what its import brings;
+numpy, with all that its import brings; torch, with all that is left. What an import changes beside
+sys.modules (`Effects`) comes back with it, and nothing comes later.
+
+A module is given back only where the script's own import system would find the same file. Where
+numpy or torch would meet anything else than the server's import did, `Stash.against` says what, and
+the rank executes itself (`child.py`).
 """
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import contextlib
 import ctypes
 import importlib.abc
@@ -16,20 +24,65 @@ import opcode
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from elasticrun.forkserver.renew import prepare_end
+from elasticrun.forkserver.renew import Environment, prepare_end
 
 OURS = __name__.partition(".")[0]
-"""Our own package. Ranks get none of the modules that the server runs on: see `Stash.own`."""
+"""Our own package. Ranks get none of the modules that the server runs on."""
+
+GUARDED: Final = ("numpy", "torch")
+"""Packages whose import cannot be repeated in one process."""
 
 _IMPORT, _LOAD_CONST = opcode.opmap["IMPORT_NAME"], opcode.opmap["LOAD_CONST"]
 _EXTENDED, _SMALL_INT = opcode.opmap["EXTENDED_ARG"], opcode.opmap.get("LOAD_SMALL_INT", -1)
 
+_OPTIMIZED: Final = 1
+"""Flag of the code of functions, which the bodies of classes and modules have not."""
+
 STAYS = ("threading", "_weakrefset")
 """Left in sys.modules: the interpreter looks there for the threads that it must wait for."""
+
+_OWN_CALLS: Final = ("showwarning", "formatwarning", "excepthook")
+"""Functions that scripts replace and that are looked up at each call."""
+
+
+class Exits:
+    """Functions that imports register with atexit, kept back until a rank has made that import: the
+    interpreter calls them in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[str, Any, Any, Any]] = []
+        self.register = atexit.register
+
+    def keep_back(self) -> None:
+        """From now on, in this process."""
+        atexit.register = self._keep
+
+    def let_go(self) -> None:
+        """In a rank: register as ever."""
+        atexit.register = self.register
+
+    def give_back(self, names: Iterable[str]) -> None:
+        """Register what these modules did, in the order in which they did."""
+        known = set(names)
+        for name, function, words, more in self._kept:
+            if name in known:
+                self.register(function, *words, **more)
+
+    def _keep(self, function: Any, /, *words: Any, **more: Any) -> Any:
+        if atexit.register != self._keep:  # somebody has it by name
+            return self.register(function, *words, **more)
+        frame = sys._getframe(1)
+        while frame.f_code.co_name != "<module>" and frame.f_back is not None:
+            frame = frame.f_back
+        name = str(frame.f_globals.get("__name__", ""))
+        self._kept.append((name, function, words, more))
+        return function
 
 
 class Baseline:
@@ -44,6 +97,8 @@ class Baseline:
         self.environ = dict(os.environb)
         self.filters = list(warnings.filters)
         self.affinity = os.sched_getaffinity(0)
+        self.excepthook = sys.excepthook
+        self.exits = Exits()
 
 
 def is_ours(name: str) -> bool:
@@ -52,10 +107,83 @@ def is_ours(name: str) -> bool:
 
 
 def _unit(name: str) -> str:
-    """What comes back together: a package with all below it; of the standard library and of ours,
-    one module, since nobody imports all of `importlib` to get a part of it."""
+    """What comes back together: a package with all below it; of the standard library, one module,
+    since nobody imports all of `importlib` to get a part of it."""
     top = name.partition(".")[0]
     return name if top in sys.stdlib_module_names or top == OURS else top
+
+
+def _loggers() -> dict[str, Any]:
+    logging: Any = sys.modules.get("logging")
+    return {} if logging is None else logging.root.manager.loggerDict
+
+
+@dataclass
+class Effects:
+    """What an import has changed in the process beside sys.modules and its own modules."""
+
+    filters: list[Any] = field(default_factory=list)
+    meta_path: list[Any] = field(default_factory=list)
+    path_hooks: list[Any] = field(default_factory=list)
+    of_sys: dict[str, Any] = field(default_factory=dict)
+    loggers: dict[str, Any] = field(default_factory=dict)
+    environ: dict[bytes, bytes] = field(default_factory=dict)
+    affinity: set[int] = field(default_factory=set)
+
+    @classmethod
+    def now(cls) -> Effects:
+        """What there is."""
+        return cls(
+            list(warnings.filters), list(sys.meta_path), list(sys.path_hooks), dict(vars(sys)),
+            dict(_loggers()), dict(os.environb), os.sched_getaffinity(0),
+        )  # fmt: skip
+
+    def since(self, before: Effects) -> Effects:
+        """What has been added."""
+        return Effects(
+            [each for each in self.filters if each not in before.filters],
+            [each for each in self.meta_path if each not in before.meta_path],
+            [each for each in self.path_hooks if each not in before.path_hooks],
+            {n: v for n, v in self.of_sys.items() if n not in before.of_sys},
+            {n: v for n, v in self.loggers.items() if before.loggers.get(n) is not v},
+            {n: v for n, v in self.environ.items() if n not in before.environ},
+            self.affinity if self.affinity != before.affinity else set(),
+        )
+
+    def take_back(self) -> None:
+        """In the server; the rest is put back by `Stash.hide` and in the child."""
+        for name in self.of_sys:
+            vars(sys).pop(name, None)
+        for name, logger in self.loggers.items():
+            if _loggers().get(name) is logger:
+                del _loggers()[name]
+
+    def happen(self, mask: set[int]) -> None:
+        """In a rank. `mask`: the cores of a rank that nobody has bound."""
+        _set_filters([*(f for f in self.filters if f not in warnings.filters), *warnings.filters])
+        sys.meta_path += [each for each in self.meta_path if each not in sys.meta_path]
+        sys.path_hooks += [each for each in self.path_hooks if each not in sys.path_hooks]
+        vars(sys).update(self.of_sys)
+        for name, value in self.environ.items():
+            os.environb.setdefault(name, value)
+        if self.affinity and os.sched_getaffinity(0) == mask:
+            os.sched_setaffinity(0, self.affinity)  # libgomp binds the thread that loads it
+        if self.loggers:
+            self._make_loggers()
+
+    def _make_loggers(self) -> None:
+        """As `logging.getLogger` would, in the same order."""
+        logging: Any = sys.modules["logging"]
+        manager = logging.root.manager
+        for name, logger in self.loggers.items():
+            if not isinstance(logger, logging.Logger):  # a place holder is made by what is below it
+                continue
+            there = manager.loggerDict.get(name)
+            manager.loggerDict[name] = logger
+            if isinstance(there, logging.PlaceHolder):
+                manager._fixupChildren(there, logger)
+            manager._fixupParents(logger)
+            logger._cache.clear()
 
 
 class Root(NamedTuple):
@@ -63,6 +191,7 @@ class Root(NamedTuple):
 
     name: str
     modules: frozenset[str]
+    effects: Effects
 
 
 class Stash:
@@ -71,75 +200,87 @@ class Stash:
     def __init__(self, baseline: Baseline) -> None:
         self.baseline = baseline
         self.roots: list[Root] = []
-        self.reads: dict[str, str] = {}
-        """Environment variables that Python code read while it was imported, with the file."""
-        self.saw = {os.fsdecode(n): os.fsdecode(v) for n, v in baseline.environ.items()}
-        """The environment at that time."""
-        self.own: dict[str, Any] = {}
-        """Modules of our package that were imported for the ranks; nobody else has run on them."""
+        saw = {os.fsdecode(n): os.fsdecode(v) for n, v in baseline.environ.items()}
+        self.environment = Environment(saw)
+        self.stale: Callable[[], str] = lambda: ""
+        """The first file that has changed since it was imported, or empty."""
+        self.too_late: Callable[[str], None] | None = None
+        """Called in a rank where numpy or torch must not come from here: to execute it anew. It
+        returns where that cannot be. None in our own processes, which take what there is."""
         self._sealed: frozenset[str] = frozenset()
         self.modules: dict[str, Any] = {}
         """Those that are hidden."""
         self._needs: dict[str, frozenset[str]] = {}
         self._units: dict[str, list[str]] = {}
-        self._owners: dict[str, Root] = {}
-        """By module: the first root that it came with."""
-        self._filters: list[Any] = []
-        self._meta_path: list[Any] = []
-        self._path_hooks: list[Any] = []
-        self.environ: dict[bytes, bytes] = {}
-        self._affinity: set[int] = set()
-        self._returned: Callable[[set[str]], None] = lambda tops: None
-        self.looked_for: Callable[[str], None] = lambda name: None
-        """Called with the name of each module that is looked for, stashed or not."""
+        self._callables: dict[str, dict[str, Any]] = {}
+        """By module of the standard library: its functions and classes."""
+        self._returned: dict[str, Any] = {}
+        self._happened: set[str] = set()
+        self._path: list[str] = []
+        self.finder = _Finder(self)
 
     # ------------------------------------------------------------ in the server
 
-    def add_root(self, name: str, before: set[str]) -> None:
-        """`name` has just been imported; `before` were the modules until then."""
-        root = Root(name, frozenset(sys.modules.keys() - before))
-        self.roots.append(root)
-        for module in root.modules:
-            self._owners.setdefault(module, root)
+    @contextlib.contextmanager
+    def importing(self, name: str) -> Iterator[None]:
+        """A block that imports `name`: what it brings is a root, what it changes is noted."""
+        modules, before = set(sys.modules), Effects.now()
+        asked: set[str] = set()
+        original = builtins.__import__
+        builtins.__import__ = partial(_note_import, original, asked)
+        try:
+            yield
+        finally:
+            builtins.__import__ = original
+        brought = sys.modules.keys() - modules
+        # the server itself has imported some of the standard library before
+        brought |= {each for each in asked & modules if not is_ours(each)}
+        self.roots.append(Root(name, frozenset(brought), Effects.now().since(before)))
 
     def seal(self) -> None:
         """Everything is imported: note what there is. Called in the server, before the first
         fork, and before that in the warm process of which it may be one."""
-        imported = frozenset((*sys.modules, *self.own))
-        if imported != self._sealed:
-            self._sealed = imported
-            self._index()
-            prepare_end(self.modules.values())
-            # Never freed: a rank that ends would take apart, and so copy, what it never used.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.modules))
-        self._filters = [f for f in warnings.filters if f not in self.baseline.filters]
-        self._meta_path = [f for f in sys.meta_path if f not in self.baseline.meta_path]
-        self._path_hooks = [f for f in sys.path_hooks if f not in self.baseline.path_hooks]
-        self.environ = {
-            name: value for name, value in os.environb.items() if name not in self.baseline.environ
-        }
-        self._affinity = os.sched_getaffinity(0)
+        imported = frozenset(sys.modules)
+        if imported == self._sealed:
+            return
+        self._sealed = imported
+        self._index()
+        prepare_end(self.modules.values(), self.baseline.exits.register)
+        # Never freed: a rank that ends would take apart, and so copy, what it never used.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.modules))
+        made = {n: v for root in self.roots for n, v in root.effects.environ.items()}
+        self.environment.made = {os.fsdecode(n): os.fsdecode(v) for n, v in made.items()}
 
     def _index(self) -> None:
-        """Which modules there are, what comes back together, and what needs what."""
+        """Which modules there are, what comes back together, and what needs what. What the server
+        alone has imported is not the ranks'."""
         skip = (*self.baseline.modules, *STAYS)
         self.modules = {
             name: module
             for name, module in sys.modules.items()
             if name not in skip and not is_ours(name)
         }
-        self.modules.update(self.own)
-        for name in self.own:
-            _unbind(name, self.own)
         self._units = {}
         for name in self.modules:
             self._units.setdefault(_unit(name), []).append(name)
         self._needs = {unit: self._needed_by(unit) for unit in self._units}
+        wanted = {each for root in self.roots for each in self._closure(root.name)}
+        self.modules = {name: self.modules[name] for name in self.modules if name in wanted}
+        self._units = {u: [n for n in names if n in wanted] for u, names in self._units.items()}
+        self._callables = {
+            name: {
+                each: value
+                for each, value in vars(module).items()
+                if isinstance(value, (FunctionType, type)) and each not in _OWN_CALLS
+            }
+            for name, module in self.modules.items()
+            if name.partition(".")[0] in sys.stdlib_module_names and isinstance(module, ModuleType)
+        }
 
     def top_names(self) -> set[str]:
         """The packages and modules that a folder of the user's must not have, too: all but those
         that every interpreter has imported before it looks there."""
-        tops = {name.partition(".")[0] for name in (*self._units, *STAYS)}
+        tops = {name.partition(".")[0] for name in (*self.modules, *STAYS)}
         return tops - self.baseline.modules
 
     def _needed_by(self, unit: str) -> frozenset[str]:
@@ -148,6 +289,12 @@ class Stash:
         anybody has imported, and `importlib` does not need `importlib.metadata`."""
         standard = unit.partition(".")[0] in sys.stdlib_module_names
         found = set(_imported_by(self.modules[unit])) if standard else {unit.rpartition(".")[0]}
+        if standard:  # `typing.io`, which typing itself has put there
+            found |= {
+                name
+                for name, module in self.modules.items()
+                if name.startswith(f"{unit}.") and getattr(module, "__spec__", None) is None
+            }
         for name in () if standard else self._units[unit]:
             for value in list(getattr(self.modules[name], "__dict__", {}).values()):
                 kind = type(value)
@@ -157,44 +304,62 @@ class Stash:
                     found.add(_unit(str(value.__module__)))
         return frozenset(found & self._units.keys() - {unit})
 
+    @property
+    def packages(self) -> set[str]:
+        """Those that are not of the standard library."""
+        return {name.partition(".")[0] for name in self.modules} - set(sys.stdlib_module_names)
+
     def hide(self) -> None:
         """Take the preloaded modules away. Done once in the server, which needs none of them by
         name: done in a child, it would touch, and so copy, a page for each module."""
+        for root in reversed(self.roots):
+            root.effects.take_back()
         kept = self.baseline.modules.union(STAYS)
         for name in [name for name in sys.modules if name not in kept]:
             del sys.modules[name]
         sys.path[:] = self.baseline.path
-        sys.meta_path[:] = [_Finder(self), *self.baseline.meta_path]
+        sys.meta_path[:] = [self.finder, *self.baseline.meta_path]
         sys.path_hooks[:] = self.baseline.path_hooks
         # Python 3.12 warns of forks beside a thread, such as OpenBLAS' idle one.
         _set_filters([("ignore", None, DeprecationWarning, None, 0), *self.baseline.filters])
 
     # ------------------------------------------------------------ in the child
 
-    def tell(self, returned: Callable[[set[str]], None]) -> None:
-        """`returned` is called with the names of the packages (not of the standard library) that
-        an import of the script's has just brought back."""
-        self._returned = returned
+    def begin(self, too_late: Callable[[str], None]) -> None:
+        """The script is about to start, and sys.path is its own."""
+        self.too_late = too_late
+        self._path = list(sys.path)
         _set_filters(self.baseline.filters)
+
+    def is_hidden(self, package: str) -> bool:
+        """Whether this package of GUARDED is yet to be imported by the script."""
+        return package in self.modules
 
     def give_back(self, name: str) -> Any:
         """Put `name` and what it needs into sys.modules; the module itself."""
         module = self.modules[name]
-        names, roots = self._closure(name)
+        names = self._closure(name)
+        installed = any(n.partition(".")[0] not in sys.stdlib_module_names for n in names)
+        if self.too_late is not None and installed and (reason := self.against(names)):
+            self.too_late(reason)
         for each in [each for each in self.modules if each in names]:
-            sys.modules[each] = self.modules.pop(each)
-            if each in self.own:
-                _bind(each)
-        if any(root.name == "torch" for root in roots):
-            self._set_torch_state()
-        tops = {each.partition(".")[0] for each in names} - set(sys.stdlib_module_names)
-        if tops:
-            self._returned(tops)
+            self._returned[each] = sys.modules[each] = self.modules.pop(each)
+        for root in self.roots:
+            if root.name in names and root.name not in self._happened:
+                self._happened.add(root.name)
+                root.effects.happen(self.baseline.affinity)
+        self.baseline.exits.give_back(names)
+        if not any(root.name in self.modules for root in self.roots):
+            self.modules.clear()  # nothing comes later
+            self._returned.clear()
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(self.finder)
         return module
 
-    def _closure(self, name: str) -> tuple[set[str], list[Root]]:
+    def _closure(self, name: str) -> set[str]:
+        """What comes back with `name`: with torch, all that was imported before it, which its own
+        import would have brought."""
         names: set[str] = set()
-        roots: list[Root] = []
         waiting = [name, _unit(name)]
         seen: set[str] = set()
         while waiting:
@@ -204,34 +369,115 @@ class Stash:
             seen.add(each)
             for root in self.roots:
                 if root.name == each:
-                    roots.append(root)
                     names |= root.modules
                     waiting += {_unit(module) for module in root.modules}
-            mine = self._units.get(each, ())
-            names.update(m for m in mine if m in self.modules and not self._is_later(m, roots))
+            names.update(n for n in self._units.get(each, ()) if not self._is_later(n, seen))
             waiting += self._needs.get(each, frozenset())
-        return names & self.modules.keys(), roots
+        if "torch" in names:
+            first = next((r for r in self.roots if r.name == "numpy"), None)
+            names |= first.modules if first is not None else frozenset()
+        return names & self.modules.keys()
 
-    def _is_later(self, name: str, roots: list[Root]) -> bool:
-        """Whether `name` came with a root of its own (torch._dynamo) that nobody asked for."""
-        owner = self._owners.get(name)
-        if owner is None or owner in roots:
+    def _is_later(self, name: str, asked: set[str]) -> bool:
+        """Whether `name` came with a root of its own (--preload=torch._dynamo) that nobody asked
+        for."""
+        owner = next((root for root in self.roots if name in root.modules), None)
+        if owner is None or owner.name in asked:
             return False
         top = name.partition(".")[0]
         return owner.name != top and any(root.name == top for root in self.roots)
 
-    def _set_torch_state(self) -> None:
-        """What the import of torch changes beside sys.modules."""
-        fresh = [f for f in self._filters if f not in warnings.filters]
-        _set_filters([*fresh, *warnings.filters])
-        sys.meta_path += [f for f in self._meta_path if f not in sys.meta_path]
-        sys.path_hooks += [f for f in self._path_hooks if f not in sys.path_hooks]
-        for name, value in self.environ.items():
-            os.environb.setdefault(name, value)
-        if self._affinity != self.baseline.affinity and (
-            os.sched_getaffinity(0) == self.baseline.affinity
-        ):
-            os.sched_setaffinity(0, self._affinity)  # libgomp binds the thread that loads it
+    # ------------------------------------------------------------ may it come back?
+
+    def against(self, names: Iterable[str]) -> str:
+        """What has changed since the script began, by which the import of these would not be what
+        the server's was; or empty."""
+        wanted = set(names)
+        return next(filter(None, self._differences(wanted)), "")
+
+    def _differences(self, names: set[str]) -> Iterator[str]:
+        tops = {name.partition(".")[0] for name in names}
+        third = sorted(tops - set(sys.stdlib_module_names))
+        which = next((name for name in (*reversed(GUARDED), *third) if name in names), "")
+        if changed := self.environment.changed(third, os.environ):
+            yield f"{', '.join(changed)} was set before the first import of {which}"
+        before = f"before the first import of {which}"
+        expected = [self.finder, *self.baseline.meta_path]
+        if sys.meta_path[: len(expected)] != expected:
+            yield f"sys.meta_path was changed {before}"
+        if sys.path_hooks[: len(self.baseline.path_hooks)] != self.baseline.path_hooks:
+            yield f"sys.path_hooks was changed {before}"
+        for name, module in self._returned.items():
+            if sys.modules.get(name) is not module:
+                yield f"{name} was replaced in sys.modules {before}"
+        for name in names:
+            if name in sys.modules:
+                yield f"{name} was put into sys.modules {before}"
+        if sys.path != self._path:
+            for top in sorted(tops & self.modules.keys()):
+                if not _is_same(self.modules[top], self.by_others(top)):
+                    yield f"sys.path was changed {before}, where another {top} is"
+        for name in self._returned:
+            for each, value in self._callables.get(name, {}).items():
+                if vars(self._returned[name]).get(each) is not value:
+                    yield f"{name}.{each} was replaced {before}"
+        yield self._logging_differs(before)
+        if path := self.stale():
+            yield f"{path} has changed since it was imported"
+
+    def _logging_differs(self, before: str) -> str:
+        logging: Any = self._returned.get("logging")
+        if logging is None:
+            return ""
+        if logging.getLoggerClass() is not logging.Logger or logging.root.manager.loggerClass:
+            return f"logging has another class of loggers {before}"
+        for root in self.roots:
+            if root.name not in self._happened:
+                for name, logger in root.effects.loggers.items():
+                    there = logging.root.manager.loggerDict.get(name)
+                    if isinstance(there, logging.Logger) and isinstance(logger, logging.Logger):
+                        return f"the logger {name} was made {before}"
+        return ""
+
+    def by_others(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """What the finders behind ours find."""
+        where = sys.meta_path.index(self.finder) + 1 if self.finder in sys.meta_path else 0
+        for finder in sys.meta_path[where:]:
+            find = getattr(finder, "find_spec", None)
+            if find is not None and (spec := find(name, path, target)) is not None:
+                return spec  # type: ignore[no-any-return]
+        return None
+
+
+def _note_import(
+    original: Callable[..., Any],
+    asked: set[str],
+    name: str,
+    globals: Any = None,
+    locals: Any = None,
+    fromlist: Any = (),
+    level: int = 0,
+) -> Any:
+    """Import as ever, and note which modules outside of the importing package were asked for."""
+    module = original(name, globals, locals, fromlist, level)
+    if not level:
+        words = name.split(".")
+        asked.update(".".join(words[: count + 1]) for count in range(len(words)))
+        asked.update(f"{name}.{each}" for each in fromlist or () if isinstance(each, str))
+    return module
+
+
+def _is_same(module: Any, spec: importlib.machinery.ModuleSpec | None) -> bool:
+    """Whether a module was loaded from what `spec` says."""
+    own = getattr(module, "__spec__", None)
+    if own is None or spec is None:
+        return own is spec
+    folders = own.submodule_search_locations, spec.submodule_search_locations
+    return own.origin == spec.origin and (
+        own.origin is not None or list(folders[0] or ()) == list(folders[1] or ())
+    )
 
 
 def _imported_by(module: Any) -> Iterator[str]:
@@ -258,6 +504,9 @@ def _imports_in(code: CodeType) -> Iterator[tuple[int, str, tuple[str, ...]]]:
     """Level, name and list of each import statement, as they stand before IMPORT_NAME."""
     before: list[Any] = [0, None]
     wide = 0
+    for inner in code.co_consts:  # a class' body runs with the module's
+        if isinstance(inner, CodeType) and not inner.co_flags & _OPTIMIZED:
+            yield from _imports_in(inner)
     for index in range(0, len(code.co_code), 2):
         operation, argument = code.co_code[index], code.co_code[index + 1] | wide
         wide = argument << 8 if operation == _EXTENDED else 0
@@ -270,21 +519,6 @@ def _imports_in(code: CodeType) -> Iterator[tuple[int, str, tuple[str, ...]]]:
             yield int(level or 0), code.co_names[argument], tuple(parts or ())
 
 
-def _unbind(name: str, modules: Mapping[str, Any]) -> None:
-    """Where a package has what lies below it by name, `from package import name` imports nothing,
-    and brings back nothing."""
-    package, _, last = name.rpartition(".")
-    if package:
-        vars(modules[package]).pop(last, None)
-
-
-def _bind(name: str) -> None:
-    """As an import does it."""
-    package, _, last = name.rpartition(".")
-    if package in sys.modules:
-        setattr(sys.modules[package], last, sys.modules[name])
-
-
 def _set_filters(filters: Sequence[Any]) -> None:
     module: Any = warnings
     module.filters[:] = filters
@@ -295,7 +529,7 @@ def _set_filters(filters: Sequence[Any]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Answers for what is stashed, with a spec that looks like the module's own."""
+    """Answers for what is stashed, with the very spec that would be found without it."""
 
     def __init__(self, stash: Stash) -> None:
         self._stash = stash
@@ -303,40 +537,36 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        self._stash.looked_for(name)
-        if name not in self._stash.modules:
+        module = self._stash.modules.get(name)
+        if module is None:
             return None
-        own = getattr(self._stash.modules[name], "__spec__", None)
-        spec = importlib.machinery.ModuleSpec(
-            name,
-            _Loader(self._stash, own),
-            origin=getattr(own, "origin", None),
-            is_package=getattr(own, "submodule_search_locations", None) is not None,
-        )
-        if own is not None:
-            spec.submodule_search_locations = own.submodule_search_locations
-            spec.has_location = own.has_location
-            spec.cached = own.cached
+        spec = self._stash.by_others(name, path, target)
+        top = name.partition(".")[0]
+        if not _is_same(module, spec):
+            if top not in GUARDED:
+                return spec
+            if self._stash.too_late is not None:
+                found = getattr(spec, "origin", None) or "none"
+                self._stash.too_late(f"the import of {name} finds another file now ({found})")
+        if spec is None:
+            spec = importlib.machinery.ModuleSpec(name, None)
+        _load_from(self._stash, spec, getattr(module, "__spec__", None))
         return spec
 
 
-class _Loader(importlib.abc.Loader):
-    """Loads nothing: the module is there, its code has run."""
+def _load_from(stash: Stash, spec: importlib.machinery.ModuleSpec, own: Any) -> None:
+    """Have this spec's loader load nothing: the module is there, its code has run."""
+    loader: Any = spec.loader
+    if loader is None or isinstance(loader, type):  # of built-in modules it is a class
+        spec.loader = loader = _Loader()
 
-    def __init__(self, stash: Stash, own: Any) -> None:
-        self._stash = stash
-        self._own = own
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        return self._stash.give_back(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(module: ModuleType) -> None:
         with contextlib.suppress(AttributeError):  # an object in a module's place
-            module.__spec__ = self._own
+            module.__spec__ = own
 
-    def __getattr__(self, name: str) -> Any:
-        """The rest (get_source, get_data, path ...) is what the module's own loader says."""
-        loader = getattr(self.__dict__.get("_own"), "loader", None)
-        if loader is None:
-            raise AttributeError(name)
-        return getattr(loader, name)
+    loader.create_module = lambda spec: stash.give_back(spec.name)
+    loader.exec_module = exec_module
+
+
+class _Loader(importlib.abc.Loader):
+    """In the place of a class."""

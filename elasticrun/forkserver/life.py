@@ -20,7 +20,7 @@ from elasticrun.forkserver.child import Birth
 from elasticrun.forkserver.children import Children
 from elasticrun.forkserver.helpers.stopped import STOPPED_LIMIT, StoppedStores
 from elasticrun.forkserver.lazy_imports import Baseline
-from elasticrun.forkserver.prepare import ONE_BY_ONE, Poisoned, Prepared, prepare
+from elasticrun.forkserver.prepare import Poisoned, Prepared, prepare
 from elasticrun.system import processes, sweep
 from elasticrun.system.processes import memory_file
 from elasticrun.system.title import FORK_SERVER, set_title
@@ -59,10 +59,6 @@ EXIT_STUCK: Final = 75
 
 END_LIMIT: Final = 30.0
 """Seconds until processes that survive SIGKILL are left to the kernel."""
-
-MAX_BEGINNINGS: Final = 8
-"""How often the server begins anew without a module that spoiled it; after that it stops at the
-last such module."""
 
 
 class AgentLost(Exception):
@@ -134,7 +130,7 @@ class Server:
         pipes = self._children.pipes()
         for pipe in pipes:
             self._selector.register(pipe, selectors.EVENT_READ)
-        parts = (self._sweeper, self._children, self._stopped)
+        parts = (self._sweeper, self._stopped)
         times = [*(part.next_deadline() for part in parts), self._keepalive_until]
         due = min((t for t in times if t is not None), default=None)
         patience = None if due is None else max(0.0, due - time.monotonic())
@@ -152,7 +148,6 @@ class Server:
                 self._obey(order)
         self._children.read_helpers(ready)
         self._reap()
-        self._children.tick(time.monotonic())
         if not ready:  # silence counts only where the socket was looked at and was empty
             self._check_keepalive()
 
@@ -264,6 +259,7 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
     sock.set_inheritable(False)
     gc.disable()  # imports make hardly any garbage; ranks have the collector on
     baseline = stock.baseline if stock else Baseline(modules)
+    baseline.exits.keep_back()
     birth = Birth(os.getpid(), peer_of(sock)[0], ignored, blocked, baseline)
     talk = Conversation(sock)
     try:
@@ -315,10 +311,6 @@ def _prepare(
     """Get ready; begin anew, by exec, without a module that has spoiled this process. `refused`:
     those of earlier beginnings, each `MODULE:REASON`."""
     names = [word.partition(":")[0] for word in refused]
-    too_many = len(names) >= MAX_BEGINNINGS
-    if too_many:  # those before the last one have been seen to be sound
-        tried = [(name + ".").startswith(names[-1] + ".") for name in configure.preload]
-        names += configure.preload[tried.index(True) :] if True in tried else ()
     try:
         prepared = prepare(configure, birth, names, stock)
     except Poisoned as poison:
@@ -331,8 +323,5 @@ def _prepare(
         os.execve(sys.executable, words, birth.baseline.environ)
     for word in refused:
         name, _, reason = word.partition(":")
-        if name != ONE_BY_ONE:
-            prepared.remarks.append(f"{name} is not preloaded: {reason}")
-    if too_many:
-        prepared.remarks.append("what comes after it is not preloaded: too many were refused")
+        prepared.remarks.append(f"{name} is not preloaded: {reason}")
     return prepared

@@ -8,7 +8,6 @@ the import cannot be undone in this process: `Poisoned` says so, and the server 
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
@@ -17,16 +16,15 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from elasticrun.forkserver import trust
-from elasticrun.forkserver.child import MAX_LEARNED, Birth
-from elasticrun.forkserver.lazy_imports import Stash, is_ours
+from elasticrun.forkserver.child import Birth
+from elasticrun.forkserver.lazy_imports import Stash
 from elasticrun.forkserver.program import hides_frames
-from elasticrun.forkserver.renew import add_reads, environment_watch
+from elasticrun.forkserver.renew import Walked, environment_watch
 from elasticrun.system import processes
 from elasticrun.wire.env import PYTHON_EXEC, RANK_VARIABLES
 from elasticrun.wire.spawning import Configure
@@ -34,10 +32,6 @@ from elasticrun.wire.types import EntryKind
 
 if TYPE_CHECKING:
     from elasticrun.forkserver.warm.keeper import Stock
-
-
-ONE_BY_ONE: Final = "*"
-"""In the place of a module that is refused: nobody knows which one it is."""
 
 
 class Poisoned(Exception):
@@ -69,65 +63,43 @@ def _mtime(path: str) -> int:
 class Preloader:
     """Imports on purpose; what came with each import is noted in the stash."""
 
-    def __init__(self, stash: Stash, learned: bool) -> None:
-        """`learned`: names come from what a rank looked for, not from a user alone."""
-        self._learned = learned
+    def __init__(self, stash: Stash) -> None:
         self._stash = stash
+        stash.stale = self.stale
         self._folders = installed_folders()
         self.files: dict[str, int] = {}
         """mtime in ns of every file that a change of makes this process stale."""
-        self.tried = True
-        """Whether a trial fork has been made since the last import."""
 
     def import_torch(self) -> None:
-        """Raises whatever the import raises."""
+        """Import numpy, where it is installed, since torch would; then torch. Raises whatever the
+        imports raise."""
+        hooks = _hooks()
+        try:
+            self._import("numpy")
+        except ModuleNotFoundError as error:
+            if error.name != "numpy":
+                raise
         self._import("torch")
+        if changed := [name for name, hook in _hooks().items() if hook is not hooks[name]]:
+            raise Poisoned("torch", f"its import sets {changed[0]}")
         if readers := self._rank_readers(set()):
             raise Poisoned("torch", readers)
         # Of torch and what it brings: one file a package, which every upgrade writes anew.
-        tops = {name for name in self._stash.roots[0].modules if "." not in name}
+        brought = [name for root in self._stash.roots for name in root.modules]
+        tops = {name for name in brought if "." not in name}
         self._note_files(tops - sys.stdlib_module_names)
         self._note_files({"torch.version"} & sys.modules.keys())
 
     def import_modules(self, names: Iterable[str], refused: Sequence[str]) -> list[str]:
         """Import each; the sentences about those left out. Raises Poisoned at the first that
-        cannot be taken back. `refused` ones, and modules below them, are not tried again.
-
-        What a module does to the whole process (threads, devices) is looked at once, in the end;
-        one by one where ONE_BY_ONE is among the refused, since something did that."""
+        cannot be taken back. `refused` ones, and modules below them, are not tried again."""
         remarks = []
-        before = len(sys.modules)
-        one_by_one = ONE_BY_ONE in refused
         for name in names:
             if name in sys.modules or any((name + ".").startswith(r + ".") for r in refused):
                 continue
-            remark = self._not_installed(name) or self._try(name, trial=one_by_one)
-            if remark:
+            if remark := self._not_installed(name) or self._try(name):
                 remarks.append(f"{name} is not preloaded: {remark}")
-        if len(sys.modules) > before and not one_by_one:  # `look_at_all` is to come
-            self.tried = False
         return remarks
-
-    def look_at_all(self) -> None:
-        """Raise Poisoned if what was imported since the last trial has spoiled this process."""
-        if not self.tried:
-            self.tried = True
-            if verdict := trust.trial():
-                raise Poisoned(ONE_BY_ONE, verdict)
-
-    def import_own(self, name: str) -> None:
-        """A module of our own package, anew with all that it brings of it. Where that fails, ranks
-        import it themselves."""
-        kept = {each: sys.modules.pop(each) for each in [*sys.modules] if is_ours(each)}
-        try:
-            self._import(name)
-            self._stash.own = {each: sys.modules[each] for each in sys.modules if is_ours(each)}
-        except Exception:  # the rank's own import says it where it is seen
-            self._stash.own = {}
-        finally:
-            for each in [each for each in sys.modules if is_ours(each)]:
-                del sys.modules[each]
-            sys.modules.update(kept)
 
     def stale(self) -> str:
         """The first file that has changed since it was imported, or empty."""
@@ -135,20 +107,21 @@ class Preloader:
 
     # ------------------------------------------------------------
 
-    def _try(self, name: str, *, trial: bool) -> str:
-        reads = set(self._stash.reads)
+    def _try(self, name: str) -> str:
+        reads = set(self._stash.environment.reads)
+        hooks = _hooks()
         path = list(sys.path)
         before = set(sys.modules)
         try:
             self._import(name)
         except (Exception, SystemExit) as error:
-            if isinstance(error, ImportError) and self._learned:
-                return ""  # an optional module that was not found by the rank either
             return f"its import failed ({type(error).__name__}: {error})"[:300]
         reason = self._rank_readers(reads)
         if not reason and sys.path != path:
             reason = "its import changed sys.path"
-        if not reason and trial and len(sys.modules) > len(before):
+        if not reason and _hooks() != hooks:
+            reason = "its import sets a hook of the interpreter"
+        if not reason:
             reason = trust.trial()
         if reason:
             top = name.partition(".")[0]
@@ -157,17 +130,20 @@ class Preloader:
         return ""
 
     def _import(self, name: str) -> None:
-        before = set(sys.modules)
-        with environment_watch() as reads:
-            importlib.import_module(name)
-        add_reads(self._stash.reads, reads)
-        self._stash.add_root(name, before)
+        try:
+            with self._stash.importing(name), environment_watch() as reads:
+                importlib.import_module(name)
+        except Walked as walked:
+            raise Poisoned(name, str(walked)) from None
+        known = self._stash.environment.reads
+        known |= {variable: file for variable, file in reads.items() if variable not in known}
 
     def _rank_readers(self, known: set[str]) -> str:
-        found = sorted((self._stash.reads.keys() - known) & RANK_VARIABLES)
+        reads = self._stash.environment.reads
+        found = sorted((reads.keys() - known) & RANK_VARIABLES)
         if not found:
             return ""
-        return f"{self._stash.reads[found[0]]} reads {found[0]} while it is imported"
+        return f"{reads[found[0]]} reads {found[0]} while it is imported"
 
     def _not_installed(self, name: str) -> str:
         top = name.partition(".")[0]
@@ -191,46 +167,12 @@ class Preloader:
                 self.files.setdefault(path, now)
 
 
-class Lessons:
-    """In the server: the names that ranks asked for, and which of them may be preloaded."""
-
-    def __init__(self, known: Iterable[str], allowed_folders: Sequence[str]) -> None:
-        """`known`: modules the server has already; `allowed_folders`: of installed packages."""
-        self._known = set(known)
-        self._folders = allowed_folders
-        self._names: dict[str, None] = {}
-        self._told = 0
-
-    def add(self, name: str) -> bool:
-        """Whether that was news."""
-        if name in self._known or name in self._names or len(self._names) >= MAX_LEARNED:
-            return False
-        self._names[name] = None
-        return True
-
-    def told(self) -> tuple[str, ...]:
-        """The modules of installed packages among the names, in the order of their imports; empty
-        if there are no new ones since the last time."""
-        find = importlib.machinery.PathFinder.find_spec
-        tops = {name.partition(".")[0] for name in self._names} - sys.stdlib_module_names
-        specs = {top: find(top, self._folders) for top in tops}
-        installed = {top for top, spec in specs.items() if spec is not None and spec.origin}
-        names = tuple(n for n in self._names if n.partition(".")[0] in installed)
-        if len(names) <= self._told:
-            return ()
-        self._told = len(names)
-        return names
-
-
-FOR_SNAPSHOTS = ("torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")
-"""What a Checkpointer imports of torch, and torch's optimizers when they are made: more than a
-second of one core; every life of every rank of a script that names one would pay it."""
-
-CHECKPOINTER = "elasticrun.checkpointing.checkpointer"
-"""Some 50 ms more. Not all of TRAINING, whose import looks at the rank's environment."""
-
-TRAINING = "elasticrun.training"
-"""By this name `--preload` asks for it where the script's own text names no Checkpointer."""
+def _hooks() -> dict[str, object]:
+    """What the interpreter calls for scripts, by name."""
+    names = ("excepthook", "displayhook", "unraisablehook", "breakpointhook")
+    return {f"sys.{name}": getattr(sys, name) for name in names} | {
+        "threading.excepthook": threading.excepthook
+    }
 
 
 @dataclass
@@ -240,8 +182,6 @@ class Prepared:
     birth: Birth
     stash: Stash
     preloader: Preloader
-    lessons: Lessons
-    learn: bool
     python: str
     mode: str = "exec"
     reason: str = ""
@@ -258,13 +198,11 @@ def prepare(
     module has spoiled this process; then it must be begun anew with that module in `refused`.
     `stock`: what a warm process has imported, of which this one is a fork."""
     stash = Stash(birth.baseline) if stock is None else stock.stash
-    preloader = Preloader(stash, configure.learn) if stock is None else stock.preloader
+    preloader = Preloader(stash) if stock is None else stock.preloader
     prepared = Prepared(
         birth=birth,
         stash=stash,
         preloader=preloader,
-        lessons=Lessons(configure.preload, installed_folders()),
-        learn=configure.learn,
         python=os.environ.get(PYTHON_EXEC, ""),
     )
     if configure.launch == "exec":
@@ -276,7 +214,6 @@ def prepare(
         prepared.reason = ""  # nobody expected a command to be forked
     elif not prepared.reason:
         prepared.mode = "fork"
-        prepared.lessons = Lessons({*configure.preload, *sys.modules}, installed_folders())
     return prepared
 
 
@@ -289,85 +226,18 @@ def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> 
     if backend:
         os.environ[trust.AUTOLOAD] = "0"
     alone = bool(reason or backend)
-    run = aside if configure.aside and ONE_BY_ONE not in refused else lambda work: work()
-    failure = run(lambda: _imports(prepared, configure, refused, alone=alone))
-    prepared.preloader.look_at_all()
+    failure = _imports(prepared, configure, refused, alone=alone)
     verdict = failure or trust.build_reason() or _about_torch(trust.trial())
     prepared.can_fork_stores = not verdict
     reason = reason or backend or verdict
     if not reason:
         prepared.stash.seal()
         reason = trust.shadowed(configure.entry, prepared.stash.top_names(), os.environ)
+        reads = prepared.stash.environment.reads
+        reason = reason or trust.sets_too_late(configure.entry, reads.__contains__, os.environ)
     if not reason and not hides_frames():
         prepared.remarks.append("this interpreter shows a frame of ours below the script's")
     return reason
-
-
-def aside(work: Callable[[], str]) -> str:
-    """Import with cores that nobody else wants, in a thread that the kernel runs only then (what a
-    whole process has given away it may not take back, and forks would inherit), at ImportPace."""
-    found: list[str | BaseException] = []
-    pace = ImportPace()
-
-    def run() -> None:
-        try:
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread
-            sys.meta_path.insert(0, pace)
-            found.append(work())
-        except BaseException as error:
-            found.append(error)
-        finally:
-            sys.meta_path.remove(pace)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    while processes.has_thread(thread.native_id or 0):  # its end is told before it is one
-        os.sched_yield()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
-
-
-class ImportPace(importlib.abc.MetaPathFinder):
-    """Rests between imports where our cores have not one to spare.
-
-    The kernel gives SCHED_IDLE nothing but gaps, and yet each gap that is used costs training: a
-    step waits for its slowest rank. Two ranks on two cores were 7 % slower for the half minute of
-    such imports (benchmarks/aside.py); with REST these take minutes, and no cost is seen."""
-
-    SLICE: Final = 0.02
-    """Seconds of CPU between two looks: some ten modules."""
-
-    REST: Final = 60.0
-    """Seconds of rest for each second of CPU."""
-
-    SPARE: Final = 0.9
-    """Cores that were idle, or ours, since the last look: one, less what every host does beside."""
-
-    LONGEST: Final = 30.0
-    """Seconds of the longest rest: after a library whose loading takes half a second."""
-
-    def __init__(self) -> None:
-        self._cores = os.sched_getaffinity(0)
-        self._look()
-
-    def _look(self) -> None:
-        self._at, self._used = time.monotonic(), time.process_time()
-        self._idle = processes.idle_seconds(self._cores)
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> None:
-        """Finds nothing; a good moment to rest."""
-        used = time.process_time() - self._used
-        if used < self.SLICE:
-            return
-        idle = processes.idle_seconds(self._cores) - self._idle
-        is_spare = idle + used >= self.SPARE * (time.monotonic() - self._at)
-        self._look()
-        if not is_spare:
-            time.sleep(min(self.REST * used, self.LONGEST))
 
 
 def _about_torch(verdict: str) -> str:
@@ -385,12 +255,5 @@ def _imports(prepared: Prepared, configure: Configure, refused: list[str], *, al
         return f"torch cannot be imported here ({type(error).__name__}: {error})"[:300]
     prepared.torch = str(getattr(sys.modules["torch"], "__version__", "unknown"))
     if not alone:
-        modules = dict.fromkeys(configure.preload)
-        snapshots = TRAINING in modules or trust.takes_snapshots(configure.entry)
-        if snapshots:
-            modules = dict.fromkeys([*modules, *FOR_SNAPSHOTS])
-            modules.pop(TRAINING, None)
-        prepared.remarks += prepared.preloader.import_modules(modules, refused)
-        if snapshots:
-            prepared.preloader.import_own(CHECKPOINTER)
+        prepared.remarks += prepared.preloader.import_modules(configure.preload, refused)
     return ""

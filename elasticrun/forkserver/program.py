@@ -69,12 +69,16 @@ class BecomeRank(BaseException):
 class Program:
     """The user's program, ready to run; made before the signals are let in."""
 
-    def __init__(self, entry: Entrypoint, error_file: str, signals: Iterable[int]) -> None:
-        """`signals`: the mask that the program starts with."""
+    def __init__(
+        self, entry: Entrypoint, error_file: str, signals: Iterable[int], excepthook: Any
+    ) -> None:
+        """`signals`: the mask that the program starts with; `excepthook`: what a plain interpreter
+        has there, which a sitecustomize may have set."""
         self.entry = entry
         self.argv = [entry.target, *entry.args]
         self.error_file = error_file
         self._mask = set(signals)
+        self._excepthook = excepthook
         self._call: Callable[[], object] = self._exec_instead
 
     def prepare(self) -> None:
@@ -122,10 +126,11 @@ class Program:
     def hook(self) -> Callable[..., None]:
         """What is to stand in sys.excepthook when the server's main module ends."""
         call, mask, error_file = self._call, self._mask, self.error_file
+        excepthook = self._excepthook
 
         def run(*_: object) -> None:
             del _  # the exception that led here, and with it the server's frames
-            _forget_server()
+            _forget_server(excepthook)
             caught = None
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -143,8 +148,8 @@ class Program:
         return hidden
 
 
-def _forget_server() -> None:
-    sys.excepthook = sys.__excepthook__
+def _forget_server(excepthook: Any) -> None:
+    sys.excepthook = excepthook
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
 

@@ -6,16 +6,21 @@ alone does not see a poisoned CUDA, so one trial child is forked and asked.
 
 from __future__ import annotations
 
+import ast
 import importlib.machinery
+import math
 import os
+import re
 import select
 import signal
+import site
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
 
+from elasticrun.forkserver.lazy_imports import GUARDED
 from elasticrun.forkserver.program import absolute, is_archive, script_folder
-from elasticrun.forkserver.renew import FORBIDDEN_IN_TEXT
+from elasticrun.forkserver.renew import read_by_c
 from elasticrun.system import processes
 from elasticrun.wire.env import PLACEMENT_VARIABLES, PYTHON_EXEC
 from elasticrun.wire.types import EntryKind, Entrypoint
@@ -81,7 +86,10 @@ def _known_before(entry: Entrypoint, numa: bool, environ: Mapping[str, str]) -> 
             yield f"{name} is set, {why}"
     if numa:
         yield placement(environ)
-    yield _against(entry)
+    yield customized(environ)
+    path = _file_of(entry)
+    yield f"{path} is compiled" if path.endswith((".pyc", ".pyo")) else ""
+    yield sets_too_late(entry, read_by_c, environ)
 
 
 def placement(environ: Mapping[str, str]) -> str:
@@ -95,32 +103,84 @@ def placement(environ: Mapping[str, str]) -> str:
 # ---------------------------------------------------------------- the script
 
 
-def _against(entry: Entrypoint) -> str:
-    """What the program itself says against a fork."""
-    path, text = _text_of(entry)
-    if path.endswith((".pyc", ".pyo")):
-        return f"{path} is compiled"
-    words = sorted(word for word in FORBIDDEN_IN_TEXT if word in text)
-    return f"{path} speaks of {words[0]}, which only a fresh process reads" if words else ""
-
-
-def takes_snapshots(entry: Entrypoint) -> bool:
-    """Whether the program's own text names elasticrun's Checkpointer; what it imports is not looked
-    at."""
-    _, text = _text_of(entry)
-    return "Checkpointer" in text and "elasticrun" in text
-
-
-def _text_of(entry: Entrypoint) -> tuple[str, str]:
-    """The program's file and what is in it; empty where there is none, or it cannot be read."""
-    if entry.kind in (EntryKind.COMMAND, EntryKind.FUNCTION):
-        return "", ""
-    path = _module_file(entry.target) if entry.kind is EntryKind.MODULE else entry.target
+def sets_too_late(
+    entry: Entrypoint, counts: Callable[[str], bool], environ: Mapping[str, str]
+) -> str:
+    """A variable that counts and that the program's own text sets, above its import of torch, to
+    another value than it has. A rank would find out for itself (`child.FreshStart`), but its first
+    lines would have run by then."""
+    path = _file_of(entry)
     try:
         with open(path, "rb") as file:
-            return path, file.read(MAX_SCRIPT).decode("utf-8", "replace")
-    except (OSError, ValueError):
-        return path, ""
+            tree = ast.parse(file.read(MAX_SCRIPT))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return ""
+    for name, value in _set_in(tree, _first_import(tree)):
+        if counts(name) and environ.get(name) != value and (value is not None or name in environ):
+            return f"{path} sets {name}, which an import reads, before that import"
+    return ""
+
+
+def _first_import(tree: ast.Module) -> float:
+    """The line of the first import of torch or numpy outside of functions."""
+    for statement in tree.body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        for node in ast.walk(statement):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            if any(name.partition(".")[0] in GUARDED for name in names):
+                return statement.lineno
+    return math.inf
+
+
+_ANY: Final = "\0"
+"""The value of a variable that is set to something that only running the program tells."""
+
+
+def _set_in(tree: ast.Module, until: float) -> Iterator[tuple[str, str | None]]:
+    """Variables that a text sets above a line, and to what: None where it removes them."""
+
+    def said(node: ast.expr | None) -> str:
+        value = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
+        return value if isinstance(value, str) else _ANY
+
+    for node in ast.walk(tree):
+        if getattr(node, "lineno", 0) >= until:
+            continue
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                yield from ((n, said(value)) for each in targets for n in _keys(each))
+            case ast.AugAssign(target=target):
+                yield from ((name, _ANY) for name in _keys(target))
+            case ast.Delete(targets=targets):
+                yield from ((name, None) for each in targets for name in _keys(each))
+            case ast.Call(func=ast.Attribute(attr=what), args=args, keywords=keywords):
+                first = said(args[0]) if args else _ANY
+                if what in ("putenv", "pop", "unsetenv"):
+                    yield first, None if what != "putenv" else said(args[1])
+                elif what == "setdefault" and first not in os.environ:
+                    yield first, said(args[1] if len(args) > 1 else None)
+                elif what == "update":
+                    yield from ((each.arg, said(each.value)) for each in keywords if each.arg)
+                    if args and isinstance(args[0], ast.Dict):
+                        pairs = zip(args[0].keys, args[0].values, strict=True)
+                        yield from ((said(key), said(value)) for key, value in pairs)
+
+
+def _keys(target: ast.expr) -> Iterator[str]:
+    """The text between the brackets of `environ["NAME"]`."""
+    match target:
+        case ast.Subscript(slice=ast.Constant(value=str(name))):
+            yield name
+
+
+def _file_of(entry: Entrypoint) -> str:
+    """The program's file; empty where there is none."""
+    if entry.kind in (EntryKind.COMMAND, EntryKind.FUNCTION):
+        return ""
+    return _module_file(entry.target) if entry.kind is EntryKind.MODULE else entry.target
 
 
 def _module_file(name: str) -> str:
@@ -196,6 +256,99 @@ def _is_loaded(name: str, path: str) -> bool:
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
     real = os.path.realpath(path)
     return any(isinstance(place, str) and os.path.realpath(place) == real for place in places)
+
+
+# ---------------------------------------------------------------- code that runs at each start
+
+INERT: Final = (
+    r"import os; var = 'SETUPTOOLS_USE_DISTUTILS'; enabled = .*; enabled and "
+    r"__import__\('_distutils_hack'\)(\.add_shim\(\))?;?",
+    r"import _virtualenv",
+    r"import __editable__\w+_finder; __editable__\w+_finder\.install\(\)",
+    r"import _\w+_editable(_loader)?",
+    r"import sys, ?types, ?os;.*importlib\.machinery\.PathSpec.*",
+    r"import sys, ?types, ?os;\s*has_mfs = .*(setattr\(|__path__).*",
+    r"import sys; sys\.__plen = len\(sys\.path\)",
+    r"import sys; new ?= ?sys\.path\[sys\.__plen:\];.*sys\.__egginsert.*",
+)
+"""Lines of `.pth` files, as patterns, that do the same in every process: of setuptools, virtualenv,
+editable installs and namespace packages. Those of an installation's own modules are not asked
+which rank they run in, since they only find files."""
+
+INERT_UNLESS: Final[Mapping[str, tuple[str, ...]]] = {
+    r"import (sys; exec\(.*)?coverage.*process_startup\(.*": (
+        "COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"
+    ),
+    r"import os, ?sys; ?exec\(.*COV_CORE_SOURCE.*": ("COV_CORE_SOURCE",),
+}  # fmt: skip
+"""Such lines that do nothing unless one of these variables is set."""
+
+APPORT: Final = """
+try:
+    import apport_python_hook
+except ImportError:
+    pass
+else:
+    apport_python_hook.install()
+"""
+"""Debian's and Ubuntu's sitecustomize: it sets sys.excepthook, which a forked rank keeps."""
+
+
+def customized(environ: Mapping[str, str]) -> str:
+    """Code of the installation or the user that the interpreter has run at the server's start and
+    would run in each rank: with its RANK, of which the server has none."""
+    for name in ("sitecustomize", "usercustomize"):
+        module = sys.modules.get(name)
+        path = getattr(module, "__file__", None)
+        if module is not None and not _is_inert_module(path):
+            return f"{path or name} runs at each start of Python, and is to see each rank"
+    for folder in _site_folders():
+        try:
+            names = sorted(n for n in os.listdir(folder) if n.endswith(".pth") and n[0] != ".")
+        except OSError:
+            continue
+        for name in names:
+            path = os.path.join(folder, name)
+            if any(not _is_inert(line, environ) for line in _code_lines(path)):
+                return f"{path} runs code at each start of Python, which is to see each rank"
+    return ""
+
+
+def _is_inert_module(path: str | None) -> bool:
+    """Whether a file has no code but Debian's."""
+    try:
+        with open(path or "", "rb") as file:
+            tree = ast.parse(file.read(MAX_SCRIPT))
+    except (OSError, ValueError, SyntaxError):
+        return False
+    body = [s for s in tree.body if not isinstance(getattr(s, "value", None), ast.Constant)]
+    return not body or [ast.dump(s) for s in body] == [ast.dump(s) for s in ast.parse(APPORT).body]
+
+
+def _site_folders() -> list[str]:
+    """Those in which the interpreter has looked for `.pth` files."""
+    folders = list(site.getsitepackages())
+    if site.ENABLE_USER_SITE:
+        folders.append(site.getusersitepackages())
+    return [folder for folder in dict.fromkeys(folders) if folder in sys.path]
+
+
+def _code_lines(path: str) -> list[str]:
+    """The lines that the interpreter has executed."""
+    try:
+        with open(path, encoding="utf-8-sig", errors="replace") as file:
+            return [line.strip() for line in file if line.startswith(("import ", "import\t"))]
+    except OSError:
+        return []
+
+
+def _is_inert(line: str, environ: Mapping[str, str]) -> bool:
+    if any(re.fullmatch(pattern, line) for pattern in INERT):
+        return True
+    return any(
+        re.fullmatch(pattern, line) and not any(environ.get(name) for name in names)
+        for pattern, names in INERT_UNLESS.items()
+    )
 
 
 # ---------------------------------------------------------------- backends and builds

@@ -268,20 +268,6 @@ def _family() -> Callable[[int], list[int]]:
     return lambda pid: below.get(pid, [])
 
 
-def idle_seconds(cores: Collection[int]) -> float:
-    """For how long these cores together have had nothing to do since boot, to 0.01 s; 0.0 where
-    the kernel does not tell. One that waits for a disk has nothing to do."""
-    ticks = 0
-    try:
-        for line in Path("/proc/stat").read_text().splitlines():
-            name, *times = line.split()
-            if name[:3] == "cpu" and name[3:].isdecimal() and int(name[3:]) in cores:
-                ticks += int(times[3]) + int(times[4])  # idle, iowait
-    except (OSError, ValueError, IndexError):
-        return 0.0
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 def has_thread(thread: int) -> bool:
     """Whether this process has such a thread, by its id in the kernel."""
     return os.path.exists(f"/proc/self/task/{thread}")

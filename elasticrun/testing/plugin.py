@@ -42,6 +42,8 @@ OF_A_TEST: Final = ("ELASTICRUN_TEST_", "TMPDIR", "XDG_RUNTIME_DIR", "ELASTICRUN
 """Variables that belong to one test, by which its processes are found or kept apart."""
 
 _SOCKET: Final = "warm.sock"
+_ONE_RANK: Final = f"{_SOCKET}.free"
+"""Of the one for jobs of one rank, whose OMP_NUM_THREADS is not set (`warm.FREE_THREADS`)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -131,9 +133,10 @@ def end(folder: str) -> None:
     from elasticrun.agent.warm import connect
     from elasticrun.wire import frames, spawning
 
-    with contextlib.suppress(OSError), connect(Path(folder, _SOCKET), 5.0) as conn:
-        conn.sendall(frames.encode(spawning.Leave()))
-        conn.recv(1)  # its end
+    for name in (_SOCKET, _ONE_RANK):
+        with contextlib.suppress(OSError), connect(Path(folder, name), 5.0) as conn:
+            conn.sendall(frames.encode(spawning.Leave()))
+            conn.recv(1)  # its end
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -145,18 +148,27 @@ def named(environ: Mapping[str, str]) -> dict[str, str]:
     folder = os.environ.get(WARM_FOLDER, "")
     if folder in ("", "off") or env.WARM_SERVER in environ:
         return {}
-    from elasticrun.agent.warm import start
-
     place = Path(folder, _SOCKET)
+    own = {n: v for n, v in environ.items() if not n.startswith(OF_A_TEST)}
     try:
         place.parent.mkdir(mode=0o700, exist_ok=True)
-        with open(Path(folder, "starts"), "ab") as starts:
-            fcntl.flock(starts, fcntl.LOCK_EX)
-            if not place.is_socket() and starts.tell() < MAX_STARTS:
-                starts.write(b".")
-                starts.flush()
-                own = {n: v for n, v in environ.items() if not n.startswith(OF_A_TEST)}
-                start(place, IDLE, (), own)  # where it cannot be, jobs start cold
+        _start_at(place, {env.OMP_NUM_THREADS: "1", **own})
+        if env.OMP_NUM_THREADS not in own:
+            _start_at(Path(folder, _ONE_RANK), own)
     except OSError:
         return {}
     return {env.WARM_SERVER: str(place)} if place.is_socket() else {}
+
+
+def _start_at(place: Path, environ: Mapping[str, str]) -> None:
+    """Start a warm process there unless there is one; where it cannot be, jobs start cold."""
+    from elasticrun.agent.warm import start
+
+    if place.is_socket():
+        return
+    with open(place.with_name("starts"), "ab") as starts:
+        fcntl.flock(starts, fcntl.LOCK_EX)
+        if not place.is_socket() and starts.tell() < MAX_STARTS:
+            starts.write(b".")
+            starts.flush()
+            start(place, IDLE, environ)

@@ -32,11 +32,9 @@ class Configure:
 
     launch: str
     preload: tuple[str, ...]  # modules to import beside torch
-    learn: bool  # report which site-packages modules the ranks import (`Learned`)
     entry: Entrypoint  # read once, to see whether its text forbids forking
     start_method: str  # spawn, fork, forkserver: for function and run-path entries
     numa: bool  # ranks will be bound to cores
-    aside: bool = False  # import with cores that nobody else wants
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +247,10 @@ class Swept:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
-    """Modules from site-packages that a rank had imported (for --preload=learn)."""
+class Execed:
+    """A forked rank has executed itself (same process): none of our code runs in it any more."""
 
-    modules: tuple[str, ...]
+    key: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +275,10 @@ class Pong:
     number: int
 
 
-FromChild = Spawned | SpawnFailed | Exited | StoreListening | ProbeSaid
+FromChild = Spawned | Execed | SpawnFailed | Exited | StoreListening | ProbeSaid
 """About one process, named by its key."""
 
-FromSpawner = FromChild | SpawnerReady | Swept | Learned | Notice | Stale | Pong
+FromSpawner = FromChild | SpawnerReady | Swept | Notice | Stale | Pong
 
 
 # ---------------------------------------------------------------- a launcher and a warm process
@@ -300,13 +298,6 @@ class Ask:
     env: dict[str, str]
     ignored: tuple[int, ...]
     blocked: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Teach:
-    """These modules were imported by the ranks of a job; have them, too."""
-
-    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,19 +339,16 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """`modules`: how many are imported; `left`: seconds until it ends unless it is used;
-    `left_out`: modules that were wanted and are not imported, each with the reason."""
+    """`modules`: how many are imported; `left`: seconds until it ends unless it is used."""
 
     pid: int
     torch: str
     modules: int
     served: int
     left: float
-    learning: bool
-    left_out: tuple[tuple[str, str], ...] = ()
 
 
-ToWarm = Ask | Teach | Describe | Leave
+ToWarm = Ask | Describe | Leave
 FromWarm = Granted | Forked | Over | Declined | Description
 
 
@@ -414,13 +402,12 @@ def server_words(
     ]
 
 
-def warm_command(place: Path, *, idle: float, tells: int, modules: Iterable[str]) -> list[str]:
+def warm_command(place: Path, *, idle: float, tells: int) -> list[str]:
     """The command line of a warm process, which is a fork server's before it has an agent: where it
-    listens, seconds until it ends if nobody asks, the descriptor where it says that it is ready,
-    modules to import beside torch."""
+    listens, seconds until it ends if nobody asks, the descriptor where it says that it is ready."""
     return [
         *(sys.executable, "-u", str(SERVER_FILE), f"--warm={place}", f"--idle={idle!r}"),
-        *(f"--tells={tells}", f"--modules={','.join(modules)}", " " * ARGV_PAD),
+        *(f"--tells={tells}", " " * ARGV_PAD),
     ]
 
 

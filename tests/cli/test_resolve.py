@@ -16,7 +16,7 @@ from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import UsageError, resolve
 from elasticrun.cli.settings import Asked, sources
 from elasticrun.cli.table import NOTHING_YET
-from elasticrun.config import AgentConfig, Learning, LogPlan, MasterPlace, RunPlan
+from elasticrun.config import AgentConfig, LogPlan, MasterPlace, RunPlan
 from elasticrun.detection.found import Given
 from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
@@ -42,7 +42,7 @@ def notes(config: AgentConfig) -> str:
 
 
 def test_variables_that_nobody_reads_are_named_once() -> None:
-    read = {"ELASTICRUN_NNODES": "1", "ELASTICRUN_TOKEN": "t" * 64, "ELASTICRUN_PRELOAD": "learn"}
+    read = {"ELASTICRUN_NNODES": "1", "ELASTICRUN_TOKEN": "t" * 64, "ELASTICRUN_PRELOAD": "psutil"}
     of_others = {"ELASTICRUN_SERVICE_HOST": "10.0.0.1", "ELASTICRUN_PORT_80_TCP": "x"}
     assert "read by nobody" not in notes(made("", read | of_others))
     (line,) = (
@@ -281,6 +281,7 @@ ERRORS = [
     ("--accelerator tpu", {}, 2, "--accelerator=tpu is not known: use nvidia, ascend, cpu"),
     ("--preload a-b", {}, 2, "not the name of a module"),
     ("--preload off,a", {}, 2, "off stands alone"),
+    ("--preload learn", {}, 2, "learn is gone"),
     ("--status-port 99999", {}, 1, "--status-port=99999"),
     ("", {"DLROVER_MASTER_ADDR": "pod"}, 1, "DLROVER_MASTER_ADDR=pod names no port"),
     ("", DLROVER | {"NODE_NUM": "many"}, 1, "NODE_NUM=many"),
@@ -394,12 +395,9 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("--start-method forkserver", {}, "start_method", "forkserver"),
     ("", {"PET_START_METHOD": "fork"}, "start_method", "fork"),
     ("--preload a.b,c", {}, "preload", ("a.b", "c")),
-    ("--preload learn,c", {}, "preload", ("c",)),
-    ("--preload learn", {}, "preload_learn", Learning.AT_ONCE),
-    ("--preload off", {}, "preload_learn", Learning.NEVER),
-    ("--preload a", {}, "preload_learn", Learning.ASIDE),
+    ("--preload off", {}, "preload", ()),
     ("--warm", {}, "warm", True),
-    ("", {"ELASTICRUN_PRELOAD": "learn"}, "preload_learn", Learning.AT_ONCE),
+    ("", {"ELASTICRUN_PRELOAD": "a"}, "preload", ("a",)),
     ("", {"PYTHON_EXEC": "/opt/python"}, "python_exec", "/opt/python"),
     ("--numa-binding socket", {}, "numa_binding", "socket"),
     ("--numa-affinity", {}, "numa_affinity", True),

@@ -7,16 +7,14 @@ import os
 import random
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from elasticrun.testing.processes import is_fork_server
-from tests.compat.live import PUPPET, agents, allreduce, finish, job, summing
+from tests.compat.live import PUPPET, agents, finish, job, summing
 from tests.further import cases, further
 from tests.harness import (
-    COLD,
     ELASTICRUN,
     PATIENT,
     SCRIPTS,
@@ -26,7 +24,6 @@ from tests.harness import (
     await_true,
     free_port,
     is_alive,
-    until_file,
 )
 
 pytestmark = pytest.mark.slow
@@ -59,45 +56,6 @@ def test_a_bug_mended_between_two_lives(world: World) -> None:
     assert (second.script, second.module) == ("mended", "mended")
     second.order("exit", code=0)
     assert launched.wait() == 0
-
-
-@pytest.mark.parametrize("preload", ["", pytest.param("learn", marks=pytest.mark.soak)])
-def test_the_second_life_has_what_the_first_one_imported(world: World, preload: str) -> None:
-    """The next ranks come from a second server that has it, and which was made ready with cores
-    that nobody else wants, or at once; the first server ends when it has no rank left."""
-    script = world.scratch / "train.py"
-    script.write_text(
-        f"import sys\nsys.path.append({str(SCRIPTS)!r})\nimport psutil\n"
-        "from puppet import Puppet\nPuppet().run()\n"
-    )
-    launched = world.launch(
-        *(ELASTICRUN, "--nproc-per-node=2", "--max-restarts=2"),
-        *("--restart-backoff=0", str(script)),
-        env={"LOGLEVEL": "INFO", "ELASTICRUN_PRELOAD": preload, **COLD, **PATIENT},
-    )
-    first = world.hub.ranks(2, restart=0)
-    assert not has_psutil(first[0].ppid)
-    until_file(
-        world.scratch / "console-0.err",
-        lambda text: text.count("ranks will be started by fork") == 2,
-    )
-    first[1].order("die")
-    again = world.hub.ranks(2, restart=1)
-    assert again[0].ppid == again[1].ppid != first[0].ppid
-    assert has_psutil(again[0].ppid)
-    # nothing of that is left in what ranks inherit
-    assert os.sched_getscheduler(again[0].pid) == os.SCHED_OTHER
-    assert allreduce(world, again) == [2, 2]
-    again[1].order("die")  # this round's store was made ready by the first server, the next is not
-    last = world.hub.ranks(2, restart=2)
-    assert not await_exit([first[0].ppid])
-    assert {p.ppid for p in last} == {again[0].ppid}
-    assert allreduce(world, last) == [2, 2]
-    finish(last, launched)
-
-
-def has_psutil(pid: int) -> bool:
-    return "_psutil_linux" in Path(f"/proc/{pid}/maps").read_text()
 
 
 @pytest.mark.parametrize(

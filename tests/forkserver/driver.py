@@ -106,7 +106,6 @@ class Driver(Conversation):
         env: Mapping[str, str] | None = None,
         launch: str = "auto",
         preload: Sequence[str] = (),
-        learn: bool = False,
         numa: bool = False,
         ignored: Sequence[int] = (),
         configure: bool = True,
@@ -128,7 +127,7 @@ class Driver(Conversation):
         super().__init__(sock, sp.FromSpawner)
         if configure:
             entry = entry or Entrypoint(EntryKind.SCRIPT, "none.py")
-            self.tell(sp.Configure(launch, tuple(preload), learn, entry, "spawn", numa))
+            self.tell(sp.Configure(launch, tuple(preload), entry, "spawn", numa))
 
     def ready(self) -> sp.SpawnerReady:
         return self.wait(sp.SpawnerReady)
@@ -210,11 +209,9 @@ def _of_the_run(environ: Mapping[str, str], ignored: Sequence[int]) -> Any:
 
 
 @contextlib.contextmanager
-def warm_process(
-    place: Path, environ: Mapping[str, str], modules: Sequence[str] = ()
-) -> Iterator[Path]:
+def warm_process(place: Path, environ: Mapping[str, str]) -> Iterator[Path]:
     """A warm process with these variables, for the life of the block; its socket."""
-    said, pid = start_warm(place, 600.0, modules, environ)
+    said, pid = start_warm(place, 600.0, environ)
     assert said.startswith("ok"), said
     try:
         yield place

@@ -186,7 +186,10 @@ seen["find_spec"] = [
     spec.cached,
     "torch" in sys.modules,
     spec.loader.get_filename("torch"),
+    type(spec.loader).__name__,
 ]
+handlers = logging.root.manager.loggerDict
+seen["logging: names"] = sorted(handlers)
 before = set(os.environ)
 
 import numpy
@@ -213,9 +216,21 @@ seen["torch: module"] = [
     torch.__file__,
     torch.__spec__._initializing,
 ]
-seen["torch: sys.modules"] = sorted(
-    n for n in sys.modules if n.partition(".")[0] not in sys.stdlib_module_names
+seen["torch: sys.modules"] = sorted(sys.modules)
+seen["torch: sys.meta_path"] = [getattr(f, "__name__", type(f).__name__) for f in sys.meta_path]
+seen["torch: logging"] = [
+    [name, getattr(each, "level", None), str(getattr(each, "parent", None))]
+    for name, each in sorted(logging.root.manager.loggerDict.items())
+]
+seen["torch: streams"] = sorted(
+    {
+        getattr(handler, "stream", None) in (sys.stderr, sys.stdout)
+        for each in logging.root.manager.loggerDict.values()
+        for handler in getattr(each, "handlers", ())
+        if hasattr(handler, "stream")
+    }
 )
+seen["sys: names"] = sorted(vars(sys))
 seen["torch: environ"] = sorted(set(os.environ) - before)
 seen["torch: warnings.filters"] = [str(f) for f in warnings.filters]
 seen["torch: bad fork"] = [torch.cuda._is_in_bad_fork(), torch.xpu._is_in_bad_fork()]

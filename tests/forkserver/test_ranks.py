@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pty
+import queue
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from elasticrun.testing import processes
-from elasticrun.wire.spawning import Configure, Notice, SendSignal, SweepOrder, Swept
+from elasticrun.wire.spawning import Configure, Execed, Notice, SendSignal, SweepOrder, Swept
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import (
     LIMIT,
@@ -86,48 +87,64 @@ def test_environment_is_the_first_one_with_changes(tmp_path: Path) -> None:
     assert "RANK=3" in of_child
 
 
-READ_AGAIN = """
-import os, json, sys
-os.environ["OMP_NUM_THREADS"] = "2"
-os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-os.environ["TORCH_LOGS"] = "+dynamo"
-os.environ["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "1"
-import logging
-import torch, torch.distributed as dist
-json.dump([
-    torch.get_num_threads(), str(dist.get_debug_level()),
-    logging.getLogger("torch._dynamo").level, torch.backends.cuda.matmul.allow_tf32,
-    torch.get_float32_matmul_precision(),
-], open(sys.argv[1], "w"))
+SEES = """
+import json, os, sys, threading
+HOW = sys.argv[2]
+if HOW == "writes":
+    print("a first line", flush=True)
+elif HOW == "has a file":
+    os.mkdir(sys.argv[1] + ".dir")
+os.chdir("/")
+os.umask(0o77)
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import beside
+import torch
+mask = os.umask(0)
+name = "OMP_PROC_BIND"
+with open(sys.argv[1], "a") as out:
+    print(json.dumps([os.getpid(), os.environ.get(name), beside.SEEN, mask, os.getcwd()]), file=out)
 """
 
-
-def test_environment_set_above_import_torch_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "set.py"
-    entry = script(path, READ_AGAIN, str(tmp_path / "fork"))
-    environ = plain_environment()
-    assert program(str(path), str(tmp_path / "exec"), env=environ).returncode == 0
-    with forking(entry, env=environ) as driver:
-        assert driver.run(entry).code == 0
-        assert driver.all_of(Notice) == []
-    by_exec = json.loads((tmp_path / "exec").read_text())
-    assert by_exec == [2, "DebugLevel.DETAIL", 10, True, "high"]
-    assert json.loads((tmp_path / "fork").read_text()) == by_exec
+BESIDE = """
+import os
+SEEN = [os.environ.get("OMP_" + "PROC_BIND"), os.getcwd()]
+os.environ["OMP_" + "PROC_BIND"] = "true"
+"""
+"""Here, and put together, so that the text of the script does not tell it beforehand."""
 
 
-def test_what_cannot_be_read_again_is_named_and_later_lives_are_execed(tmp_path: Path) -> None:
-    # The name is put together, so that the text of the script does not tell it beforehand.
-    text = "import os\nos.environ['OMP_' + 'PROC_BIND'] = 'true'\nimport torch\n"
-    entry = script(tmp_path / "bind.py", text)
-    other = script(tmp_path / "other.py", "import torch\n")
-    with forking(entry) as driver:
-        for which, forked in ((entry, True), (entry, False), (other, True)):
-            key = driver.start(which)
-            assert driver.spawned(key).forked is forked
+def test_a_variable_set_too_late_makes_a_rank_execute_itself(tmp_path: Path) -> None:
+    """In the same process, with its first environment; where nothing was done that is seen outside.
+    Else it goes on, says so, and later lives are exec'd."""
+    (tmp_path / "beside.py").write_text(BESIDE)
+    out, stdout = tmp_path / "out", tmp_path / "stdout"
+    scripts = {
+        how: script(tmp_path / f"{how.replace(' ', '_')}.py", SEES, str(out), how)
+        for how in ("nothing", "writes", "has a file")
+    }
+    with forking(scripts["nothing"]) as driver:
+        for how, entry in scripts.items():
+            out.unlink(missing_ok=True)
+            key = driver.start(entry, stdout=str(stdout))
+            born = driver.spawned(key)
+            assert born.forked
             assert driver.exited(key).code == 0
-        (notice,) = driver.all_of(Notice)
-        assert "OMP_PROC_BIND" in notice.text
-        assert "bind.py" in notice.text
+            execed = [said for said in driver.all_of(Execed) if said.key == key]
+            pid, value, seen, mask, folder = json.loads(out.read_text())
+            assert (pid, value, seen[0], mask, folder) == (born.pid, "true", None, 0o77, "/")
+            assert bool(execed) is (how == "nothing")
+            notice = driver.all_of(Notice)[-1].text
+            assert (
+                f"{entry.target}: OMP_PROC_BIND was set before the first import of torch" in notice
+            )
+            assert ("so ranks are started by exec" in notice) is bool(execed)
+            words = {"writes": "written something", "has a file": "called os.mkdir"}
+            assert words.get(how, "") in notice
+        assert stdout.read_text() == ""
+        key = driver.start(scripts["writes"], stdout=str(stdout))
+        assert not driver.spawned(key).forked
+        assert driver.exited(key).code == 0
+        assert stdout.read_text() == "a first line\n"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +159,89 @@ def test_what_cannot_be_read_again_is_named_and_later_lives_are_execed(tmp_path:
 )
 def test_what_holds_within_a_rank(server: Driver, tmp_path: Path, text: str) -> None:
     assert server.run(script(tmp_path / "s.py", text)).code == 0
+
+
+DIFFERS = {
+    "a stub": "import sys, types\nsys.modules['typing_extensions'] = types.ModuleType('mine')\n",
+    "a replaced module": "import json, sys\ndel sys.modules['json']\nimport json\n",
+    "a replaced function": "import socket\nsocket.create_connection = print\n",
+    "another file": "import sys\nsys.path.insert(0, sys.argv[2])\n",
+    "a finder": (
+        "import sys\nclass F:\n    def find_spec(self, *a):\n        pass\n"
+        "sys.meta_path.insert(0, F())\n"
+    ),
+    "a class of loggers": (
+        "import logging\nclass L(logging.Logger):\n    pass\nlogging.setLoggerClass(L)\n"
+    ),
+    "a logger": "import logging\nlogging.getLogger('torch.distributed').setLevel(1)\n",
+}
+"""What a script may do before it imports torch, and what its import would meet then."""
+
+ALIKE = {
+    "nothing": "",
+    "the path": "import sys\nsys.path.insert(0, '/nowhere')\nsys.path.append(sys.argv[3])\n",
+    "variables": "import os\nos.environ.update(WANDB_MODE='off', CUDA_VISIBLE_DEVICES='0')\n",
+    "logging": "import logging\nlogging.basicConfig(level=10)\n",
+    "a finder behind": "import sys\nsys.meta_path.append(type('F', (), {'find_spec': print}))\n",
+    "filters": "import warnings\nwarnings.filterwarnings('ignore')\n",
+    "numpy": "import numpy\nimport sys\nassert 'torch' not in sys.modules\n",
+    "tqdm": "from tqdm import tqdm\nimport typing_extensions\n",
+}
+
+AND_TORCH = "import torch\nopen(sys.argv[1], 'w').write(str(len(torch.ones(3))))\n"
+
+
+def test_what_torch_would_meet_decides_where_it_comes_from(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "queue.py").write_text(Path(queue.__file__).read_text())
+    words = [str(tmp_path / each) for each in ("out", "first", "last")]
+    wrong = []
+    with forking(script(tmp_path / "s.py", "")) as driver:
+        for what, text in (DIFFERS | ALIKE).items():
+            name = f"{what.replace(' ', '_')}.py"
+            entry = script(tmp_path / name, f"import sys\n{text}{AND_TORCH}", *words)
+            key = driver.start(entry)
+            if driver.exited(key).code != 0 or (tmp_path / "out").read_text() != "3":
+                wrong.append(f"{what}: it failed")
+            (tmp_path / "out").unlink(missing_ok=True)
+            execed = any(said.key == key for said in driver.all_of(Execed))
+            if execed is not (what in DIFFERS):
+                wrong.append(f"{what}: {execed}")
+        assert not wrong, f"{wrong}: {driver.all_of(Notice)}"
+
+
+STATE = """
+import atexit, json, os, random, sys
+atexit.register(lambda: order.append("first") or open(sys.argv[1], "w").write(json.dumps(order)))
+order = []
+import torch
+torch.manual_seed(0); random.seed(0)
+torch.set_num_threads(3)
+before = [torch.initial_seed(), torch.get_num_threads()]
+import multiprocessing.util
+multiprocessing.util.Finalize(None, lambda: order.append("torch's"), exitpriority=0)
+import torch.distributed.checkpoint, torch.distributed.tensor, torch._dynamo
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+assert before == [torch.initial_seed(), torch.get_num_threads()]
+order.append([torch.randperm(8).tolist(), random.random(), sorted(sys.modules)])
+order.append([getattr(f, "__name__", type(f).__name__) for f in sys.meta_path])
+import numpy
+order.append(str(numpy.random.get_bit_generator().seed_seq is not None))
+"""
+
+
+def test_what_is_imported_late_changes_no_state(tmp_path: Path) -> None:
+    """Seeds, threads and filters stay; and functions of atexit are called in their order."""
+    path = tmp_path / "s.py"
+    entry = script(path, STATE, str(tmp_path / "fork"))
+    environ = plain_environment()
+    done = program(str(path), str(tmp_path / "exec"), env=environ)
+    assert done.returncode == 0, done.stderr
+    with forking(entry, env=environ) as driver:
+        assert driver.run(entry).code == 0
+        assert driver.all_of(Notice) == []
+    by_exec, by_fork = (json.loads((tmp_path / each).read_text()) for each in ("exec", "fork"))
+    assert by_fork == by_exec
 
 
 # ---------------------------------------------------------------- the error file
@@ -342,7 +442,7 @@ def test_placement_and_bound_cores_mean_exec(tmp_path: Path) -> None:
 def test_configure_again_is_refused(tmp_path: Path) -> None:
     entry = script(tmp_path / "s.py", "")
     with started(entry, launch="exec") as driver:
-        driver.tell(Configure("exec", (), False, entry, "spawn", False))
+        driver.tell(Configure("exec", (), entry, "spawn", False))
         assert driver.process.wait(LIMIT) == 2
 
 

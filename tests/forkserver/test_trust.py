@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import zipfile
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.forkserver import trust
+from elasticrun.forkserver.renew import read_by_c
 from elasticrun.wire.spawning import SpawnerReady
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import Driver, forking, plain_environment, script, started
@@ -51,15 +54,41 @@ def test_what_follows_exec_alone(tmp_path: Path, name: str, value: str, word: st
         assert driver.run(entry).code == 0
 
 
-@pytest.mark.parametrize("word", ["OMP_PROC_BIND", "cudaMallocAsync", "TORCH_CPP_LOG_LEVEL"])
-def test_a_script_that_speaks_of_what_is_read_once(tmp_path: Path, word: str) -> None:
-    is_execed(script(tmp_path / "s.py", f"import os\nos.environ['X'] = '{word}'\n"), word, "s.py")
+SETS = [
+    ("import os\nos.environ['OMP_PROC_BIND'] = 'true'\nimport torch\n", "OMP_PROC_BIND"),
+    ("import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = f()\n", "PYTORCH_CUDA_ALLOC_CONF"),
+    ("import os\nos.environ.update(TORCH_CPP_LOG_LEVEL='INFO')\nimport torch.nn\n", "TORCH_CPP"),
+    ("import os\nos.environ.update({'MKL_CBWR': 'AVX2'})\nfrom torch import nn\n", "MKL_CBWR"),
+    ("import os\nos.environ.setdefault('MKL_CBWR', 'AVX2')\nimport numpy\n", "MKL_CBWR"),
+    ("import os\nos.putenv('GOMP_DEBUG', '1')\n", "GOMP_DEBUG"),
+    ("import os\ndel os.environ['OMP_NUM_THREADS']\nimport torch\n", "OMP_NUM_THREADS"),
+    ("import os\nos.environ.pop('OMP_NUM_THREADS')\nimport torch\n", "OMP_NUM_THREADS"),
+    ("def main():\n    os.environ['OMP_PLACES'] = 'cores'\n    import torch\n", "OMP_PLACES"),
+    ("import torch\nos.environ['OMP_PLACES'] = 'cores'\n", ""),
+    ("import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\n", ""),
+    ("import os\nos.environ.setdefault('OMP_NUM_THREADS', '8')\nimport torch\n", ""),
+    ("import os\nos.environ.pop('OMP_PLACES', None)\nimport torch\n", ""),
+    ("os.environ['CUDA_VISIBLE_DEVICES'] = '0'\nos.environ['NCCL_DEBUG'] = 'INFO'\n", ""),
+    ("# OMP_PROC_BIND\nprint('OMP_PROC_BIND', d['OMP_PLACES'])\nimport torch\n", ""),
+    ("this is no Python: OMP_PLACES", ""),
+]
+"""A text, and the variable that it sets too late for a forked rank."""
+
+
+@pytest.mark.parametrize(("text", "name"), SETS)
+def test_a_script_that_sets_what_an_import_reads(
+    tmp_path: Path, monkeypatch, text: str, name: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    entry = script(tmp_path / "s.py", text)
+    said = trust.sets_too_late(entry, read_by_c, os.environ)
+    assert (name in said, bool(said)) == (True, bool(name))
 
 
 def test_a_module_that_speaks_of_it(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()
-    (tmp_path / "pack" / "run.py").write_text("# OMP_PLACES\n")
+    (tmp_path / "pack" / "run.py").write_text("import os\nos.environ['OMP_PLACES'] = 'cores'\n")
     monkeypatch.chdir(tmp_path)
     is_execed(Entrypoint(EntryKind.MODULE, "pack.run"), "OMP_PLACES")
 
@@ -82,7 +111,66 @@ def test_a_thread_that_a_startup_file_began(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "usercustomize.py").write_text(THREAD)
     (folder / "sitecustomize.py").write_text(THREAD)
-    is_execed(script(tmp_path / "s.py", ""), "thread", PYTHONPATH=str(folder))
+    is_execed(script(tmp_path / "s.py", ""), "sitecustomize.py runs", PYTHONPATH=str(folder))
+
+
+CUSTOM = """
+import os, sys
+def told(*words):
+    print("the hook", os.environ["RANK"], file=sys.stderr)
+sys.excepthook = told
+os.environ["SEEN_RANK"] = os.environ.get("RANK", "none")
+"""
+
+
+def test_a_sitecustomize_runs_in_each_rank_and_its_hook_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(CUSTOM)
+    text = "import os\nprint(os.environ['SEEN_RANK'])\nraise RuntimeError('boom')\n"
+    entry = script(tmp_path / "s.py", text)
+    out, err = tmp_path / "out", tmp_path / "err"
+    with Driver(entry, env=plain_environment(PYTHONPATH=str(tmp_path / "site"))) as driver:
+        ready = driver.ready()
+        assert "sitecustomize.py runs at each start of Python" in ready.reason
+        assert driver.run(entry, env={"RANK": "3"}, stdout=str(out), stderr=str(err)).code == 1
+    assert out.read_text() == "3\n"
+    assert err.read_text() == "the hook 3\n"
+
+
+LINES = {
+    "import os; var = 'SETUPTOOLS_USE_DISTUTILS'; enabled = os.environ.get(var, 'local') == "
+    "'local'; enabled and __import__('_distutils_hack').add_shim();": True,
+    "import _virtualenv": True,
+    "import __editable___pack_1_0_finder; __editable___pack_1_0_finder.install()": True,
+    "import _pack_editable_loader": True,
+    "import sys; exec('try: import coverage; coverage.process_startup()\\nexcept: pass')": True,
+    "import coverage; coverage.process_startup()": True,
+    "import os, sys;exec('if \"COV_CORE_SOURCE\" in os.environ: pass')": True,
+    "import sys, types, os;has_mfs = sys.version_info > (3, 5);p = os.path.join(sys._getframe(1)."
+    "f_locals['sitedir'], *('google',));m = sys.modules.setdefault('google', types.ModuleType("
+    "'google'));mp = (m or []) and m.__dict__.setdefault('__path__',[]);": True,
+    "import ddtrace.bootstrap.sitecustomize": False,
+    "import os; os.environ['RANK']": False,
+}
+"""Lines of `.pth` files, and whether they do the same in every process."""
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_lines_of_pth_files(line: str) -> None:
+    assert trust._is_inert(line, {}) is LINES[line]
+
+
+def test_coverage_that_is_on_sees_each_rank() -> None:
+    line = "import coverage; coverage.process_startup()"
+    assert not trust._is_inert(line, {"COVERAGE_PROCESS_START": "x"})
+
+
+def test_debians_sitecustomize_is_inert(tmp_path: Path) -> None:
+    """And only as Debian has it."""
+    file = tmp_path / "sitecustomize.py"
+    for text, inert in ((f"# Debian's\n{trust.APPORT}", True), ("", True), ("import os\n", False)):
+        file.write_text(text)
+        assert trust._is_inert_module(str(file)) is inert
 
 
 def backend(place: Path, body: str) -> str:
@@ -167,8 +255,6 @@ def test_a_torch_that_does_not_spoil_forks(tmp_path: Path, text: str) -> None:
 
 
 def test_an_open_device_means_exec(tmp_path: Path) -> None:
-    from elasticrun.forkserver import trust
-
     device = tmp_path / "nvidia0"
     device.touch()
     with device.open(), pytest.MonkeyPatch.context() as patch:

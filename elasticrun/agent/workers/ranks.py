@@ -281,6 +281,8 @@ class Ranks:
             if message.forked and local_rank in life.monitors:
                 life.forked.add(local_rank)
             self._node.deliver(RankSpawned(local_rank, message.pid))
+        elif isinstance(message, spawning.Execed):
+            life.forked.discard(life.children[child])
         elif isinstance(message, spawning.SpawnFailed):
             self._spawn_failed(life, life.children[child], message)
         elif isinstance(message, spawning.Exited):

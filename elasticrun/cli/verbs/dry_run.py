@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from elasticrun.cli.settings import NOWHERE, Asked, Setting, Whereabouts, setting
 from elasticrun.cli.table import FLAGS
-from elasticrun.config import EXIT_OK, AgentConfig, Learning
+from elasticrun.config import EXIT_OK, AgentConfig
 from elasticrun.core.words import some
 from elasticrun.wire.types import Endpoint, EntryKind
 
@@ -45,7 +45,7 @@ def describe(
         ("stopping", f"SIGTERM, then SIGKILL after {config.shutdown_timeout:g} s"),
         ("node health", _health(config)),
         ("after a failure", _saves(config)),
-        ("launch", config.launch + _learning(config)),
+        ("launch", config.launch),
     ]
     lines = [f"{name:<22}{value}" for name, value in rows]
     lines += ["", *(f"note: {note}" for note in config.notes), ""] if config.notes else [""]
@@ -163,8 +163,3 @@ def _health(config: AgentConfig) -> str:
     if config.precheck:
         words.append("a failed check of this machine ends the agent")
     return ", ".join(words)
-
-
-def _learning(config: AgentConfig) -> str:
-    when = {Learning.AT_ONCE: ", learning what to preload", Learning.NEVER: ", learning nothing"}
-    return when.get(config.preload_learn, "")

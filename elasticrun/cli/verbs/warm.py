@@ -7,16 +7,14 @@ import contextlib
 import os
 import re
 import select
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from elasticrun.agent import warm
-from elasticrun.cli import settings
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import UsageError
-from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Learning
+from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from elasticrun.wire import env, frames, spawning
 from elasticrun.wire.user_folder import user_folder
 
@@ -27,7 +25,8 @@ ANSWER_LIMIT: Final = 5.0
 def main(words: Sequence[str], say: Callable[[str], None]) -> int:
     """Start one, list all of this user, or stop them; the exit code."""
     asked = _parser().parse_args(list(words))
-    given = [name for name in ("idle", "preload") if getattr(asked, name) is not None]
+    given = [n for n, is_given in (("idle", asked.idle is not None), ("one-rank", asked.one_rank))
+             if is_given]  # fmt: skip
     if given and (asked.list or asked.stop):
         way = "list" if asked.list else "stop"
         raise UsageError(f"--{given[0]} is for a start, and not for --{way}", EXIT_USAGE)
@@ -39,10 +38,12 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
         return _list(folder)
     if asked.stop:
         return _stop(folder, say)
-    modules, learning = settings.modules(asked.preload or "")
-    if learning is not Learning.ASIDE:
-        raise UsageError("--preload: names of modules are wanted; it learns by itself", EXIT_USAGE)
-    return _start(warm.socket_path(os.environ), asked.idle, modules, say)
+    return _start(_environ(one_rank=asked.one_rank), asked.idle, say)
+
+
+def _environ(*, one_rank: bool) -> dict[str, str]:
+    """The variables that the fork server of a job of this shell starts with."""
+    return {**({} if one_rank else {env.OMP_NUM_THREADS: "1"}), **os.environ}
 
 
 def _seconds(minutes: str) -> float:
@@ -65,50 +66,36 @@ def _parser() -> Parser:
         "--idle", type=_seconds, metavar="MINUTES",
         help=f"End when no job has come for so long. [default {warm.IDLE / 60:g}]",
     )  # fmt: skip
-    made.add_argument("--preload", metavar="MODULES", help="Modules to import beside torch: a,b,c.")
+    made.add_argument(
+        "--one-rank", action="store_true",
+        help="For jobs of one rank a node, for which OMP_NUM_THREADS is not set to 1.",
+    )  # fmt: skip
     ways = made.add_mutually_exclusive_group()
     ways.add_argument("--list", action="store_true", help="Show those that run.")
     ways.add_argument("--stop", action="store_true", help="End those that run; jobs go on.")
     return made
 
 
-def _start(
-    path: Path, idle: float | None, modules: Sequence[str], say: Callable[[str], None]
-) -> int:
+def _start(environ: dict[str, str], idle: float | None, say: Callable[[str], None]) -> int:
+    path = warm.socket_path(environ)
     there = _describe(path)
     if there is not None:
         say(f"process {there.pid} is warm already, with torch {there.torch}")
         if idle is not None:
             say("--idle has no effect on it: `elasticrun warm --stop` first")
-        if reason := warm.refusal(path, os.environ):
+        if reason := warm.refusal(path, environ):
             say(f"no job of this shell is forked from it: {reason}; {warm.REMEDY}")
             return EXIT_FAILED
-        _send(path, spawning.Teach(tuple(modules)))
-        return max(_left_out(path, modules, say), EXIT_OK if idle is None else EXIT_FAILED)
+        return EXIT_OK if idle is None else EXIT_FAILED
     idle = warm.IDLE if idle is None else idle
-    answer, pid = warm.start(path, idle, modules, os.environ)
+    answer, pid = warm.start(path, idle, environ)
     word, _, rest = answer.partition(" ")
     if word != "ok":
         say(f"error: no warm process: {rest or 'it died as it started'}")
         return EXIT_FAILED
     say(f"process {pid} is warm, with torch {rest}; it ends when no job has come for "
         f"{idle / 60:g} minutes")  # fmt: skip
-    return _left_out(path, modules, say)
-
-
-def _left_out(path: Path, modules: Sequence[str], say: Callable[[str], None]) -> int:
-    """Wait until these modules have been imported, and name those that were not, and why."""
-    code = EXIT_OK
-    while modules and path.is_socket():
-        found = _describe(path)  # None: its place is just being taken by one that has learnt
-        if found is not None and not found.learning:
-            for name, reason in found.left_out:
-                if any(f"{module}.".startswith(f"{name}.") for module in modules):
-                    say(f"{name} is not preloaded: {reason}")
-                    code = EXIT_FAILED
-            break
-        time.sleep(0.1)
-    return code
+    return EXIT_OK
 
 
 def _warm(folder: Path) -> Iterator[tuple[Path, spawning.Description]]:
@@ -141,13 +128,12 @@ def _send(path: Path, word: spawning.ToWarm) -> spawning.FromWarm | None:
 
 def _list(folder: Path) -> int:
     rows = [("PID", "TORCH", "MODULES", "MEMORY", "JOBS", "ENDS IN", "WHERE")]
-    here = warm.find(os.environ)
     for path, found in _warm(folder):
         ends = f"{found.left / 60:.0f} min" if found.left >= 90 else f"{found.left:.0f} s"
         rows.append((
-            str(found.pid), found.torch, f"{found.modules}{' ...' if found.learning else ''}",
+            str(found.pid), found.torch, str(found.modules),
             _memory(found.pid), str(found.served), ends,
-            _where(path, here),
+            _where(path),
         ))  # fmt: skip
     if len(rows) == 1:
         print("no warm process")
@@ -159,14 +145,17 @@ def _list(folder: Path) -> int:
     return EXIT_OK
 
 
-def _where(path: Path, used: Path | None) -> str:
-    """Whether a job of this shell, which looks at `used`, would be forked from it."""
-    if used is None:
-        return f"not here: {env.WARM_SERVER}={warm.OFF}"
-    if path != used:
-        return "another environment, cgroup or namespace"
-    reason = warm.refusal(path, os.environ)
-    return f"not here: {reason}" if reason else "here"
+def _where(path: Path) -> str:
+    """Whether a job of this shell would be forked from the warm process that listens at `path`."""
+    for one_rank, words in ((False, "here"), (True, "here, for jobs of one rank")):
+        environ = _environ(one_rank=one_rank)
+        used = warm.find(environ)
+        if used is None:
+            return f"not here: {env.WARM_SERVER}={warm.OFF}"
+        if path == used:
+            reason = warm.refusal(path, environ)
+            return f"not here: {reason}" if reason else words
+    return "another environment, cgroup or namespace"
 
 
 def _memory(pid: int) -> str:

@@ -187,15 +187,12 @@ def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:
 
 
 def _by_imports(found: Account) -> Iterator[tuple[int, str]]:
-    """What ranks do before they train is mostly imports. The quickest restart tells what is left of
-    it where these are ready: in a second fork server, or for the first start in a warm process."""
+    """What a restart does not repeat is mostly the import of torch, which a warm process has made
+    before a first start too."""
     if not found.backs:
         return
-    least, most = min(found.backs), max(found.backs)
+    least = min(found.backs)
     slots = found.total / found.wall
-    late = sum(found.backs) - least * len(found.backs)
-    told = f"ranks trained {most:.0f} s after a restart, {least:.0f} s at best"
-    yield round(late * slots * MICROS), f"--preload=learn ({told})"
     first = found.book.get(("start", "init"), 0) / slots / MICROS
     told = f"ranks trained {first:.0f} s after the start, {least:.0f} s after a restart"
     yield (

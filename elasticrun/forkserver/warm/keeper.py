@@ -1,15 +1,13 @@
 """The warm process: imports torch once, then answers on its socket until nobody has for a while.
 
 A fork server that is forked from it takes over what it imported (`Stock`) and lives on exactly as
-an exec'd one. What ranks of earlier jobs imported beside torch is imported in a fork, which then
-takes this process' place: an import that spoils the fork costs nothing.
+an exec'd one. It has torch and nothing else, since what one job imports must not reach another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import os
 import selectors
 import signal
@@ -26,7 +24,6 @@ from elasticrun.forkserver.child import set_environ
 from elasticrun.forkserver.lazy_imports import OURS, Baseline, Stash
 from elasticrun.forkserver.life import options
 from elasticrun.forkserver.prepare import Poisoned, Preloader, installed_folders
-from elasticrun.forkserver.renew import C_READS
 from elasticrun.forkserver.warm import surroundings
 from elasticrun.forkserver.warm.guard import become_guard
 from elasticrun.system import processes
@@ -42,7 +39,6 @@ from elasticrun.wire.spawning import (
     FromWarm,
     Granted,
     Leave,
-    Teach,
     ToWarm,
     server_words,
 )
@@ -54,12 +50,6 @@ READ_BYTES: Final = 256 * 1024
 
 BACKLOG: Final = 64
 """Launchers that may be answered at once; one more starts cold."""
-
-MAX_TAUGHT: Final = 3000
-"""Most modules beside torch, as many as one job's ranks are listened to for."""
-
-MAX_TRIES: Final = 8
-"""How often modules are tried anew without one that spoiled the fork."""
 
 
 @dataclass
@@ -99,8 +89,7 @@ def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Sto
         os.dup2(null, stream)
     if null > 2:
         os.close(null)
-    wanted = tuple(name for name in given["modules"][0].split(",") if name)
-    return Keeper(stock, listener, place, float(given["idle"][0]), wanted).run()
+    return Keeper(stock, listener, place, float(given["idle"][0])).run()
 
 
 def _tell(descriptor: int, word: str) -> None:
@@ -116,8 +105,9 @@ class _Unfit(Exception):
 
 
 def _stock_up(baseline: Baseline) -> Stock:
+    baseline.exits.keep_back()
     stash = Stash(baseline)
-    preloader = Preloader(stash, learned=True)
+    preloader = Preloader(stash)
     if reason := trust.untested_backend(os.environ):
         raise _Unfit(reason)
     try:
@@ -182,29 +172,14 @@ class _Visitor:
 
 
 @dataclass
-class _Learning:
-    """A fork that imports more, and takes our place when it has."""
-
-    process: int
-    pipe: int
-    modules: tuple[str, ...]
-
-
-@dataclass
 class Keeper:
-    """Answers launchers; forks; learns."""
+    """Answers launchers; forks."""
 
     stock: Stock
     listener: socket.socket
     place: Path
     idle: float  # seconds until it ends if nobody asks
-    wanted: tuple[str, ...]
-    """Modules that are to be imported."""
     served: int = 0
-    refused: list[str] = field(default_factory=list)
-    """Modules that are not to be imported: a fork that did was spoiled."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """Modules that were wanted and are not imported, and why."""
 
     def __post_init__(self) -> None:
         self._inode = self.place.stat().st_ino
@@ -213,8 +188,6 @@ class Keeper:
         """pidfd of each guard, to reap it by: its process id."""
         self._visitors: dict[int, _Visitor] = {}
         """By descriptor: who has come and has not been answered to the end."""
-        self._learning: _Learning | None = None
-        self._tries = 0
         # What makes us stale beside torch: our own package, and any installation at all.
         files = self.stock.preloader.files
         ours = [module for name, module in sys.modules.items() if name.split(".")[0] == OURS]
@@ -226,8 +199,6 @@ class Keeper:
     def run(self) -> tuple[list[str], Stock]:
         """Until nobody has asked for `idle` seconds; returns in forked fork servers alone."""
         while True:
-            if self._learning is None and self.wanted:
-                self._learn()
             for descriptor in self._wait():
                 order = self._hear(self._visitors[descriptor])
                 if order is not None:
@@ -254,14 +225,10 @@ class Keeper:
             selector.register(self.listener, selectors.EVENT_READ)
             for descriptor in (*self._guards, *self._visitors):
                 selector.register(descriptor, selectors.EVENT_READ)
-            if self._learning is not None:
-                selector.register(self._learning.pipe, selectors.EVENT_READ)
             ready = {key.fd for key, _ in selector.select(max(0, until - now))}
         for descriptor in ready & self._guards.keys():
             os.waitpid(self._guards.pop(descriptor), 0)
             os.close(descriptor)
-        if self._learning is not None and self._learning.pipe in ready:
-            self._learned(self._learning)
         now = time.monotonic()
         for descriptor, visitor in list(self._visitors.items()):
             if descriptor not in ready and now >= visitor.until:
@@ -336,10 +303,6 @@ class Keeper:
                     self.served += 1
                     self._until = time.monotonic() + self.idle
                 return words
-            case Teach():
-                known = {*sys.modules, *self.refused}
-                new = [name for name in request.modules if name not in known]
-                self.wanted = tuple(dict.fromkeys([*self.wanted, *new]))[:MAX_TAUGHT]
             case Describe():
                 says = Description(
                     pid=os.getpid(),
@@ -347,8 +310,6 @@ class Keeper:
                     modules=len(sys.modules) - len(self.stock.baseline.modules),
                     served=self.served,
                     left=max(0.0, self._until - time.monotonic()),
-                    learning=self._learning is not None or bool(self.wanted),
-                    left_out=tuple(self.left_out.items())[-100:],  # what a socket holds
                 )
                 self._say(visitor.conn, says)
             case Leave():
@@ -362,7 +323,7 @@ class Keeper:
         except OSError as error:
             return f"its process cannot be looked at ({error.strerror})"
         return surroundings.difference(mine, theirs) or surroundings.variables_that_differ(
-            self.stock.stash.saw, ask.env, self.stock.stash.reads
+            self.stock.stash.environment.saw, ask.env, self.stock.stash.environment.reads
         )
 
     @staticmethod
@@ -379,9 +340,6 @@ class Keeper:
             return None
         self.listener.close()
         self._let_go(visitor)
-        if self._learning is not None:
-            os.close(self._learning.pipe)
-            self._learning = None
         words: list[str] = []
         channel, *streams, folder = visitor.descriptors
         visitor.descriptors = []
@@ -409,15 +367,12 @@ class Keeper:
         return words
 
     def _adopt(self, environ: dict[bytes, bytes]) -> None:
-        """Have the launcher's variables, and what our imports have set beside our own. Variables
-        that they read keep the value they saw; what is imported from now on sees the launcher's."""
-        stash = self.stock.stash
-        made = {name: value for name, value in os.environ.items() if name not in stash.saw}
+        """Have the launcher's variables, and what our imports have set beside our own."""
+        environment = self.stock.stash.environment
+        made = {name: v for name, v in os.environ.items() if name not in environment.saw}
         set_environ(environ)
         self.stock.baseline.environ = dict(environ)
-        read = {*stash.reads, *itertools.chain.from_iterable(C_READS.values())}
-        before = {name: value for name, value in stash.saw.items() if name in read}
-        stash.saw = {n: v for n, v in os.environ.items() if n not in read} | before
+        environment.saw = dict(os.environ)  # those that were read are alike (`_against`)
         for name, value in made.items():
             os.environ.setdefault(name, value)
 
@@ -430,57 +385,3 @@ class Keeper:
         for descriptor in self._guards:
             os.close(descriptor)
         self._guards.clear()
-
-    # ------------------------------------------------------------ learning
-
-    def _learn(self) -> None:
-        """Fork a process that imports what is wanted; it takes our place if that goes well."""
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        try:
-            pid = os.fork()
-        except OSError:
-            os.close(reading)
-            os.close(writing)
-            self.wanted = ()
-            return
-        modules, self.wanted = self.wanted, ()
-        if pid:
-            os.close(writing)
-            self._learning = _Learning(pid, reading, modules)
-            return
-        os.close(reading)
-        processes.die_with_parent(signal.SIGKILL)
-        try:
-            for remark in self.stock.preloader.import_modules(modules, self.refused):
-                name, _, reason = remark.partition(" is not preloaded: ")
-                self.left_out[name] = reason
-            self.stock.preloader.look_at_all()
-        except Poisoned as poison:
-            os.write(writing, f"{poison.module} {poison.reason}".encode()[:4096])
-            os._exit(1)
-        except BaseException:
-            os._exit(1)
-        self.stock.stash.seal()
-        processes.die_with_parent(0)
-        gc.collect()
-        gc.freeze()
-        self._let_go()
-        os.write(writing, b"ok")
-        os.close(writing)
-
-    def _learned(self, learning: _Learning) -> None:
-        self._learning = None
-        text = os.read(learning.pipe, 4096).decode(errors="replace")
-        word, _, reason = text.partition(" ")
-        os.close(learning.pipe)
-        if word == "ok":
-            os._exit(0)  # it listens on the same socket
-        os.waitpid(learning.process, 0)
-        self._tries += 1
-        if word and self._tries < MAX_TRIES:
-            self.refused.append(word)
-            self.left_out[word] = reason
-            self.wanted = (*learning.modules, *self.wanted)
-        else:
-            self.refused += learning.modules
-            self.left_out |= dict.fromkeys(learning.modules, reason or "its import ended us")

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from elasticrun.forkserver.renew import C_READS, can_be_read_again
+from elasticrun.forkserver.renew import read_by_c
 from elasticrun.wire.spawning import NAMESPACES
 
 STATUS: Final[Mapping[str, str]] = {
@@ -117,7 +117,7 @@ def variables_that_differ(
     """The same of variables that an import has read, or a library reads when it is loaded. `reads`:
     names that Python code was seen to read, and by which file."""
     both = ((n, theirs.get(n), mine.get(n)) for n in sorted(mine.keys() | theirs.keys()))
-    return _told((n, here, v) for n, here, v in both if here != v and _counts(n, reads, here, v))
+    return _told((n, here, v) for n, here, v in both if here != v and _counts(n, reads))
 
 
 def _told(found: Iterable[tuple[str, str | None, str | None]]) -> str:
@@ -127,14 +127,14 @@ def _told(found: Iterable[tuple[str, str | None, str | None]]) -> str:
     )
 
 
-def _counts(name: str, reads: Mapping[str, str], *values: str | None) -> bool:
-    if name.startswith(LAUNCHERS_OWN) or all(can_be_read_again(name, reads, v) for v in values):
+def _counts(name: str, reads: Mapping[str, str]) -> bool:
+    if name.startswith(LAUNCHERS_OWN):
         return False
     return (
         name in reads
         or name in READ_AT_START_NAMES
         or name.startswith(READ_AT_START)
-        or any(name in names for names in C_READS.values())
+        or read_by_c(name)
     )
 
 

@@ -282,12 +282,7 @@ ADVICE: dict[str, tuple[dict[tuple[str, str], int], tuple[LedgerEnd, ...], int, 
     "it stood still": (
         {("hang", "strong"): 1300}, (), 0, "--on-hang=restart would have saved about 10.0 %"
     ),
-    "a restart was quick where its imports were ready": (
-        {("down", "rank_failed"): 600}, (BACK,), 0,
-        "--preload=learn (ranks trained 400 s after a restart, 90 s at best) would have saved "
-        "about 4.1 %",
-    ),
-    "and the start was not": (
+    "a restart was quicker than the start": (
         {("start", "init"): 700, ("down", "rank_failed"): 600}, (BACK,), 0,
         "a warm process (--warm in the job before; ranks trained 700 s after the start, 90 s after "
         "a restart) would have saved about 6.1 %",
