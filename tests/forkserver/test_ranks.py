@@ -162,7 +162,10 @@ def test_what_holds_within_a_rank(server: Driver, tmp_path: Path, text: str) -> 
 
 
 DIFFERS = {
-    "a stub": "import sys, types\nsys.modules['typing_extensions'] = types.ModuleType('mine')\n",
+    "a stub": (
+        "import sys, types\nmine = types.ModuleType('queue')\n"
+        "exec(open(sys.argv[2] + '/queue.py').read(), vars(mine))\nsys.modules['queue'] = mine\n"
+    ),
     "a replaced module": "import json, sys\ndel sys.modules['json']\nimport json\n",
     "a replaced function": "import socket\nsocket.create_connection = print\n",
     "another file": "import sys\nsys.path.insert(0, sys.argv[2])\n",
@@ -198,7 +201,7 @@ def test_what_torch_would_meet_decides_where_it_comes_from(tmp_path: Path) -> No
     wrong = []
     with forking(script(tmp_path / "s.py", "")) as driver:
         for what, text in (DIFFERS | ALIKE).items():
-            name = f"{what.replace(' ', '_')}.py"
+            name = f"with_{what.replace(' ', '_')}.py"
             entry = script(tmp_path / name, f"import sys\n{text}{AND_TORCH}", *words)
             key = driver.start(entry)
             if driver.exited(key).code != 0 or (tmp_path / "out").read_text() != "3":
