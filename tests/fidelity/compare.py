@@ -98,6 +98,12 @@ INTENDED = (
         "state/*/interpreter: meta_path", "it gives torch back to a forked rank", _plus("_Finder")
     ),
     Intended(
+        "state/*/interpreter: atexit",
+        "called last, it lets a rank end without warnings of nanobind",
+        lambda theirs, ours: ours in (theirs, theirs + 1),
+        FORKED,
+    ),
+    Intended(
         "state/first/meta_path", "it gives torch back to a forked rank", _plus("_Finder"), FORKED
     ),
     Intended(

@@ -24,7 +24,7 @@ NEEDS = {"trainer": ("transformers", "accelerate"), "light": ("lightning",)}
 
 def test_training(runs: Runs) -> None:
     """DDP, torch.compile, FSDP2 and a Checkpointer, each imported after a seed."""
-    alike(runs, Case(("train.py", "--late", *ALL)), "exec")
+    alike(runs, Case(("train.py", "--late", *ALL)), "fork")
 
 
 @further("test_training")
