@@ -81,6 +81,9 @@ def _is_new(theirs: str, ours: str) -> bool:
     return theirs == MISSING
 
 
+_LATE = ("_sysconfigdata", "_blake2")
+"""Modules of the standard library that a function imports when it is called for the first time."""
+
 INTENDED = (
     *(Intended(f"state/*/library: environ/{n}", "one of each run") for n in OF_A_RUN),
     *(Intended(f"state/*/library: environ/{n}", "our own") for n in OUR_VARIABLES),
@@ -96,6 +99,15 @@ INTENDED = (
     Intended("state/*/interpreter: gc frozen", "what ranks share is kept out of collections"),
     Intended(
         "state/*/interpreter: meta_path", "it gives torch back to a forked rank", _plus("_Finder")
+    ),
+    Intended(
+        "state/*/interpreter: modules",
+        "sysconfig's table, which the fork server has read; what a function of hashlib imports",
+        lambda theirs, ours: (
+            [n for n in theirs if not n.startswith(_LATE)]
+            == [n for n in ours if not n.startswith(_LATE)]
+        ),
+        FORKED,
     ),
     Intended(
         "state/*/interpreter: atexit",
@@ -129,7 +141,11 @@ INTENDED = (
     *(
         Intended(f"state/checkpointer/{path}", reason, holds)
         for path, reason, holds in (
-            ("interpreter: modules", "torch's API saves it", _checkpointers("fsspec", "config")),
+            (
+                "interpreter: modules",
+                "torch's API saves it",
+                _checkpointers("fsspec", "config", *_LATE),
+            ),
             ("library: threads", "torch's API saves it", _checkpointers("AsyncCheckpoint")),
             ("library: pool threads", "torch's API saves it", lambda theirs, ours: ours == 0),
             ("log: fsspec*", "torch's API saves it", lambda theirs, ours: ours == MISSING),
