@@ -81,8 +81,9 @@ def _is_new(theirs: str, ours: str) -> bool:
     return theirs == MISSING
 
 
-_LATE = ("_sysconfigdata", "_blake2")
-"""Modules of the standard library that a function imports when it is called for the first time."""
+_LATE = ("_sysconfigdata", "_blake2", "platform")
+"""Modules of the standard library that a function imports at its first call, or that another one
+imports on some systems alone."""
 
 INTENDED = (
     *(Intended(f"state/*/library: environ/{n}", "one of each run") for n in OF_A_RUN),
@@ -102,7 +103,7 @@ INTENDED = (
     ),
     Intended(
         "state/*/interpreter: modules",
-        "sysconfig's table, which the fork server has read; what a function of hashlib imports",
+        "what a module of the standard library imports now and then",
         lambda theirs, ours: (
             [n for n in theirs if not n.startswith(_LATE)]
             == [n for n in ours if not n.startswith(_LATE)]
@@ -223,7 +224,8 @@ def _compared(ran: Ran, place: tuple[int, int]) -> dict[str, Any]:
 
 
 def plain(text: str) -> list[str]:
-    """Lines of a log without moments and process ids."""
+    """Lines of a log without moments, durations and process ids."""
+    text = re.sub(r"'train_(runtime|\w+_per_second)': '[^']*'", "DURATION", text)
     text = re.sub(r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,\d]*", "TIME", text)
     text = re.sub(r"\[([A-Z])\d{4} \d\d:\d\d:\d\d\.\d+( \d+)?", r"[\1 TIME", text)
     return re.sub(r"\bpid[= ]\d+", "PID", text).splitlines()
