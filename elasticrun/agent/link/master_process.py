@@ -419,8 +419,7 @@ class MasterHost:
         if not (said := self._read(master, "ready_fd")):
             return
         if self._answer:
-            self._patience.cancel()
-            self._ping.after(PING_EVERY, self._ask, master)
+            self._ask_later(master)
             return
         try:
             answer = json.loads(said)
@@ -433,8 +432,7 @@ class MasterHost:
             everywhere = self._bind.host in ("::", "0.0.0.0")
             host = "127.0.0.1" if everywhere else self._bind.host
             self._bind = Endpoint(self._bind.host, port)
-            self._patience.cancel()
-            self._ping.after(PING_EVERY, self._ask, master)
+            self._ask_later(master)
             self._owner.master_serves(Endpoint(host, port))
 
     def _read(self, master: MasterProcess, name: str) -> bytes:
@@ -451,6 +449,12 @@ class MasterHost:
         return said
 
     # ------------------------------------------------------------ one that stands still
+
+    def _ask_later(self, master: MasterProcess) -> None:
+        """It has answered. One that we have let go of may live on for others."""
+        self._patience.cancel()
+        if not self._closing:
+            self._ping.after(PING_EVERY, self._ask, master)
 
     def _ask(self, master: MasterProcess) -> None:
         """See whether its loop runs."""
