@@ -28,7 +28,15 @@ from elasticrun.dcp.torches import save_alone
 from elasticrun.shm.segment import NONE, VERSION
 from elasticrun.storage.timeline import PERIODIC, chain, surplus
 from elasticrun.storage.writing import StorageError
-from elasticrun.wire.snapshots import CannotRestore, RankHere, Remark, Restored, Resume, Skipped
+from elasticrun.wire.snapshots import (
+    CannotRestore,
+    RankHere,
+    Remark,
+    Restored,
+    Resume,
+    SaveFailed,
+    Skipped,
+)
 
 END_LIMIT: Final = 60.0
 """Seconds that a rank waits to be ended, once it has said that it cannot go on."""
@@ -66,6 +74,9 @@ class Way:
 
     def skipped(self, count: int) -> None:
         """So many saves were skipped in this life."""
+
+    def failed(self, step: int, persist: bool, reason: str) -> None:
+        """The snapshot of this step could not be taken; nobody need wait for it."""
 
     def remark(self, text: str) -> None:
         """One sentence for the operator."""
@@ -164,6 +175,9 @@ class AgentWay(Way):
 
     def skipped(self, count: int) -> None:
         self._line.say(Skipped(count))
+
+    def failed(self, step: int, persist: bool, reason: str) -> None:
+        self._line.say(SaveFailed(step, persist, reason[:1000]))
 
     def remark(self, text: str) -> None:
         try:

@@ -353,15 +353,18 @@ class Checkpointer:
         took = self._guarded(lambda: way.save(due.step, due.persist, wait))
         costs.saved(time.monotonic() - began, taken=bool(took))
         if took is None:
+            error = self.stats.error
+            with contextlib.suppress(LineError):  # without a line the agent knows by itself
+                way.failed(due.step, due.persist, error)
             return False
         if not took:
             self.stats.skipped += 1
             self._left_out += 1
             self._guarded(lambda: way.skipped(self.stats.skipped))
             if due.persist:
-                self._tell(
-                    f"step {due.step} was not written out: no slot was free for {wait:.0f} s"
-                )
+                why = f"no slot was free for {wait:.0f} s"
+                self._tell(f"step {due.step} was not written out: {why}")
+                self._guarded(lambda: way.failed(due.step, True, why))
             return False
         self.stats.stall = time.monotonic() - began
         self._stalls = [*self._stalls[-2:], self.stats.stall]

@@ -669,7 +669,8 @@ class WhereIs(Struct, frozen=True):
 
 class ShardBad(Struct, frozen=True):
     """Report: what this node holds of a rank of (round, step) is not what was written, or cannot be
-    had from the node that was named; it is to count as absent."""
+    had from the node that was named; it is to count as absent. Of the round that runs, for a rank
+    that lives here and holds nothing of that step: it could not save it, and never will."""
 
     round: RoundName
     step: int

@@ -190,6 +190,16 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """This rank could not take the snapshot of a step, and never will. `persist`: it was to be
+    written out. No answer."""
+
+    step: int
+    persist: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Remark:
     """One sentence for the operator. No answer."""
 
@@ -199,7 +209,9 @@ class Remark:
 RankAsks = RankHere | NeedSegment | AwaitRoom | WantShard | IsWhole
 """These are answered."""
 
-RankTells = Committed | Restored | CannotRestore | PutsOff | StepMissed | Skipped | Remark
+RankTells = (
+    Committed | SaveFailed | Restored | CannotRestore | PutsOff | StepMissed | Skipped | Remark
+)
 FromRank = RankAsks | RankTells
 
 # ---------------------------------------------------------------- an agent to its saver

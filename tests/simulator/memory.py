@@ -252,6 +252,14 @@ class Memory:
         if not any(order_of(key) >= order_of(whole) for key in written):
             self._fault(f"{self._node.name} ends as saved, and {whole} is not in storage")
 
+    def cannot(self, step: int, why: str) -> None:
+        """Its ranks could not save this step."""
+        start = self._start
+        if start is not None:
+            self.current = step
+            for rank in range(start.first_rank, start.first_rank + len(self._node.ranks)):
+                self._node.say(m.ShardBad(start.round, step, rank, why))
+
     def spoil(self, step: int) -> None:
         for one in self.kept:
             one.bad = one.bad or one.step == step

@@ -23,7 +23,7 @@ has ranks do a step without a snapshot; `world
 state=sharded slots=3` gives each rank a part of the state, else each has all of it, and room for so
 many snapshots, and `replicas=1` wants each part on two nodes; `node a memory=1` starts an agent
 that takes over what a killed one of this node had; `disk a full` (or stuck, ok) and
-`spoil a 120` plant what `memory` knows.
+`spoil a 120` plant what `memory` knows; with `cannot a 120 why` a's ranks could not save a step.
 
 Operators: `ask stop why`, `ask restart`, `ask exclude b why`, `ask include b`, `ask scale 2`.
 
@@ -387,6 +387,9 @@ VERBS: dict[str, Verb] = {
     "snap": _snap,
     "step": _step,
     "disk": _disk,
+    "cannot": lambda world, _, words: world.nodes[words[0]].memory.cannot(
+        int(words[1]), " ".join(words[2:])
+    ),
     "spoil": lambda world, _, words: world.nodes[words[0]].memory.spoil(int(words[1])),
     "left-over": _left_over,
     "hang": _hang,

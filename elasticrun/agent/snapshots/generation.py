@@ -15,7 +15,7 @@ import select
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from elasticrun.agent.snapshots.inventory import Local
@@ -29,6 +29,15 @@ from elasticrun.wire.messages import MAX_MARGIN, Start
 
 FOLDER_MOST: Final = 4096
 """Characters of the path or URL of a folder of checkpoints."""
+
+MOST_FAILED: Final = 16
+"""Steps of a rank of which it is known that it could not save them."""
+
+MUTE_AFTER: Final = 2.0
+"""Seconds without a connection, after which a rank that has not ended by then is taken for one that
+saves nothing any more."""
+
+BROKEN: Final = "it is not connected to its agent any more"
 
 LEAST_MARGIN: Final = 2
 """Steps from the newest one to the one that is asked for, at least."""
@@ -93,6 +102,8 @@ class LocalRank:
     skipped: int = 0  # snapshots
     put_off: tuple[int, ...] = ()  # signals that do not end it any more
     silent: bool = False  # it does not speak with this agent any more
+    mute: bool = False  # it still runs, and nobody hears what it does
+    failed: dict[int, str] = field(default_factory=dict)  # steps that it could not save, and why
 
     def has_come(self) -> bool:
         """What it waits for."""
@@ -197,6 +208,34 @@ class Generation:
         held.written = True
         rank.step = snapshot.step
         return held, snapshot
+
+    def cannot(self, local_rank: int, step: int, reason: str) -> bool:
+        """This rank could not save that step; whether that is news."""
+        rank = self.ranks[local_rank]
+        if step < 0 or step in rank.failed or (rank.step is not None and rank.step >= step):
+            return False
+        rank.failed[step] = reason
+        while len(rank.failed) > MOST_FAILED:
+            del rank.failed[min(rank.failed)]
+        return True
+
+    def lack(self, step: int) -> set[int]:
+        """Local ranks that could not save this step."""
+        return {number for number, rank in enumerate(self.ranks) if step in rank.failed}
+
+    def mute(self) -> list[int]:
+        """Local ranks that run without a connection to this agent."""
+        return [n for n, rank in enumerate(self.ranks) if rank.mute and rank.peer is None]
+
+    def open_steps(self) -> set[int]:
+        """Steps of this generation that its ranks hold and that are not known to be whole."""
+        start = self.start
+        found = (one for held in self.held() for one in held.snapshots())
+        return {
+            one.step
+            for one in found
+            if start is not None and one.is_of(start.round) and one.step > self.watermark
+        }
 
     def steps(self) -> list[int]:
         """Those that its ranks have committed last."""

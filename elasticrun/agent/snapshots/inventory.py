@@ -171,17 +171,24 @@ class Inventory:
 
     # ------------------------------------------------------------ all of them
 
-    def holdings(self, *, living: bool) -> tuple[m.Holding, ...]:
+    def holdings(
+        self, *, living: bool, lack: Callable[[int], set[int]] = lambda step: set()
+    ) -> tuple[m.Holding, ...]:
         """All that is held, the newest first; `living`: ranks of the present generation may still
-        write."""
+        write. `lack`: those of them that could not save a step, without which it is told."""
         held = self._segments.held
         contents = self._contents(held)
+        if self.present is not None:
+            for round, step in self._wanted.names():
+                if round == self.present.key and len(lack(step)) == self.present.nproc:
+                    contents[round, step] = [0] * self.present.nproc
         found: list[m.Holding] = []
         own = any(one.own for one in held if one.local_rank >= 0)
         order = {key: at for at, key in enumerate(self._lives)}
         for key, step in sorted(contents, key=lambda name: (order[name[0]], name[1]), reverse=True):
             life, row = self._lives[key], tuple(contents[key, step])
-            partly = 0 in row
+            lacks = {number for number, content in enumerate(row) if not content}
+            partly = not (life is self.present and lacks <= lack(step))
             if partly and ((living and life is self.present) or self._better(contents, key, step)):
                 continue
             wanted = self._wanted.has(key, step)
@@ -348,6 +355,10 @@ class WantedSnapshots:
         self._limit = TIMES * limit
         self._freed = freed
         self._timers: dict[tuple[bytes, int], asyncio.TimerHandle] = {}
+
+    def names(self) -> list[tuple[bytes, int]]:
+        """Rounds and steps of all of them."""
+        return list(self._timers)
 
     def has(self, round: bytes, step: int) -> bool:
         return (round, step) in self._timers

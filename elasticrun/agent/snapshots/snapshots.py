@@ -12,6 +12,7 @@ The end of a rank's connection means nothing: what it has committed counts when 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -21,8 +22,8 @@ from msgspec.structs import replace
 from elasticrun.agent.rendezvous.claims import FolderClaim
 from elasticrun.agent.runtime import NodeContext, Once, Tasks
 from elasticrun.agent.snapshots.checkpoints import Persisting
-from elasticrun.agent.snapshots.fetching import Replicator, Shards
-from elasticrun.agent.snapshots.generation import Drain, Generation
+from elasticrun.agent.snapshots.fetching import MAX_REASON, Replicator, Shards
+from elasticrun.agent.snapshots.generation import BROKEN, MUTE_AFTER, Drain, Generation
 from elasticrun.agent.snapshots.inventory import (
     CHOSEN,
     HoldingsReport,
@@ -249,6 +250,17 @@ class LocalSnapshots:
         elif (local_rank := self._generation.of(peer)) is not None:
             rank = self._generation.ranks[local_rank]
             rank.peer, rank.silent = None, True
+            loop = asyncio.get_running_loop()
+            loop.call_later(MUTE_AFTER, self._muted, self._generation, local_rank)
+
+    def _muted(self, generation: Generation, local_rank: int) -> None:
+        """A rank has lost its connection a moment ago; unless it has ended, it saves nothing."""
+        if generation is self._generation and generation.living:
+            generation.ranks[local_rank].mute = True
+            for mute in generation.mute():
+                for step in sorted(generation.open_steps()):
+                    self._lacks(mute, step, BROKEN)
+            self._report.changed()
 
     def _rank_here(self, peer: Peer, here: s.RankHere) -> None:
         generation = self._generation
@@ -287,6 +299,8 @@ class LocalSnapshots:
             self._tasks.start(self._give(peer, local_rank, message), "giving a segment")
         elif isinstance(message, s.Committed):
             self._committed(local_rank, message)
+        elif isinstance(message, s.SaveFailed):
+            self._save_failed(local_rank, message)
         elif isinstance(message, s.AwaitRoom):
             self._generation.await_room(peer, local_rank, message.whole)
         elif isinstance(message, s.WantShard):
@@ -379,10 +393,29 @@ class LocalSnapshots:
         if self._replicas.wanted and self._several:
             rank = start.first_rank + local_rank
             self.savers.serve(held, snapshot, start.round, rank)
+        for mute in generation.mute():
+            self._lacks(mute, snapshot.step, BROKEN)
         if said.persist:
             self._report.now()
         else:
             self._report.changed()
+
+    def _save_failed(self, local_rank: int, said: s.SaveFailed) -> None:
+        start = self._generation.start
+        if start is None:
+            return
+        if said.persist:
+            key = round_key(start.round)
+            self._wanted.add(key, said.step, self._generation.held())
+        self._lacks(local_rank, said.step, one_line(said.reason))
+        self._report.now()
+
+    def _lacks(self, local_rank: int, step: int, reason: str) -> None:
+        """A local rank does not have this step, and will not: others are not to wait for it."""
+        start = self._generation.start
+        if start is not None and self._generation.cannot(local_rank, step, reason):
+            rank = start.first_rank + local_rank
+            self._say(m.ShardBad(start.round, step, rank, reason[:MAX_REASON]))
 
     # ------------------------------------------------------------ for the saver's client
 
@@ -417,7 +450,7 @@ class LocalSnapshots:
     def holdings(self) -> m.Holdings:
         """What this node holds."""
         generation = self._generation
-        held = self._inventory.holdings(living=generation.living)
+        held = self._inventory.holdings(living=generation.living, lack=generation.lack)
         saver = Endpoint(self._node.address, self.savers.port) if self.savers.port else None
         last, went_on = self._inventory.last(), generation.went_on()
         skipped = max((rank.skipped for rank in generation.ranks), default=0)

@@ -28,6 +28,9 @@ MOST_ENDED = 3
 MOST_NODES = 20_000
 """Nodes of which that is remembered, though they may never come back; the oldest are forgotten."""
 
+MOST_REFUSED = 64
+"""Steps of which it is remembered that they can never be whole."""
+
 WAIT_FOR_ALL = 5.0
 """Seconds for which a whole step that is to be written waits for ranks that may hold it soon: their
 own items would be missing."""
@@ -142,6 +145,7 @@ class Checkpoints:
         self._begun: Key | None = None  # the newest that was planned: older ones are passed over
         self._since: dict[Key, float] = {}  # wanted and whole, but not everywhere yet: since when
         self._ended: dict[str, list[m.PersistOver]] = {}  # node -> how its last attempts ended
+        self._refused: dict[Key, None] = {}  # wanted, and never whole
         self._left: Key | None = None  # by the master before this one, whose round it was to save
         self._no_saver = False
         self._owed: tuple[Key, str] | None = None  # planned last, not written, and why
@@ -169,8 +173,13 @@ class Checkpoints:
     def heard(self, node: str, report: m.Holdings) -> None:
         """Tell a node of what it wants written and will not be, or was."""
         for one in report.held:
-            if one.wanted and self._is_passed((one.round, one.step)):
+            if not one.wanted:
+                continue
+            if self._is_passed((one.round, one.step)):
                 self._tell_released(node, one.round, one.step, "")
+            elif (ledger := self._points.ledger(one.round)) and (why := ledger.why_never(one.step)):
+                self._never(ledger, one.step, why)
+                self._tell_released(node, one.round, one.step, why)
 
     def node_gone(self, node: str, how: str, now: float, *, reborn: bool = False) -> None:
         """It is waited for no more. `reborn`: a newer agent of it is there, which knows of no
@@ -227,6 +236,27 @@ class Checkpoints:
             reason = "breakpoint" if wanted == self._left else "periodic"
             self._intend(Plan(wanted, "asked" if is_asked else reason, late))
         self._try(now)
+
+    def release_failed(self) -> None:
+        """Of the round that runs: what is wanted and can never be whole, since a rank could not
+        save it. To be called before such steps are given up."""
+        for ledger in self._points.ledgers[:1]:
+            for step in sorted(ledger.failed):
+                snap = ledger.snaps.get(step)
+                if snap is None or not snap.wanted or self._is_passed((ledger.name, step)):
+                    continue
+                if why := ledger.why_never(step):
+                    self._never(ledger, step, why)
+                    self._release(ledger, step, why)
+
+    def _never(self, ledger: Ledger, step: int, why: str) -> None:
+        """This one was to be written, and can never be whole."""
+        key = (ledger.name, step)
+        self._refused[key] = None  # older ones that are whole are still to be written
+        while len(self._refused) > MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._owe(key, why)
+        self._outbox.say(f"the checkpoint of step {step} is not written: {why}", "error")
 
     def persisted(self, node: str, report: m.Persisted, now: float) -> None:
         """A node has written its share, or the coordinator the marker; or could not."""
@@ -353,6 +383,8 @@ class Checkpoints:
         """Whether it was written, or never will be."""
         if self._plan is not None and key == self._plan.key:
             return False
+        if key in self._refused:
+            return True
         return self._begun is not None and order_of(key) <= order_of(self._begun)
 
     def _intend(self, plan: Plan) -> None:

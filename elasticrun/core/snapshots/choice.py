@@ -50,6 +50,9 @@ MAX_WAITING = 65536
 MAX_REJECTED = 2
 """Rounds that failed by themselves soon after what they went on from, until that is suspect."""
 
+MAX_FAILURES = 64
+"""Reasons why ranks could not save that are told in one round."""
+
 FEW_STEPS = 10
 """Steps after a restore; a failure that comes later has other reasons."""
 
@@ -89,6 +92,7 @@ class RestorePoints:
         self._dropped: dict[Key, None] = {}  # not to be restored again: they are spoilt
         self._rejected: dict[Key, int] = {}  # rounds that trained on from it and failed soon
         self._restored: m.Restore | None = None  # by the present round
+        self._failures: dict[tuple[int, str], None] = {}  # ranks that could not save, and why
         self._reached = -1  # newest step of those that ranks did after they had put that back
 
     # ------------------------------------------------------------ what is known
@@ -139,6 +143,7 @@ class RestorePoints:
         self._dropped = {key: None for key in self._dropped if key[0] in known}
         self._rejected = {key: n for key, n in self._rejected.items() if key[0] in known}
         self._named.clear()
+        self._failures.clear()
         self._waiting.clear()
         for node in self.reports:
             self._count(node)
@@ -218,6 +223,9 @@ class RestorePoints:
             if newest > self.watermark:
                 self.watermark = newest
                 self._has_obeyed = True
+                self._outbox.tell(self._mark(), *self.reports)
+            elif (never := ledger.never(max(self.watermark, ledger.given_up[1]))) >= 0:
+                ledger.give_up(self.watermark, never)
                 self._outbox.tell(self._mark(), *self.reports)
             elif whole and whole[0] > self.watermark:
                 continue  # to be given up with what is above it, were it not for a moment
@@ -334,6 +342,8 @@ class RestorePoints:
         ledger = self.ledger(report.round)
         if ledger is None:
             return False
+        if named is None and ledger is self.ledgers[0] and self._could_not(node, ledger, report):
+            return False
         spoilt = ledger.spoil(node, report.step, report.rank)
         if named is not None:
             spoilt = ledger.spoil(named[0], report.step, named[1]) or spoilt
@@ -342,6 +352,22 @@ class RestorePoints:
         what = f"the snapshot of rank {report.rank} at step {report.step} cannot be used"
         self._outbox.say(f"{what}: {report.reason} (node {node})", "warning")
         return self._restored is not None and key_of(self._restored) == key
+
+    def _could_not(self, node: str, ledger: Ledger, report: m.ShardBad) -> bool:
+        """Whether the report is of a rank of the round that runs, which could not save a step: then
+        its node holds nothing of that rank there. Each reason of a rank is told once."""
+        snap = ledger.snaps.get(report.step)
+        if ledger.upto is not None or (snap and report.rank in snap.held.get(node, {})):
+            return False
+        if self._restored is not None and key_of(self._restored) == (report.round, report.step):
+            return False
+        if ledger.could_not(report.step, report.rank, report.reason):
+            said = (report.rank, report.reason)
+            if said not in self._failures and len(self._failures) < MAX_FAILURES:
+                self._failures[said] = None
+                what = f"rank {report.rank} could not save step {report.step}"
+                self._outbox.say(f"{what}: {report.reason} (node {node})", "warning")
+        return True
 
     def where(self, node: str, asked: m.WhereIs) -> None:
         """Tell `node` who has a shard that it does not: at once, or when it is known that no node

@@ -18,6 +18,12 @@ from dataclasses import dataclass, field
 from elasticrun.wire.messages import Holding
 from elasticrun.wire.types import RoundName, runs
 
+MAX_STEP = 2**63
+"""Above all that there are."""
+
+MOST_FAILED = 64
+"""Steps of a round of which it is known that a rank could not save them."""
+
 MOST_SPANS = 4
 """Spans of ranks that a sentence names."""
 
@@ -144,6 +150,7 @@ class Ledger:
         self.passed = -1  # the newest step that a node has which is needed for it went on without
         self.given_up = (-1, -1)  # steps above the first, up to the second, do not count
         self.snaps: dict[int, Snap] = {}
+        self.failed: dict[int, dict[int, str]] = {}  # step -> ranks that could not save it, and why
         self._last: dict[int, int] = {}  # rank -> the content that it had last
         self._home: dict[int, str] = {}  # rank -> the node that held it last
         self._said: dict[str, dict[int, tuple[Holding, ...]]] = {}  # node -> step -> what it said
@@ -168,9 +175,35 @@ class Ledger:
         return snap.lone if snap is not None else 0
 
     def is_full(self, step: int) -> bool:
-        """Whether each rank holds this step itself."""
+        """Whether each rank holds this step itself, but for those that could not save it."""
         snap = self.snaps.get(step)
-        return snap is not None and snap.ranks >= self.world_size
+        lacking = len(self.failed.get(step, ()))
+        return snap is not None and snap.ranks + lacking >= self.world_size
+
+    def could_not(self, step: int, rank: int, reason: str) -> bool:
+        """A rank of this round could not save a step that may still be saved by others; whether
+        that is news."""
+        if not self._is_open(step) or rank >= self.world_size or rank in self.failed.get(step, ()):
+            return False
+        self.failed.setdefault(step, {})[rank] = reason
+        while len(self.failed) > MOST_FAILED:
+            del self.failed[min(self.failed)]
+        return True
+
+    def why_never(self, step: int) -> str:
+        """Why a step can never be whole, in a clause: every rank with some content could not save
+        it. "" if it may be, or is; O(ranks) for a step that a rank could not save."""
+        snap, failed = self.snaps.get(step), self.failed.get(step, {})
+        able = {content for rank, content in self._last.items() if rank not in failed}
+        for rank, reason in failed.items():
+            content = self._last.get(rank, 0)
+            if content not in able and not (snap and snap.holders.get(content)):
+                return f"rank {rank} could not save it: {reason}"
+        return ""
+
+    def never(self, above: int) -> int:
+        """The newest step above this one that can never be whole; -1: none."""
+        return max((one for one in self.failed if one > above and self.why_never(one)), default=-1)
 
     def is_all_said(self, living: Collection[str]) -> bool:
         """Whether every rank has been told of by its own node, and these nodes are all there:
@@ -206,10 +239,11 @@ class Ledger:
             if gone_by and not all(snap.holders.get(content) for content in mine):
                 self.passed = step
 
-    def give_up(self, above: int) -> None:
-        """Nothing above this step counts of what is held now."""
-        self.given_up = (above, max(self.snaps, default=-1))
-        self._drop(above)
+    def give_up(self, above: int, upto: int = -1) -> None:
+        """Steps above this one up to `upto` do not count; -1: nothing of what is held now."""
+        upto = max(self.snaps, default=-1) if upto < 0 else upto
+        self.given_up = (above, max(upto, self.given_up[1]))
+        self._drop(above, upto)
 
     def keep_only(self, node: str, step: int | None) -> None:
         """Of this node no other step counts any more; None: none does."""
@@ -221,10 +255,11 @@ class Ledger:
         self.upto = step
         self._drop(step)
 
-    def _drop(self, above: int) -> None:
-        self.snaps = {step: snap for step, snap in self.snaps.items() if step <= above}
+    def _drop(self, above: int, upto: int = MAX_STEP) -> None:
+        kept = {step: snap for step, snap in self.snaps.items() if not above < step <= upto}
+        self.snaps = kept
         for node, said in self._said.items():
-            self._said[node] = {step: one for step, one in said.items() if step <= above}
+            self._said[node] = {s: one for s, one in said.items() if not above < s <= upto}
 
     def spoil(self, node: str, step: int, rank: int) -> bool:
         """What this node holds of a rank is bad and counts as absent; whether that is new, and
@@ -272,9 +307,13 @@ class Ledger:
 
     # ------------------------------------------------------------ small change
 
+    def _is_open(self, step: int) -> bool:
+        """Whether what is held of this step counts."""
+        late = self.upto is not None and step > self.upto
+        return not late and not self.given_up[0] < step <= self.given_up[1]
+
     def _is_ours(self, one: Holding) -> bool:
-        late = self.upto is not None and one.step > self.upto
-        if late or self.given_up[0] < one.step <= self.given_up[1]:
+        if not self._is_open(one.step):
             return False
         return one.round == self.name and one.world_size == self.world_size
 

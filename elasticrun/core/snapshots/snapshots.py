@@ -127,6 +127,7 @@ class Snapshots:
         """Raise the watermark, end what is late, begin what is due."""
         points = self.points
         self._replicas.proceed(points.ledgers, points.reports, points.going, now)
+        self.checkpoints.release_failed()
         points.raise_watermark(self._replicas)
         self.checkpoints.proceed(now)
 

@@ -20,6 +20,7 @@ from elasticrun.agent.snapshots import (
     fetching as shards_module,
     peers,
     saver as savers_module,
+    snapshots as snapshots_module,
 )
 from elasticrun.shm import memory
 from elasticrun.shm.segment import NONE, VERSION
@@ -626,3 +627,54 @@ async def test_no_socket_is_left_and_none_has_a_path(node: Node) -> None:
     assert len(name) == 43
     with socket.socket(socket.AF_UNIX) as other, pytest.raises(OSError):
         other.bind(address(name))
+
+
+# ---------------------------------------------------------------- saves that fail on one rank
+
+
+def told(said: m.Holdings) -> list[tuple[int, tuple[int, ...], bool]]:
+    return [(one.step, one.contents, one.wanted) for one in said.held]
+
+
+async def test_a_step_that_one_rank_could_not_save_is_told_without_it(node: Node) -> None:
+    """The others do not wait for it: the master says at once what becomes of the step."""
+    ranks = await node.life(1)
+    ranks[1].say(s.SaveFailed(2, True, "no memory"))
+    bad = await node.master.until(lambda said: True, m.ShardBad)
+    assert (bad.round, bad.step, bad.rank, bad.reason) == (ONE, 2, 1, "no memory")
+    ranks[0].commit(2, persist=True)
+    await node.master.until(
+        lambda said: (2, (CONTENT, 0), True) in told(said),
+        m.Holdings,
+    )
+    waits = asyncio.create_task(ranks[0].asks(s.AwaitRoom(NONE), s.RoomThere))
+    node.snapshots.obey(m.PersistOver("", ONE, 2, False, "rank 1 could not save it"))
+    node.snapshots.obey(m.Watermark(ONE, 1, 2))
+    await waits
+
+
+async def test_a_step_that_no_rank_could_save_is_told_as_wanted(node: Node) -> None:
+    ranks = await node.life(1)
+    for rank in ranks:
+        rank.say(s.SaveFailed(2, True, "no memory"))
+    await node.master.until(
+        lambda said: (2, (0, 0), True) in told(said),
+        m.Holdings,
+    )
+
+
+@pytest.mark.parametrize("how", ["its connection breaks", "it sends garbage"])
+async def test_a_rank_that_is_not_heard_any_more_holds_nobody_up(
+    node: Node, monkeypatch, how: str
+) -> None:
+    monkeypatch.setattr(snapshots_module, "MUTE_AFTER", 0.1)
+    ranks = await node.life(1)
+    if how == "it sends garbage":
+        ranks[1].socket.sendall(b"\xff" * 64)
+    else:
+        ranks[1].close()
+    ranks[0].commit(2, persist=True)
+    bad = await node.master.until(lambda said: said.step == 2, m.ShardBad)
+    assert (bad.rank, bad.reason) == (1, "it is not connected to its agent any more")
+    ranks[0].say(s.SaveFailed(3, False, "no memory"))
+    await node.master.until(lambda said: said.step == 3, m.ShardBad)
