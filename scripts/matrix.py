@@ -2,11 +2,11 @@
 
     make matrix TORCH=2.14.1 PYTHON=python3.12
 
-Makes `.venv-matrix-2.14.1` of that Python with that version as the package index has it (for Linux the CUDA build,
-5 GB), unless `--python` names the interpreter of an environment that has it, and runs a few tests
-of ours in it, each with real processes and no mock. Prints the table's row; ends with 1 if a cell
-of it failed. uv is used for the installation if it is on the PATH, for it takes a quarter of the
-time.
+Makes `.venv-matrix-2.14.1` of that Python with that version as the package index has it (for Linux
+the CUDA build, 5 GB), unless `--python` names the interpreter of an environment that has it, and
+runs a few tests of ours in it, each with real processes and no mock. Prints the table's row; ends
+with 1 if a cell of it failed. uv is used for the installation if it is on the PATH, for it takes a
+quarter of the time.
 """
 
 from __future__ import annotations
