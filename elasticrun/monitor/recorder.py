@@ -18,7 +18,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from elasticrun.monitor.recorders import CPU, Group, Recorder, Row, groups, is_by_hook, recorders
+from elasticrun.monitor.recorders import (
+    CPU,
+    FlightRecorder,
+    Row,
+    TorchGroup,
+    groups,
+    is_by_hook,
+    recorders,
+)
 from elasticrun.wire import env
 from elasticrun.wire.progress import MAX_GROUPS_SAID, GroupSays
 from elasticrun.wire.types import write_ranges
@@ -94,7 +102,7 @@ def positions() -> tuple[GroupSays, ...]:
     return _most(found)
 
 
-def _positions(recorder: Recorder, known: Sequence[Group]) -> list[GroupSays]:
+def _positions(recorder: FlightRecorder, known: Sequence[TorchGroup]) -> list[GroupSays]:
     """Of the groups that this recorder holds."""
     status, entries = recorder.whole()
     by_name = {group.name: group for group in known}
@@ -113,7 +121,7 @@ def _positions(recorder: Recorder, known: Sequence[Group]) -> list[GroupSays]:
     return found
 
 
-def _name(recorder: Recorder, group: Group) -> str:
+def _name(recorder: FlightRecorder, group: TorchGroup) -> str:
     """The name of what this recorder holds of the group."""
     mine = {type for name in recorder.backends for type in group.devices.get(name, ())}
     apart = group.devices.keys() - recorder.backends
@@ -134,7 +142,7 @@ def _names(
     return found
 
 
-def _counted(recorder: Recorder, number: str, row: Row) -> GroupSays:
+def _counted(recorder: FlightRecorder, number: str, row: Row) -> GroupSays:
     entered, started, done = (
         int(row.get(f"last_{what}_collective", -1)) for what in ("enqueued", "started", "completed")
     )

@@ -10,7 +10,7 @@ the backend that serves it:
   records into one recorder for each backend name. A hook that a script attaches itself under torch
   2.14 records into the default recorder.
 
-A hook numbers calls differently: see `Recorder.hooked`.
+A hook numbers calls differently: see `FlightRecorder.hooked`.
 
 torch is looked up and never imported. Nothing is read before the script has made a process group,
 since the first read fixes the size of the ring.
@@ -44,7 +44,7 @@ CPU: Final = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TorchGroup:
     """A process group: the name that all its ranks know it by, its description, its members (ranks
     of the job) and, by backend, the types of device that the backend serves in it."""
 
@@ -53,13 +53,13 @@ class Group:
     ranks: Iterable[int]
     devices: Mapping[str, frozenset[str]]  # empty: not known
 
-    def is_fed_to(self, recorder: Recorder) -> bool:
+    def is_fed_to(self, recorder: FlightRecorder) -> bool:
         """Whether this recorder may hold collectives of the group."""
         return not self.devices or not recorder.backends.isdisjoint(self.devices)
 
 
 @dataclass(frozen=True, slots=True)
-class Recorder:
+class FlightRecorder:
     """One of torch's recorders. `key` is unique within the process, `backends` feed it."""
 
     key: str
@@ -89,13 +89,13 @@ def is_by_hook(entry: Row) -> bool:
     return str(entry.get("profiling_name") or "").partition(":")[0] not in SELF_RECORDING
 
 
-def groups() -> tuple[Group, ...]:
+def groups() -> tuple[TorchGroup, ...]:
     """The process groups that there are, in the order in which they were made."""
     world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     names = dict(getattr(world, "pg_names", None) or {})
     ranks = dict(getattr(world, "pg_group_ranks", None) or {})
     return tuple(
-        Group(
+        TorchGroup(
             str(name),
             str(getattr(made, "group_desc", "") or ""),
             ranks.get(made) or (),
@@ -105,7 +105,7 @@ def groups() -> tuple[Group, ...]:
     )
 
 
-def recorders(known: Sequence[Group]) -> tuple[Recorder, ...]:
+def recorders(known: Sequence[TorchGroup]) -> tuple[FlightRecorder, ...]:
     """The recorders that these groups feed, those of accelerators first."""
     c10d = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
     names = {backend for group in known for backend in group.devices or (DEFAULT,)}
@@ -113,17 +113,17 @@ def recorders(known: Sequence[Group]) -> tuple[Recorder, ...]:
     for name, function in OWN_DUMPS.items():
         dump = getattr(c10d, function, None)
         if name in names and dump is not None:
-            found.append(Recorder(name, frozenset({name}), dump))
+            found.append(FlightRecorder(name, frozenset({name}), dump))
     plain = getattr(c10d, PLAIN_DUMP, None)
     others = names - OWN_DUMPS.keys()
     if plain is None or not others:
         return tuple(found)
     if not _takes_backend(plain):
-        return (*found, Recorder("", frozenset(others), plain))
+        return (*found, FlightRecorder("", frozenset(others), plain))
     for name in sorted(others, key=lambda name: (name == DEFAULT, name)):
         # the hook has a name's colons replaced
         dump = plain if name == DEFAULT else partial(plain, backend=name.replace(":", "_"))
-        found.append(Recorder("" if name == DEFAULT else name, frozenset({name}), dump))
+        found.append(FlightRecorder("" if name == DEFAULT else name, frozenset({name}), dump))
     return tuple(found)
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from elasticrun.monitor.recorders import CPU, Recorder, Row, groups, recorders
+from elasticrun.monitor.recorders import CPU, FlightRecorder, Row, groups, recorders
 from elasticrun.wire import env
 from elasticrun.wire.progress import Own
 
@@ -85,7 +85,7 @@ def look() -> Look:
     return Look(Own.KNOWN, tuple(plain)) if plain else Look(Own.UNTOLD)
 
 
-def _entries(recorder: Recorder) -> tuple[Collective, ...]:
+def _entries(recorder: FlightRecorder) -> tuple[Collective, ...]:
     return tuple(map(_collective, recorder.whole()[1]))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elasticrun.monitor import recorder
-from elasticrun.monitor.recorders import Group, Recorder, recorders
+from elasticrun.monitor.recorders import FlightRecorder, TorchGroup, recorders
 from elasticrun.wire.progress import GroupSays
 from tests import needs
 from tests.harness import SCRIPTS
@@ -45,8 +45,8 @@ def one(
         said = {"pg_status": status, **({"entries": entries} if collectives else {})}
         return json.dumps(said).encode()
 
-    read = Recorder("" if backend == "gloo" else backend, frozenset({backend}), dump)
-    group = Group("0", "default_pg", range(4), devices)
+    read = FlightRecorder("" if backend == "gloo" else backend, frozenset({backend}), dump)
+    group = TorchGroup("0", "default_pg", range(4), devices)
     (found,) = recorder._positions(read, [group])
     return found
 
