@@ -194,6 +194,10 @@ DEPARTURE_GRACE: Final = 25.0
 """Seconds from a death signal until a node leaves, where its ranks can save a step before
 (`--departure-grace`); 5 below what Kubernetes gives a pod. 0: it leaves at once."""
 
+CHILD_EXIT_TIMEOUT: Final = 30.0
+"""Seconds for which processes that ranks have left running may go on after a clean end
+(`--child-exit-timeout`): an upload that a script starts last, say. 0: they are ended at once."""
+
 SPAWN_TIMEOUT: Final = 300.0
 """How long the fork server may take to start all ranks of a node before the agent gives it up;
 raise it where executables come from a file system that takes minutes."""
@@ -377,6 +381,7 @@ class AgentConfig:
     shutdown_timeout: float = SHUTDOWN_TIMEOUT
     exit_barrier_timeout: float | None = None  # None: as long as the job runs
     departure_grace: float = DEPARTURE_GRACE
+    child_exit_timeout: float = CHILD_EXIT_TIMEOUT
     # events, status
     event_log_handler: str = "null"
     console_fds: tuple[int, ...] = (1, 2)  # where tee'd output is shown: stdout's, stderr's

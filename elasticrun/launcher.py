@@ -25,7 +25,7 @@ from elasticrun.cli.devices import this_machine
 from elasticrun.cli.resolve import resolve
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.trust import withdraw
-from elasticrun.config import AgentConfig
+from elasticrun.config import CHILD_EXIT_TIMEOUT, AgentConfig
 from elasticrun.core.events import Exit
 from elasticrun.errors import LaunchError, child_failed_error, signal_exception
 from elasticrun.wire import env
@@ -283,6 +283,7 @@ def _as_flags(config: LaunchConfig) -> argparse.Namespace:
         shutdown_timeout=config.shutdown_timeout,
         on_hang=os.environ.get("ELASTICRUN_ON_HANG") or "auto",
         hang_limit=os.environ.get("ELASTICRUN_HANG_LIMIT") or 0,
+        child_exit_timeout=os.environ.get("ELASTICRUN_CHILD_EXIT_TIMEOUT") or CHILD_EXIT_TIMEOUT,
         training_script="",
         training_script_args=[],
     )

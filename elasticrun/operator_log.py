@@ -70,6 +70,57 @@ class PlainFormatter(logging.Formatter):
         return f"\x1b[{code}m{self.who}:\x1b[0m {text}" if code else f"{self.who}: {text}"
 
 
+class OpenLine:
+    """The line without an end on one terminal or pipe (a prompt, a progress bar), shared by all
+    writers of this process. Whoever writes something else there ends it first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: object = None
+        self._shown = b""
+        self._broken: dict[object, bytes] = {}
+        """Lines without an end that others have cut off, by whose they are."""
+
+    def then(self, owner: object, data: bytes, *, ends: bool = True, columns: int = 0) -> bytes:
+        """The bytes to write so that `data`, the whole line of `owner` so far, is shown next.
+
+        `ends`: it has a line break. `columns`: of a terminal where a line that fits can be written
+        over; 0: it cannot be."""
+        with self._lock:
+            before = self._broken.pop(owner, None)
+            if before is not None and data.rstrip(b"\n") == before:  # it stands there already
+                if not ends:
+                    self._broken[owner] = before
+                return b""
+            last, shown = self._owner, self._shown
+            self._owner, self._shown = (None, b"") if ends else (owner, data)
+            if last is None:
+                return data
+            if last != owner:
+                self._broken[last] = shown
+                return b"\n" + data
+        if data.startswith(shown):
+            return data[len(shown) :]
+        if len(shown.decode(errors="replace")) >= columns:
+            return b"\n" + data
+        return b"\r" + data.rstrip(b"\n") + _TO_END_OF_LINE + (b"\n" if ends else b"")
+
+
+_TO_END_OF_LINE = b"\x1b[K"
+"""Clears what an earlier, longer text has left of the line."""
+
+_open_lines: dict[tuple[int, int, int], OpenLine] = {}
+
+
+def open_line(fd: int) -> OpenLine:
+    """Of the terminal, pipe or file behind this descriptor."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return OpenLine()
+    return _open_lines.setdefault((found.st_dev, found.st_ino, found.st_rdev), OpenLine())
+
+
 class StderrWriter:
     """One thread that writes to a file descriptor what others hand it; never blocks them."""
 
@@ -118,6 +169,7 @@ class StderrWriter:
             if self._dropped:
                 item = b"elasticrun: %d lines were dropped\n" % self._dropped + item
                 self._dropped = 0
+            item = open_line(self._fd).then(self, item)
             try:
                 while item:
                     item = item[os.write(self._fd, item) :]

@@ -50,11 +50,14 @@ def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> tu
     import subprocess
     import time
 
+    from elasticrun.system import debugger
+
     try:
-        child = subprocess.Popen(
-            command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+        with debugger.escaped():
+            child = subprocess.Popen(
+                command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
     except OSError as error:
         raise NoAnswer(f"{command[0]} cannot be started: {error.strerror}") from None
     try:

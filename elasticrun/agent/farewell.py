@@ -249,10 +249,10 @@ class Clearing:
         except Exception:
             logger.exception("%s failed", what)
 
-    async def descendants(self, ranks: Ranks, grace: float) -> None:
-        """What finished ranks have left in sessions of their own gets SIGTERM, and `grace` seconds
-        until it is killed; `hurry` ends the wait for it."""
-        await self._until_hurried(ranks.clear(grace), grace + 1.0)
+    async def descendants(self, ranks: Ranks, grace: float, linger: float) -> None:
+        """What finished ranks have left may go on for `linger` seconds; then it gets SIGTERM, and
+        `grace` seconds until it is killed. `hurry` ends the wait for it."""
+        await self._until_hurried(ranks.clear(grace, linger), linger + grace + 1.0)
 
     async def output(self, output: RankOutput, *, hurried: bool) -> None:
         """Show what the ranks have printed, as long as somebody reads it; from a death signal on,

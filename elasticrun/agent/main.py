@@ -11,6 +11,7 @@ can be waited for, and USR1 and USR2 are passed on to the ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -19,14 +20,18 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from elasticrun import operator_log
 from elasticrun.agent.boot import Reaper, SpawnerProcess, misplanted, start_spawner
 from elasticrun.agent.link.trust import unusable, with_trust
 from elasticrun.agent.warm import leave_behind
 from elasticrun.config import EXIT_FAILED, EXIT_USAGE, AgentConfig
+from elasticrun.system import debugger
+from elasticrun.system.network import no_loopback
 from elasticrun.system.processes import become_subreaper
 from elasticrun.system.sandbox import refused
-from elasticrun.wire.spawning import ignored_signals
+from elasticrun.wire.spawning import ignored_signals, is_kept_ignored
 
 if TYPE_CHECKING:
     import asyncio
@@ -59,6 +64,8 @@ class SignalInbox:
             number = getattr(signal, name, None)
             if not isinstance(number, signal.Signals):
                 self.unknown.append(name)
+                continue
+            if is_kept_ignored(number):
                 continue
             try:
                 self._saved[number] = signal.signal(number, self._caught)
@@ -128,10 +135,13 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
         return _said(Exit(EXIT_USAGE, wrong, (), 0))
     if wrong := refused():
         return _said(Exit(EXIT_FAILED, wrong, (), 0))
-    # Death signals are caught here, and what is caught is back to its default in a new program:
-    # under `nohup`, ranks of torchrun obey a SIGHUP, and so must these.
+    if wrong := no_loopback():
+        return _said(Exit(EXIT_FAILED, wrong, (), 0))
+    config = _for_debugger(config) if debugger.follows() else config
+    # Death signals are caught here, and what is caught is back to its default in a new program.
+    # Ranks ignore what we go on ignoring.
     caught = {getattr(signal, name, None) for name in config.signals_to_handle}
-    ignored = tuple(number for number in ignored_signals() if number not in caught)
+    ignored = tuple(n for n in ignored_signals() if n not in caught or is_kept_ignored(n))
     inbox = SignalInbox(config.signals_to_handle)
     inbox.install()
     try:
@@ -178,6 +188,21 @@ def _runner() -> asyncio.Runner:
     runner = asyncio.Runner()
     atexit.register(runner.close)
     return runner
+
+
+def _for_debugger(config: AgentConfig) -> AgentConfig:
+    """Ranks that stand at a breakpoint are no hang."""
+    operator_log.logger.log(
+        operator_log.NOTICE,
+        "a debugger is in this process: it follows into the ranks, which are exec'd for it",
+    )
+    watch = config.spec.watch
+    if config.spec.max_nodes == 1 and watch.on_hang == "auto":  # else all nodes have to agree
+        spec = msgspec.structs.replace(
+            config.spec, watch=msgspec.structs.replace(watch, on_hang="tell")
+        )
+        return dataclasses.replace(config, spec=spec)
+    return config
 
 
 def fill_standard_fds() -> None:

@@ -459,7 +459,10 @@ class NodeAgent:
         if outcome is not None:
             grace = self._config.shutdown_timeout
             grace = end.left(grace) / 2 if signalled else grace
-            await end.step("the end of ranks' processes", end.descendants(self._ranks, grace), None)
+            well = outcome.code == EXIT_OK and not signalled
+            linger = self._config.child_exit_timeout if well else 0.0
+            ended = end.descendants(self._ranks, grace, linger)
+            await end.step("the end of ranks' processes", ended, None)
             if not signalled:
                 end.begin()
         goodbye = awaited(self._link.close(GOODBYE), "goodbye")

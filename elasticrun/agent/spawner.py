@@ -290,7 +290,10 @@ class Spawners:
             elif isinstance(message, spawning.Exited | spawning.SpawnFailed):
                 self._unwatch(message.key)
             assert not isinstance(message, spawning.Pong)  # its own spawner has taken it
-            keys = message.keys if isinstance(message, spawning.Swept) else (message.key,)
+            if isinstance(message, spawning.Swept | spawning.Lingering):
+                keys = message.keys
+            else:
+                keys = (message.key,)
             children = (spawner.children[key] for key in keys if key in spawner.children)
             if (child := next(children, None)) is not None:
                 child.owner.heard(child, message)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.operator_log import NOTICE, logger
+from elasticrun.system import debugger
 from elasticrun.system.processes import boot_id
 from elasticrun.wire import env, frames, spawning
 from elasticrun.wire.types import EntryKind
@@ -265,11 +266,12 @@ def start(
     reading, writing = os.pipe2(os.O_CLOEXEC)
     silent = None if wait else subprocess.DEVNULL
     try:
-        process = subprocess.Popen(
-            spawning.warm_command(path, idle=idle, tells=writing if wait else -1),
-            env=environ, stdin=subprocess.DEVNULL, stdout=silent, stderr=silent,
-            pass_fds=(writing,) if wait else (), start_new_session=True,
-        )  # fmt: skip
+        command = spawning.warm_command(path, idle=idle, tells=writing if wait else -1)
+        with debugger.escaped():
+            process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=silent, stderr=silent,
+                pass_fds=(writing,) if wait else (), start_new_session=True,
+            )  # fmt: skip
     finally:
         os.close(writing)
     answer = ""

@@ -18,7 +18,9 @@ from typing import Any, Final
 from elasticrun.caller.consoles import Consoles
 from elasticrun.config import EXIT_FAILED, AgentConfig
 from elasticrun.core.events import Exit
+from elasticrun.system import debugger
 from elasticrun.system.processes import memory_file
+from elasticrun.wire.spawning import is_kept_ignored
 from elasticrun.wire.types import dumps, loads
 
 END_LIMIT: Final = 60.0
@@ -63,11 +65,12 @@ class AgentProcess:
             with open(config_fd, "wb", closefd=False) as file:
                 file.write(dumps(config).encode())
             os.lseek(config_fd, 0, os.SEEK_SET)
-            self.process = subprocess.Popen(
-                command("elasticrun.agent", *(f"{name}={fd}" for name, fd in fds.items())),
-                pass_fds=(*fds.values(), *self._consoles.fds),
-                start_new_session=True,
-            )
+            with debugger.escaped():
+                self.process = subprocess.Popen(
+                    command("elasticrun.agent", *(f"{name}={fd}" for name, fd in fds.items())),
+                    pass_fds=(*fds.values(), *self._consoles.fds),
+                    start_new_session=True,
+                )
         except BaseException:
             self._result.close()
             raise
@@ -142,7 +145,7 @@ def signals_passed_on(agent: AgentProcess, names: tuple[str, ...]) -> Iterator[d
         for name in names:
             number = getattr(signal, name, None)
             try:
-                if isinstance(number, signal.Signals):
+                if isinstance(number, signal.Signals) and not is_kept_ignored(number):
                     before[number] = signal.signal(number, pass_on)
             except (OSError, ValueError) as error:
                 logger.warning("%s cannot be handled: %s", name, error)

@@ -26,7 +26,8 @@ from elasticrun.caller.helpers import Helpers
 from elasticrun.caller.rank_process import FunctionRank, RankPlan, Sparing, run_rank
 from elasticrun.config import STUCK_AFTER
 from elasticrun.forkserver.helpers.helper import ProbeHelper, SaverHelper
-from elasticrun.system.sweep import Sweep, end_at_once, kill_group
+from elasticrun.system import debugger, processes
+from elasticrun.system.sweep import MOST_TOLD, Sweep, SweepStage, end_at_once, kill_group
 from elasticrun.wire import env, spawning
 from elasticrun.wire.frames import Connection, FrameError, NotRead
 
@@ -64,6 +65,7 @@ class FunctionSpawner:
         self._pids: dict[int, int] = {}  # key -> pid, until swept
         self._sweep: tuple[tuple[int, ...], Sweep] | None = None
         self._waiting_sweeps: list[spawning.SweepOrder] = []
+        self._lingers = False
         self._keepalive_until: float | None = None
         self._talking = True
 
@@ -122,6 +124,7 @@ class FunctionSpawner:
         if self._sweep is not None and now >= self._sweep[1].deadline:
             before = list(self._sweep[1].watch)
             stuck = self._sweep[1].overdue()
+            self._tell_lingering(*self._sweep)
             if stuck:
                 for pidfd in before:
                     self._selector.unregister(pidfd)
@@ -294,7 +297,7 @@ class FunctionSpawner:
 
     def _fork(self, become: Callable[[], NoReturn]) -> int:
         """A fork that becomes that. It never leaves this block (see `Sparing`)."""
-        with self._sparing.forking():
+        with self._sparing.forking(), debugger.escaped():
             pid = os.fork()
             if pid == 0:
                 try:
@@ -311,12 +314,22 @@ class FunctionSpawner:
             return
         order = self._waiting_sweeps.pop(0)
         pids = [self._pids[key] for key in order.keys if key in self._pids]
-        for pid in pids:
+        for pid in pids if order.linger <= 0 else ():
             kill_group(pid, signal.SIGKILL)
-        now = time.monotonic()
-        sweep = Sweep(pids, self._mark, grace=order.grace, patience=STUCK_AFTER, now=now)
+        now, linger = time.monotonic(), order.linger
+        sweep = Sweep(
+            pids, self._mark, grace=order.grace, patience=STUCK_AFTER, now=now, linger=linger
+        )
         self._sweep = (order.keys, sweep)
+        self._lingers = linger > 0
         self._watch_sweep(sweep)
+
+    def _tell_lingering(self, keys: tuple[int, ...], sweep: Sweep) -> None:
+        """Of those that might go on for a while: that they run, and when they are ended."""
+        if self._lingers and sweep.watch and sweep.stage in (SweepStage.TOLD, SweepStage.ASKED):
+            pids = tuple(sorted(sweep.watch.values())[:MOST_TOLD])
+            commands, ending = tuple(map(processes.command, pids)), sweep.stage is SweepStage.ASKED
+            self._say(spawning.Lingering(keys, pids, commands, ending))
 
     def _watch_sweep(self, sweep: Sweep) -> None:
         for pidfd in sweep.watch:

@@ -27,6 +27,7 @@ from elasticrun.forkserver.helpers.helper import (
     StoreHelper,
     environment,
 )
+from elasticrun.system import debugger
 from elasticrun.system.sweep import kill_group
 from elasticrun.wire.spawning import FromSpawner, Spawned, SpawnFailed, SpawnStore
 
@@ -190,12 +191,13 @@ def _become(helper: Helper, parent: int) -> NoReturn:
 
 def _execute(helper: Helper, order: Order | None, parent: int) -> subprocess.Popen[bytes]:
     environ = dict(os.environb)
-    return subprocess.Popen(
-        helper.words(parent),
-        env=environ if order is None else environment(environ, order),
-        pass_fds=helper.inherited,
-        stdin=subprocess.DEVNULL,
-        stdout=helper.output,
-        stderr=helper.output,
-        start_new_session=True,
-    )
+    with debugger.escaped():
+        return subprocess.Popen(
+            helper.words(parent),
+            env=environ if order is None else environment(environ, order),
+            pass_fds=helper.inherited,
+            stdin=subprocess.DEVNULL,
+            stdout=helper.output,
+            stderr=helper.output,
+            start_new_session=True,
+        )

@@ -18,7 +18,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
 from elasticrun.checkpointing.parts import (
     ModulePart,
@@ -33,7 +32,6 @@ from elasticrun.checkpointing.parts import (
     fitting,
     unflatten,
 )
-from elasticrun.dcp.garbage import no_collection
 from elasticrun.dcp.items import (
     OWN_PREFIX,
     Flat,
@@ -50,6 +48,7 @@ from elasticrun.dcp.items import (
     serialise,
 )
 from elasticrun.dcp.loading import NotAllowed, deserialise
+from elasticrun.dcp.torches import DTensor, no_collection
 from elasticrun.shm.layout import Item, ItemKind, Layout
 
 RNG: Final = "__rng"

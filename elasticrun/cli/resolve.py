@@ -341,6 +341,7 @@ def _stopping(asked: Asked, shutdown: float) -> dict[str, Any]:
         "shutdown_timeout": shutdown,
         "exit_barrier_timeout": _optional_time(asked, "exit_barrier_timeout", barrier),
         "departure_grace": _time(asked, "departure_grace"),
+        "child_exit_timeout": _time(asked, "child_exit_timeout"),
     }
 
 

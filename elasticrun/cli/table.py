@@ -250,6 +250,9 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
         _flag("--departure-grace", _SECONDS, "SECONDS", config.DEPARTURE_GRACE,
             "Time from such a signal until a node leaves, in which its ranks save a step, if they "
             "have a Checkpointer; 0: none.", OURS),
+        _flag("--child-exit-timeout", _SECONDS, "SECONDS", config.CHILD_EXIT_TIMEOUT,
+            "After a clean end: how long processes that ranks have left running (an upload, say) "
+            "may go on before they get SIGTERM; 0: they are ended at once.", OURS),
         _flag("--signals-to-handle", _TEXT, "NAME,...", "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             "Signals that end the job: passed on to the ranks, which are killed after the shutdown "
             "timeout."),

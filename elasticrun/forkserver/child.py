@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 
 from elasticrun.forkserver.helpers.helper import environment
 from elasticrun.forkserver.lazy_imports import GUARDED, Baseline, Stash
-from elasticrun.forkserver.program import BecomeRank, Program, command
+from elasticrun.forkserver.program import BecomeRank, Program
 from elasticrun.monitor import monitor, recorder
 from elasticrun.system import processes
 from elasticrun.system.title import set_command_line
-from elasticrun.wire.spawning import SpawnRank
+from elasticrun.wire.spawning import SpawnRank, command
 
 PAGE_BYTES = 16 * 1024
 """Room for the few sentences that a rank ever says."""

@@ -31,6 +31,7 @@ from elasticrun.wire.spawning import (
     Configure,
     FromSpawner,
     Keepalive,
+    Lingering,
     Notice,
     Ping,
     Pong,
@@ -166,9 +167,13 @@ class Server:
         if self._stopped.look(self._children.stores(), time.monotonic()):
             stood = f"a store host was stopped (SIGSTOP) for {STOPPED_LIMIT:g} s"
             self._talk.send(Notice(f"{stood} and is woken: ranks may wait for it"))
-        for done in self._sweeper.look(self._children.living(), time.monotonic()):
-            self._children.forget(done.keys)
-            self._talk.send(Swept(done.keys, done.stuck))
+        for told in self._sweeper.look(self._children.living(), time.monotonic()):
+            if isinstance(told, sweep.Left):
+                commands = tuple(map(processes.command, told.pids))
+                self._talk.send(Lingering(told.keys, told.pids, commands, told.ending))
+            else:
+                self._children.forget(told.keys)
+                self._talk.send(Swept(told.keys, told.stuck))
 
     def _obey(self, order: ToSpawner) -> None:
         match order:
@@ -182,7 +187,8 @@ class Server:
                 self._children.send_signal(order.key, signal.SIGKILL)
             case SweepOrder():
                 groups = self._children.groups(order.keys)
-                self._sweeper.start(order.keys, groups, order.grace, time.monotonic())
+                now = time.monotonic()
+                self._sweeper.start(order.keys, groups, order.grace, now, linger=order.linger)
                 self._reap()
             case Keepalive():
                 self._keepalive_limit = order.limit

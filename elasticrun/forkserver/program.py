@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
 
+from elasticrun.wire.spawning import command
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 MAX_CALLSTACK = 256 * 1024
@@ -223,23 +224,6 @@ def _depth() -> int:
 
 
 # ---------------------------------------------------------------- what python derives from argv
-
-
-def command(entry: Entrypoint, python: str = "") -> list[str]:
-    """The command line of the program when it is exec'd."""
-    words = [entry.target, *entry.args]
-    if entry.kind is EntryKind.COMMAND:
-        return words
-    flags = ["-u", "-m"] if entry.kind is EntryKind.MODULE else ["-u"]
-    if entry.kind is EntryKind.RUN_PATH:
-        flags += ["-c", _RUN_PATH]
-    return [python or sys.executable, *flags, *words]
-
-
-_RUN_PATH = (
-    "import sys,runpy;sys.flags.safe_path or sys.path.pop(0);sys.argv.pop(0);"
-    "runpy.run_path(sys.argv[0],run_name='__main__')"
-)
 
 
 def absolute(target: str) -> str:

@@ -29,7 +29,7 @@ from typing import IO, Any, Final
 
 from elasticrun import __version__
 from elasticrun.system.inotify import IN_MOVED_TO, Inotify
-from elasticrun.system.processes import ProcessId, die_with_parent
+from elasticrun.system.processes import ProcessId, die_with_parent, home
 from elasticrun.system.title import set_title
 from elasticrun.wire.env import BY_SSH
 
@@ -211,15 +211,15 @@ def _claim(folder: Path) -> bool:
 
 def _home(environ: Mapping[str, str]) -> Path:
     state = environ.get("XDG_STATE_HOME", "")
-    base = Path(state) if state.startswith("/") else Path.home() / ".local/state"
-    home = base / "elasticrun" / "hosts"
-    home.mkdir(parents=True, exist_ok=True)
-    return home
+    base = Path(state) if state.startswith("/") else home() / ".local/state"
+    folder = base / "elasticrun" / "hosts"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
-def _sweep(home: Path) -> None:
+def _sweep(folders: Path) -> None:
     """Remove what nobody has fetched, but for the newest."""
-    ended = [path for path in home.iterdir() if _end_of(path) is not None]
+    ended = [path for path in folders.iterdir() if _end_of(path) is not None]
     ended.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     for path in ended[KEPT:]:
         shutil.rmtree(path, ignore_errors=True)

@@ -22,6 +22,7 @@ from elasticrun.hosts.far import STREAMS
 from elasticrun.hosts.hostfile import NamedHost
 from elasticrun.hosts.ssh import Cut, Hopeless, SshConnection, address_of, is_here
 from elasticrun.system.network import routed_address
+from elasticrun.wire.spawning import is_kept_ignored
 from elasticrun.wire.types import Endpoint
 
 DELAYS: Final = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
@@ -88,6 +89,8 @@ class Fleet:
         """To the end of all agents; the job's exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if is_kept_ignored(number):
+                continue
             loop.add_signal_handler(number, self._signalled, number)
         async with asyncio.TaskGroup() as group:
             for member in self.members:

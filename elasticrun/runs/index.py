@@ -17,6 +17,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from elasticrun.core.words import nearest
 from elasticrun.runs.layout import ENDED, JOB, RunFolder
+from elasticrun.system.processes import home
 from elasticrun.wire import env
 
 MAX_RUNS: Final = 4096
@@ -72,10 +73,7 @@ def runs_root(environ: Mapping[str, str]) -> Path:
         return Path(own).absolute()
     base = Path(environ.get("XDG_STATE_HOME", ""))
     if not base.is_absolute():
-        try:
-            base = Path.home() / ".local" / "state"
-        except RuntimeError as wrong:
-            raise OSError(str(wrong)) from None
+        base = home() / ".local" / "state"
     return base / "elasticrun" / "runs"
 
 

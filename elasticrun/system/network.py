@@ -38,6 +38,17 @@ def routed_address() -> str:
     return ""
 
 
+def no_loopback() -> str:
+    """A sentence where nothing is reached at 127.0.0.1 (in a network namespace whose loopback is
+    down), on which every job depends; "" where it is."""
+    try:
+        source_of("127.0.0.1")
+    except OSError as wrong:
+        why = f"127.0.0.1 cannot be reached on this host ({wrong.strerror})"
+        return f"{why}: bring its loopback interface up (`ip link set lo up`, as root)"
+    return ""
+
+
 def is_ours(address: str) -> bool:
     """Whether `address` (in numbers) is one of this host's own, loopback among them."""
     if is_loopback(address):

@@ -32,6 +32,15 @@ def user_name() -> str:
         return str(os.geteuid())
 
 
+def home() -> Path:
+    """This user's home folder. OSError, a sentence, where there is none: a container may run as a
+    user that its passwd does not know."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise OSError("this user has no home (HOME is not set, nor is one in passwd)") from None
+
+
 def die_with_parent(signum: int) -> None:
     """Have the kernel send us `signum` when the thread that created us ends; 0: never mind."""
     _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signum))
@@ -96,6 +105,17 @@ def text_of(pid: int, name: str) -> str:
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+MAX_COMMAND = 200
+"""Characters of a command line that are shown to people."""
+
+
+def command(pid: int) -> str:
+    """The command line of a process in one line for people, else its name; "" if it is gone."""
+    words = text_of(pid, "cmdline").rstrip("\0").split("\0")
+    line = " ".join(" ".join(words).split()) or text_of(pid, "comm")
+    return line if len(line) <= MAX_COMMAND else f"{line[: MAX_COMMAND - 4]} ..."
 
 
 def read_process(pid: int) -> Process | None:

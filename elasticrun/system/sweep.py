@@ -29,6 +29,13 @@ from elasticrun.system import processes as linux
 STUCK_AFTER = 30.0
 """Seconds after SIGKILL until a process is reported as one that the kernel keeps (D-state)."""
 
+TELL_AFTER = 1.0
+"""Seconds until processes that may go on are told of: most that a rank leaves end by themselves
+with it (multiprocessing's resource tracker, say)."""
+
+MOST_TOLD = 32
+"""Processes that are named where there are more."""
+
 LOOK_AGAIN = 0.05
 """Seconds until the next look at the end of the server, when a killed process' parent, dying
 itself, may have been the one that was told."""
@@ -69,6 +76,18 @@ def kill_group(pid: int, signum: int, *, alone: bool = False) -> None:
             return
 
 
+class SweepStage(Enum):
+    """How far a `Sweep` is."""
+
+    LEFT = "left"  # they may go on
+    TOLD = "told"  # they may go on, and have been told of
+    ASKED = "asked"  # they have been sent SIGTERM
+    FORCED = "forced"  # they have been sent SIGKILL
+
+
+_SIGNALS = {SweepStage.ASKED: signal.SIGTERM, SweepStage.FORCED: signal.SIGKILL}
+
+
 class Sweep:
     """The removal of what one set of ranks left.
 
@@ -77,15 +96,27 @@ class Sweep:
     """
 
     def __init__(
-        self, ranks: Collection[int], mark: bytes, *, grace: float, patience: float, now: float
+        self,
+        ranks: Collection[int],
+        mark: bytes,
+        *,
+        grace: float,
+        patience: float,
+        now: float,
+        linger: float = 0.0,
     ) -> None:
         """SIGKILL to what is in the ranks' sessions; SIGTERM to the rest, SIGKILL `grace` seconds
-        later. What then still is there after `patience` seconds is kept by the kernel."""
+        later. What then still is there after `patience` seconds is kept by the kernel. With
+        `linger`, all may go on for so many seconds, and get SIGTERM then."""
         self._ranks = frozenset(ranks)
         self._mark = mark
-        self._patience = patience
-        self._forced = False
-        self.deadline = now + grace
+        self.stage = SweepStage.ASKED
+        self.deadline = now + linger + grace
+        self._later = [(SweepStage.FORCED, self.deadline + patience)]
+        if linger > 0:
+            self.stage, self.deadline = SweepStage.LEFT, now + min(TELL_AFTER, linger)
+            asked = (SweepStage.ASKED, now + linger + grace)
+            self._later = [(SweepStage.TOLD, now + linger), asked, *self._later]
         self.watch: dict[int, int] = {}  # pidfd -> pid
         self._look()
 
@@ -98,13 +129,12 @@ class Sweep:
             self._look()
 
     def overdue(self) -> tuple[int, ...]:
-        """The deadline has passed: kill what is left; or, when that was done, the pids of those
+        """The deadline has passed: the next stage begins; or, when all was done, the pids of those
         that did not die of it. Those are not watched any more."""
-        if not self._forced:
-            self._forced = True
-            self.deadline += self._patience
-            for pidfd in self.watch:
-                _send(pidfd, signal.SIGKILL)
+        if self._later:
+            self.stage, self.deadline = self._later.pop(0)
+            for pidfd in self.watch if self.stage in _SIGNALS else ():
+                _send(pidfd, _SIGNALS[self.stage])
             return ()
         stuck = tuple(self.watch.values())
         self.close()
@@ -129,7 +159,9 @@ class Sweep:
                 os.close(pidfd)
                 continue
             self.watch[pidfd] = int(name)
-            _send(pidfd, signal.SIGKILL if self._forced or kind is Tie.SESSION else signal.SIGTERM)
+            if self.stage in _SIGNALS:
+                own_session = kind is not Tie.SESSION
+                _send(pidfd, _SIGNALS[self.stage] if own_session else signal.SIGKILL)
 
 
 def _send(pidfd: int, signum: int) -> None:
@@ -159,15 +191,32 @@ def end_at_once(ranks: Collection[int], mark: bytes, limit: float) -> tuple[int,
 class _Sweep:
     keys: tuple[int, ...]
     groups: frozenset[int]
+    ask_at: float
     kill_at: float
     give_up_at: float
+    lingers: bool
+    to_tell: list[float]
+    """When is told what is left, of a sweep that lets it go on: at first, and as it ends."""
     asked: set[int] = field(default_factory=set)
+
+    def deadline(self, now: float) -> float:
+        times = (*self.to_tell, self.ask_at, self.kill_at)
+        return min((at for at in times if at > now), default=self.give_up_at)
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     keys: tuple[int, ...]
     stuck: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Descendants that run although their ranks have ended; `ending`: they were sent SIGTERM."""
+
+    keys: tuple[int, ...]
+    pids: tuple[int, ...]
+    ending: bool
 
 
 class Sweeper:
@@ -177,30 +226,48 @@ class Sweeper:
         self._sweeps: list[_Sweep] = []
         self._look_again: float | None = None
 
-    def start(self, keys: tuple[int, ...], groups: Iterable[int], grace: float, now: float) -> None:
-        """Sweep below the ranks whose process groups were `groups`."""
-        kill_at = now + max(grace, 0.0)
-        self._sweeps.append(_Sweep(keys, frozenset(groups), kill_at, kill_at + STUCK_AFTER))
+    def start(
+        self,
+        keys: tuple[int, ...],
+        groups: Iterable[int],
+        grace: float,
+        now: float,
+        *,
+        linger: float = 0.0,
+    ) -> None:
+        """Sweep below the ranks whose process groups were `groups`. `linger`: seconds for which
+        what they left may go on before it gets SIGTERM, in whichever session."""
+        ask_at = now + max(linger, 0.0)
+        kill_at = ask_at + max(grace, 0.0)
+        lingers = linger > 0
+        to_tell = [min(now + TELL_AFTER, ask_at), ask_at] if lingers else []
+        times = (ask_at, kill_at, kill_at + STUCK_AFTER)
+        self._sweeps.append(_Sweep(keys, frozenset(groups), *times, lingers, to_tell))
 
     def next_deadline(self) -> float | None:
         return self._look_again if self._sweeps else None
 
-    def look(self, living: Iterable[int], now: float) -> list[Done]:
-        """Kill what is due; the sweeps that are over. `living`: pids of ranks and helpers that
-        are not to be swept. To be called after every death and at the deadline."""
+    def look(self, living: Iterable[int], now: float) -> list[Done | Left]:
+        """Kill what is due; the sweeps that are over, and what is to be told of others. `living`:
+        pids of ranks and helpers that are not to be swept. To be called after every death and at
+        the deadline."""
         self._look_again = None
         if not self._sweeps:
             return []
         processes = linux.descendants(os.getpid())
         protected = set(living)
-        done = []
+        done: list[Done | Left] = []
         for sweep in list(self._sweeps):
             left = self._kill(sweep, processes, protected, now)
             if not left or now >= sweep.give_up_at:
                 done.append(Done(sweep.keys, tuple(sorted(left))))
                 self._sweeps.remove(sweep)
             else:
-                later = sweep.kill_at if now < sweep.kill_at else sweep.give_up_at
+                if sweep.to_tell and now >= sweep.to_tell[0]:
+                    sweep.to_tell = [at for at in sweep.to_tell if at > now]
+                    named = tuple(sorted(left))[:MOST_TOLD]
+                    done.append(Left(sweep.keys, named, ending=now >= sweep.ask_at))
+                later = sweep.deadline(now)
                 self._look_again = min(self._look_again or later, later)
         return done
 
@@ -214,8 +281,10 @@ class Sweeper:
                 safe.add(process.pid)
                 continue
             left.add(process.pid)
-            own_session = not ({process.group, process.session} & sweep.groups)
-            if now >= sweep.kill_at or not own_session:
+            if now < sweep.ask_at:
+                continue
+            asked_first = sweep.lingers or not ({process.group, process.session} & sweep.groups)
+            if now >= sweep.kill_at or not asked_first:
                 kill_group(process.pid, signal.SIGKILL, alone=True)
             elif process.pid not in sweep.asked:
                 sweep.asked.add(process.pid)

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
-from elasticrun.wire.types import Entrypoint
+from elasticrun.system import debugger
+from elasticrun.wire.types import EntryKind, Entrypoint
 
 # ---------------------------------------------------------------- to the spawner
 
@@ -52,6 +53,23 @@ class SpawnRank:
     cpus: tuple[int, ...]  # cores to bind to, empty for the spawner's first mask
     exec_prefix: tuple[str, ...]  # words before the command when it is exec'd (membind policy)
     monitor: str = ""  # where a forked rank answers questions (wire.progress); "" nowhere
+
+
+def command(entry: Entrypoint, python: str = "") -> list[str]:
+    """The command line of the program when it is exec'd."""
+    words = [entry.target, *entry.args]
+    if entry.kind is EntryKind.COMMAND:
+        return words
+    flags = ["-u", "-m"] if entry.kind is EntryKind.MODULE else ["-u"]
+    if entry.kind is EntryKind.RUN_PATH:
+        flags += ["-c", _RUN_PATH]
+    return [python or sys.executable, *flags, *words]
+
+
+_RUN_PATH = (
+    "import sys,runpy;sys.flags.safe_path or sys.path.pop(0);sys.argv.pop(0);"
+    "runpy.run_path(sys.argv[0],run_name='__main__')"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +143,15 @@ class SendSignal:
 @dataclass(frozen=True, slots=True)
 class SweepOrder:
     """These ranks have exited: remove what they left. SIGKILL to their groups at once; SIGTERM to
-    descendants with a session of their own, SIGKILL after `grace` seconds. Answer: Swept."""
+    descendants with a session of their own, SIGKILL after `grace` seconds. Answer: Swept.
+
+    With `linger`, all descendants may go on for so many seconds, and all get SIGTERM then; where
+    that is to be told, a Lingering comes before the Swept."""
 
     on_wire: ClassVar = "Sweep"
     keys: tuple[int, ...]
     grace: float
+    linger: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +269,17 @@ class Swept:
 
 
 @dataclass(frozen=True, slots=True)
+class Lingering:
+    """Descendants of these ranks that still run, and the command of each. `ending`: their time is
+    over, and they have been sent SIGTERM."""
+
+    keys: tuple[int, ...]
+    pids: tuple[int, ...]
+    commands: tuple[str, ...]
+    ending: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Execed:
     """A forked rank has executed itself (same process): none of our code runs in it any more."""
 
@@ -278,7 +311,7 @@ class Pong:
 FromChild = Spawned | Execed | SpawnFailed | Exited | StoreListening | ProbeSaid
 """About one process, named by its key."""
 
-FromSpawner = FromChild | SpawnerReady | Swept | Notice | Stale | Pong
+FromSpawner = FromChild | SpawnerReady | Swept | Lingering | Notice | Stale | Pong
 
 
 # ---------------------------------------------------------------- a launcher and a warm process
@@ -387,6 +420,13 @@ def ignored_signals() -> tuple[int, ...]:
     )
 
 
+def is_kept_ignored(number: int) -> bool:
+    """Whether a launcher does not catch this death signal: it was started by nohup, which is to
+    keep it and its ranks alive when the terminal goes. Other signals that were ignored at the start
+    are caught, as torchrun does: a shell has its background jobs ignore SIGINT."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
 def server_words(
     fd: int, *, parent: int, ignored: Iterable[int], blocked: Iterable[int]
 ) -> list[str]:
@@ -425,12 +465,13 @@ def start_server(
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
     words = server_words(theirs.fileno(), parent=os.getpid(), ignored=ignored, blocked=blocked)
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-u", *words],
-            env=env,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-        )
+        with debugger.escaped():
+            process = subprocess.Popen(
+                [sys.executable, "-u", *words],
+                env=env,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
     except BaseException:
         ours.close()
         raise

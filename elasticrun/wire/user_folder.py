@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.system.processes import ProcessId
+from elasticrun.system.processes import ProcessId, home
 from elasticrun.wire.types import Endpoint, dumps, loads
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def user_folder(environ: Mapping[str, str]) -> Path:
     made with mode 0700. OSError if there is none that is ours alone."""
     base = Path(environ.get("XDG_RUNTIME_DIR", ""))
     if not (base.is_absolute() and base.is_dir() and os.access(base, os.W_OK)):
-        base = Path.home() / ".cache"
+        base = home() / ".cache"
     folder = base / "elasticrun"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
@@ -320,7 +320,7 @@ def hold(path: Path, *, alone: bool = False) -> int:
 
 
 def _places(environ: Mapping[str, str]) -> Iterator[Path]:
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: nobody knows our home
+    with contextlib.suppress(OSError):
         yield user_folder(environ)
     with contextlib.suppress(OSError):
         yield Path(tempfile.gettempdir())

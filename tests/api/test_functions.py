@@ -173,9 +173,13 @@ def test_output_goes_where_torchs_logs_specs_say(tmp_path: Path, capfd) -> None:
     assert "rank 0" not in err
 
 
-def test_what_a_rank_leaves_behind_is_ended() -> None:
+def test_what_a_rank_leaves_behind_is_ended(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ELASTICRUN_CHILD_EXIT_TIMEOUT", "1.5")
     results = elastic_launch(config(shutdown_timeout=5), functions.leave_a_child)("")
     assert await_exit(results.values()) == set()
+    assert "ending 2 processes that ranks have left running: " in capfd.readouterr().err
 
 
 def test_in_another_thread(caplog) -> None:

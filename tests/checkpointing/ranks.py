@@ -112,13 +112,7 @@ def life(body: Body, *args: Any, world: int, agent: PlayedAgent | None = None) -
 def fork_server(*more: str) -> Iterator[None]:
     """Ends the fork server with the tests that need it. `more`: modules that their ranks need."""
     multiprocessing.set_forkserver_preload(
-        [
-            "torch",
-            "torch.distributed.fsdp",
-            "torch.distributed.tensor",
-            "elasticrun.checkpointing.checkpointer",
-            *more,
-        ]
+        ["torch", "tests.torches", "elasticrun.checkpointing.checkpointer", *more]
     )
     try:
         yield

@@ -427,6 +427,8 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("", {}, "departure_grace", 25.0),
     ("--departure-grace 7.5", {}, "departure_grace", 7.5),
     ("--departure-grace 0", {}, "departure_grace", 0.0),
+    ("", {}, "child_exit_timeout", 30.0),
+    ("--child-exit-timeout 7.5", {}, "child_exit_timeout", 7.5),
     ("--shutdown-timeout 4", {}, "spec.restart_grace", 4.0),
     ("--grow now", {}, "spec.grow", "now"),
     ("--node-unit 2 --nnodes 4", {}, "spec.node_unit", 2),

@@ -61,7 +61,7 @@ CASES = {
         ("--nproc-per-node=2",), ("dump.py", "--dev=${local_rank}", "$local_rank", "${other}", "$$")
     ),
     "a umask": Case(umask=0o027),
-    "nohup and &": Case(ignoring="HUP INT QUIT USR1"),
+    "a script's &": Case(ignoring="INT QUIT USR1"),
     "restarts": Case(("--max-restarts=2", "--nproc-per-node=2"), env={"DUMP_FAIL_UNTIL": "2"}),
     "two agents, static": Case(
         (

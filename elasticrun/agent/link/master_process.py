@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from elasticrun.agent.boot import Reaper
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
 from elasticrun.operator_log import logger
-from elasticrun.system import sandbox
+from elasticrun.system import debugger, sandbox
 from elasticrun.system.processes import cpu_ticks, how_silent, is_stopped
 from elasticrun.system.sandbox import NoThread, start_thread
 from elasticrun.wire import user_folder
@@ -178,7 +178,7 @@ class MasterProcess:
                 ready_fd=ready_write,
                 again=again,
             )
-            with shielded():
+            with shielded(), debugger.escaped():
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "elasticrun.master", f"--config-fd={config_read}"],
                     stdin=subprocess.DEVNULL,

@@ -9,8 +9,10 @@ nothing, because the reader of the files waits for it as long as somebody reads.
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import os
+import re
 import select
 import stat
 import termios
@@ -18,9 +20,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
+from enum import Enum
 from typing import Final, Protocol
 
 from elasticrun.config import CONSOLE_QUEUE_LINES
+from elasticrun.operator_log import open_line
 
 QUEUE_BYTES: Final = 8 * 1024 * 1024
 """The queue holds no more than this either, however long the lines are."""
@@ -38,11 +42,26 @@ CHUNK_BYTES: Final = 4096
 so much in one piece, so lines of ranks and of others that share the terminal do not mix."""
 
 
+class Text(Enum):
+    """What a text in the queue is."""
+
+    LINE = "line"  # with a line break
+    PARTIAL = "partial"  # the beginning of a line, of which more may come
+    BAR = "bar"  # a state of a progress bar, in whose place the next one is written
+
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
 class Source(Protocol):
     """The file that lines come from, and what was written before each of them."""
 
     path: str
     prefix: bytes
+
+    @property
+    def owner(self) -> object:
+        """Whose line it is: what comes next from the same one goes on with it, or replaces it."""
 
 
 class ConsoleWriter:
@@ -58,7 +77,8 @@ class ConsoleWriter:
         self._fd = fd
         self._capacity = capacity
         self._patience = patience
-        self._lines: deque[tuple[bytes, Source | None]] = deque()
+        self._lines: deque[tuple[bytes, Source | None, Text]] = deque()
+        self._open_line = open_line(fd)
         self._bytes = 0
         self._changed = threading.Condition()
         self._progress = time.monotonic()
@@ -131,6 +151,15 @@ class ConsoleWriter:
                     self._untold += not self._gone
                 else:
                     self._push(line, source)
+
+    def show(self, text: bytes, source: Source, kind: Text) -> None:
+        """Queue the beginning of a line, or a state of a progress bar. It is left out where the
+        console does not keep up, or nobody reads: the whole line comes later."""
+        with self._changed:
+            if self._lines and self._lines[-1][1:] == (source, kind):
+                self._bytes -= len(self._lines.pop()[0])
+            if len(self._lines) < self._capacity and not (self._closing or self.is_over):
+                self._push(text, source, kind)
 
     def lose(self, path: str, count: int) -> None:
         """So many bytes of a file are not even read."""
@@ -208,21 +237,22 @@ class ConsoleWriter:
             self._lost[source.path] += len(line) - len(source.prefix)
 
     def _drop_queue(self) -> None:
-        for line, source in self._lines:
-            self._drop(line, source)
+        for line, source, kind in self._lines:
+            if kind is Text.LINE:
+                self._drop(line, source)
         self._lines.clear()
         self._bytes = 0
 
-    def _push(self, line: bytes, source: Source | None) -> None:
+    def _push(self, line: bytes, source: Source | None, kind: Text = Text.LINE) -> None:
         if not self._lines and not self._writing:
             self._progress = time.monotonic()  # an idle console is not a frozen one
             self._unread = _unread(self._fd)
         if self._untold:
             notice = b"elasticrun: %d lines were not shown: the console was frozen\n" % self._untold
             self._untold = 0
-            self._lines.append((notice, None))
+            self._lines.append((notice, None, Text.LINE))
             self._bytes += len(notice)
-        self._lines.append((line, source))
+        self._lines.append((line, source, kind))
         self._bytes += len(line)
         self.start()
         self._changed.notify_all()
@@ -236,6 +266,7 @@ class ConsoleWriter:
                 self._changed.notify_all()
                 while not self._lines or (self._held and not self._is_late()):
                     if self._closing and not self._lines:
+                        self._end_line()
                         return
                     self._changed.wait()
                 chunk = self._take()
@@ -252,13 +283,31 @@ class ConsoleWriter:
 
     def _take(self) -> bytes:
         """Whole lines of one write; called with the lock held and a line in the queue."""
-        chunk = [self._lines.popleft()[0]]
-        size = len(chunk[0])
-        while self._lines and size + len(self._lines[0][0]) <= CHUNK_BYTES:
-            chunk.append(self._lines.popleft()[0])
-            size += len(chunk[-1])
+        columns, size = self._columns(), 0
+        chunk: list[bytes] = []
+        while self._lines and (not chunk or size + len(self._lines[0][0]) <= CHUNK_BYTES):
+            text, source, kind = self._lines.popleft()
+            size += len(text)
+            if kind is Text.BAR:
+                text = _cut(text, columns)
+            owner, ends = source.owner if source is not None else self, kind is Text.LINE
+            chunk.append(self._open_line.then(owner, text, ends=ends, columns=columns))
         self._bytes -= size
         return b"".join(chunk)
+
+    def _columns(self) -> int:
+        """How wide the terminal is, if it can write over a line; else 0."""
+        if os.environ.get("TERM", "dumb") == "dumb":
+            return 0
+        try:
+            return os.get_terminal_size(self._fd).columns or 80
+        except OSError:
+            return 0
+
+    def _end_line(self) -> None:
+        """What comes next is not the ranks': it begins on a line of its own."""
+        with contextlib.suppress(OSError):
+            self._write(self._open_line.then(self, b""))
 
     def _write(self, chunk: bytes) -> None:
         rest = memoryview(chunk)
@@ -274,6 +323,14 @@ class ConsoleWriter:
             with self._changed:
                 self._unread = _unread(self._fd)
                 self._progress = time.monotonic()
+
+
+def _cut(text: bytes, columns: int) -> bytes:
+    """As much as one line of the terminal takes, so that it can be written over; escape sequences,
+    which may be cut in two, go then."""
+    shown = text.decode(errors="replace")
+    bare = _ESCAPES.sub("", shown)
+    return text if not columns or len(bare) < columns else bare[: columns - 1].encode()
 
 
 def _unread(fd: int) -> int:

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from elasticrun.agent.logs import masks
 from elasticrun.agent.logs.unit import Unit
@@ -25,6 +25,9 @@ from elasticrun.agent.logs.unit import Unit
 WINDOW: Final = 1.0
 """Seconds that a line is held for others who say the same. Raise it where ranks drift further
 apart; the terminal then comes later by as much."""
+
+BAR_WINDOW: Final = 0.4
+"""Seconds between two states of a progress bar that are told."""
 
 SOON: Final = 0.2
 """Seconds after which a line that was never common is told if only a minority has said it."""
@@ -52,8 +55,16 @@ COMMON: Final = -1
 
 _number = attrgetter("number")
 
-Told = tuple[int, list[bytes]]
-"""Who said it, as bits of the ranks' places, and the lines; a traceback is one of many lines."""
+
+class Told(NamedTuple):
+    """What is to be shown."""
+
+    who: int
+    """Who said it, as bits of the ranks' places."""
+    lines: list[bytes]
+    """A traceback is one of many lines."""
+    is_bar: bool = False
+    """A state of a progress bar, which the next one replaces."""
 
 
 @dataclass(slots=True, eq=False)
@@ -159,6 +170,13 @@ class Fold:
         out, self._out = self._out, []
         return out
 
+    def release(self, place: int, now: float) -> list[Told]:
+        """All that this rank has said so far, since the beginning of its next line is shown."""
+        if place in self._units:
+            self._tell_unit(place, self._units[place], now)
+        self._release(1 << place)
+        return self.tick(now)
+
     def ended(self, place: int, now: float) -> list[Told]:
         """Nothing more comes of this rank: others do not wait for it."""
         self._alive.discard(place)
@@ -252,7 +270,7 @@ class Fold:
         if place in self._units:
             self._tell_unit(place, self._units[place], now, ends=True)
         if not self._states:
-            self._states_due = now + WINDOW
+            self._states_due = now + BAR_WINDOW
         self._states[place] = state
 
     def _settle(self, place: int, now: float) -> None:
@@ -273,7 +291,7 @@ class Fold:
         self._release(1 << place)
         self._number += 1
         self._last[place] = self._number
-        self._out.append((1 << place, list(lines)))
+        self._out.append(Told(1 << place, list(lines)))
 
     def _tell_unit(self, place: int, unit: Unit, now: float, *, ends: bool = False) -> None:
         if text := unit.take(now):
@@ -335,7 +353,7 @@ class Fold:
         same.remove(held)
         if not same:
             del self._by_key[held.key]
-        self._out.append((held.who, [held.words()]))
+        self._out.append(Told(held.who, [held.words()], held.is_bar))
 
     def _is_minority(self, who: int) -> bool:
         count = who.bit_count()

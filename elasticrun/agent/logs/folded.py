@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from elasticrun.agent.logs import masks
-from elasticrun.agent.logs.console import ConsoleWriter
+from elasticrun.agent.logs.console import ConsoleWriter, Text
 from elasticrun.agent.logs.fold import Fold, SharedLine, Told
 from elasticrun.wire.types import runs
 
@@ -23,6 +23,14 @@ class Speakers:
 
     path: str
     prefix: bytes
+    bar: bytes = b""
+    """What the states of their progress bar have in common: one line of the terminal has the newest
+    of them, whichever ranks' it is."""
+
+    @property
+    def owner(self) -> object:
+        """As in `console.Source`."""
+        return self.bar or (self.path, self.prefix)
 
 
 class FoldedConsole:
@@ -35,11 +43,22 @@ class FoldedConsole:
         self._ranks = [ranks[local_rank] for local_rank in sorted(paths)]
         self._paths = [paths[local_rank] for local_rank in sorted(paths)]
         self._fold = Fold(len(self._places))
+        self._bar = b""  # what the bar is known by that was told last
         self._speakers = lru_cache(maxsize=1024)(self._name)
 
     def said(self, local_rank: int, lines: Sequence[tuple[bytes, bool]]) -> None:
         """Lines of one rank, without their ends; True: a carriage return ended it."""
         self._tell(self._fold.said(self._places[local_rank], lines, time.monotonic()))
+
+    def begun(self, local_rank: int, text: bytes, *, is_bar: bool) -> None:
+        """The beginning of a line that a rank has not ended, or the newest state of its bar."""
+        place, now = self._places[local_rank], time.monotonic()
+        if is_bar:
+            self._tell(self._fold.said(place, [(text, True)], now))
+            return
+        self._tell(self._fold.release(place, now))
+        speakers = self._speakers(1 << place)
+        self.console.show(speakers.prefix + text, speakers, Text.PARTIAL)
 
     def due(self) -> float | None:
         """When `tick` is to be called, on the monotonic clock."""
@@ -58,9 +77,16 @@ class FoldedConsole:
         self._tell(self._fold.flush(time.monotonic()))
 
     def _tell(self, told: list[Told]) -> None:
-        for who, lines in told:
+        for who, lines, is_bar in told:
             speakers = self._speakers(who)
             before = speakers.prefix
+            if is_bar or (self._bar and masks.bar_key(lines[0]) == self._bar):
+                bar = self._bar = masks.bar_key(lines[0])
+                speakers = Speakers(speakers.path, before, bar)
+            if is_bar:
+                self.console.show(before + lines[0], speakers, Text.BAR)
+                continue
+            self._bar = b""
             self.console.put(
                 [before + line.replace(b"\n", b"\n" + before) + b"\n" for line in lines], speakers
             )

@@ -1,8 +1,9 @@
 """Reads the log files of tee'd streams while ranks write them: one thread, woken by inotify.
 
 The files are the truth and ranks write them themselves; what is done here is the copy for people
-(console, filtered files). Lines come complete and in file order. As under torchrun a carriage
-return ends a line as well, or a progress bar would show only when it is done.
+(console, filtered files). Lines come in file order. The beginning of a line that does not end (a
+prompt, a progress bar) is shown on the console after a moment, and written out whole once it ends.
+As under torchrun a carriage return ends a line as well; on a terminal the next one takes its place.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from elasticrun.agent.logs.console import ConsoleWriter
+from elasticrun.agent.logs.console import ConsoleWriter, Text
 from elasticrun.agent.logs.folded import FoldedConsole
 from elasticrun.config import LOG_DRAIN
 from elasticrun.operator_log import logger
@@ -34,6 +35,9 @@ READ_BYTES: Final = 256 * 1024
 BATCH_SECONDS: Final = 0.01
 """After a look at the files the next one waits this long: a rank that prints a thousand short lines
 costs some wake-ups, not a thousand. Raise it to save CPU; the copy comes later by as much."""
+
+SHOW_AFTER: Final = 0.3
+"""Seconds after which the beginning of a line is shown that has not ended."""
 
 TIMER_SECONDS: Final = 0.1
 """How often files are looked at where the kernel gives no inotify (torchrun's interval)."""
@@ -78,6 +82,15 @@ class Tail:
     watch: int = -1
     held: bytes = b""  # the beginning of a line that has not ended yet
     drain_until: float | None = None
+    show_at: float | None = None
+    """When what is held is to be shown."""
+    in_bar: bool = False
+    """Whether the last line ended in a carriage return, so that what follows takes its place."""
+
+    @property
+    def owner(self) -> object:
+        """As in `console.Source`."""
+        return self.path
 
     def turn(self) -> int:
         """Read what is there, once, and pass complete lines on; the number of bytes read."""
@@ -91,12 +104,32 @@ class Tail:
         for end in _LINE_END.finditer(text):
             lines.append((text[start : end.start()], end[0] == b"\r"))
             start = end.end()
+        if lines:
+            self.in_bar = lines[-1][1]
+        if data:
+            self.show_at = None if start == len(text) else self._when_to_show(anew=bool(lines))
         self.held = text[start:]
         while len(self.held) > MAX_LINE_BYTES:
             lines.append((self.held[:MAX_LINE_BYTES], False))
             self.held = self.held[MAX_LINE_BYTES:]
         self._pass_on(lines)
         return len(data)
+
+    def _when_to_show(self, *, anew: bool) -> float:
+        now = time.monotonic() + SHOW_AFTER
+        return now if anew or self.show_at is None else self.show_at
+
+    def show(self) -> None:
+        """Show the beginning of a line; its end is written behind it, or in its place."""
+        self.show_at = None
+        text = self.held.rstrip(b"\r")
+        if not text:
+            return
+        if self.folded is not None:
+            self.folded.begun(self.local_rank, text, is_bar=self.in_bar)
+        else:
+            kind = Text.BAR if self.in_bar else Text.PARTIAL
+            self.console.show(self.prefix + text, self, kind)
 
     def finish(self, got: Callable[[int], None]) -> None:
         """Read to where the file ends now, however long somebody goes on writing; then the rest of
@@ -129,9 +162,20 @@ class Tail:
             if self.filter is not None:
                 self.filter.pass_on(lines)
             if self.folded is None:
-                self.console.put(lines, self)
+                self._put(lines, said)
         if self.folded is not None:
             self.folded.said(self.local_rank, said)
+
+    def _put(self, lines: list[bytes], said: list[tuple[bytes, bool]]) -> None:
+        """On a terminal the states of a progress bar are written over each other."""
+        if not self.console.is_terminal:
+            self.console.put(lines, self)
+            return
+        for line, (text, is_bar) in zip(lines, said, strict=True):
+            if not is_bar:
+                self.console.put([line], self)
+            elif text:
+                self.console.show(line.removesuffix(b"\n"), self, Text.BAR)
 
 
 @dataclass(slots=True)
@@ -227,6 +271,7 @@ class Reader:
                 if not self._obey():
                     break
             self._look(ready)
+            self._show_begun()
             self._expire()
             for folded in self._folded():
                 folded.tick()
@@ -247,6 +292,7 @@ class Reader:
 
     def _wait_ms(self) -> float | None:
         deadlines = [tail.drain_until for tail in self._tails if tail.drain_until is not None]
+        deadlines += [tail.show_at for tail in self._tails if tail.show_at is not None]
         deadlines += [due for folded in self._folded() if (due := folded.due()) is not None]
         if self._inotify is None and self._tails:
             deadlines.append(time.monotonic() + TIMER_SECONDS)
@@ -327,6 +373,12 @@ class Reader:
 
     def _got(self, count: int) -> None:
         self.progress += count
+
+    def _show_begun(self) -> None:
+        now = time.monotonic()
+        for tail in self._tails:
+            if tail.show_at is not None and tail.show_at <= now:
+                tail.show()
 
     def _expire(self) -> None:
         now = time.monotonic()

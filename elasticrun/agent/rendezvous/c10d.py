@@ -39,6 +39,7 @@ from elasticrun.agent.runtime import NodeContext, Tasks, in_thread
 from elasticrun.config import AgentConfig
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import logger
+from elasticrun.system import debugger
 from elasticrun.system.network import is_loopback, is_ours, names_this_host_only, routed_address
 from elasticrun.wire import user_folder
 from elasticrun.wire.messages import End, Refused
@@ -292,7 +293,7 @@ class PortProxy:
         ours, theirs = socket.socketpair()
         fds = (self._listener.fileno(), theirs.fileno())
         try:
-            with theirs, shielded():
+            with theirs, shielded(), debugger.escaped():
                 process = subprocess.Popen(
                     port_proxy_child.command(*fds),
                     stdin=subprocess.DEVNULL,

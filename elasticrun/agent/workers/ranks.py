@@ -31,7 +31,8 @@ from elasticrun.agent.workers.exits import Killers, describe, oom_kills
 from elasticrun.config import AgentConfig
 from elasticrun.core.events import RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.core.rounds.failures import ECHOES, in_words
-from elasticrun.operator_log import logger
+from elasticrun.operator_log import NOTICE, logger
+from elasticrun.system import debugger
 from elasticrun.system.sandbox import NoThread
 from elasticrun.wire import env, spawning
 from elasticrun.wire.messages import Failure, FailureKind, Start
@@ -58,8 +59,8 @@ def rank_environment(
     """Every variable that this rank gets over the launcher's own environment.
 
     `environ` is the launcher's environment; `own` has where its steps and snapshots are heard of.
-    Raises BadEnvironment when CUDA_VISIBLE_DEVICES names fewer devices than virtual local ranks
-    need."""
+    Raises BadEnvironment when CUDA_VISIBLE_DEVICES (on ROCm HIP_VISIBLE_DEVICES) names fewer
+    devices than virtual local ranks need."""
     # What the ranks of a static job see as the master is exactly what the user named, as under
     # torchrun: the proxy at that port leads on to the round's store (decision 008).
     where = config.rendezvous
@@ -97,22 +98,26 @@ def probe_environment(
     if config.set_omp_threads:
         table[env.OMP_NUM_THREADS] = "1"
     if config.virtual_local_rank:
-        table[env.CUDA_VISIBLE_DEVICES] = _only_device(local_rank, environ)
+        table.update(_only_device(local_rank, environ))
     table.update(config.env)
     return table
 
 
-def _only_device(local_rank: int, environ: Mapping[str, str]) -> str:
-    visible = environ.get(env.CUDA_VISIBLE_DEVICES)
-    if visible is None:
-        return str(local_rank)
-    devices = visible.split(",")
+def _only_device(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """As torch 2.15 has it: HIP_VISIBLE_DEVICES, where it is set, is what ROCm goes by."""
+    hip = environ.get(env.HIP_VISIBLE_DEVICES)
+    name = env.HIP_VISIBLE_DEVICES if hip else env.CUDA_VISIBLE_DEVICES
+    visible = environ.get(name)
+    devices = [str(rank) for rank in range(local_rank + 1)]
+    if visible is not None:
+        devices = visible.split(",")
     if local_rank >= len(devices):
         raise BadEnvironment(
             f"--virtual-local-rank: local rank {local_rank} has no device of its own in "
-            f"{env.CUDA_VISIBLE_DEVICES}={visible}"
+            f"{name}={visible}"
         )
-    return devices[local_rank].strip()
+    names = (env.CUDA_VISIBLE_DEVICES, name)
+    return dict.fromkeys(names, devices[local_rank].strip())
 
 
 def rank_entry(entry: Entrypoint, local_rank: int) -> Entrypoint:
@@ -124,6 +129,19 @@ def rank_entry(entry: Entrypoint, local_rank: int) -> Entrypoint:
 
     target = entry.target if entry.kind is EntryKind.COMMAND else fill(entry.target)
     return dataclasses.replace(entry, target=target, args=tuple(fill(word) for word in entry.args))
+
+
+def _as_debugged(entry: Entrypoint, python: str) -> Entrypoint:
+    """The entry by which the debugger in this process follows into the rank, if there is one. The
+    fork server, which starts the rank, has none."""
+    if not debugger.follows():
+        return entry
+    words = debugger.debugged(spawning.command(entry, python))
+    return Entrypoint(EntryKind.COMMAND, words[0], tuple(words[1:]))
+
+
+MOST_LINGERING: Final = 5
+"""Processes that ranks have left running which are named in a sentence."""
 
 
 @dataclass
@@ -171,6 +189,7 @@ class Ranks:
         self._tasks.start(self._report_exits(), "reporting the ends of ranks")
         self._sent_at: dict[int, float] = {}
         self._cleared: asyncio.Event | None = None
+        self._lingering: spawning.Lingering | None = None  # what may go on for a while
 
     @property
     def start(self) -> Start | None:
@@ -246,25 +265,31 @@ class Ranks:
             failure = replace(failure, kind=FailureKind.STOPPED, message="never started")
             self._node.deliver(RankExited(local_rank, -signal.SIGTERM, failure))
 
-    def sweep(self, grace: float) -> None:
-        """All ranks have exited: have their descendants removed; RanksSwept tells."""
+    def sweep(self, grace: float, linger: float = 0.0) -> None:
+        """All ranks have exited: have their descendants removed; RanksSwept tells. `linger`:
+        seconds for which these may go on."""
         life = self._life
         if life is None or life.is_swept:
             self._node.deliver(RanksSwept(()))
             return
         self._sweeping = tuple(life.children)
         self._sweeping[0].send(
-            spawning.SweepOrder(tuple(child.key for child in self._sweeping), grace)
+            spawning.SweepOrder(tuple(child.key for child in self._sweeping), grace, linger)
         )
 
-    async def clear(self, grace: float) -> None:
+    async def clear(self, grace: float, linger: float) -> None:
         """The same at the end of the agent, for ranks that were never swept; returns when nothing
-        of them is left. Ranks that still live are killed at once."""
+        of them is left. Without `linger`, ranks that still live are killed at once."""
         if self._sweeping or self._life is None or self._life.is_swept:
             return
         self._cleared = asyncio.Event()
-        self.sweep(grace)
-        await self._cleared.wait()
+        self.sweep(grace, linger)
+        try:
+            await self._cleared.wait()
+        except asyncio.CancelledError:  # a death signal: what is left is killed
+            if self._lingering:
+                logger.warning("killing %s", _left_by_ranks(self._lingering))
+            raise
 
     # ------------------------------------------------------------ reports
 
@@ -273,6 +298,8 @@ class Ranks:
         life = self._life
         if isinstance(message, spawning.Swept):
             self._swept(message)
+        elif isinstance(message, spawning.Lingering):
+            self._tell_lingering(message)
         elif life is None or child not in life.children:
             return
         elif isinstance(message, spawning.Spawned):
@@ -312,6 +339,14 @@ class Ranks:
             if self._cleared is not None:
                 self._cleared.set()
 
+    def _tell_lingering(self, message: spawning.Lingering) -> None:
+        self._lingering, left = message, _left_by_ranks(message)
+        limit, flag = self._config.child_exit_timeout, "--child-exit-timeout"
+        if message.ending:
+            logger.warning("ending %s, %g s after the ranks' end (%s)", left, limit, flag)
+        else:
+            logger.log(NOTICE, "waiting up to %g s (%s) for %s", limit, flag, left)
+
     def all_lost(self) -> None:
         """Their spawner has died; they have been killed and reaped, and the brain is told so."""
         self._sweeping = ()
@@ -343,7 +378,7 @@ class Ranks:
             order = spawning.SpawnRank(
                 key=0,
                 local_rank=local_rank,
-                entry=rank_entry(config.entry, local_rank),
+                entry=_as_debugged(rank_entry(config.entry, local_rank), config.python_exec),
                 env=environment,
                 unset=(),
                 stdout=logs.stdout,
@@ -482,6 +517,15 @@ class Ranks:
         else:
             name = signal.Signals(signum).name
             logger.info("Sending process %s closing signal %s", pid, name)
+
+
+def _left_by_ranks(left: spawning.Lingering) -> str:
+    """For people: `1 process that ranks have left running: 4711 (sh upload.sh)`."""
+    named = zip(left.pids, left.commands, strict=False)
+    shown = [f"{pid} ({command})" for pid, command in named][:MOST_LINGERING]
+    shown += ["..."] if len(left.pids) > len(shown) else []
+    what = "1 process" if len(left.pids) == 1 else f"{len(left.pids)} processes"
+    return f"{what} that ranks have left running: {', '.join(shown)}"
 
 
 async def _ready(event: RankExited) -> RankExited:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from elasticrun.agent.logs import fold, masks
-from elasticrun.agent.logs.fold import SOON, WINDOW, Fold
+from elasticrun.agent.logs.fold import BAR_WINDOW, SOON, WINDOW, Fold
 from elasticrun.agent.logs.folded import fold_texts, ranges
 
 Say = tuple[float, int, str]
@@ -20,7 +20,7 @@ def told(says: Iterable[Say], ranks: int = 4, until: float = 10.0) -> list[tuple
     folded, out = Fold(ranks), []
 
     def note(now: float, items: list[fold.Told]) -> None:
-        for who, lines in items:
+        for who, lines, _ in items:
             names = ranges(place for place in range(ranks) if who >> place & 1)
             out.extend((round(now, 3), f"[{names}] {line.decode()}") for line in lines)
 
@@ -133,15 +133,19 @@ CASES: dict[str, tuple[list[Say], list[tuple[float, str]]]] = {
             for at in range(9)
             for rank in range(4)
         ],
-        [(WINDOW, f"[0-3] 18%|{'#' * 8} | 8/9 [~00it/s]")],
+        [
+            (BAR_WINDOW, f"[0-3] 13%|{'#' * 3}      | 3/9 [~00it/s]"),
+            (2 * BAR_WINDOW, f"[0-3] 17%|{'#' * 7}  | 7/9 [~00it/s]"),
+            (1.2, f"[0-3] 18%|{'#' * 8} | 8/9 [~00it/s]"),
+        ],
     ),
     "the end of a bar takes its place": (
         [*all_say("10%|# | 1/9\r"), *all_say("100%|##| 9/9", at=0.5)],
-        [(0.5, "[0-3] 100%|##| 9/9")],
+        [(BAR_WINDOW, "[0-3] 10%|# | 1/9"), (0.5, "[0-3] 100%|##| 9/9")],
     ),
     "a line while a bar is there": (
         [(0, 0, "10%|# | 1/9\r"), (0.5, 0, "note")],
-        [(0.5, "[0] 10%|# | 1/9"), (0.7, "[0] note")],
+        [(BAR_WINDOW, "[0] 10%|# | 1/9"), (0.7, "[0] note")],
     ),
     "colours are no numbers": (
         all_say("\x1b[32mstep {rank}\x1b[0m"),
@@ -171,7 +175,7 @@ def test_a_minority_of_many_is_told_soon() -> None:
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     folded = Fold(2)
     assert folded.said(0, [(b"a 1", False)], 0.0) == []
-    assert folded.ended(1, 0.05) == [(1, [b"a 1"])]
+    assert folded.ended(1, 0.05) == [fold.Told(1, [b"a 1"])]
 
 
 WORDS = ("step {n} loss {n}.5", "saved {n}", "", "{n} {n}", "Error {n}", "\xff junk \x00 {n}", "x")
@@ -188,7 +192,7 @@ def test_every_line_once_and_in_order(seed: int, monkeypatch) -> None:
     said: dict[int, list[tuple[float, bytes]]] = {place: [] for place in range(ranks)}
 
     def check(items: list[fold.Told]) -> None:
-        for who, lines in items:
+        for who, lines, _ in items:
             for place in range(ranks):
                 if who >> place & 1:
                     for line in lines:
@@ -217,8 +221,8 @@ def test_a_flood_is_passed_on_as_it_comes() -> None:
     folded, lines = Fold(2), [(b"line %d" % i, False) for i in range(fold.MOST_A_SECOND)]
     folded.said(0, lines, 0.0)
     flood = folded.said(1, lines, 0.1)
-    assert [text for who, texts in flood if who == 2 for text in texts] == [x for x, _ in lines]
-    assert folded.said(1, [(b"later", False)], 1.2) == [(2, [b"later"])]
+    assert [text for who, texts, _ in flood if who == 2 for text in texts] == [x for x, _ in lines]
+    assert folded.said(1, [(b"later", False)], 1.2) == [fold.Told(2, [b"later"])]
     assert folded.said(1, [(b"calm", False)], 2.3) == []
 
 

@@ -354,7 +354,7 @@ def test_a_long_rest_is_progress_at_each_turn(tmp_path: Path) -> None:
     seen: list[int] = []
 
     class Console:
-        is_over = False
+        is_over = is_terminal = False
 
         def put(self, _lines: list[bytes], _source: Tail) -> None:
             seen.append(reader.progress)

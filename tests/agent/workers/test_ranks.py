@@ -256,6 +256,10 @@ STATIC = agent_config(rendezvous=MasterPlace("static", "head", 29612), node_rank
         (VIRTUAL, {"CUDA_VISIBLE_DEVICES": "4, 5"}, AS_RANK_0 | {"CUDA_VISIBLE_DEVICES": "5"}),
         (VIRTUAL, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"},
          AS_RANK_0 | {"CUDA_VISIBLE_DEVICES": "GPU-b"}),
+        (VIRTUAL, {"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "6, 7"},
+         AS_RANK_0 | {"CUDA_VISIBLE_DEVICES": "7", "HIP_VISIBLE_DEVICES": "7"}),
+        (VIRTUAL, {"CUDA_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": ""},
+         AS_RANK_0 | {"CUDA_VISIBLE_DEVICES": "5", "HIP_VISIBLE_DEVICES": None}),
     ],
 )  # fmt: skip
 def test_what_changes_a_variable(
@@ -268,6 +272,8 @@ def test_what_changes_a_variable(
 def test_virtual_local_rank_without_a_device_is_a_sentence() -> None:
     with pytest.raises(BadEnvironment, match="local rank 1 has no device"):
         rank_environment(VIRTUAL, start(), 1, {"CUDA_VISIBLE_DEVICES": "3"}, {})
+    with pytest.raises(BadEnvironment, match="HIP_VISIBLE_DEVICES=3"):
+        rank_environment(VIRTUAL, start(), 1, {"HIP_VISIBLE_DEVICES": "3"}, {})
 
 
 @pytest.mark.parametrize(
