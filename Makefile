@@ -87,7 +87,7 @@ soak: $(VENV)/.frameworks
 	$(BIN)/python -m pytest $(TOGETHER) -m "not soak"
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
-# the ordinary build of one version, in an environment of its own: make matrix TORCH=2.6.0
+# the ordinary build of one version, in an environment of its own: make matrix TORCH=2.14.1 PYTHON=python3.12
 matrix:
 	$(PYTHON) scripts/matrix.py "$(TORCH)"
 

@@ -1,12 +1,12 @@
 """The same real jobs with one torch after another, as rows of a table (docs/matrix.md).
 
-    make matrix TORCH=2.6.0
+    make matrix TORCH=2.14.1 PYTHON=python3.12
 
-Makes `.venv-matrix-2.6.0` with that version as the package index has it (for Linux the CUDA build,
-5 GB), unless `--python` names the interpreter of an environment that has it, and runs a few tests
-of ours in it, each with real processes and no mock. Prints the table's row; ends with 1 if a cell
-of it failed. uv is used for the installation if it is on the PATH, for it takes a quarter of the
-time.
+Makes `.venv-matrix-2.14.1` of that Python with that version as the package index has it (for Linux
+the CUDA build, 5 GB), unless `--python` names the interpreter of an environment that has it, and
+runs a few tests of ours in it, each with real processes and no mock. Prints the table's row; ends
+with 1 if a cell of it failed. uv is used for the installation if it is on the PATH, for it takes a
+quarter of the time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ SNAPSHOTS = "tests/e2e/test_examples_snapshots.py::"
 KILLED = SNAPSHOTS + "test_a_killed_rank_costs_no_bit_of_the_result"
 CELLS = {
     "launcher": ["tests/e2e/test_surroundings.py::test_two_jobs_on_one_host"],
+    "flags": ["tests/compat/test_flags.py"],
+    "hang": [
+        "tests/sight/test_hangs.py::test_a_hang_is_named[other]",
+        "tests/monitor/test_recorder.py::test_a_real_group_of_gloo_alone",
+    ],
+    "hang, hooked": [
+        "tests/sight/test_hangs.py::"
+        "test_a_hang_of_a_backend_that_does_not_record_itself_is_named[other]",
+        "tests/monitor/test_recorder.py::test_a_real_backend_that_does_not_record_itself",
+    ],
     "warm": [
         "tests/forkserver/test_warm.py::test_ranks_have_torch_and_the_launchers_place",
         "tests/forkserver/test_warm.py::test_a_job_leaves_one_behind",
@@ -55,7 +65,7 @@ print(f"{torch.__version__.partition('+')[0]} ({built})", platform.python_versio
 def main() -> int:
     """One row; 1 if a cell failed."""
     parser = argparse.ArgumentParser(description="Run real jobs with one version of torch.")
-    parser.add_argument("torch", metavar="VERSION", help="such as 2.6.0")
+    parser.add_argument("torch", metavar="VERSION", help="such as 2.14.1")
     parser.add_argument("--python", help="of an environment that has this torch; none is made")
     parser.add_argument("--cell", action="append", choices=CELLS, help="this one; may be repeated")
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from elasticrun.checkpointing.capture import Taker
 from elasticrun.checkpointing.choosing import Board, RankOptions, RestoreChoice
@@ -24,7 +24,6 @@ from elasticrun.checkpointing.line import WHOLE_LIMIT, AgentLine, Departure, Lin
 from elasticrun.checkpointing.parts import StateError
 from elasticrun.checkpointing.restore import BadShard, Recall
 from elasticrun.checkpointing.state import TrainingState
-from elasticrun.dcp.torches import save_alone
 from elasticrun.shm.segment import NONE, VERSION
 from elasticrun.storage.timeline import PERIODIC, chain, surplus
 from elasticrun.storage.writing import StorageError
@@ -249,7 +248,11 @@ class TorchWay(Way):
             raise StateError("there is no process group: call init_process_group before step()")
         else:
             try:
-                save_alone(self._state.whole(), self._setting.folder.path(step))
+                save(
+                    self._state.whole(),
+                    checkpoint_id=self._setting.folder.path(step),
+                    no_dist=True,
+                )
             except CheckpointException as error:  # which is no Exception
                 raise StorageError(_failed(step, error)) from error
             self._retain()

@@ -31,7 +31,7 @@ from elasticrun.checkpointing.line import (
 from elasticrun.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, chosen
 from elasticrun.checkpointing.parts import StateError, why_no_state
 from elasticrun.checkpointing.state import OnResize, TrainingState
-from elasticrun.dcp.torches import no_collection
+from elasticrun.dcp.garbage import no_collection
 from elasticrun.shm.segment import MAX_SLOTS, MIN_SLOTS
 from elasticrun.storage.folder import MAX_STEP, Folder
 from elasticrun.wire import env

@@ -30,12 +30,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from elasticrun.checkpointing.parts import Path, StateError
 from elasticrun.checkpointing.state import TrainingState
 from elasticrun.dcp.items import OWN_PREFIX, own_key
 from elasticrun.dcp.loading import Loading, NotAllowed, read_metadata
-from elasticrun.dcp.torches import load_alone
 from elasticrun.shm.layout import Item, ItemKind
 from elasticrun.storage.folder import MARKER, Folder
 from elasticrun.storage.writing import StorageError
@@ -306,7 +306,12 @@ class Stored:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that this rank loads alone is meant so
-                load_alone(values, self._reader, Loading(self._setting.weights_only))
+                load(
+                    values,
+                    storage_reader=self._reader,
+                    planner=Loading(self._setting.weights_only),
+                    no_dist=True,
+                )
         except (Exception, CheckpointException) as error:  # torch's reader raises many kinds
             first: Any = error
             if isinstance(error, CheckpointException):  # which is no Exception

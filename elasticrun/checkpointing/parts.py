@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from elasticrun.dcp.items import flatten, local
-from elasticrun.dcp.torches import DTensor
 from elasticrun.shm.layout import Item, ItemKind
 
 Path = tuple[str | int, ...]

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from elasticrun.checkpointing.parts import (
     ModulePart,
@@ -32,6 +33,7 @@ from elasticrun.checkpointing.parts import (
     fitting,
     unflatten,
 )
+from elasticrun.dcp.garbage import no_collection
 from elasticrun.dcp.items import (
     OWN_PREFIX,
     Flat,
@@ -48,7 +50,6 @@ from elasticrun.dcp.items import (
     serialise,
 )
 from elasticrun.dcp.loading import NotAllowed, deserialise
-from elasticrun.dcp.torches import DTensor, no_collection
 from elasticrun.shm.layout import Item, ItemKind, Layout
 
 RNG: Final = "__rng"

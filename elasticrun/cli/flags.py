@@ -363,7 +363,9 @@ def add_group(
         options: dict[str, Any] = {"dest": flag.dest, "help": _help(flag)}
         special = SPECIAL.get(flag.dest)
         if special is not None:
-            options |= {"action": special, "default": argparse.SUPPRESS}
+            # torch's parser leaves None for its own in the namespace
+            none = flag.default if flag.origin == NEWER else argparse.SUPPRESS
+            options |= {"action": special, "default": none}
             options |= {"choices": flag.choices} if flag.choices else {"nargs": 0}
         elif flag.kind is None:
             options |= {"action": Store, "nargs": 0, "const": True}

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
 )
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 
 from elasticrun.dcp.items import Piece, in_order
-from elasticrun.dcp.torches import load_alone
 from elasticrun.shm.layout import Layout, lay_out
 from elasticrun.system.processes import memory_file
 
@@ -161,7 +161,7 @@ def trusted(make: Callable[[str, tuple[int, ...]], tuple[bytes, bytes]] = envelo
             found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that there is no process group is meant so
-                load_alone(found, FileSystemReader(folder))
+                load(found, storage_reader=FileSystemReader(folder), no_dist=True)
     except Exception as error:  # whatever torch's reader makes of it
         return f"torch {torch.__version__} does not read a tensor's image ({error!r:.200})"
     if all(torch.equal(found[name], tensor) for name, tensor in tensors.items()):

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
-from elasticrun.dcp.torches import DTensor
 from elasticrun.shm.layout import Item, ItemKind
 
 OWN_PREFIX: Final = "__rank"

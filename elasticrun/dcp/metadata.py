@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from elasticrun.dcp.torches import no_collection
+from elasticrun.dcp.garbage import no_collection
 from elasticrun.shm.layout import Item, ItemKind, Layout, items_of, stretch_of
 
 _KINDS: Final = {

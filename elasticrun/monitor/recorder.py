@@ -1,37 +1,39 @@
 """Where a rank is in its collectives, as torch counts them: next to nothing for the counters, some
 milliseconds where the call that is not complete is wanted too.
 
-torch is looked for and never imported; nothing is asked of it before the script has made a process
-group, since the first question fixes how many collectives torch keeps.
-
 gloo never says when a collective began or ended, and its count of complete ones may stay too low:
 two of its threads finish two collectives at a time, and the first one's number is written last. So
 what is open is looked up among the entries, where `retired` says so; that costs more, and is done
 where it matters, once the counters stand still.
 The counters go by a number that each process gives its groups itself; the name that all ranks know
-a group by stands in its collectives' entries. NCCL's recorder and the one of all other backends
-count apart, each with numbers of its own.
+a group by stands in its collectives' entries. Each recorder has numbers of its own.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
+from elasticrun.monitor.recorders import (
+    CPU,
+    FlightRecorder,
+    Row,
+    TorchGroup,
+    groups,
+    is_by_hook,
+    recorders,
+)
 from elasticrun.wire import env
 from elasticrun.wire.progress import MAX_GROUPS_SAID, GroupSays
 from elasticrun.wire.types import write_ranges
 
-NCCL: Final = "_dump_nccl_trace_json"
-PLAIN: Final = "_dump_fr_trace_json"
-
-BESIDE_NCCL: Final = "/cpu"
-"""Behind the name of a group whose collectives on the CPU are counted beside NCCL's."""
+ON_CPU: Final = f"/{CPU}"
+"""Suffix to the name of a group that has another backend for other devices: its collectives on the
+CPU are numbered apart."""
 
 MAX_MEMBERS: Final = 1000
 """Characters in which the members of a group are told; one that needs more is left out."""
@@ -49,9 +51,6 @@ TYPES: Final = {
     "Char": "int8",
     "Byte": "uint8",
 }
-
-Row = dict[str, Any]
-
 
 KEEPS_BY_ITSELF: Final = (2, 11)
 """The first torch that keeps collectives without being told to."""
@@ -76,67 +75,57 @@ class Counters:
         self._last: tuple[GroupSays, ...] = ()
 
     def look(self) -> tuple[GroupSays, ...]:
-        """As torch has them; if they are as they were, as the entries have them."""
+        """As torch has them; if they are as they were, what is open is read from the entries."""
         rows: list[GroupSays] = []
-        for kind, dump in _dumps():
-            status = json.loads(dump(False, False)).get("pg_status") or {}
-            rows += [_counted(kind + number, row) for number, row in status.items()]
+        for recorder in recorders(groups()):
+            rows += [_counted(recorder, one, row) for one, row in recorder.status().items()]
         found = _most(rows)
         stands, self._last = found == self._last, found
         if not stands or all(row.entered <= row.done for row in found):
             return found
-        return tuple(GroupSays(r.key, r.entered, r.started, r.done) for r in positions())
+        counted = {row.key: row.entered for row in found}
+        # the same count of calls as before, or the change of source would look like a move
+        return tuple(
+            GroupSays(r.key, entered, r.started, entered - (r.entered - r.done))
+            for r in positions()
+            if (entered := counted.get(r.key, r.entered)) >= 0
+        )
 
 
 def positions() -> tuple[GroupSays, ...]:
     """The groups that there are, with their names, members and the oldest call that is open; those
     that may be any of several have no name."""
-    groups, dumps = _groups(), _dumps()
+    known = groups()
     found: list[GroupSays] = []
-    for kind, dump in dumps:
-        said = json.loads(dump(True, False))
-        entries: Sequence[Row] = said.get("entries") or ()
-        status: Mapping[str, Row] = said.get("pg_status") or {}
-        beside = BESIDE_NCCL if kind == "" and len(dumps) > 1 else ""
-        named = _names(status, entries, list(groups))
-        if not groups.keys() <= set(named.values()):
-            found += [_counted(kind + one, row) for one, row in status.items() if one not in named]
-        for number, name in named.items():
-            title, members = groups[name]
-            if len(members) > MAX_MEMBERS:
-                continue
-            own = [one for one in entries if str(one.get("pg_id")) == number]
-            row = _completed(_counted(kind + number, status[number]), own)
-            call = _open(row, own)
-            found.append(_placed(row, name + beside, title, members, call))
+    for recorder in recorders(known):
+        found += _positions(recorder, [group for group in known if group.is_fed_to(recorder)])
     return _most(found)
 
 
-def _dumps() -> list[tuple[str, Any]]:
-    """Torch's recorders; none before the script has made a group."""
-    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    torch: Any = sys.modules.get("torch")
-    c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
-    if c10d is None or not getattr(world, "pg_names", None):
-        return []
-    both = (("n", getattr(c10d, NCCL, None)), ("", getattr(c10d, PLAIN, None)))
-    return [(kind, dump) for kind, dump in both if dump is not None]
+def _positions(recorder: FlightRecorder, known: Sequence[TorchGroup]) -> list[GroupSays]:
+    """Of the groups that this recorder holds."""
+    status, entries = recorder.whole()
+    by_name = {group.name: group for group in known}
+    named = _names(status, entries, list(by_name))
+    found = []
+    if not by_name.keys() <= set(named.values()):
+        found += [_counted(recorder, one, row) for one, row in status.items() if one not in named]
+    for number, name in named.items():
+        members = write_ranges(by_name[name].ranks, pairs=True)
+        if len(members) > MAX_MEMBERS:
+            continue
+        own = [one for one in entries if str(one.get("pg_id")) == number]
+        row = _completed(_counted(recorder, number, status[number]), own)
+        title = by_name[name].title
+        found.append(_placed(row, _name(recorder, by_name[name]), title, members, _open(row, own)))
+    return found
 
 
-def _groups() -> dict[str, tuple[str, str]]:
-    """Title and members of each group by its name, in the order in which they were made."""
-    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    if world is None:
-        return {}
-    names = dict(getattr(world, "pg_names", {}))
-    ranks = dict(getattr(world, "pg_group_ranks", {}))
-    return {
-        str(name): (
-            str(getattr(group, "group_desc", "") or ""),
-            write_ranges(ranks.get(group) or (), pairs=True),
-        )
-        for group, name in names.items()
-    }
+def _name(recorder: FlightRecorder, group: TorchGroup) -> str:
+    """The name of what this recorder holds of the group."""
+    mine = {type for name in recorder.backends for type in group.devices.get(name, ())}
+    apart = group.devices.keys() - recorder.backends
+    return group.name + ON_CPU if apart and CPU in mine else group.name
 
 
 def _names(
@@ -153,24 +142,40 @@ def _names(
     return found
 
 
-def _counted(key: str, row: Row) -> GroupSays:
+def _counted(recorder: FlightRecorder, number: str, row: Row) -> GroupSays:
     entered, started, done = (
         int(row.get(f"last_{what}_collective", -1)) for what in ("enqueued", "started", "completed")
     )
-    return GroupSays(key, max(0, entered), started, max(0, done))
+    first = 1 if recorder.hooked else 0
+    key = f"{recorder.key}:{number}" if recorder.key else number
+    return GroupSays(key, max(0, entered + first), started, max(0, done + first))
 
 
 def _completed(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
-    """All before the oldest one that is open are complete."""
+    """The collectives that are entered and complete, with what the entries tell."""
+    if entries and is_by_hook(entries[-1]):
+        return _by_hook(row, entries)
     numbers = {
         int(one.get("collective_seq_id") or 0): bool(one.get("retired"))
         for one in entries
         if not one.get("is_p2p")
     }
+    entered = max(row.entered, *numbers) if numbers else row.entered
     open_ones = [number for number, retired in numbers.items() if not retired]
     # with no entry left, others have been called since by the thousand: none of these is open
-    done = min(open_ones) - 1 if open_ones else max(numbers, default=row.entered)
-    return replace(row, done=min(max(row.done, done), row.entered))
+    done = min(open_ones) - 1 if open_ones else max(numbers, default=entered)
+    return replace(row, entered=entered, done=min(max(row.done, done), entered))
+
+
+def _by_hook(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
+    """The same where a hook made the entries: its counters are of calls and not of collectives. A
+    call that raised stays open for ever; the backend completes those of a group in order, so one
+    that is complete says so of all before it."""
+    entered = max(int(one.get("collective_seq_id") or 0) for one in entries)
+    numbers = [one for one in entries if not one.get("is_p2p")]
+    retired = [int(one["collective_seq_id"]) for one in numbers if one.get("retired")]
+    oldest = min((int(one["collective_seq_id"]) for one in numbers), default=entered + 1)
+    return replace(row, entered=entered, done=max(retired, default=oldest - 1))
 
 
 def _open(row: GroupSays, entries: Sequence[Row]) -> Row | None:

@@ -6,7 +6,7 @@ taken for hung. `Checkpointer` keeps the state in memory and in storage; with it
 comes torch, so it is imported when it is first asked for.
 Forbidden here: to raise into the script or to block it (but for what `Checkpointer` says of
 itself), a thread or a hook in it, to import torch for `progress` (what the script has imported is
-used), and every other room but `checkpointing` and a few names of `wire`.
+used), and every other room but `checkpointing`, `monitor.recorders` and a few names of `wire`.
 """
 
 from __future__ import annotations

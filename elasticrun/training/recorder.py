@@ -1,28 +1,30 @@
-"""A rank's own part of its steps and its waiting for others, read from torch's flight recorder.
+"""A rank's own part of its steps and its waiting for others, read from torch's flight recorders.
 
-The recorder keeps the newest collectives of the process, in a ring. How they tell the own part:
+A recorder keeps the newest collectives of the process, in a ring. How they tell the own part:
 
-* gloo (CPU): only when the rank *entered* each collective is there. A rank that has entered the
-  last collective of a step has done its own part of it; what follows is waiting for the others (and
-  the optimizer, which is short). Where a step waits several times (FSDP), the earlier waits cannot
-  be told from work: all ranks then seem to have the same own part, and none is found slow.
-* NCCL: the recorder has how long each collective took on the device, from the moment the rank was
-  there until all were: the last one to come has the shortest. What is left of the step is its own.
+* Backends that serve the CPU (gloo): only when the rank *entered* each collective is there. A rank
+  that has entered the last collective of a step has done its own part of it; what follows is
+  waiting for the others (and the optimizer, which is short). Where a step waits several times
+  (FSDP), the earlier waits cannot be told from work: all ranks then seem to have the same own part,
+  and none is found slow.
+* Backends of accelerators (NCCL): the recorder has how long each collective took on the device,
+  from the moment the rank was there until all were: the last one to come has the shortest. What is
+  left of the step is its own.
 
 torch is not imported here: where the script has none, there is nothing to read.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
+from elasticrun.monitor.recorders import CPU, FlightRecorder, Row, groups, recorders
 from elasticrun.wire import env
 from elasticrun.wire.progress import Own
 
@@ -32,10 +34,6 @@ NCCL torch's own 2000 stay, which people read after a hang, and a look's cost is
 
 ACCELERATORS: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager")
 """Device files by which a host with accelerators is known without a library."""
-
-NCCL_DUMP: Final = "_dump_nccl_trace_json"
-PLAIN_DUMP: Final = "_dump_fr_trace_json"
-"""NCCL has a recorder of its own; all other backends share one (torch 2.8 and newer)."""
 
 SETTLED: Final = 10**9
 """Nanoseconds between a step and the newest finished collective after which those of the step are
@@ -62,7 +60,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the recorder holds: `timed` if its entries have, or will have, their seconds."""
+    """What a recorder holds: `timed` if its entries have, or will have, their seconds."""
 
     knows: Own
     seen: tuple[Collective, ...] = ()
@@ -70,26 +68,28 @@ class Look:
 
 
 def look() -> Look:
-    """Read the recorder of this process; some milliseconds for thousands of entries."""
+    """Read the recorders of this process; some milliseconds for a hundred entries."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return Look(Own.ALONE)
     if dist.get_world_size() < 2:
         return Look(Own.ALONE)
-    for name, timed in ((NCCL_DUMP, True), (PLAIN_DUMP, False)):
-        dump = getattr(sys.modules["torch"]._C._distributed_c10d, name, None)
-        seen = _entries(dump) if dump is not None else ()
-        if seen:
-            return Look(Own.KNOWN, seen, timed)
-    return Look(Own.UNTOLD)
+    known = groups()
+    on_cpu = {name for group in known for name, types in group.devices.items() if CPU in types}
+    plain: list[Collective] = []
+    for recorder in recorders(known):
+        seen = _entries(recorder)
+        if seen and not recorder.backends & on_cpu:
+            return Look(Own.KNOWN, seen, timed=True)
+        plain += seen
+    return Look(Own.KNOWN, tuple(plain)) if plain else Look(Own.UNTOLD)
 
 
-def _entries(dump: Callable[[bool, bool], bytes]) -> tuple[Collective, ...]:
-    found = json.loads(dump(True, False)).get("entries") or []
-    return tuple(map(_collective, found))
+def _entries(recorder: FlightRecorder) -> tuple[Collective, ...]:
+    return tuple(map(_collective, recorder.whole()[1]))
 
 
-def _collective(entry: dict[str, Any]) -> Collective:
+def _collective(entry: Row) -> Collective:
     took = entry.get("duration_ms")
     seconds = None if took is None else float(took) / 1e3
     return Collective(int(entry["record_id"]), int(entry["time_created_ns"]), seconds)

@@ -112,7 +112,13 @@ def life(body: Body, *args: Any, world: int, agent: PlayedAgent | None = None) -
 def fork_server(*more: str) -> Iterator[None]:
     """Ends the fork server with the tests that need it. `more`: modules that their ranks need."""
     multiprocessing.set_forkserver_preload(
-        ["torch", "tests.torches", "elasticrun.checkpointing.checkpointer", *more]
+        [
+            "torch",
+            "torch.distributed.fsdp",
+            "torch.distributed.tensor",
+            "elasticrun.checkpointing.checkpointer",
+            *more,
+        ]
     )
     try:
         yield

@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticrun.checkpointing import restore
@@ -25,17 +26,16 @@ from elasticrun.checkpointing.line import AgentLine
 from elasticrun.checkpointing.parts import StateError, state_of, unflatten
 from elasticrun.checkpointing.restore import Recall, asking_order
 from elasticrun.checkpointing.state import Known, TrainingState
+from elasticrun.dcp.garbage import no_collection
 from elasticrun.dcp.image import arrange
 from elasticrun.dcp.items import Flat, flatten
 from elasticrun.dcp.restoring import Cover
-from elasticrun.dcp.torches import no_collection
 from elasticrun.shm.layout import Item, ItemKind, Layout, decode, lay_out
 from elasticrun.shm.segment import VERSION
 from elasticrun.wire.snapshots import RankHere, Resume, WantShard
 from elasticrun.wire.types import RoundName
 from tests.checkpointing.played import playing
 from tests.harness import program
-from tests.torches import fully_shard
 
 
 @pytest.fixture

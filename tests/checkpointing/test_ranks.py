@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elasticrun.checkpointing.capture import Mapped
 from elasticrun.checkpointing.choosing import Board, NotAgreed
@@ -28,7 +30,6 @@ from elasticrun.wire.snapshots import Committed, NeedSegment, Remark, Restored, 
 from tests.checkpointing.played import playing
 from tests.checkpointing.ranks import USUAL, Ranks, fork_server, life
 from tests.checkpointing.test_stored import add_manifest
-from tests.torches import DTensor, Replicate, Shard, distribute_tensor, fully_shard
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

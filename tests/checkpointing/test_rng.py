@@ -196,7 +196,7 @@ def train(folder: str, kind: str, dies: bool) -> tuple[int, list[float]]:
     if kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     else:
-        from tests.torches import fully_shard
+        from torch.distributed.fsdp import fully_shard
 
         fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from elasticrun.forkserver.helpers.stopped import STOPPED_LIMIT, StoppedStores
-from elasticrun.forkserver.helpers.store import libuv_takes_sockets
 from elasticrun.system.processes import let_trace, state
 from elasticrun.wire import spawning as sp
 from elasticrun.wire.frames import (
@@ -158,13 +157,6 @@ def test_a_store_host_ignores_what_is_sent_to_everybody(server: Driver) -> None:
         assert soft == hard
         server.tell(sp.CloseStore(key))
         server.exited(key)
-
-
-def test_no_torch_is_asked_for_what_it_writes_an_error_about() -> None:
-    old = ["2.4.1+cu121", "2.5.0", "2.6.0+cu124"]
-    new = ["2.7.0", "2.10.0+cu128", "2.13.0+cpu", "2.15.0a0+git1234", "3.0.0"]
-    assert not any(libuv_takes_sockets(version) for version in old)
-    assert all(libuv_takes_sockets(version) for version in new)
 
 
 # ---------------------------------------------------------------- the end

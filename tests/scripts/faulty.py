@@ -2,12 +2,13 @@
 
 All ranks reduce for ten steps, then rank 1 does what the fault says, at a line that ends in
 `# here`, while the others go on into the next collective. What only looks like a hang ends after
-SECONDS, and the training with it.
+SECONDS, and the training with it. BACKEND, in the environment, is `gloo`, or `stored` (stored.py).
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import itertools
 import os
 import pdb
@@ -27,6 +28,7 @@ ODD = 1
 STEPS = 10
 FAULT = sys.argv[1]
 SECONDS = float(sys.argv[2]) if len(sys.argv) > 2 else 600.0
+BACKEND = os.environ.get("BACKEND", "gloo")
 GROUPS: list[dist.ProcessGroup] = []
 
 
@@ -175,7 +177,10 @@ def main() -> None:
     if FAULT == "alone":  # a training without a collective
         time.sleep(SECONDS)
         return
-    dist.init_process_group("gloo")
+    if BACKEND == "stored":
+        sys.path.append(os.path.join(os.path.dirname(__file__), "site-packages"))
+        importlib.import_module("stored")  # which registers it
+    dist.init_process_group(BACKEND)
     rank, size = dist.get_rank(), dist.get_world_size()
     GROUPS.extend(dist.new_group(list(range(size))) for _ in range(2))
     for _ in range(STEPS):

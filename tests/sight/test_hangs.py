@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from tests import needs
 from tests.further import cases, further
 from tests.harness import ELASTICRUN, SCRIPTS, Launched, World
 
@@ -57,9 +59,15 @@ NONE = ["save", "evaluate", "spin", "slow", "compile", "alone"]
 """What may well go on: nothing certain or strong is ever said of it."""
 
 
-def start(world: World, fault: str, *flags: str, seconds: float = 600.0) -> Launched:
+def start(
+    world: World,
+    fault: str,
+    *flags: str,
+    seconds: float = 600.0,
+    env: Mapping[str, str] | None = None,
+) -> Launched:
     words = ("--standalone", "--nproc-per-node=4", "--max-restarts=0", *flags)
-    return world.launch(ELASTICRUN, *words, str(FAULTY), fault, str(seconds))
+    return world.launch(ELASTICRUN, *words, str(FAULTY), fault, str(seconds), env=env)
 
 
 def end(job: Launched) -> None:
@@ -82,6 +90,17 @@ def test_a_hang_is_named(world: World, row: Row) -> None:
     line = verdict(job, row.klass)
     assert re.search(row.words, line), line
     assert "it is left as it is" in line
+    end(job)
+
+
+@pytest.mark.parametrize("row", cases([CERTAIN[0], CERTAIN[2], STRONG[1]], kept=[CERTAIN[0]]),
+                         ids=lambda row: row.fault)  # fmt: skip
+def test_a_hang_of_a_backend_that_does_not_record_itself_is_named(world: World, row: Row) -> None:
+    """As NCCL is since torch 2.15: torch's flight recorder knows of it by a hook."""
+    needs.hooked_backends()
+    job = start(world, row.fault, "--on-hang=tell", env={"BACKEND": "stored"})
+    line = verdict(job, row.klass)
+    assert re.search(row.words, line), line
     end(job)
 
 

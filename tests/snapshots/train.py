@@ -37,8 +37,8 @@ import torch
 import torch.distributed as dist
 from inotify_simple import INotify, flags
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from elasticrun.dcp.torches import DTensor
 from elasticrun.testing import step as tell_step
 from elasticrun.training import Checkpointer, Keep
 
@@ -72,10 +72,7 @@ def build(mode: str, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     if mode == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif mode == "fsdp2":
-        try:
-            from torch.distributed.fsdp import fully_shard
-        except ImportError:  # torch 2.4, 2.5
-            from torch.distributed._composable.fsdp import fully_shard
+        from torch.distributed.fsdp import fully_shard
 
         model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
         fully_shard(model[0])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elasticrun.monitor.recorders import FlightRecorder
 from elasticrun.training.recorder import (
     ACCELERATORS,
     SMALL_RING,
@@ -114,12 +115,14 @@ def test_entries_are_read_as_torch_writes_them() -> None:
         asked.append((collectives, active))
         return json.dumps({"version": "2.10", "entries": [entry, scheduled]}).encode()
 
-    assert _entries(dump) == (
+    assert _entries(FlightRecorder("nccl", frozenset({"nccl"}), dump)) == (
         Collective(41, 1795301082038343688, 0.0125),
         Collective(42, 1795301082038343688, None),
     )
     assert asked == [(True, False)]
-    assert _entries(lambda *_: b'{"version": "2.10"}') == ()
+    assert (
+        _entries(FlightRecorder("", frozenset({"gloo"}), lambda *_: b'{"version": "2.10"}')) == ()
+    )
 
 
 def test_what_the_user_has_set_stands(monkeypatch) -> None:

@@ -25,7 +25,7 @@ MIB = 1024 * 1024
 UNKNOWN_LOAD = Load()
 
 _Group = tuple[str, str]
-"""Name and members of a process group: older torches give several groups one name."""
+"""Name and members of a process group."""
 
 MOST_OF_A_LINE = 200
 """Characters of a line of the ranks' output that are told."""

@@ -80,6 +80,11 @@ _PEER_LOST = re.compile(
             r"nccl.*(?:communicator was aborted|connection closed)",
             r"socketpollconnect|socketprogress",
             r"watchdog caught collective operation timeout",
+            r"nccl.* timed out|timed out in blocking wait",
+            # a group that is closed while calls wait for ranks that have gone, or that was closed
+            # after they had
+            r"work timed out during finalize|workq finalize returned in progress",
+            r"processgroupnccl (?:not initialized|already finalized|has been finalized)",
             # the TCPStore, when the rank or host behind it has gone
             r"did the remote server shutdown or crash",
             r"failed to recv, got 0 bytes",

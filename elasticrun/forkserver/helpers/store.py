@@ -64,7 +64,6 @@ def _listen(port: int) -> socket.socket:
 
 def _serve(listener: socket.socket, port: int) -> tuple[Any, str]:
     """The store, and a remark where its libuv server did not take the socket over."""
-    import torch
     import torch.distributed as dist
 
     raise_file_limit()
@@ -82,18 +81,10 @@ def _serve(listener: socket.socket, port: int) -> tuple[Any, str]:
         )
 
     try:
-        uv = libuv_takes_sockets(torch.__version__)
-        store, remark = serve() if uv else serve(use_libuv=False), ""
+        store, remark = serve(), ""
     except (RuntimeError, ValueError) as error:
         first = str(error).splitlines()[0][:200]
         store = serve(use_libuv=False)
         remark = f"torch's libuv store would not take a socket over ({first}); the older one runs"
     listener.detach()  # the store closes it
     return store, remark
-
-
-def libuv_takes_sockets(version: str) -> bool:
-    """Whether the libuv store of this torch can be tried with a socket that listens already. Up to
-    2.6 it cannot, and torch writes an error to the console each time it is asked to."""
-    major, minor = version.split(".")[:2]
-    return (int(major), int(minor)) >= (2, 7)

@@ -57,6 +57,20 @@ def failure(rank: int, kind: FailureKind, code: int = 1) -> Failure:
          False, False, "peer-lost"),
         (-6, "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)",
          False, False, "peer-lost"),
+        (1, "torch.distributed.DistBackendError: Work WorkNCCL(SeqNum=7, OpType=ALLREDUCE) timed "
+            "out in blocking wait.", False, False, "peer-lost"),
+        # nccl2, which "nccl" is since torch 2.15
+        (1, "NCCL Async Error: remote process exited or there was a network error \nNCCL Last "
+            "Error: ", False, False, "peer-lost"),
+        (1, "RuntimeError: NCCL operation timed out", False, False, "peer-lost"),
+        (-6, "Watchdog caught collective operation timeout: NCCL operation timed out",
+         False, False, "peer-lost"),
+        (1, "RuntimeError: NCCL communicator was aborted after a previous error",
+         False, False, "peer-lost"),
+        (1, "RuntimeError: Work timed out during finalize", False, False, "peer-lost"),
+        (1, "RuntimeError: WorkQ finalize returned in progress or not started state",
+         False, False, "peer-lost"),
+        (1, "RuntimeError: ProcessGroupNCCL not initialized", False, False, "peer-lost"),
         (1, "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was "
             "likely closed. Did the remote server shutdown or crash?", False, False, "peer-lost"),
         (1, "recvValue failed on SocketImpl(fd=4)", False, False, "peer-lost"),
@@ -66,6 +80,16 @@ def failure(rank: int, kind: FailureKind, code: int = 1) -> Failure:
         (1, "torch.distributed.DistNetworkError: The server socket has failed to listen on any "
             "local network address. port: 29500, EADDRINUSE", False, False, "script"),
         (1, "torch.OutOfMemoryError: CUDA out of memory", False, False, "script"),
+        # of NCCL, and a rank's own
+        (1, "RuntimeError: ProcessGroupNCCL requires CUDA tensors/devices", False, False, "script"),
+        (1, "ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
+         False, False, "script"),
+        (1, "RuntimeError: Tensor list sizes must equal comm_size for all_to_all",
+         False, False, "script"),
+        (1, "RuntimeError: ProcessGroupNCCL has not been initialized. Call reconfigure() before "
+            "issuing operations when enable_reconfigure=True.", False, False, "script"),
+        (1, "DistBackendError: NCCL error in: NCCLUtils.cpp:94, invalid usage (run with "
+            "NCCL_DEBUG=WARN for details)", False, False, "script"),
         (1, "RuntimeError: connection to the database is gone", False, False, "script"),
     ],
 )  # fmt: skip

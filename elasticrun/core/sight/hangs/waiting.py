@@ -503,7 +503,8 @@ def _halted(scene: Scene) -> Impasse | None:
 
 def _still(scene: Scene) -> Impasse | None:
     """Nobody is in a collective that is known, and nobody does anything. Where torch counts none
-    (gloo before torch 2.8), stacks tell who is in one and who may be the odd one."""
+    (its recorder is off, or does not know the backend), stacks tell who is in one and who may be
+    the odd one."""
     living = scene.living
     if not living or any(is_busy(one.seen) for one in living):
         return None
@@ -566,7 +567,7 @@ def _gather(ranks: Mapping[int, Sighting]) -> list[_Group]:
     for one in ranks.values():
         for at in _positions(one):
             seen = one.groups[at.group]
-            key = (seen.name, seen.members)  # older torches give several groups one name
+            key = (seen.name, seen.members)
             group = groups.setdefault(key, _Group(seen.name, seen.title))
             group.at[one.seen.rank] = _At(at.entered, at.done, at.started, at.call)
     every = tuple(ranks)
