@@ -80,6 +80,10 @@ whenever it trains costs more rounds before it is kept out."""
 
 # ---------------------------------------------------------------- restarts
 
+ELASTIC_RESTARTS: Final = 3
+"""The default of --max-restarts for `--nnodes=MIN:MAX`, `submit` and ElasticJobs. A launch with a
+fixed number of nodes has 0, as under torchrun."""
+
 RESTART_BACKOFF: Final = 30.0
 """Longest wait between restarts of ranks that die again at once; 0 never waits."""
 
@@ -299,7 +303,7 @@ class RunPlan:
 
     folder: str = ""  # --run-dir, absolute; "": a fresh one below the user's own root
     name: str = ""  # for lists; "": the job's id
-    named: bool = False  # by a person, not after its script
+    unnamed: bool = False  # nobody has named it: `name` is its script's
     fresh: bool = False  # run again what has succeeded, from the beginning
     command: tuple[str, ...] = ()
     nproc: str = ""  # as it was asked for

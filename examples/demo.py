@@ -2,7 +2,7 @@
 ever; the job goes on both times.
 
 Both agents run on this machine, as they would on two. Every figure that is printed was measured in
-this run; the exit code is not 0 if anything did not go as promised.
+this run; the exit code is not 0 if a check fails.
 
     python examples/demo.py [--epochs N] [--keep FOLDER]
 """
@@ -48,7 +48,7 @@ Lines = queue.Queue[tuple[int, str | None]]
 
 
 class Broken(Exception):
-    """Something was not as promised; the text is for the user."""
+    """A check failed; the text is for the user."""
 
 
 @dataclass
@@ -187,6 +187,10 @@ class Show:
             if number == mistake(self.epochs) and not story.hung_at:
                 story.hung_at = now
                 self.say("[bold red]rank 0 calls a barrier[/] that no other rank will come to")
+                self.say(
+                    "[dim]waiting for elasticrun to find that out (about 10 s) and to restart the "
+                    f"ranks ({HANG_ENDS} s after the last movement)[/]"
+                )
         elif word == "done" and "accuracy" in values:
             story.accuracy = float(values["accuracy"])
         elif line.startswith("elasticrun"):
@@ -216,7 +220,7 @@ class Show:
 
 
 def judge(story: Story, agents: list[Agent], epochs: int) -> None:
-    """Raise what was not as promised."""
+    """Raise the first check that fails."""
     codes = [agent.process.wait() for agent in agents]
     lives = {life for life, _ in story.ranks}
     checks = [
@@ -255,7 +259,18 @@ def result(story: Story, epochs: int, seconds: float) -> Panel:
     )
     for name, value in rows:
         table.add_row(f"[dim]{name}[/]", value)
-    return Panel.fit(table, title="as promised", border_style="green", padding=(1, 2))
+    return Panel.fit(table, title="all checks passed", border_style="green", padding=(1, 2))
+
+
+NEXT = """
+What to type next:
+
+  [bold]elasticrun --nproc-per-node=2 --max-restarts=3 train.py[/]   your own script, unchanged
+  [bold]elasticrun --nnodes=1:10 train.py[/]                         machines that come and go
+  [bold]elasticrun submit --name tr -- train.py[/]                   goes on without this terminal
+  [bold]elasticrun list[/], [bold]status[/], [bold]logs JOB[/]                      your jobs
+
+docs/snapshots.md has the five lines that keep your script's state in memory."""
 
 
 def run(console: Console, folder: Path, epochs: int) -> None:
@@ -265,6 +280,7 @@ def run(console: Console, folder: Path, epochs: int) -> None:
     agents = start(folder, epochs, lines)
     try:
         with show.progress:
+            show.say("[dim]waiting for both agents to import torch and to meet (5 to 20 s)[/]")
             running = len(agents)
             while running:
                 rest = LIMIT - (time.monotonic() - show.began)
@@ -278,6 +294,7 @@ def run(console: Console, folder: Path, epochs: int) -> None:
                     show.see(node, line)
         judge(show.story, agents, epochs)
         console.print(result(show.story, epochs, time.monotonic() - show.began))
+        console.print(NEXT, highlight=False)
     except Broken:
         for agent in agents:
             console.print(f"[dim]--- what agent {agent.number} printed last ---[/]")
@@ -289,7 +306,7 @@ def run(console: Console, folder: Path, epochs: int) -> None:
 
 
 def main() -> int:
-    """Run the demo in a folder of its own; 0 if all was as promised."""
+    """Run the demo in a folder of its own; 0 if every check passed."""
     parser = argparse.ArgumentParser(description="Two agents, a real model, two faults.")
     parser.add_argument("--epochs", type=int, default=18)
     parser.add_argument("--keep", type=Path, help="a folder for checkpoints and logs, kept")
@@ -304,7 +321,7 @@ def main() -> int:
     try:
         run(console, folder, arguments.epochs)
     except Broken as broken:
-        console.print(f"[bold red]not as promised:[/] {broken}")
+        console.print(f"[bold red]the demo failed:[/] {broken}")
         return 1
     finally:
         if arguments.keep is None:

@@ -22,7 +22,7 @@ from elasticrun.agent.runtime import awaited, in_thread
 from elasticrun.agent.story import directed
 from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.exits import signal_name, write_own, write_own_words
-from elasticrun.config import EXIT_FINAL, EXIT_OK, EXIT_SAVED, AgentConfig
+from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_OK, EXIT_SAVED, AgentConfig
 from elasticrun.core.events import Exit
 from elasticrun.core.rounds.failures import HAD_ENDED, is_alike
 from elasticrun.operator_log import StderrWriter, last_word, logger
@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 
 HEADLINE: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
 """How Python shows torchrun's exception; the blank is followed by the line break below."""
+
+HOW_TO_RESTART: Final = (
+    "ranks were not restarted: --max-restarts is 0 by default, as under torchrun; with "
+    "--max-restarts=3 they are restarted up to 3 times"
+)
+"""The last line of a job that fails where nobody has said how often it may restart."""
 
 NO_OTHERS: Final = "  <NO_OTHER_FAILURES>"
 MAX_WIDTH: Final = 60
@@ -91,7 +97,7 @@ def format_failures(name: str, failures: Sequence[Failure], root: Failure) -> st
     place = shown.index(root)
     others = blocks[:place] + blocks[place + 1 :]
     if alike:
-        others.append(f"  the same on {ranks(sorted(f.rank for f in alike))}")
+        others.append(f"  {ranks(sorted(f.rank for f in alike))}: same exception as the root cause")
     return "\n".join(
         (
             "",
@@ -156,10 +162,17 @@ async def events(
 
 
 async def tell(
-    config: AgentConfig, outcome: Exit, writer: StderrWriter, limit: float, *, ran: bool
+    config: AgentConfig,
+    outcome: Exit,
+    writer: StderrWriter,
+    limit: float,
+    *,
+    ran: bool,
+    folder: str = "",
 ) -> None:
     """Print the outcome and write the launcher's own error file, if it was given one; `limit`
-    seconds for a frozen terminal. `ran`: ranks were started here."""
+    seconds for a frozen terminal. `ran`: ranks were started here. `folder`: where checkpoints are,
+    "" if that is not known."""
     if outcome.code == EXIT_OK:
         if not ran:  # a spare; or a second job at the endpoint of the first, by mistake
             logger.warning("no rank was started here: the job ended without needing this node")
@@ -170,24 +183,31 @@ async def tell(
         await in_thread(lambda: _error_file(outcome), limit=FILE_LIMIT, name="own-error-file")
     if outcome.failures:
         root = outcome.failures[0]
+        if not config.called:
+            writer.write(child_failed(config.entry.target, outcome.failures, root) + "\n")
         if outcome.reason:
             logger.error("%s", directed(outcome.reason))
         if outcome.code == EXIT_FINAL:
-            logger.error("ended with 93: another try cannot help")
-        if not config.called:
-            writer.write(child_failed(config.entry.target, outcome.failures, root) + "\n")
+            logger.error("exit code 93: running it again cannot help")
+        by_default = not (config.called or config.spec.max_restarts)
+        if by_default and outcome.code == EXIT_FAILED and "max_restarts" not in config.sources:
+            logger.error("%s", HOW_TO_RESTART)
     elif not config.called:
-        last_word(sentence(outcome))
+        last_word(sentence(outcome, folder))
     await in_thread(lambda: writer.flush(limit), name="flush")
 
 
-def sentence(outcome: Exit) -> str:
-    """The reason in one sentence, for an end that no rank caused."""
+def sentence(outcome: Exit, folder: str = "") -> str:
+    """The reason in one sentence, for an end that no rank caused; `folder`: where checkpoints
+    are."""
     if outcome.signum:
         name = signal.Signals(outcome.signum).name
         ended = f"ended by {name} ({outcome.signum}); the ranks have been shut down"
-        saved = outcome.code == EXIT_SAVED
-        return f"{ended}, and the step that all have saved is in storage" if saved else ended
+        if outcome.code != EXIT_SAVED:
+            return ended
+        step = f"step {outcome.saved}" if outcome.saved >= 0 else "the last step"
+        where = f" in {folder}" if folder else ""
+        return f"{ended}; {step} is saved{where}: run the same command again to continue from it"
     return directed(outcome.reason) or f"ended with exit code {outcome.code}"
 
 

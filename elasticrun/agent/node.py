@@ -12,6 +12,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import structs
+
 from elasticrun import __version__
 from elasticrun.agent import farewell
 from elasticrun.agent.boot import Reaper, SpawnerProcess, planted_in
@@ -194,7 +196,7 @@ class NodeAgent:
         )
         self._notes = LogNotes(os.environ, spec.job_id, config.run.folder)
         self._output.remember_in(self._notes)
-        self._progress = Progress(config.nproc_per_node, self._link)
+        self._progress = Progress(config.nproc_per_node, self._link, self._first_step)
         self._snapshots = LocalSnapshots(shared, self._spawners, os.environ, self._resumed)
         self._ranks = Ranks(shared, self._spawners, self._output, self._snapshots.drain.is_put_off)
         self._probing = Probing(shared, self._spawners)
@@ -405,6 +407,9 @@ class NodeAgent:
     def _resumed(self, step: int, source: str) -> None:
         self._story.resumed(step, source, time.monotonic())
 
+    def _first_step(self) -> None:
+        self._story.trains(time.monotonic())
+
     def _own(self, local_rank: int) -> dict[str, str]:
         """Where this rank tells its steps and speaks of its snapshots, as far as it can."""
         progress, snapshots = self._progress.place(local_rank), self._snapshots.place(local_rank)
@@ -418,6 +423,8 @@ class NodeAgent:
             newest = max(self._progress.newest, self._snapshots.drain.generation.newest())
             self._story.broke(newest, time.monotonic())
             self._sight.stopping()
+            if isinstance(report, m.RanksFailed | m.Stopped):
+                report = structs.replace(report, newest=newest)
         if isinstance(report, m.Stopped | m.Finished):
             self._snapshots.reaped()
             self._sight.end()
@@ -487,6 +494,7 @@ class NodeAgent:
             words = farewell.tell(
                 *(self._config, outcome, self._writer, end.left(farewell.TELL_LIMIT)),
                 ran=self._ranks.start is not None,
+                folder=self._snapshots.folder,
             )
             await end.step("the last words", words, None)
 

@@ -26,6 +26,9 @@ LEAVING: Final = 1.0
 """Seconds after which it is told that a node that is to leave waits for its ranks to save a step: a
 Ctrl-C whose step is saved sooner is one line, that of the end."""
 
+SLOW_START: Final = 1.0
+"""Seconds from which on it is said how long a restarted script took to its first step."""
+
 SOON: Final = 3.0
 """Seconds after which a wait for other nodes, or for ranks to end, is told."""
 
@@ -67,6 +70,8 @@ class Story:
         self._broke: tuple[float, int] | None = None  # since when no rank trains, newest step
         self._words = ""  # what a restart costs, for the line that is told when the ranks go on
         self._told = False  # that line, in this life
+        self._newest = -1  # step that all ranks had come to, as the master knows
+        self._ran: float | None = None  # since when restarted ranks run
         self._grows = False  # nodes came: nothing was lost that would be recovered
         self._tells_steps = False  # ranks here have said from where they go on
 
@@ -79,6 +84,7 @@ class Story:
     def starts(self, start: Start, now: float) -> None:
         """Ranks of this round are about to be started."""
         last, self._last = self._last, start
+        self._newest, self._ran = start.newest, None
         if self._broke is not None and start.down:  # the master knows when that began elsewhere
             self._broke = (min(self._broke[0], now - start.down), self._broke[1])
         self._grows = last is not None and start.world_size > last.world_size
@@ -101,13 +107,20 @@ class Story:
 
     def running(self, now: float) -> None:
         """The last rank of this node runs."""
+        self._ran = now if self._last is not None and self._broke is not None else None
         if not self._tells_steps:
             self._tell("restarted", "", now)
+
+    def trains(self, now: float) -> None:
+        """A rank of this life has told its first step."""
+        ran, self._ran = self._ran, None
+        if ran is not None and now - ran >= SLOW_START:
+            self._say(f"the script took {now - ran:.1f} s to its first step")
 
     def resumed(self, step: int, source: str, now: float) -> None:
         """A rank goes on from this step; the first one counts."""
         self._tells_steps = True
-        newest = -1 if self._broke is None else self._broke[1]
+        newest = -1 if self._broke is None else max(self._newest, self._broke[1])
         if source != NOTHING:
             again = f"resumed at step {step}"
             again += f", {some(newest - step, 'step')} repeated" if newest >= step else ""

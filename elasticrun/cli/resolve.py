@@ -148,7 +148,7 @@ def run_plan(asked: Asked) -> RunPlan:
     return RunPlan(
         folder=folder,
         name=settings.job_name(asked.text("name"), own or stem),
-        named=bool(asked.text("name") or own),
+        unnamed=not (asked.text("name") or own),
         fresh=fresh,
         tensorboard=logdir,
         nproc=asked.text("nproc_per_node"),
@@ -182,6 +182,8 @@ def conf_keys(asked: Asked) -> dict[str, str]:
 def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: float) -> JobSpec:
     """What this node brings as the agreement of the whole job."""
     restarts = asked.number("max_restarts")
+    if not asked.explicitly("max_restarts") and meeting.min_nodes < meeting.max_nodes:
+        restarts = config.ELASTIC_RESTARTS
     if restarts < 0:
         raise UsageError(f"--max-restarts={restarts}: a number of restarts is not negative")
     unit = asked.number("node_unit")

@@ -44,12 +44,12 @@ the options that most jobs need:
   --rdzv-endpoint HOST[:PORT]       where the nodes meet
   --rdzv-id ID                      name of the job, the same on all nodes
   --token-file FILE                 secret of the job, the same on all nodes
-  --max-restarts N                  restarts after failures of ranks [0]
+  --max-restarts N                  restarts after failures [0; elastic: 3]
   -m, --module, or --no-python      the script is a module, or any program
   --log-dir DIR, -t, --tee 3        files of the ranks' output; on screen, too
   --network-check                   probe nodes and links before training
   --save-at-breakpoint              write the newest snapshot after a failure
-  --dry-run                         print what would run, and why so
+  --dry-run [-v]                    print what would run, and why so
   --version, -h, --help, --help-all the version; this page; every option
 
 subcommands, each with its own --help (JOB: a name, or its beginning):
@@ -235,7 +235,8 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
     ),
     "restart": (
         _flag("--max-restarts", _WHOLE, "N", 0, "How often the job's ranks are restarted after a "
-            "failure."),
+            f"failure; {config.ELASTIC_RESTARTS} where none is given with --nnodes=MIN:MAX, by "
+            "submit and in an ElasticJob."),
         _flag("--restart-window", _SECONDS, "SECONDS", config.RESTART_WINDOW, "Count only the "
             "failures of this many seconds; 0: all of the job.", OURS),
         _flag("--restart-backoff", _SECONDS, "SECONDS", config.RESTART_BACKOFF,
@@ -353,6 +354,8 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             "end: a command that reads one JSON from its stdin, or a URL for a POST.", OURS),
         _switch("--dry-run", "Print what would run, and where each setting comes from.", OURS,
             env=""),
+        _switch("--verbose", "With --dry-run: the settings that have their defaults, too.", OURS,
+            env="", short="-v"),
         _switch("--version", "Print the version.", OURS, env=""),
         _flag("--print-completion", _TEXT, "", None, "Print the completion script of a shell "
             "(needs shtab).", NEWER, choices=("bash", "zsh", "tcsh"), env=""),

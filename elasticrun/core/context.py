@@ -37,6 +37,7 @@ class JobContext:
         self.restarts = Restarts(spec)
         self.number = 0  # of the last round
         self.incidents = 0  # the number of the last one
+        self.newest = -1  # step that ranks of a round that is over had come to; -1: not known
         self.round: Round | None = None  # the last one that was formed or adopted
         self.dumps = 0  # as in the facts
         self.backs: deque[float] = deque(maxlen=200)

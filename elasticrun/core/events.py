@@ -101,6 +101,7 @@ class JobOver(Struct, frozen=True):
 
     exit_code: int
     reason: str
+    saved: int = -1  # the newest step in storage; -1: none
 
 
 class Record(Struct, frozen=True):
@@ -305,6 +306,7 @@ class Exit(Struct, frozen=True):
     reason: str
     failures: tuple[Failure, ...]
     signum: int  # the death signal that caused it, 0 for none
+    saved: int = -1  # the newest step in storage, as far as this node knows; -1: none
 
 
 AgentEffect = (

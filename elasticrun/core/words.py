@@ -68,7 +68,14 @@ def nearest(word: str, names: Iterable[str]) -> str:
         return ""
     begun = sorted(name for name in names if len(word) > 3 and name.startswith(word))
     swapped = sorted(name for name in names if sorted(name) == sorted(word))
-    found = begun[:1] or swapped[:1] or difflib.get_close_matches(word, names, 1, 0.75)
+    close = difflib.get_close_matches(word, names, 1, 0.75)
+    cut = len(word) - 1  # the beginning of a longer name, with one letter more than that has
+    found = (
+        begun[:1]
+        or swapped[:1]
+        or close
+        or sorted(name for name in names if cut > 3 and name.startswith(word[:cut]))[:1]
+    )
     return f"; did you mean {found[0]}?" if found else ""
 
 

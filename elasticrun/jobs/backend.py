@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,8 +20,10 @@ from msgspec import Struct
 
 from elasticrun.jobs.rows import JobRow
 from elasticrun.runs.layout import (
+    ENDED,
     MAX_BYTES,
     SUBMITTED,
+    JobRecord,
     LocalAgent,
     RunFolder,
     replace_file,
@@ -109,11 +112,20 @@ def submission(run: RunFolder) -> Submission:
         with open(run.path / SUBMITTED, "rb") as file:
             return msgspec.json.decode(file.read(MAX_BYTES), type=Submission)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        name = job.name if (job := run.job()) else run.path.name
+        job = run.job()
+        name = job.name if job else run.path.name
+        again = ""
+        if job is not None and job.command and run.state() in ENDED:
+            again = f"; to run it again, type its command again: {typed(job)}"
         raise NotDone(
-            f"job {name} was not submitted, so nobody but its launcher can do that: start it by "
-            "`elasticrun submit`"
+            f"job {name} was started by hand and not by `elasticrun submit`, so only its launcher "
+            f"can do that{again}"
         ) from None
+
+
+def typed(job: JobRecord) -> str:
+    """What a person typed to start it, for a shell."""
+    return f"cd {shlex.quote(job.workdir)} && {shlex.join(job.command)}"
 
 
 def write_submission(run: RunFolder, known: Submission) -> None:

@@ -137,7 +137,7 @@ class LocalJobs:
             _say(run, "stopped", f"{SUSPENDED}; what was saved is not known here", suspended=True)
             return f"the agents of job {name} were told to save and have ended; {again}"
         if state == "saved":
-            step = result.step if (result := run.result()) else -1
+            step = result.saved if (result := run.result()) else -1
             at = f" at step {step}" if step >= 0 else ""
             _say(run, "saved", f"{SUSPENDED}{at}", suspended=True)
             return f"job {name} is suspended{at}; {again}"
@@ -236,6 +236,7 @@ def meeting(known: Submission, node: str, port: int) -> list[str]:
         return [*words, "--standalone"]
     most = known.scaled or known.max_nodes
     words += [f"--nnodes={min(known.min_nodes, most)}:{most}", f"--node-id={node}"]
+    words += [f"--node-rank={node.removeprefix('node')}"]  # a wish: agents start all at once
     return [*words, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
 
 

@@ -107,7 +107,8 @@ class SlurmJobs:
         self._call("scontrol", "requeuehold", known.number)
         if not self._until(known.number, lambda now: now is None or now.is_held, LEAVE_LIMIT):
             raise NotDone(f"job {known.name} is leaving yet: elasticrun list shows it")
-        step = run.last_step()
+        result = run.result()
+        step = result.saved if result and result.state == "saved" else -1
         return f"job {known.name} is suspended{f' at step {step}' if step >= 0 else ''}; {again}"
 
     def stop(self, run: RunFolder) -> str:

@@ -538,7 +538,10 @@ class Figures:
         elif isinstance(report, m.Holdings):
             for held in report.held:
                 self._came_to(held.round, held.step)
+        elif isinstance(report, m.Stopped):
+            self._came_to(report.round, report.newest)
         elif isinstance(report, m.RanksFailed):
+            self._came_to(report.round, report.newest)
             self._ranks_failed(report)
         return before != (self._stepped_in, self._step)
 
@@ -552,6 +555,8 @@ class Figures:
 
     def _came_to(self, name: RoundName, step: int) -> None:
         """Ranks of this round are at a step, or hold it; a later life may begin further back."""
+        if step < 0:
+            return
         if self._round in (None, name) and (name != self._stepped_in or step > self._step):
             self._step, self._stepped, self._stepped_in = step, self._clock(), name
 

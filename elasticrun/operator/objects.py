@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from elasticrun.config import EXIT_BAD_NODE, EXIT_FINAL, EXIT_SAVED, EXIT_USAGE
+from elasticrun.config import ELASTIC_RESTARTS, EXIT_BAD_NODE, EXIT_FINAL, EXIT_SAVED, EXIT_USAGE
 from elasticrun.operator.crd import API_VERSION, GROUP, KIND, ElasticSpec, ElasticStatus, Json
 from elasticrun.render import pods as rendered
 from elasticrun.render.elastic import has_tls, own_words
@@ -349,6 +349,7 @@ def node_pod(
     defaults: list[Json] = [
         {"name": env.CLUSTER_NODE, "valueFrom": its_node},
         {"name": "ELASTICRUN_EXIT_CODES", "value": "scheduler"},
+        {"name": "ELASTICRUN_MAX_RESTARTS", "value": str(ELASTIC_RESTARTS)},
         {"name": "ELASTICRUN_RDZV_CONF", "value": "is_host=false"},
         _token(job),
     ]

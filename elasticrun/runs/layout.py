@@ -164,6 +164,7 @@ class RunResult(Struct, frozen=True, kw_only=True):
     world_size: int = 0
     restarts: int = 0  # that were charged
     step: int = -1  # the newest that was told; -1: none
+    saved: int = -1  # the newest in storage; -1: none
     goodput: Goodput | None = None  # where the time went
     incidents: tuple[ShortRow, ...] = ()  # what stopped training, the newest last
 

@@ -332,6 +332,7 @@ class RanksFailed(Struct, frozen=True):
 
     round: RoundName
     failures: Failures
+    newest: StepOrNone = -1  # step that a rank here has come to; -1: not known
 
 
 class Stopping(Struct, frozen=True):
@@ -345,6 +346,7 @@ class Stopped(Struct, frozen=True):
     """Every process of `round` on this node has been reaped: the fence may be passed."""
 
     round: RoundName
+    newest: StepOrNone = -1  # as in RanksFailed
 
 
 class Finished(Struct, frozen=True):
@@ -768,6 +770,7 @@ class Start(Struct, frozen=True):
     restore_step: StepOrNone = -1  # a person wants this step and no other; -1: nobody does
     why: str = ""  # what ended the round before it, in a clause; "": it is the first, or not known
     down: float = 0.0  # seconds since training stopped; 0.0: not known
+    newest: StepOrNone = -1  # step that ranks had come to before that; -1: not known
 
     def agree(self, where: str) -> None:
         _agree_on_place(self, where)
@@ -787,6 +790,7 @@ class End(Struct, frozen=True):
     reason: str
     failures: Failures  # the root cause first; empty on success
     goodput: str = ""  # where the time went, in a line; "" where it is not worth one
+    saved: StepOrNone = -1  # the newest step in storage; -1: none
 
 
 class Echo(Struct, frozen=True):

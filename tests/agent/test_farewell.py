@@ -204,9 +204,9 @@ def test_ranks_that_failed_alike_are_one_line() -> None:
     alike = [replace(root, rank=rank, local_rank=rank) for rank in (5, 1)]
     alike.append(replace(root, rank=2, local_rank=2, kind=FailureKind.STOPPED))
     text = format_failures("a.py", [*alike, root], root)
-    assert "Failures:\n  the same on ranks 1, 2 and 5\n---" in text
+    assert "Failures:\n  ranks 1, 2 and 5: same exception as the root cause\n---" in text
     assert text.count("ValueError: boom") == 1
     other = failure(3, message="OSError: another", traceback="OSError: another")
     mixed = format_failures("a.py", [other, alike[1], root], root)
     assert "OSError: another" in mixed
-    assert "  the same on rank 1\n" in mixed
+    assert "  rank 1: same exception as the root cause\n" in mixed

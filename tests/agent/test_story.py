@@ -13,7 +13,7 @@ from elasticrun.agent import story
 from elasticrun.agent.farewell import sentence
 from elasticrun.agent.node import NodeAgent
 from elasticrun.agent.story import NOTHING, Story, directed
-from elasticrun.config import EXIT_FAILED
+from elasticrun.config import EXIT_FAILED, EXIT_SAVED
 from elasticrun.core.events import Exit, Note
 from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.wire.messages import Start
@@ -100,6 +100,32 @@ def test_a_failure() -> None:
         "restarted in 0.41 s: restart 2 of 3, with 2 nodes, world size 4; "
         "from the beginning, 1 step repeated"
     ]
+
+
+def test_the_steps_that_are_repeated_are_those_that_the_master_counts() -> None:
+    """Ranks of another node had come further."""
+    told = Told()
+    told.story.resumed(0, NOTHING, told.now)
+    again = after(FIRST, restart_count=1, why=BAD_LUCK, newest=1209)
+    assert told.restart(again, step=1200, newest=1204) == [
+        f"recovered in 0.41 s: restart 1 of 3 ({BAD_LUCK}); resumed at step 1200, 9 steps repeated"
+    ]
+
+
+def test_how_long_a_restarted_script_takes_to_its_first_step() -> None:
+    told = Told()
+    told.story.trains(90.0)  # of the first life nothing is said
+    again = after(FIRST, restart_count=1, why=BAD_LUCK)
+    told.restart(again)
+    told.story.trains(told.now + 1.9)
+    told.story.trains(told.now + 2.9)
+    assert told.lines == [
+        f"restarted in 0.41 s: restart 1 of 3 ({BAD_LUCK})",
+        "the script took 1.9 s to its first step",
+    ]
+    told.restart(after(again, restart_count=2, why=BAD_LUCK))
+    told.story.trains(told.now + 0.9)  # is not worth a line
+    assert len(told.lines) == 1
 
 
 def test_ranks_that_die_before_they_go_on_are_not_recovered() -> None:
@@ -200,6 +226,15 @@ async def test_a_node_that_has_left_within_a_second_says_nothing_before(
     waits.look(replace(ALONE, state=State.ENDING, reason="received SIGINT"))
     waits.close()
     assert said == told
+
+
+def test_who_is_told_to_leave_reads_what_was_saved_and_how_to_go_on() -> None:
+    saved = Exit(EXIT_SAVED, "received SIGINT", (), 2, 1180)
+    ended = "ended by SIGINT (2); the ranks have been shut down"
+    again = "run the same command again to continue from it"
+    assert sentence(saved, "/ckpt") == f"{ended}; step 1180 is saved in /ckpt: {again}"
+    assert sentence(structs.replace(saved, saved=-1)) == f"{ended}; the last step is saved: {again}"
+    assert sentence(structs.replace(saved, code=EXIT_FAILED, saved=-1), "/ckpt") == ended
 
 
 def test_a_master_that_does_not_answer() -> None:

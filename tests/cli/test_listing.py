@@ -59,7 +59,9 @@ def _several(root: Path) -> None:
 
 def test_ended_and_lost_jobs_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert listing.main([]) == 0
-    assert capsys.readouterr().out.startswith("no job of yours is known here")
+    assert capsys.readouterr().out.startswith(
+        "you have no jobs on this host; `elasticrun train.py` starts"
+    )
     _several(root)
     assert listing.main([]) == 0
     assert capsys.readouterr().out.splitlines() == [

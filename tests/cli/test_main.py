@@ -218,11 +218,13 @@ def test_dry_run_shows_values_and_sources(tmp_path: Path) -> None:
         "PET_MASTER_PORT": "7007", "PET_MASTER_ADDR": "head", "PET_NODE_RANK": "1",
     }  # fmt: skip
     done = command(
-        "--dry-run", "--nproc_per_node=2", "-m", "pkg.train", "--lr", "a b",
+        "--dry-run", "-v", "--nproc_per_node=2", "-m", "pkg.train", "--lr", "a b",
         cwd=tmp_path, environ=environ,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     text = done.stdout
+    sources = [line.split()[-1] for line in text.partition("\nsetting ")[2].splitlines()[1:]]
+    assert sources == sorted(sources, key="default".__eq__), "defaults come last"
     assert f"{sys.executable} -u -m pkg.train --lr 'a b'" in text
     assert "head:7007, started by node 0" in text
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
@@ -237,6 +239,10 @@ def test_dry_run_shows_values_and_sources(tmp_path: Path) -> None:
 def test_dry_run_shows_node_health(tmp_path: Path) -> None:
     environ = {"PET_PRECHECK": "2", "ELASTICRUN_EXCLUDE_FOR": "90"}
     words = ("--dry-run", "--exclude_straggler", "--accelerator", "cpu", "s.py")
+    short = command(*words, cwd=tmp_path, environ=environ).stdout
+    assert "straggler-ratio" not in short
+    assert " other settings at the default; -v shows them\n" in short
+    words = ("-v", *words)
     done = command(*words, cwd=tmp_path, environ=environ)
     assert done.returncode == 0, done.stderr
     (summary,) = [line for line in done.stdout.splitlines() if line.startswith("node health")]

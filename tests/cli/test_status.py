@@ -245,7 +245,7 @@ def test_nobody_there_is_one_sentence(home: Path) -> None:
         assert err.count("\n") == 1
     code, _, err = aio.run(_status())
     assert code == 1
-    assert "no master of yours runs on this host" in err
+    assert "you have no jobs on this host; `elasticrun train.py` starts one" in err
 
 
 @pytest.mark.slow

@@ -49,8 +49,9 @@ for step in range(ckpt.restore(), 40):
 }
 
 LINE = re.compile(
-    r"goodput \d+\.\d %( \(ETTR [\d.]+ %\))?: 1 interruption cost [\d.]+ s "
-    r"\(rank failure [\d.]+ s\), \d+ steps repeated(, checkpoints (?P<saves>[\d.]+) s)?"
+    r"goodput \d+\.\d % \(rank time in steps that were kept(; ETTR[^)]+ [\d.]+ %)?\): "
+    r"1 interruption cost [\d.]+ s \(rank failure [\d.]+ s\), \d+ steps repeated"
+    r"(, checkpoints (?P<saves>[\d.]+) s)?"
 )
 
 
@@ -91,4 +92,6 @@ def test_the_last_lines_say_where_the_time_went(tmp_path: Path, told_by: str) ->
     assert sum(micros) == round(1e6 * spent["slot_seconds"]) > 0
     assert spent["cost"] == pytest.approx(spent["slot_seconds"] * 36.0 / 3600.0)
     assert any(spent["line"] in text for text in told)
+    again = {count for text in told for count in re.findall(r"(\d+) steps? repeated", text)}
+    assert again == {str(result["incidents"][0]["steps_lost"])}, "all count the same steps"
     assert (saves == {None}) == (told_by == "progress"), told

@@ -142,7 +142,8 @@ def test_people_are_told_in_a_line_of_each_that_is_over(
         msgspec.structs.replace(ROW, over=False),
         ROW,
         ROW,
-        msgspec.structs.replace(ROW, number=8, decision=f"{ROW.decision}; {ended}"),
+        msgspec.structs.replace(ROW, number=8, decision=f"{ROW.decision}; {ended}", ended=True),
+        msgspec.structs.replace(ROW, number=9, cause="preempted", ended=True),  # as it was told to
     ):
         files.filed(row)
     files.close(10.0)
@@ -151,7 +152,7 @@ def test_people_are_told_in_a_line_of_each_that_is_over(
     assert [record.message for record in caplog.records] == [
         f"incident 7: {first}; restart 1, 1.8 s down, 12 steps repeated: "
         "logs/incidents/run-1/0007.md",
-        f"incident 8: {first}; the job ends with code 1: logs/incidents/run-1/{8:04}.md",
+        f"incident 8 ended the job: logs/incidents/run-1/{8:04}.md",
     ]
 
 

@@ -358,7 +358,7 @@ class Chaos:
         """Nobody hangs: the job is over, or it runs, or too few nodes are left and it says so."""
         world = self.world
         if world.over is not None:
-            if "no restart is left" in world.over.reason and not self.own_failures:
+            if "no restarts left" in world.over.reason and not self.own_failures:
                 self._fault(f"nothing failed and yet: {world.over.reason}")
             return
         if world.master is None:

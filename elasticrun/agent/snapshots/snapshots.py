@@ -91,6 +91,8 @@ class LocalSnapshots:
         self._node = node
         self._say = node.link.say
         self._resumed = resumed
+        self.folder = ""
+        """Where checkpoints are, as the ranks have said; "": not known."""
         self._remarks = Once(REMARKS_MOST)  # that are shown in one generation
         self._tasks = Tasks(logger.error)
         self._generation = Generation(self._nproc)
@@ -281,6 +283,7 @@ class LocalSnapshots:
         before, rank.peer = rank.peer, peer
         if before is not None:
             before.break_off("a newer Checkpointer of that rank has taken its place")
+        self.folder = here.folder
         if here.rank == 0:
             self._claim.want(here.folder)
         self._replicas.wanted = here.replicas > 0

@@ -23,6 +23,7 @@ from elasticrun.cli.job.asking import as_json
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import TRUST
 from elasticrun.cli.verbs.status import (
+    NO_JOBS,
     NoStatus,
     Question,
     ask,
@@ -33,11 +34,11 @@ from elasticrun.cli.verbs.status import (
 )
 from elasticrun.config import EXIT_USAGE, Tls
 from elasticrun.core.words import plain, some
-from elasticrun.jobs.backend import NotDone, is_ours, submission
+from elasticrun.jobs.backend import NotDone, is_ours, submission, typed
 from elasticrun.jobs.choosing import by_their_places
 from elasticrun.jobs.kubernetes import note_end
 from elasticrun.jobs.line import NotAnswered, master_of
-from elasticrun.jobs.rows import JobRow, live_row, row_of
+from elasticrun.jobs.rows import SUSPENDED, JobRow, live_row, row_of
 from elasticrun.runs import index
 from elasticrun.runs.layout import ENDED, JobRecord, RunFolder
 
@@ -77,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
             if (row.where, row.state) == ("k8s", "submitted") and row.reason:
                 print(f"{row.name}: {plain(row.reason)}")
     else:
-        print(f"no job of yours is known here; `{PROG} train.py` runs one")
+        print(NO_JOBS)
     return 1 if silent else 0
 
 
@@ -161,14 +162,15 @@ def shown(row: JobRow) -> tuple[str, ...]:
 
 def left_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]:
     """What a job has left that does not run here, for people."""
-    again = is_ours(folder) and row.state in (*ENDED, "suspended") and row.state != "succeeded"
+    again = row.state in (*ENDED, SUSPENDED) and row.state != "succeeded"
+    resume = f"{PROG} resume {job.name}" if is_ours(folder) else f"type it again: {typed(job)}"
     said = {
         "outcome": row.reason,
         "progress": folder.told(),
         "command": " ".join(job.command),
         "commit": job.git_commit,
         "run folder": row.run,
-        "to go on": f"{PROG} resume {job.name}" if again else "",
+        "to go on": resume if again else "",
     }
     told = [*lines(TITLES, [shown(row)], COLUMNS), ""]
     told += [f"{name}: {text}" for name, text in said.items() if text]

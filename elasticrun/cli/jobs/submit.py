@@ -30,7 +30,7 @@ from elasticrun.cli.settings import Asked, NoProgram, NotHere, UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.trust import GIT_SECRETS, TOKEN_VARIABLE, withdraw
 from elasticrun.cli.verbs import render, render_flags
-from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from elasticrun.config import ELASTIC_RESTARTS, EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from elasticrun.jobs import choosing
 from elasticrun.jobs.backend import (
     TOKEN,
@@ -74,6 +74,7 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
         flags, program = render.split(arena.translated(words, where, say))
         made = parser(where)
         ns, extra = made.parse_known_args(flags)
+        _with_restarts(ns)
         if extra:
             _refuse(extra, made, where)
         if not program or program[0].startswith("-"):
@@ -87,6 +88,13 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
     except (Invalid, UsageError, NotDone) as wrong:
         code = EXIT_FAILED if isinstance(wrong, (NotHere, NoProgram)) else EXIT_USAGE
         raise UsageError(str(wrong), code) from None
+
+
+def _with_restarts(ns: argparse.Namespace) -> None:
+    """A job that nobody watches begins with some."""
+    flag = next(flag for flag in FLAGS if flag.dest == "max_restarts")
+    if flag.dest not in ns.given and not flag.variable_in(os.environ):
+        ns.max_restarts, ns.given = ELASTIC_RESTARTS, {**ns.given, "max_restarts": "submit"}
 
 
 def _refuse(extra: Sequence[str], made: Parser, where: str) -> None:

@@ -28,7 +28,8 @@ def describe(
     environ: Mapping[str, str],
     place: Whereabouts = NOWHERE,
 ) -> str:
-    """The resolved settings as text: a summary first, then every flag with its source."""
+    """The resolved settings as text: a summary, then the flags that are not at their defaults with
+    their sources, and with --verbose all others."""
     asked = Asked(ns, environ, {**place.shown, **place.filled})
     spec = config.spec
     low, high = spec.min_nodes, spec.max_nodes
@@ -49,12 +50,18 @@ def describe(
     ]
     lines = [f"{name:<22}{value}" for name, value in rows]
     lines += ["", *(f"note: {note}" for note in config.notes), ""] if config.notes else [""]
-    lines.append(f"{'setting':<28}{'value':<38}source")
-    for flag in FLAGS:
-        if flag.dest in ("dry_run", "version", "print_completion"):
-            continue
-        name, value, source = _counting(setting(asked, flag.dest), config, environ)
-        lines.append(f"{name:<28}{value:<38}{source}")
+    found = [
+        _counting(setting(asked, flag.dest), config, environ)
+        for flag in FLAGS
+        if flag.dest not in ("dry_run", "verbose", "version", "print_completion")
+    ]
+    usual = [row for row in found if row.source == "default"]
+    shown = [row for row in found if row.source != "default"] + (usual if ns.verbose else [])
+    if shown:
+        lines.append(f"{'setting':<28}{'value':<38}source")
+        lines += [f"{name:<28}{value:<38}{source}" for name, value, source in shown]
+    if usual and not ns.verbose:
+        lines.append(f"{some(len(usual), 'other setting')} at the default; -v shows them")
     return "\n".join(lines) + "\n"
 
 
@@ -65,6 +72,11 @@ def _counting(row: Setting, config: AgentConfig, environ: Mapping[str, str]) -> 
     whose_id = "new, where the file names none" if file else "new for every run"
     variable = "$NODE_RANK" if environ.get("NODE_RANK", "").strip() else "$WORKER_RANK"
     others = {
+        "max-restarts": (
+            spec.max_restarts != int(row.value or 0) if row.name == "max-restarts" else False,
+            spec.max_restarts,
+            "--nnodes=MIN:MAX",
+        ),
         "nnodes": (spec.max_nodes != 1, spec.max_nodes, "$NODE_NUM"),
         "nproc-per-node": (config.nproc_per_node != 1, config.nproc_per_node, "GPUs seen here"),
         "rdzv-backend": (

@@ -100,7 +100,6 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
         run=RunPlan(
             folder=asked.text("run_dir"),
             name=asked.text("rdzv_id"),
-            named=True,
             fresh=asked.switch("fresh"),
             command=("elasticrun", "master", *argv),
         ),

@@ -85,6 +85,12 @@ TITLES: Final = ("JOB", "STATE", "NODES", "STEP", "STEP AGE", "RESTARTS", "AGE")
 Row = tuple[str, ...]
 
 
+NO_JOBS: Final = (
+    "you have no jobs on this host; `elasticrun train.py` starts one (name a job whose master is "
+    "elsewhere by HOST:PORT)"
+)
+
+
 def name_of(job_id: str, where: str, name: str = "") -> str:
     """`name`, by which people know it, else its id. A static job has no id of its own: all of them
     are called "none", as under torchrun."""
@@ -260,7 +266,13 @@ def _here(token: str, files: Tls | None) -> list[Question]:
     """The masters of this user that have left their endpoints in the user's folder."""
     masters = published_here()
     if not masters:
-        raise NoStatus("no master of yours runs on this host: name an endpoint (host:port)")
+        with contextlib.suppress(OSError):
+            if index.all_runs(index.runs_root(os.environ)):
+                raise NoStatus(
+                    "no job of yours runs on this host; `elasticrun list` shows those that have "
+                    "ended or run elsewhere"
+                )
+        raise NoStatus(NO_JOBS)
     return [question_to(master, token, files) for master in masters]
 
 

@@ -292,6 +292,8 @@ class Job:
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
         if ctx.round is None or report.round != ctx.round.name:
             return False
+        if isinstance(report, m.RanksFailed | m.Stopped):
+            ctx.newest = max(ctx.newest, report.newest)
         match report:
             case m.Running():
                 ctx.nodes[node].pids = report.pids
@@ -541,6 +543,7 @@ class Job:
         round_ = Round(facts)
         round_.why = why or (last.why_stopped if last is not None else "")
         round_.down = down
+        round_.newest = ctx.newest
         ctx.round = round_
         for node in round_.seats:
             ctx.nodes[node].told = ""
@@ -554,6 +557,7 @@ class Job:
         self._recorder.record()
         self._saving.round_begins(round_)
         self._sight.round_begins()
+        ctx.newest = -1
         for node in round_.members:
             start, session = round_.start(node), ctx.nodes[node].session
             assert start is not None
@@ -582,7 +586,11 @@ class Job:
             if exit_code == EXIT_OK:
                 exit_code, reason = code_of(Ending.UNSAVED), f"{reason}, but {owed}"
         failures = () if exit_code == EXIT_OK else ctx.restarts.window.failures
-        ctx.outcome = m.End(exit_code, reason, failures)
+        written = self._snapshots.checkpoints.written
+        saved = -1 if written is None else written.step
+        if exit_code == EXIT_SAVED:
+            reason = f"{reason}; step {saved} is saved"
+        ctx.outcome = m.End(exit_code, reason, failures, saved=saved)
         self._until = None
         fine = exit_code in (EXIT_OK, EXIT_SAVED) or reason == self._requests.stop
         ctx.note(f"the job is over: {reason}", "info" if fine else "error", told=True)

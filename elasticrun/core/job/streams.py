@@ -243,7 +243,7 @@ class Streams:
         """Tell the runtime, once: the job is over and somebody was told."""
         if not self._is_over_told:
             self._is_over_told = True
-            self._ctx.out.append(fx.JobOver(outcome.exit_code, outcome.reason))
+            self._ctx.out.append(fx.JobOver(outcome.exit_code, outcome.reason, outcome.saved))
 
     # ------------------------------------------------------------ excluded, parked
 

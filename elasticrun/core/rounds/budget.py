@@ -231,6 +231,14 @@ class Budget:
         self.left(now)
         return tuple(now - when for when in self._charges)[-MAX_AGES:]
 
+    @property
+    def none_left(self) -> str:
+        """That it is spent, in words."""
+        if not self._max:
+            return "no restarts left (--max-restarts is 0)"
+        within = f" within {self._window:g} s" if self._window else ""
+        return f"no restarts left ({self._max} of {self._max} used{within})"
+
     def left(self, now: float) -> int:
         """Restarts that may still be charged."""
         while self._window > 0 and self._charges and self._charges[0] <= now - self._window:
@@ -300,7 +308,7 @@ class Restarts:
         if verdict.bill is Bill.HOPELESS or (verdict.bill is Bill.DOUBT and late):
             cause = self.window.cause
             story = self.attribution.in_words(cause, self._nodes) if cause else ""
-            end = f"{verdict.reason}; no restart is left" + (f"; {story}" if story else "")
+            end = f"{verdict.reason}; {self.budget.none_left}" + (f"; {story}" if story else "")
             root = root_cause(self.window.failures)
             own = self._scheduler_codes and root is not None and is_the_scripts(root)
             return Judgement(end=end, code=code_of(Ending.SPENT if own else Ending.RANK))

@@ -23,8 +23,8 @@ from elasticrun.config import (
 )
 from elasticrun.wire.messages import MAX_FAILURES, Failure, FailureKind
 
-ALL_LEFT = "every node has left"
-"""Why a job ends whose nodes were all told to leave."""
+ALL_LEFT = "all nodes were told to leave"
+"""Why a job ends whose nodes have all left."""
 
 SIGABRT = 6
 SIGKILL = 9

@@ -27,6 +27,7 @@ WORDS = {
     "node_lost": "node lost",
     "node_slow": "node slow",
     "rank_failed": "rank failure",
+    "hang": "restart after a hang",
     "preempted": "preemption",
     "scaled": "change of size",
 }
@@ -42,7 +43,7 @@ PLACE_LIMIT = 300 * MICROS
 """Microseconds for which a rank that is idle is left as it is even by --on-hang=restart."""
 
 KINDS = (
-    ("hang", "hangs"),
+    ("hang", "standing still in a hang"),
     ("save", "checkpoints"),
     ("wait", "waits for one rank"),
     ("slow", "slow nodes"),
@@ -100,9 +101,13 @@ def goodput(found: Account, spec: JobSpec) -> Goodput:
 
 def _line(found: Account, ettr: float, price: float) -> str:
     share = found.useful / found.total
-    head = f"{'goodput' if found.tells else 'uptime'} {100 * share:.1f} %"
+    ratio = ""
     if abs(ettr - share) >= WORTH and ettr >= 0.0:
-        head += f" (ETTR {100 * ettr:.1f} %)"
+        ratio = f"; ETTR, the share of wall time, {100 * ettr:.1f} %"
+    if found.tells:
+        head = f"goodput {100 * share:.1f} % (rank time in steps that were kept{ratio})"
+    else:
+        head = f"uptime {100 * share:.1f} % (time in which ranks ran; no steps are reported)"
     said = ", ".join(_lost(found, price))
     return f"{head}: {said}" if said else head
 

@@ -59,6 +59,7 @@ class _Open:
     last_lines: str = ""
     stacks: tuple[StackRow, ...] = ()
     verdict: VerdictRow | None = None
+    ended: bool = False  # the job
 
     def to(self, phase: str, now: float) -> None:
         """The next part of the way back begins."""
@@ -91,6 +92,7 @@ class _Open:
             exitcode=self.origin.exitcode,
             step=self.newest,
             kind=self.origin.kind,
+            ended=self.ended,
             hang="" if stood is None else f"{stood.klass}: {stood.sentence}",
             verdict=self.verdict,
         )
@@ -177,6 +179,7 @@ class Incidents:
             if late > 0.0 and "detect" not in one.spent:
                 one.spent = {"detect": late, **one.spent}
         one.decision = decision or one.decision or "the round is formed anew, free of charge"
+        one.newest = self._ctx.newest = max(one.newest, self._ctx.newest)
         return sum(one.spent.values()) + self._ctx.now - one.since
 
     def round_begins(self) -> None:
@@ -224,7 +227,7 @@ class Incidents:
             slots=round_.facts.world_size,
             price=ctx.spec.watch.slot_price / 3600.0,
             origin=culprit,
-            newest=self._newest,
+            newest=max(self._newest, ctx.newest),
             since=now,
             awaited=self._members(),
         )
@@ -272,7 +275,8 @@ class Incidents:
             return
         self._ended = True
         if self._open is None:
-            if outcome.exit_code == EXIT_OK or self._ctx.round is None:
+            left = not self._ctx.membership.present  # each was told to, and training did not fail
+            if outcome.exit_code == EXIT_OK or self._ctx.round is None or left:
                 return
             self._begin(outcome.reason, stood())
         one = self._open
@@ -281,6 +285,8 @@ class Incidents:
             one.followed.insert(0, follow)
         end = f"the job ends with code {outcome.exit_code}: {outcome.reason}"
         one.decision = f"{one.decision}; {end}" if one.decision else end
+        one.ended = outcome.exit_code != EXIT_OK
+        one.newest = max(one.newest, self._ctx.newest)
         self._close(moves=False)
 
     def _file(self, row: IncidentRow) -> None:

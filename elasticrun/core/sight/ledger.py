@@ -197,6 +197,9 @@ class SlotLedger:
         self._key, self._live, self._gap = MOVING, 0, 0
         self._moved = self._counted = False
         self._waits, self._waited = ("", ""), 0
+        if 0 <= self._newest < self._ctx.newest:  # the last steps were not told of
+            self._done += self._ctx.newest - self._newest
+            self._newest = self._ctx.newest
         self._first_told = self._newest < 0
         self._sums, self._slow = {}, ""
         round_ = self._ctx.round

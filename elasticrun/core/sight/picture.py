@@ -139,6 +139,7 @@ class IncidentRow(Struct, frozen=True):
     exitcode: int = 0  # of the rank that failed first; negative: the signal that ended it
     step: int = -1  # the newest that was told before it; -1: none
     kind: str = ""  # of the failure of that rank (wire.messages.FailureKind); "": none failed
+    ended: bool = False  # the job ended with it, and not with 0
 
 
 class PaceRow(Struct, frozen=True):

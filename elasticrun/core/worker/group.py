@@ -500,10 +500,11 @@ class WorkerGroup:
 
     def _end(self, order: m.End, now: float) -> None:
         if order.exit_code == code_of(Ending.SAVED):
-            self.leaving.ends_as_saved()
+            self.leaving.ends_as_saved(order.saved)
         if order.goodput:
             self.note(order.goodput, "notice")
-        self._told_to_end(fx.Exit(order.exit_code, order.reason, order.failures, 0), now)
+        outcome = fx.Exit(order.exit_code, order.reason, order.failures, 0, order.saved)
+        self._told_to_end(outcome, now)
 
     def _refused(self, order: m.Refused, now: float) -> None:
         self._told_to_end(fx.Exit(order.exit_code, order.reason, (), 0), now)

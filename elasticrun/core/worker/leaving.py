@@ -116,7 +116,7 @@ class Draining:
         if order.ok and (present or self._left_with is not None):
             self._written = max(self._written, order.step)
             if self.has_saved():
-                self.ends_as_saved()
+                self.ends_as_saved(self._written)
         start = group.start
         if order.ok and start is not None and order.step < start.rewound_from:
             group.start = replace(start, rewound_from=-1)  # storage tells by itself from now on
@@ -257,7 +257,8 @@ class Draining:
         group.note(f"{why}: the ranks are told, and this node leaves")
         group.say(m.Leaving(reason, event.signum))
         code = code_for(group.failures(), Ending.SAVED if saved else Ending.LEFT)
-        group.conclude(fx.Exit(code, reason, (), event.signum), now, event.signum)
+        outcome = fx.Exit(code, reason, (), event.signum, self._written if saved else -1)
+        group.conclude(outcome, now, event.signum)
 
     def leave_unsaved(self, event: fx.Signalled, now: float) -> None:
         """What the ranks had before is written out, where this node has the only copy: it stays
@@ -277,11 +278,14 @@ class Draining:
         step = self._asked if self._left_with is None else self._left_with
         return 0 <= step <= self._written
 
-    def ends_as_saved(self) -> None:
-        """What a node that leaves for a signal was to save is in storage, as it hears by now."""
+    def ends_as_saved(self, step: int) -> None:
+        """What a node that leaves for a signal was to save is in storage, as it hears by now:
+        this step."""
         group = self._group
         if group.outcome is not None and group.outcome.signum:
-            group.outcome = replace(group.outcome, code=code_for(group.failures(), Ending.SAVED))
+            code = code_for(group.failures(), Ending.SAVED)
+            saved = max(step, group.outcome.saved)
+            group.outcome = replace(group.outcome, code=code, saved=saved)
 
     def exited(self, event: fx.RankExited, cause: fx.Signalled, now: float) -> None:
         """A rank has ended while this node departs."""

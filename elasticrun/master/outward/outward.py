@@ -45,7 +45,7 @@ class Outward:
         """`hosted`: an agent has started this master, whose terminal shows what it says."""
         self._config = config
         self._hosted = hosted
-        self._notifier: Notifier | None = None
+        self._notifier = self._notifies(name_of(config))
         self._tensorboard: TensorBoard | None = None
         self._told: tuple[int, bool] = (0, False)  # the newest incident, and whether it was over
         self._files = RunFiles(partial(open_fresh, config, hosted), config.log_dir, tells=hosted)
@@ -74,8 +74,17 @@ class Outward:
         if isinstance(found, str):
             return found
         self._run = run = found
+        self._notifier = self._notifies(run.job.name)
         self._files = RunFiles(lambda: run, config.log_dir, tells=self._hosted)
         return ""
+
+    def _notifies(self, name: str) -> Notifier | None:
+        """Who hears of events of the job of this name."""
+        if not self._config.on_event:
+            return None
+        from elasticrun.master.outward.notify import Notifier  # few jobs ask for it
+
+        return Notifier(self._config.on_event, self._config.job_id, name)
 
     @property
     def run_folder(self) -> str:
@@ -94,10 +103,6 @@ class Outward:
     def begin(self) -> None:
         """The job's master serves."""
         self._files.begin()
-        if self._config.on_event:
-            from elasticrun.master.outward.notify import Notifier  # few jobs ask for it
-
-            self._notifier = Notifier(self._config.on_event, self._config.job_id, self.job_name)
         if logdir := self._config.run.tensorboard:
             from elasticrun.master.outward.tensorboard import TensorBoard
 

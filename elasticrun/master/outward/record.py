@@ -108,7 +108,7 @@ def _record(config: MasterConfig, hosted: bool, launch: str) -> JobRecord:
 
 def name_of(config: MasterConfig, launch: str = "") -> str:
     """What the job is called. Jobs of one script that nobody has named differ in their names."""
-    if config.run.named or not config.run.name:
+    if not config.run.unnamed:
         return _stem(config)
     return f"{config.run.name}-{(launch or _launch(config))[:UNNAMED]}"
 
@@ -189,6 +189,7 @@ def result_of(end: JobOver, found: Picture) -> RunResult:
         world_size=status.world_size,
         restarts=status.restart_count,
         step=status.step,
+        saved=end.saved,
         goodput=found.goodput,
         incidents=tuple(rows),
     )

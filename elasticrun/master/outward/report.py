@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from elasticrun.core.rounds.failures import ALL_LEFT, SIGKILL, SIGNALS, is_of_its_own
+from elasticrun.core.rounds.failures import SIGKILL, SIGNALS, is_of_its_own
+from elasticrun.core.sight.causes import FAILURES
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.core.words import plain, some
 from elasticrun.wire.messages import Failure, FailureKind
@@ -117,8 +118,7 @@ def verdict(row: IncidentRow) -> str:
         kind = "" if row.verdict is None else row.verdict.kind
         return _OF_A_HANG.get(kind, f"unknown: {_STANDS_STILL}")
     if not row.kind:
-        left = row.sentence == ALL_LEFT  # each upon a signal
-        return "preempted" if left else f"unknown: {_UNKNOWN[row.cause == 'node_lost']}"
+        return f"unknown: {_UNKNOWN[row.cause == 'node_lost']}"
     kind, text = FailureKind(row.kind), row.sentence
     if kind is FailureKind.PEER_LOST and " ended with 0" in text:
         return "script"  # whose ranks do not all do as many collectives
@@ -136,7 +136,7 @@ def verdict(row: IncidentRow) -> str:
 def error_page(row: IncidentRow, when: float) -> str:
     """What failed first, for people who read it by eye: the sentence, the facts, what it wrote
     last; "" where nothing has failed. `when`: seconds since 1970."""
-    if row.cause in ("scaled", "operator"):
+    if row.cause not in FAILURES:
         return ""
     code = row.exitcode
     end = f"signal {SIGNALS.get(-code, str(-code))}" if code < 0 else f"exit code {code}"
@@ -165,13 +165,11 @@ def error_page(row: IncidentRow, when: float) -> str:
 
 def line(row: IncidentRow) -> str:
     """Of one that is over: `incident 3: rank 1 failed (ValueError: bad luck); restart 1, 0.9 s
-    down, 5 steps repeated`."""
-    _, ends, end = row.decision.partition("the job ends with code ")
-    if ends and not end.startswith("0:"):
-        what = ends + end.partition(":")[0]
-    else:
-        lost = f", {some(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
-        what = f"{row.decision.partition(':')[0]}, {span(lasted(row))} down{lost}"
+    down, 5 steps repeated`. Of one that ended the job the launcher itself says why."""
+    if row.ended:
+        return f"incident {row.number} ended the job"
+    lost = f", {some(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
+    what = f"{row.decision.partition(':')[0]}, {span(lasted(row))} down{lost}"
     return f"incident {row.number}: {plain(row.sentence)}; {what}"
 
 

@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from elasticrun.core.events import Note
+from elasticrun.core.sight.causes import FAILURES
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.master.outward.appended import NUMBER, Appended, ProgressFile, ProgressRow
 from elasticrun.master.outward.record import git_commit, versions
@@ -197,7 +198,8 @@ class RunFiles:
         replace_file(folder / f"{row.number:04}.md", page(row).encode(errors="replace"))
         if text := error_page(row, time.time() - row.age):
             replace_file(self._open().folder.path / layout.ERROR, text.encode(errors="replace"))
-        if self._tells and row.over and row.number > self._told:
+        by_request = row.ended and row.cause not in FAILURES
+        if self._tells and row.over and row.number > self._told and not by_request:
             self._told = row.number
             logger.log(NOTICE, "%s: %s", line(row), _typed(folder / f"{row.number:04}.md"))
 

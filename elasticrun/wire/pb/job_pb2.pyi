@@ -502,6 +502,8 @@ class RanksFailed(_message.Message):
 
     ROUND_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    newest: _builtins.int
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
@@ -511,10 +513,11 @@ class RanksFailed(_message.Message):
         *,
         round: Global___Round | None = ...,
         failures: _abc.Iterable[Global___Failure] | None = ...,
+        newest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "newest", b"newest", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -548,16 +551,19 @@ class Stopped(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUND_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    newest: _builtins.int
     @_builtins.property
     def round(self) -> Global___Round: ...
     def __init__(
         self,
         *,
         round: Global___Round | None = ...,
+        newest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1755,6 +1761,7 @@ class Start(_message.Message):
     RESTORE_STEP_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     DOWN_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
     group_rank: _builtins.int
     group_world_size: _builtins.int
     first_rank: _builtins.int
@@ -1768,6 +1775,7 @@ class Start(_message.Message):
     restore_step: _builtins.int
     why: _builtins.str
     down: _builtins.float
+    newest: _builtins.int
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
@@ -1793,10 +1801,11 @@ class Start(_message.Message):
         restore_step: _builtins.int = ...,
         why: _builtins.str = ...,
         down: _builtins.float = ...,
+        newest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "round", b"round", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "restore_step", b"restore_step", "rewound_from", b"rewound_from", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "suspect", b"suspect", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "newest", b"newest", "restart_count", b"restart_count", "restore", b"restore", "restore_step", b"restore_step", "rewound_from", b"rewound_from", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "suspect", b"suspect", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1859,9 +1868,11 @@ class End(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     GOODPUT_FIELD_NUMBER: _builtins.int
+    SAVED_FIELD_NUMBER: _builtins.int
     exit_code: _builtins.int
     reason: _builtins.str
     goodput: _builtins.str
+    saved: _builtins.int
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___Failure]: ...
     def __init__(
@@ -1871,10 +1882,11 @@ class End(_message.Message):
         reason: _builtins.str = ...,
         failures: _abc.Iterable[Global___Failure] | None = ...,
         goodput: _builtins.str = ...,
+        saved: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "failures", b"failures", "goodput", b"goodput", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "failures", b"failures", "goodput", b"goodput", "reason", b"reason", "saved", b"saved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

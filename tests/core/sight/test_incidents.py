@@ -86,6 +86,40 @@ def test_a_failing_rank_from_its_death_to_the_next_step() -> None:
     assert master.job._sight.incidents.page()[0].number == 1
 
 
+def test_all_count_the_steps_of_one_event_alike() -> None:
+    """The newest that any rank had come to counts, also where it was told only at its end."""
+    master = Master()
+    broken = trains(master, 40)
+    master.now += 1.0
+    master.hear(1, m.RanksFailed(broken, (failure(0),), newest=42))
+    master.hear(1, m.Stopped(broken, newest=42), m.Join(Endpoint("10.0.0.1", 9001)))
+    master.hear(2, m.Stopped(broken, newest=43), m.Join(Endpoint("10.0.0.2", 9002)))
+    assert master.job.picture().incidents[-1].step == 43
+    (start,) = master.orders(1)[-1:]
+    assert isinstance(start, m.Start)
+    assert start.newest == 43  # which the terminal counts from
+    name = starts(master)
+    master.now += 1.0
+    master.both(m.Steps(name, 31, 1, 0.1, 0.1, 0.0))
+    closed = master.job.picture().incidents[-1]
+    assert (closed.over, closed.steps_lost) == (True, 13)
+    goodput = master.job.goodput()
+    assert goodput is not None
+    assert "13 steps repeated" in goodput.line
+    master.now += 1.0
+    master.hear(2, m.RanksFailed(name, (failure(2),)))  # what was lost before counts no more
+    assert master.job.picture().incidents[-1].step == 31
+
+
+def test_a_job_whose_nodes_were_told_to_leave_has_no_incident() -> None:
+    master = Master()
+    trains(master, 40)
+    for session in (1, 2):
+        master.hear(session, m.Leaving("received SIGINT", 2))
+    assert master.job.status().outcome == "all nodes were told to leave"
+    assert not [one for one in master.job.picture().incidents if one.cause not in ("preempted",)]
+
+
 def test_a_hang_counts_from_the_last_move_and_keeps_the_stacks() -> None:
     master = Master()
     name = master.running()

@@ -253,7 +253,10 @@ def test_the_share_of_the_clock_is_no_share_of_slots() -> None:
     page = master.job.goodput()
     assert page is not None
     assert (page.share, page.ettr) == (pytest.approx(32.0 / 80.0), pytest.approx(8.0 / 15.0))
-    assert page.line.startswith("goodput 40.0 % (ETTR 53.3 %): start 5.2 s, idle ")
+    assert page.line.startswith(
+        "goodput 40.0 % (rank time in steps that were kept; ETTR, the share of wall time, 53.3 %): "
+        "start 5.2 s, idle "
+    )
 
 
 FAILED, BACK = LedgerEnd("rank_failed", 4, "", 0), LedgerEnd("rank_failed", 5, "", 0)
@@ -307,8 +310,8 @@ def test_the_line() -> None:
     master = Master()
     rank_fails(master)
     assert master.job.status().goodput == (
-        "goodput 46.7 %: 1 interruption cost 5.0 s (rank failure 5.0 s), 4 steps repeated, "
-        "start 7.0 s"
+        "goodput 46.7 % (rank time in steps that were kept): 1 interruption cost 5.0 s (rank "
+        "failure 5.0 s), 4 steps repeated, start 7.0 s"
     )
 
 
@@ -323,7 +326,7 @@ def test_a_failure_that_ends_the_job_is_no_restart(restarts: int, which: str) ->
     master.both_back(name)
     passes(master, 5.0)
     assert master.job.status().outcome
-    assert f" %: {which} " in master.job.status().goodput
+    assert f"): {which} " in master.job.status().goodput
 
 
 def test_what_a_rank_does_on_purpose_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_only_what_is_in_storage_ends_as_saved(over: m.PersistOver, code: int) -
     agent.now += SAID_AGAIN
     agent.feed(fx.Signalled(15, "SIGTERM", death=True, step=8))  # the second is obeyed at once
     (*_, last) = [*agent.reaped(), *(agent.wait() if agent.alive else [])]
-    assert last == replace(END, code=code)
+    assert last == replace(END, code=code, saved=over.step if code == EXIT_SAVED else -1)
 
 
 def test_what_is_written_while_the_node_holds_counts() -> None:
@@ -70,7 +70,7 @@ def test_what_is_written_while_the_node_holds_counts() -> None:
     agent.reaped()
     assert agent.state is State.HOLDING
     over = m.PersistOver("a1", ROUND, 8, True, "")
-    assert agent.order(over)[-1] == replace(END, code=EXIT_SAVED)
+    assert agent.order(over)[-1] == replace(END, code=EXIT_SAVED, saved=over.step)
 
 
 def test_a_script_that_says_its_final_word_meanwhile_is_heard() -> None:
@@ -226,7 +226,7 @@ def test_what_earlier_ranks_have_left_is_written_out_first(state: str) -> None:
     assert agent.order(PERSIST) == [fx.Obey(PERSIST)]
     assert agent.feed(HOLDS) == []  # said again by Slurm
     over = m.PersistOver("a1", ROUND, 8, True, "")
-    assert agent.order(over) == [fx.Obey(over), replace(END, code=EXIT_SAVED)]
+    assert agent.order(over) == [fx.Obey(over), replace(END, code=EXIT_SAVED, saved=over.step)]
 
 
 def test_nobody_waits_for_nothing() -> None:
@@ -260,7 +260,8 @@ def test_between_two_rounds_what_they_had_is_all_there_is_to_save(
     assert agent.feed(HOLDS) == [LEAVING]
     agent.order(PERSIST)
     assert agent.state is State.HOLDING
-    assert agent.order(over)[-1] == replace(END, code=code)
+    step = over.step if code == EXIT_SAVED else -1
+    assert agent.order(over)[-1] == replace(END, code=code, saved=step)
 
 
 def test_what_is_in_storage_by_then_counts() -> None:
@@ -268,7 +269,7 @@ def test_what_is_in_storage_by_then_counts() -> None:
     agent = between()
     agent.order(OVER)
     assert agent.feed(HOLDS) == [LEAVING]
-    assert agent.wait() == [replace(END, code=EXIT_SAVED)]
+    assert agent.wait() == [replace(END, code=EXIT_SAVED, saved=OVER.step)]
     assert agent.now == RESCUE_WITHIN
 
 
@@ -280,8 +281,8 @@ def test_the_end_of_the_job_tells_who_still_holds_that_others_have_saved_it(
 ) -> None:
     agent = between()
     agent.feed(HOLDS)
-    agent.order(m.End(told, "every node has left", ()))
-    assert agent.wait() == [replace(END, code=code)]
+    agent.order(m.End(told, "every node has left", (), saved=7))
+    assert agent.wait() == [replace(END, code=code, saved=7 if code == EXIT_SAVED else -1)]
 
 
 # ---------------------------------------------------------------- orders of a master that is gone
