@@ -340,6 +340,11 @@ class Ranks:
                 self._cleared.set()
 
     def _tell_lingering(self, message: spawning.Lingering) -> None:
+        if self._lingering is not None:  # one that is ending shows its command no more
+            known = dict(zip(self._lingering.pids, self._lingering.commands, strict=True))
+            named = zip(message.pids, message.commands, strict=True)
+            commands = tuple(known.get(pid, command) for pid, command in named)
+            message = dataclasses.replace(message, commands=commands)
         self._lingering, left = message, _left_by_ranks(message)
         limit, flag = self._config.child_exit_timeout, "--child-exit-timeout"
         if message.ending:
