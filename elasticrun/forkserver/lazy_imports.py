@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import codecs
 import contextlib
 import ctypes
+import encodings
 import importlib.abc
 import importlib.machinery
 import opcode
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -224,6 +226,7 @@ class Stash:
     @contextlib.contextmanager
     def importing(self, name: str) -> Iterator[None]:
         """A block that imports `name`: what it brings is a root, what it changes is noted."""
+        _forget_codecs(self.baseline.modules)
         modules, before = set(sys.modules), Effects.now()
         asked: set[str] = set()
         original = builtins.__import__
@@ -315,6 +318,7 @@ class Stash:
         for root in reversed(self.roots):
             root.effects.take_back()
         kept = self.baseline.modules.union(STAYS)
+        _forget_codecs(kept)
         for name in [name for name in sys.modules if name not in kept]:
             del sys.modules[name]
         sys.path[:] = self.baseline.path
@@ -449,6 +453,17 @@ class Stash:
             if find is not None and (spec := find(name, path, target)) is not None:
                 return spec  # type: ignore[no-any-return]
         return None
+
+
+def _forget_codecs(kept: Collection[str]) -> None:
+    """Have each codec but these looked up anew, which imports its module."""
+    for name in [each for each in sys.modules if each.startswith("encodings.")]:
+        if name not in kept:
+            del sys.modules[name]
+            vars(encodings).pop(name.rpartition(".")[2], None)
+    vars(encodings)["_cache"].clear()
+    codecs.unregister(encodings.search_function)  # empties the interpreter's own cache
+    codecs.register(encodings.search_function)
 
 
 def _note_import(

@@ -213,6 +213,17 @@ def test_a_run_in_the_background_finds_the_same() -> None:
     assert "2 passed" in done.stdout
 
 
+def told(by_exec: Any, by_fork: Any) -> str:
+    """Both; of long lists what only one has."""
+    if isinstance(by_exec, list) and isinstance(by_fork, list) and len(by_exec) > 20:
+        more, less = (
+            [each for each in one if each not in other]
+            for one, other in ((by_exec, by_fork), (by_fork, by_exec))
+        )
+        return f"only by exec {more}, only by fork {less}, or another order"
+    return f"{by_exec} / {by_fork}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "way"), cases(product(ENTRIES, ("fork", "warm")), kept=KEPT, several=True)
@@ -227,5 +238,5 @@ def test_it_sees_what_an_exec_sees(pictures: Pictures, kind: str, way: str) -> N
             if not holds(value, by_fork[row]):
                 wrong.append(f"{row} ({reason}): {value} / {by_fork[row]}")
         elif by_fork[row] != value:
-            wrong.append(f"{row}: {value} / {by_fork[row]}")
+            wrong.append(f"{row}: {told(value, by_fork[row])}")
     assert not wrong, "\n".join(wrong)
