@@ -224,7 +224,9 @@ class RestorePoints:
                 self.watermark = newest
                 self._has_obeyed = True
                 self._outbox.tell(self._mark(), *self.reports)
-            elif (never := ledger.never(max(self.watermark, ledger.given_up[1]))) >= 0:
+            elif ledger.failed and (
+                (never := ledger.never(max(self.watermark, ledger.given_up[1]))) >= 0
+            ):
                 ledger.give_up(self.watermark, never)
                 self._outbox.tell(self._mark(), *self.reports)
             elif whole and whole[0] > self.watermark:
