@@ -115,9 +115,24 @@ def _unit(name: str) -> str:
     return name if top in sys.stdlib_module_names or top == OURS else top
 
 
+def _is_blank(module: Any) -> bool:
+    """Whether a module has no file and nothing in it, as `cython_runtime`, which any extension that
+    Cython has made puts there if no other one has."""
+    return getattr(module, "__spec__", None) is None and all(n[:2] == "__" for n in vars(module))
+
+
+def _is_c(value: Any) -> bool:
+    """Whether a class or function is of a module of C below one of the standard library."""
+    return str(value.__module__).startswith("_")
+
+
 def _loggers() -> dict[str, Any]:
     logging: Any = sys.modules.get("logging")
     return {} if logging is None else logging.root.manager.loggerDict
+
+
+def _knows_tempdir() -> bool:
+    return getattr(sys.modules.get("tempfile"), "tempdir", None) is not None
 
 
 @dataclass
@@ -131,13 +146,15 @@ class Effects:
     loggers: dict[str, Any] = field(default_factory=dict)
     environ: dict[bytes, bytes] = field(default_factory=dict)
     affinity: set[int] = field(default_factory=set)
+    tempdir: bool = False
+    """Whether the standard library has looked for the folder of temporary files."""
 
     @classmethod
     def now(cls) -> Effects:
         """What there is."""
         return cls(
             list(warnings.filters), list(sys.meta_path), list(sys.path_hooks), dict(vars(sys)),
-            dict(_loggers()), dict(os.environb), os.sched_getaffinity(0),
+            dict(_loggers()), dict(os.environb), os.sched_getaffinity(0), _knows_tempdir(),
         )  # fmt: skip
 
     def since(self, before: Effects) -> Effects:
@@ -150,6 +167,7 @@ class Effects:
             {n: v for n, v in self.loggers.items() if before.loggers.get(n) is not v},
             {n: v for n, v in self.environ.items() if n not in before.environ},
             self.affinity if self.affinity != before.affinity else set(),
+            self.tempdir and not before.tempdir,
         )
 
     def take_back(self) -> None:
@@ -172,6 +190,8 @@ class Effects:
             os.sched_setaffinity(0, self.affinity)  # libgomp binds the thread that loads it
         if self.loggers:
             self._make_loggers()
+        if self.tempdir and (tempfile := sys.modules.get("tempfile")):
+            tempfile.gettempdir()
 
     def _make_loggers(self) -> None:
         """As `logging.getLogger` would, in the same order."""
@@ -298,6 +318,10 @@ class Stash:
                 for name, module in self.modules.items()
                 if name.startswith(f"{unit}.") and getattr(module, "__spec__", None) is None
             }
+            # `_blake2`, which a function of hashlib imports while hashlib is imported
+            held = vars(self.modules[unit]).values()
+            kinds = (BuiltinFunctionType, type)
+            found |= {str(v.__module__) for v in held if type(v) in kinds and _is_c(v)}
         for name in () if standard else self._units[unit]:
             for value in list(getattr(self.modules[name], "__dict__", {}).values()):
                 kind = type(value)
@@ -347,7 +371,10 @@ class Stash:
         if self.too_late is not None and installed and (reason := self.against(names)):
             self.too_late(reason)
         for each in [each for each in self.modules if each in names]:
-            self._returned[each] = sys.modules[each] = self.modules.pop(each)
+            found = self.modules.pop(each)
+            if each not in sys.modules or not _is_blank(found):
+                sys.modules[each] = found
+            self._returned[each] = sys.modules[each]
         for root in self.roots:
             if root.name in names and root.name not in self._happened:
                 self._happened.add(root.name)
@@ -415,7 +442,7 @@ class Stash:
             if sys.modules.get(name) is not module:
                 yield f"{name} was replaced in sys.modules {before}"
         for name in names:
-            if name in sys.modules:
+            if name in sys.modules and not _is_blank(self.modules[name]):
                 yield f"{name} was put into sys.modules {before}"
         if sys.path != self._path:
             for top in sorted(tops & self.modules.keys()):
