@@ -81,7 +81,7 @@ def _is_new(theirs: str, ours: str) -> bool:
     return theirs == MISSING
 
 
-_LATE = ("_sysconfigdata", "_blake2", "platform")
+_LATE = ("_sysconfigdata", "platform")
 """Modules of the standard library that a function imports at its first call, or that another one
 imports on some systems alone."""
 

@@ -17,9 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from elasticrun import config
 from elasticrun.wire.env import WARM_SERVER
 from tests.harness import ELASTICRUN, LIMIT, TORCHRUN, Launched, World
 
@@ -57,11 +54,6 @@ MODES = {
     "fork": Mode(ELASTICRUN, sharers=(1,)),
     "warm": Mode(ELASTICRUN, sharers=(2, 3)),
 }
-
-forked = pytest.mark.xfail(
-    hasattr(config, "Learning"), reason="what is learnt is preloaded", run=False
-)
-"""Ranks that are forked differ for as long as more than torch is preloaded without being asked."""
 
 Records = dict[tuple[int, int], dict[str, Any]]
 """What was recorded, by life and rank."""

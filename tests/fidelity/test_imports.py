@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fidelity.compare import alike
-from tests.fidelity.runner import Case, Runs, forked
+from tests.fidelity.runner import Case, Runs
 from tests.further import further
 
 pytestmark = pytest.mark.slow
@@ -15,7 +15,6 @@ CUSTOMIZED = Case(("customized.py",), customized=True, executed=True)
 VARIABLES = Case(("variables.py",), executed=True)
 
 
-@forked
 def test_imports(runs: Runs) -> None:
     """Seeds before and after each import; vendored packages, stubs, patches, thread-locals,
     signal handlers, hooks, streams, atexit."""
@@ -27,20 +26,17 @@ def test_imports_by_exec(runs: Runs) -> None:
     alike(runs, IMPORTS, "exec")
 
 
-@forked
 @further("test_what_the_interpreter_runs_at_its_start")
 def test_variables_that_are_set_by_the_script(runs: Runs) -> None:
     """What torch reads at its import has an effect, and the script's first lines run once."""
     alike(runs, VARIABLES, "fork", "warm")
 
 
-@forked
 def test_what_the_interpreter_runs_at_its_start(runs: Runs) -> None:
     """sitecustomize and code of `.pth` files run in each rank, with its RANK."""
     alike(runs, CUSTOMIZED, "fork")
 
 
-@forked
 @further("test_what_the_interpreter_runs_at_its_start")
 def test_what_the_interpreter_runs_at_its_start_beside_a_warm_process(runs: Runs) -> None:
     alike(runs, CUSTOMIZED, "exec", "warm")

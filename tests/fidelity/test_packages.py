@@ -9,7 +9,7 @@ import pytest
 
 from tests import needs
 from tests.fidelity.compare import alike
-from tests.fidelity.runner import Case, Runs, forked
+from tests.fidelity.runner import Case, Runs
 from tests.further import further
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,6 @@ PACKAGES = (
 """The modules that scripts import of them."""
 
 
-@forked
 @further("fidelity/test_imports::test_imports")
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_package(runs: Runs, name: str) -> None:

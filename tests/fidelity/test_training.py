@@ -9,7 +9,7 @@ import pytest
 
 from tests import needs
 from tests.fidelity.compare import alike
-from tests.fidelity.runner import Case, Runs, forked
+from tests.fidelity.runner import Case, Runs
 from tests.further import further
 
 pytestmark = pytest.mark.slow
@@ -22,13 +22,11 @@ ALONE = (
 NEEDS = {"trainer": ("transformers", "accelerate"), "light": ("lightning",)}
 
 
-@forked
 def test_training(runs: Runs) -> None:
     """DDP, torch.compile, FSDP2 and a Checkpointer, each imported after a seed."""
     alike(runs, Case(("train.py", "--late", *ALL)), "fork")
 
 
-@forked
 @further("test_training")
 @pytest.mark.parametrize("words", ALONE, ids=" ".join)
 def test_each_training_alone(runs: Runs, words: tuple[str, ...]) -> None:
