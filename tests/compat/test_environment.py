@@ -86,7 +86,7 @@ CASES = {
 }
 
 KEPT = (
-    *("one rank", "two ranks", "module", "no python", "virtual local rank", "nohup and &"),
+    *("one rank", "two ranks", "module", "no python", "virtual local rank", "a script's &"),
     *("restarts", "two agents, static"),
 )
 

@@ -188,7 +188,7 @@ class Inventory:
         for key, step in sorted(contents, key=lambda name: (order[name[0]], name[1]), reverse=True):
             life, row = self._lives[key], tuple(contents[key, step])
             lacks = {number for number, content in enumerate(row) if not content}
-            partly = not (life is self.present and lacks <= lack(step))
+            partly = bool(lacks) and not (life is self.present and lacks <= lack(step))
             if partly and ((living and life is self.present) or self._better(contents, key, step)):
                 continue
             wanted = self._wanted.has(key, step)
