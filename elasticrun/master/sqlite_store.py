@@ -83,7 +83,7 @@ class SqliteStore:
         self.term = 0
         self._disk = _Disk(folder, now or _since_boot)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        start_thread(self._run, "record")
+        self._thread = start_thread(self._run, "record")
         self._works = True
         self._newest: Facts | None = None
         self._waiting: list[Callable[[], None]] = []  # for the newest to be written

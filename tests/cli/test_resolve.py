@@ -74,7 +74,7 @@ def test_every_default() -> None:
         start_method="spawn",
         signals_to_handle=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"),
         shutdown_timeout=30.0,
-        run=RunPlan(name="s", nproc="1"),
+        run=RunPlan(name="s", unnamed=True, nproc="1"),
     )  # fmt: skip
 
 
@@ -422,7 +422,7 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("--max-restarts 3", {}, "spec.max_restarts", 3),
     ("", {}, "spec.max_restarts", 0),
     ("--nnodes 2", {}, "spec.max_restarts", 0),
-    ("--nnodes 1:2", {}, "spec.max_restarts", 3),
+    ("--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint h:1", {}, "spec.max_restarts", 3),
     ("--nnodes 2:2", {}, "spec.max_restarts", 0),
     ("--nnodes 1:2 --max-restarts 0", {}, "spec.max_restarts", 0),
     ("--nnodes 1:2", {"PET_MAX_RESTARTS": "1"}, "spec.max_restarts", 1),

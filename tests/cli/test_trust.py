@@ -122,7 +122,7 @@ def test_the_secret_is_not_in_what_is_printed() -> None:
     assert STRONG not in repr(config)
     assert STRONG not in repr(configure([], {"ELASTICRUN_TOKEN": STRONG}))
     done = subprocess.run(
-        [sys.executable, "-m", "elasticrun", *SEVERAL.split(), "--dry-run", __file__],
+        [sys.executable, "-m", "elasticrun", *SEVERAL.split(), "--dry-run", "--verbose", __file__],
         env={"ELASTICRUN_TOKEN": STRONG, "PATH": ""},
         capture_output=True,
         text=True,

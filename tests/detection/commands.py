@@ -46,7 +46,7 @@ def seen(
 
 def dry_run(words: str, environ: Mapping[str, str], facts: HostFacts = NOT_A_POD) -> dict[str, str]:
     """The rows of --dry-run by their first word or words."""
-    ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
+    ns = get_args_parser(environ).parse_args(["--verbose", *words.split(), "s.py"])
     config = resolve(ns, environ, machine(facts))
     text = describe(config, ns, environ, look(Asked(ns, environ), machine(facts)))
     rows = [line.split("  ", 1) for line in text.splitlines() if "  " in line]

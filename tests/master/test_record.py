@@ -55,6 +55,9 @@ class Held:
     def write(self, what: Facts, done: Callable[[], None]) -> None:
         self.written.append((what, done))
 
+    def heard_of(self, term: int) -> None:
+        pass
+
     async def close(self) -> None:
         pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,9 +33,11 @@ def held(local_rank: int) -> Held:
     """A segment of its own, of one page a slot."""
     sizes = Sizes(1, 10, PAGE, 2)
     size = segment_bytes(10, PAGE, 2)
-    memory = mmap.mmap(-1, size)
+    fd = os.memfd_create("segment", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    memory = mmap.mmap(fd, size)
     begin(memoryview(memory), layout_length=10, slot_bytes=PAGE, slots=2)
-    return Held(local_rank, local_rank, sizes, 1, "", -1, memory, Segment(memoryview(memory)))
+    return Held(local_rank, local_rank, sizes, 1, "", fd, memory, Segment(memoryview(memory)))
 
 
 def made(config: AgentConfig | None = None) -> tuple[Drain, Generation, list[m.Report]]:
