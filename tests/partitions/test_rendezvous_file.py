@@ -166,17 +166,21 @@ def test_a_split_makes_no_second_job(machines: Machines) -> None:
     machines.end(one, two, world_size=2)
 
 
-def test_the_printed_line_is_what_other_machines_type(machines: Machines, tmp_path: Path) -> None:
-    """No folder is shared: a person copies the token and types the line."""
+def test_the_printed_lines_are_what_other_machines_type(machines: Machines) -> None:
+    """No folder is shared: one machine pastes the line with the join code, on another one a person
+    copies the token and types the long form."""
     one = machines.type("a", *TYPED, "puppet.py", shared=False)
-    text = one.until_text("then: elasticrun ")
-    lines = text.splitlines()
-    line = next(line for line in lines if " then: " in line).partition(" then: ")[2]
-    assert line.startswith("elasticrun --nnodes=1:3 --grow=now --rdzv-endpoint=192.0.2.1:29400 ")
-    scp = next(line for line in lines if ": scp " in line).partition(": scp ")[2].split()
-    assert scp[0].startswith("192.0.2.1:/")
-    shutil.copy(scp[0].partition(":")[2], machines.folder / scp[1])
-    two = machines.type("b", *shlex.split(line)[1:], shared=False)
+    lines = one.until_text("or, with the job's token (").splitlines()
+    pasted = next(line for line in lines if line.startswith("    elasticrun join "))
+    assert pasted.split()[2] == "192.0.2.1:29400"
+    two = machines.type("b", *shlex.split(pasted)[1:], shared=False)
     machines.world.hub.ranks(2, world_size=2)
-    (machines.folder / scp[1]).unlink()
-    machines.end(one, two, world_size=2)
+    found = next(line for line in lines if "or, with the job's token (" in line)
+    token, _, typed = found.partition("token (")[2].partition(") on it: ")
+    assert typed.startswith("elasticrun --nnodes=1:3 --grow=now --rdzv-endpoint=192.0.2.1:29400 ")
+    copied = machines.world.scratch / "job.token"
+    shutil.copy(token, copied)
+    flag = f"--token-file={copied}"
+    three = machines.type("c", flag, *shlex.split(typed)[1:], shared=False)
+    machines.world.hub.ranks(3, world_size=3)
+    machines.end(one, two, three, world_size=3)
