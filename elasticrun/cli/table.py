@@ -64,6 +64,7 @@ subcommands, each with its own --help (JOB: a name, or its beginning):
   elasticrun exec JOB -- COMMAND    run a command on a node of it
   elasticrun restart [JOB]          start its ranks again
   elasticrun exclude, include NODE  keep a node out of it; let it in again
+  elasticrun join HOST:PORT CODE    make this machine a node of a running job
   elasticrun doctor                 what is wrong with this machine
   elasticrun render, convert        what Kubernetes or Slurm is to be given
   elasticrun master, warm, operator a master by hand; torch kept; ElasticJobs
@@ -92,6 +93,7 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun exec JOB -- COMMAND  run a command on a node of it
   elasticrun logs [JOB]         print what the ranks of a job have written
   elasticrun ckpt ls|verify|prune DIR  list checkpoints, compare them with their hashes, remove some
+  elasticrun join HOST:PORT CODE  make this machine a node of a running job
   elasticrun doctor             say what is wrong with this machine, and what to do about it
   elasticrun master             run a job master by hand, on a host without ranks
   elasticrun replay TRACE       run the decisions of a master's trace again, each with its reason

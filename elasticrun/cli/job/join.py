@@ -17,7 +17,7 @@ from typing import Final
 
 from elasticrun import __version__
 from elasticrun.cli import trust
-from elasticrun.cli.flags import PROG, get_args_parser
+from elasticrun.cli.flags import PROG, Parser, get_args_parser
 from elasticrun.cli.job import asking
 from elasticrun.cli.settings import Asked, NotHere, UsageError
 from elasticrun.cli.verbs.status import NoStatus, parse_endpoint
@@ -44,29 +44,21 @@ DIAL_LIMIT: Final = 10.0
 DIAL_PAUSE: Final = 0.5
 """Seconds between two dials."""
 
-USAGE: Final = f"""\
-usage: {PROG} join HOST:PORT CODE [FLAGS]
-       {PROG} join --new [JOB]
-
+ABOUT: Final = f"""\
 Make this machine a node of a running job. The first machine prints the line to paste,
 which is good for {JOIN_CODE_LIFE // 60} minutes. Script and flags come from there; FLAGS
 (--nproc-per-node=4, --local-addr=10.0.0.7, --tls-ca=ca.pem) are for this machine alone.
-
-  --new [JOB]   print a fresh line; on the first machine, by the user whose job it is
-  -h, --help    show this message
 """
 
 
 def main(argv: Sequence[str], say: Callable[[str], None], launch: Callable[..., int]) -> int:
     """Join, or print a new code; the exit code. UsageError."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        return EXIT_OK
-    if argv[0] == "--new":
-        return _new(argv[1:])
-    if len(argv) < 2:
+    ns = _parser().parse_args(argv)
+    if ns.new:
+        return _new([ns.endpoint] if ns.endpoint else [])
+    if not ns.code:
         raise UsageError("join needs HOST:PORT and a code, as the first machine has printed them")
-    where, text, *flags = argv
+    where, text, flags = ns.endpoint, ns.code, ns.flags
     try:
         endpoint, code = parse_endpoint(where), parse_code(text)
     except (NoStatus, BadCode) as wrong:
@@ -80,6 +72,20 @@ def main(argv: Sequence[str], say: Callable[[str], None], launch: Callable[..., 
     os.environ[trust.TOKEN_VARIABLE] = answer.token  # `withdraw` takes it out again
     say(f"joining job {answer.job_id} in {os.getcwd()}: {PROG} {shlex.join(words)}")
     return launch(words)
+
+
+def _parser() -> Parser:
+    made = Parser(
+        prog=f"{PROG} join",
+        usage=f"{PROG} join HOST:PORT CODE [FLAGS]\n       {PROG} join --new [JOB]",
+        description=ABOUT,
+    )
+    text = "print a fresh line; on the first machine, by the user whose job it is"
+    made.add_argument("--new", action="store_true", help=text)
+    made.add_argument("endpoint", nargs="?", default="", metavar="HOST:PORT")
+    made.add_argument("code", nargs="?", default="", metavar="CODE")
+    made.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS")
+    return made
 
 
 def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinAnswer:
