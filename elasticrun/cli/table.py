@@ -64,8 +64,7 @@ subcommands, each with its own --help (JOB: a name, or its beginning):
   elasticrun exec JOB -- COMMAND    run a command on a node of it
   elasticrun restart [JOB]          start its ranks again
   elasticrun exclude, include NODE  keep a node out of it; let it in again
-  elasticrun join HOST:PORT CODE    make this machine a node of a running job
-  elasticrun doctor                 what is wrong with this machine
+  elasticrun join, doctor           join a running job; check this machine
   elasticrun render, convert        what Kubernetes or Slurm is to be given
   elasticrun master, warm, operator a master by hand; torch kept; ElasticJobs
   elasticrun replay, completion     a master's decisions again; for your shell

@@ -239,8 +239,6 @@ def is_archive(target: str) -> bool:
         zipimport.zipimporter(target)
     except ImportError:
         return False
-    # A rank reads the archive's directory itself, as an interpreter of its own does.
-    zipimport._zip_directory_cache.pop(target, None)  # type: ignore[attr-defined]
     return True
 
 
