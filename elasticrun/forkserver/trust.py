@@ -89,6 +89,9 @@ def _known_before(entry: Entrypoint, numa: bool, environ: Mapping[str, str]) -> 
     yield customized(environ)
     path = _file_of(entry)
     yield f"{path} is compiled" if path.endswith((".pyc", ".pyo")) else ""
+    if entry.kind is EntryKind.SCRIPT and not os.path.isdir(path) and is_archive(path):
+        # `import torch` looks for entry points in each archive on sys.path (importlib.metadata)
+        yield f"{path} is an archive, which the import of torch reads"
     yield sets_too_late(entry, read_by_c, environ)
 
 
@@ -159,7 +162,8 @@ def _set_in(tree: ast.Module, until: float) -> Iterator[tuple[str, str | None]]:
             case ast.Call(func=ast.Attribute(attr=what), args=args, keywords=keywords):
                 first = said(args[0]) if args else _ANY
                 if what in ("putenv", "pop", "unsetenv"):
-                    yield first, None if what != "putenv" else said(args[1])
+                    is_set = what == "putenv" and len(args) > 1
+                    yield first, said(args[1]) if is_set else None
                 elif what == "setdefault" and first not in os.environ:
                     yield first, said(args[1] if len(args) > 1 else None)
                 elif what == "update":

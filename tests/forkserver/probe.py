@@ -216,8 +216,7 @@ seen["torch: module"] = [
     torch.__file__,
     torch.__spec__._initializing,
 ]
-# zipimport keeps the directory of an archive that a warm process has read, so no codec is needed
-seen["torch: sys.modules"] = sorted(sys.modules.keys() - {"encodings.cp437"})
+seen["torch: sys.modules"] = sorted(sys.modules)
 seen["torch: sys.meta_path"] = [getattr(f, "__name__", type(f).__name__) for f in sys.meta_path]
 seen["torch: logging"] = [
     [name, getattr(each, "level", None), str(getattr(each, "parent", None))]

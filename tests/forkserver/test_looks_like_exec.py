@@ -11,7 +11,6 @@ import json
 import signal
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import product
@@ -51,7 +50,7 @@ ON_PURPOSE: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder with the probe as a script, a module of a package, a folder and a zip."""
+    """A folder with the probe as a script, a module of a package and a folder."""
     folder = tmp_path_factory.mktemp("place")
     package = folder / "pack" / "inner"
     package.mkdir(parents=True)
@@ -61,8 +60,6 @@ def place(tmp_path_factory) -> Path:
     (folder / "probe.py").write_text(PROBE.read_text())
     (folder / "tree").mkdir()
     (folder / "tree" / "__main__.py").write_text(PROBE.read_text())
-    with zipfile.ZipFile(folder / "probe.zip", "w") as archive:
-        archive.write(PROBE, "__main__.py")
     return folder
 
 
@@ -70,9 +67,7 @@ ENTRIES: dict[str, Callable[[Path], Entrypoint]] = {
     "script": lambda place: Entrypoint(EntryKind.SCRIPT, str(place / "probe.py")),
     "module": lambda place: Entrypoint(EntryKind.MODULE, "pack.inner.probe"),
     "folder": lambda place: Entrypoint(EntryKind.SCRIPT, str(place / "tree")),
-    "zip": lambda place: Entrypoint(EntryKind.SCRIPT, str(place / "probe.zip")),
     "relative folder": lambda place: Entrypoint(EntryKind.SCRIPT, "tree"),
-    "relative zip": lambda place: Entrypoint(EntryKind.SCRIPT, "probe.zip"),
     "settings": lambda place: Entrypoint(EntryKind.SCRIPT, "probe.py"),
     "traced": lambda place: Entrypoint(EntryKind.SCRIPT, "probe.py"),
 }
@@ -96,7 +91,7 @@ OF_KIND = {"settings": SETTINGS, "traced": {**SETTINGS, "PYTHONTRACEMALLOC": "2"
 
 KEPT = [
     *(("script", way) for way in ("fork", "warm")),
-    *((kind, "warm") for kind in ("module", "relative folder", "zip")),
+    *((kind, "warm") for kind in ("module", "relative folder")),
     ("settings", "fork"),
 ]
 """What `make test` has: how a server came to be, and what kind of thing it runs, are two rules."""

@@ -315,25 +315,35 @@ def test_names_that_no_file_can_take(tmp_path: Path) -> None:
 @further("test_a_file_beside_the_script_with_the_name_of_a_loaded_module")
 def test_such_a_file_in_other_first_places(tmp_path: Path, monkeypatch) -> None:
     """In the working directory it counts for `-m` alone; in PYTHONPATH for all, the server's own
-    imports included; in an archive for the archive."""
+    imports included."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "random.py").write_text("mine = True\nfrom _random import *\n")
     plain = script(elsewhere / "s.py", "import random\nassert not hasattr(random, 'mine')\n")
     (tmp_path / "m.py").write_text("import random\nassert random.mine\n")
-    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
-        archive.writestr("__main__.py", "import queue\nassert queue.mine\n")
-        archive.writestr("queue.py", "mine = True\n")
     for entry, mode, file in (
         (plain, "fork", ""),
         (Entrypoint(EntryKind.MODULE, "m"), "exec", str(tmp_path / "random.py")),
-        (Entrypoint(EntryKind.SCRIPT, "app.zip"), "exec", str(tmp_path / "app.zip" / "queue.py")),
     ):
         with Driver(entry, env=plain_environment()) as driver:
             ready = driver.ready()
             assert (ready.mode, file in ready.reason) == (mode, True), ready.reason
             assert driver.run(entry).code == 0
+
+
+def test_an_archive_is_executed(tmp_path: Path, monkeypatch) -> None:
+    """The import of torch looks into it; and it may have modules in front of installed ones."""
+    monkeypatch.chdir(tmp_path)
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        archive.writestr("__main__.py", "import queue\nassert queue.mine\n")
+        archive.writestr("queue.py", "mine = True\n")
+    entry = Entrypoint(EntryKind.SCRIPT, "app.zip")
+    with Driver(entry, env=plain_environment()) as driver:
+        ready = driver.ready()
+        assert ready.mode == "exec"
+        assert ready.reason.endswith("app.zip is an archive, which the import of torch reads")
+        assert driver.run(entry).code == 0
 
 
 def test_such_a_file_in_pythonpath_is_the_servers_too(tmp_path: Path) -> None:
