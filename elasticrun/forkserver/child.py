@@ -363,11 +363,11 @@ class FreshStart:
         """What the first lines have done that is seen outside; empty: nothing."""
         if self._seen:
             return self._seen
+        if (now := _writes()) < 0:
+            return "perhaps written something, which this kernel does not tell"
         if len(os.listdir("/proc/self/task")) > 1 + bool(self._order.monitor):
             return "started a thread"
-        if _writes() - self._written > self._compiled:
-            return "written something"
-        return ""
+        return "written something" if now - self._written > self._compiled else ""
 
     def _heard(self, event: str, args: tuple[Any, ...]) -> None:
         if not self._stash.modules:
@@ -413,6 +413,9 @@ _OUTSIDE = (
 
 _COMPILED = f"{os.sep}__pycache__"
 
+_COUNTS = "/proc/self/io"
+"""Where the kernel counts writes, unless it was built without CONFIG_TASK_IO_ACCOUNTING."""
+
 
 def _is_compiled(args: Iterable[Any]) -> bool:
     """Whether this is about the compiled file of a module, which an import may write."""
@@ -420,7 +423,10 @@ def _is_compiled(args: Iterable[Any]) -> bool:
 
 
 def _writes() -> int:
-    """Calls by which this process has written anything."""
-    with open("/proc/self/io", "rb", buffering=0) as file:
-        words = file.read(1000).split()
+    """Calls by which this process has written anything; -1 where the kernel does not say."""
+    try:
+        with open(_COUNTS, "rb", buffering=0) as file:
+            words = file.read(1000).split()
+    except OSError:
+        return -1
     return int(words[words.index(b"syscw:") + 1])

@@ -598,9 +598,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _load_from(stash: Stash, spec: importlib.machinery.ModuleSpec, own: Any) -> None:
     """Have this spec's loader load nothing: the module is there, its code has run."""
-    loader: Any = spec.loader
-    if loader is None or isinstance(loader, type):  # of built-in modules it is a class
-        spec.loader = loader = _Loader()
+    spec.loader = loader = _like(spec.loader)
 
     def exec_module(module: ModuleType) -> None:
         with contextlib.suppress(AttributeError):  # an object in a module's place
@@ -608,6 +606,19 @@ def _load_from(stash: Stash, spec: importlib.machinery.ModuleSpec, own: Any) -> 
 
     loader.create_module = lambda spec: stash.give_back(spec.name)
     loader.exec_module = exec_module
+
+
+def _like(loader: Any) -> Any:
+    """A loader of the same class that serves one module alone: that of an archive serves them all.
+    Made by hand, since `copy` would import what the script has not imported."""
+    if loader is None or isinstance(loader, type):  # of built-in modules it is a class
+        return _Loader()
+    try:
+        made = object.__new__(type(loader))
+        vars(made).update(vars(loader))
+    except TypeError:  # it is made by C, or has no variables
+        return _Loader()
+    return made
 
 
 class _Loader(importlib.abc.Loader):

@@ -11,13 +11,25 @@ import queue
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
+import typing_extensions
 
+from elasticrun.forkserver import child
 from elasticrun.testing import processes
-from elasticrun.wire.spawning import Configure, Execed, Notice, SendSignal, SweepOrder, Swept
+from elasticrun.wire.spawning import (
+    Configure,
+    Execed,
+    Notice,
+    SendSignal,
+    SpawnRank,
+    SweepOrder,
+    Swept,
+)
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import (
     LIMIT,
@@ -218,6 +230,34 @@ def test_what_torch_would_meet_decides_where_it_comes_from(tmp_path: Path) -> No
             if execed is not (what in DIFFERS):
                 wrong.append(f"{what}: {execed}")
         assert not wrong, f"{wrong}: {driver.all_of(Notice)}"
+
+
+def test_an_archive_on_the_path_gives_its_other_modules_too(tmp_path: Path) -> None:
+    """It has one loader for all of them, and torch imports one."""
+    with zipfile.ZipFile(tmp_path / "more.zip", "w") as archive:
+        archive.write(typing_extensions.__file__, "typing_extensions.py")
+        archive.writestr("other.py", "value = 1\n")
+    text = "import typing_extensions\nimport other, torch\n"
+    text += "assert 'more.zip' in typing_extensions.__file__ and other.value == 1\n"
+    entry = script(tmp_path / "s.py", text)
+    with forking(entry, env=plain_environment(PYTHONPATH=str(tmp_path / "more.zip"))) as driver:
+        assert driver.run(entry).code == 0
+        assert driver.all_of(Execed) == []
+
+
+def test_a_kernel_that_counts_no_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks start; the lines of one that has set a variable too late do not run twice."""
+    monkeypatch.setattr(child, "_COUNTS", str(tmp_path / "none"))
+    monkeypatch.setattr(sys, "addaudithook", lambda hook: None)  # it would stay for ever
+    page, entry = child.Page(), Entrypoint(EntryKind.SCRIPT, "s.py")
+    page.adopt()
+    order = SpawnRank(0, 0, entry, {}, (), "", "", "", (), ())
+    again = child.FreshStart(cast("Any", None), order, page, cast("Any", None), {})
+    again.watch()
+    again.take("a variable was set")
+    told = list(page.read())
+    assert [kind for kind, _ in told] == [child.EXEC_NEXT, child.NOTICE]
+    assert "perhaps written something" in told[1][1]
 
 
 STATE = """
