@@ -52,6 +52,85 @@ NAMED_BOOKS: Final = {
 """Dictionaries by node beside its record, each with its reason."""
 
 
+# ---------------------------------------------------------------- docs/decisions/039
+
+_TEXT_TESTS: Final = frozenset(
+    {
+        "startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition",
+        "find", "index", "count",
+    }
+)  # fmt: skip
+_OF_RE: Final = frozenset(
+    {
+        "compile", "search", "match", "fullmatch", "findall", "finditer", "sub", "split",
+    }
+)  # fmt: skip
+
+_PROSE: Final = re.compile(r"[A-Za-z]['\",:;)]* +[A-Za-z(]|^ +[a-z]|[a-z][,;:]* +$")
+"""Two words, or one with a blank at its end, as pieces of sentences have it."""
+
+_SENTENCES: Final = frozenset(
+    {
+        "reason", "sentence", "why", "refusal", "verdict", "evidence", "last_failure",
+        "outcome",
+    }
+)  # fmt: skip
+"""A variable of one of these names holds a sentence, whatever it is compared with."""
+
+FOREIGN: Final = {
+    "agent.sight.outside": "the kernel's errors",
+    "agent.sight.stacks": "Python's names of frozen modules",
+    "agent.workers.checkout": "git's errors",
+    "cli.jobs.arena": "command lines",
+    "dcp.loading": "pickle's errors",
+    "doctor.kernel": "the kernel's log",
+    "doctor.software": "modinfo's output",
+    "forkserver.renew": "Python's names of frozen modules, names of files",
+    "forkserver.trust": "lines of .pth files",
+    "forkserver.child": "names of audit events",
+    "hosts.ssh": "ssh's answer to -G",
+    "jobs.kube.api": "the API server's errors",
+    "jobs.kube.inside": "titles of processes",
+    "jobs.kube.pod_logs": "titles of processes",
+    "jobs.kube.seen": "titles of processes",
+    "testing.processes": "titles of processes",
+    "operator.controller": "an HTTP client's errors",
+    "wire.rpc.channel": "gRPC's errors",
+}
+"""Modules that read texts of other programs, each with what it reads."""
+
+FOREIGN_NAMES: Final = frozenset(
+    {"_PEER_LOST", "_PASSING", "NO_TRACEBACK", "_NETWORK", "_HARDWARE"}
+)
+"""Constants that hold words of libraries, in modules that have sentences of their own."""
+
+MAILBOXES: Final = {
+    "Watch": ("demand",),
+    "OperatorRequests": ("restart", "stop"),
+    "SnapshotPolicy": ("trouble",),
+    "HealthPolicy": ("unfit",),
+    "JobContext": ("changed",),
+}
+"""Attributes by which a part says what it wants; the job looks whether they are set."""
+
+ROUNDS: Final = frozenset(
+    {
+        "Start", "RoundFacts", "RoundReport", "LastRound", "LocalRound", "Round",
+        "Participants", "Generation",
+    }
+)  # fmt: skip
+"""Types that each hold a part of what one round is; a name that is gone counts no more."""
+
+OF_A_ROUND: Final = frozenset(["world_size", "restart_count", "group_rank", "seats", "restore"])
+"""A class that has a RoundName and three of these is a type of a round too."""
+
+A_FACT: Final = "slow_ages"
+"""A fact of the master, whose places are counted."""
+
+AN_ORDER: Final = "Warn"
+"""An order of the master, whose places are counted."""
+
+
 class Count(NamedTuple):
     number: int
     where: list[str]
@@ -234,6 +313,244 @@ class House:
                 found += [f"{module.path}:{line} {name}" for w in words if w.lower() in RETIRED]
         return Count(len(found), found)
 
+    # ------------------------------------------------------------ docs/decisions/039
+
+    def readers_of_our_sentences(self) -> Count:
+        """Modules that test, cut or search a text of ours: by a literal that looks like prose, or
+        through a variable that is called as sentences are. Texts of other programs are FOREIGN."""
+        public = {
+            name: texts
+            for module in self.modules.values()
+            for name, texts in _constants(module).items()
+            if not name.startswith("_")
+        }
+        found: dict[str, list[str]] = defaultdict(list)
+        for module in self.modules.values():
+            if module.name.removeprefix("elasticrun.") in FOREIGN:
+                continue
+            prose = public | _constants(module)
+            foreign = _lines_of(module, FOREIGN_NAMES)
+            for kind in (ast.Call, ast.Compare):
+                for node in module.nodes[kind]:
+                    assert isinstance(node, ast.Call | ast.Compare)
+                    if node.lineno not in foreign and _reads_text(node, prose):
+                        found[module.name].append(module.named(node, ast.unparse(node)[:80]))
+        return Count(len(found), [where for every in found.values() for where in every])
+
+    def callables_assigned_from_outside(self) -> Count:
+        """`loop.on_over = ...`: an attribute that its class declares as a callable."""
+        called: set[str] = set()
+        for _, node in self._nodes(ast.AnnAssign):
+            assert isinstance(node, ast.AnnAssign)
+            own = isinstance(node.target, ast.Attribute) and _is_self(node.target.value)
+            if own and ast.unparse(node.annotation).startswith("Callable["):
+                called.add(node.target.attr)  # type: ignore[union-attr]
+        found = []
+        for module, node in self._nodes(ast.Attribute):
+            assert isinstance(node, ast.Attribute)
+            stored = isinstance(node.ctx, ast.Store) and not _is_self(node.value)
+            if stored and node.attr in called:
+                found.append(module.named(node, ast.unparse(node)))
+        return Count(len(found), found)
+
+    def polled_mailboxes(self) -> Count:
+        """Of MAILBOXES those that their classes still have."""
+        found = []
+        for module, node in self._nodes(ast.ClassDef):
+            assert isinstance(node, ast.ClassDef)
+            own = _attributes(node)
+            found += [
+                module.named(node, f"{node.name}.{name}")
+                for name in MAILBOXES.get(node.name, ())
+                if name in own
+            ]
+        return Count(len(found), found)
+
+    def types_of_a_round(self) -> Count:
+        found = []
+        for module, node in self._nodes(ast.ClassDef):
+            assert isinstance(node, ast.ClassDef)
+            fields = {
+                one.target.id: ast.unparse(one.annotation)
+                for one in node.body
+                if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+            }
+            whole = "RoundName" in fields.values() and len(OF_A_ROUND & fields.keys()) >= 3
+            if node.name in ROUNDS or whole:
+                found.append(module.named(node, node.name))
+        return Count(len(found), found)
+
+    def places_of_a_fact(self) -> Count:
+        """Functions and classes that name A_FACT."""
+        return self._places(A_FACT)
+
+    def places_of_an_order(self) -> Count:
+        """The same of AN_ORDER."""
+        return self._places(AN_ORDER)
+
+    def _places(self, name: str) -> Count:
+        found: dict[str, str] = {}
+        for module in self.modules.values():
+            stack: list[tuple[ast.AST, str]] = [(module.tree, "")]
+            while stack:
+                node, where = stack.pop()
+                mine = getattr(node, "name", "") if isinstance(node, _SCOPES) else ""
+                if isinstance(node, ast.Assign | ast.AnnAssign) and not where:
+                    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                    mine = ast.unparse(target)
+                where = f"{where}.{mine}".strip(".") if mine else where
+                words = {getattr(node, key, None) for key in ("id", "attr", "arg", "name")}
+                if name in words and not isinstance(node, ast.alias):
+                    found[f"{module.path} {where}"] = where
+                stack += [(child, where) for child in ast.iter_child_nodes(node)]
+        return Count(len(found), sorted(found))
+
+    def attributes_of_the_agent(self) -> Count:
+        return self._attributes_of("elasticrun.agent.node", "NodeAgent")
+
+    def attributes_of_the_hang_watch(self) -> Count:
+        return self._attributes_of("elasticrun.core.sight.hangs.watch", "Watch")
+
+    def _attributes_of(self, module: str, name: str) -> Count:
+        if (home := self.modules.get(module)) is None:
+            return Count(0, [])
+        nodes = home.nodes[ast.ClassDef]
+        own = [_attributes(one) for one in nodes if getattr(one, "name", "") == name]
+        found = sorted(set().union(*own))
+        return Count(len(found), found)
+
+    def replaced_configs(self) -> Count:
+        """`replace(config, ...)`: a configuration that is not what the user asked for any more."""
+        found = []
+        for module, node in self._nodes(ast.Call):
+            assert isinstance(node, ast.Call)
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called == "replace" and node.args:
+                what = getattr(node.args[0], "attr", getattr(node.args[0], "id", ""))
+                if what.strip("_") in ("config", "resolved"):
+                    found.append(module.named(node, ast.unparse(node)[:60]))
+        return Count(len(found), found)
+
+    def import_circles(self) -> Count:
+        """Groups of modules each of which imports, by way of others, itself; imports for types only
+        and imports in functions are imports."""
+        wants = {name: set[str]() for name in self.modules}
+        for module, node in self._nodes(ast.ImportFrom, ast.Import):
+            for alias in node.names:  # type: ignore[attr-defined]
+                base = getattr(node, "module", None)
+                whole = f"{base}.{alias.name}" if base else alias.name
+                target = whole if whole in self.modules else base or ""
+                if target in self.modules and target != module.name:
+                    wants[module.name].add(target)
+        reach = {name: _reachable(name, wants) for name in wants}
+        groups = {frozenset(b for b in reach[a] if a in reach[b]) for a in wants if a in reach[a]}
+        found = sorted(", ".join(sorted(group)) for group in groups)
+        return Count(len(found), found)
+
+    def top_level_packages(self) -> Count:
+        found = {
+            module.path.parts[1] for module in self.modules.values() if len(module.path.parts) > 2
+        }
+        return Count(len(found), sorted(found))
+
+
+_SCOPES: Final = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """That its methods give to it."""
+    return {
+        one.attr
+        for one in ast.walk(node)
+        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store) and _is_self(one.value)
+    }
+
+
+def _reachable(name: str, wants: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    rest = list(wants[name])
+    while rest:
+        if (one := rest.pop()) not in found:
+            found.add(one)
+            rest += wants[one]
+    return found
+
+
+def _assigned(module: Module) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
+    """The constants of a module."""
+    for node in module.tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name):
+                yield target.id, node
+
+
+def _constants(module: Module) -> dict[str, list[str]]:
+    """Texts in constants, by the constants' names."""
+    return {
+        name: _texts(node.value)
+        for name, node in _assigned(module)
+        if node.value is not None and name not in FOREIGN_NAMES
+    }
+
+
+def _lines_of(module: Module, names: frozenset[str]) -> set[int]:
+    """On which these constants are written down."""
+    return {
+        line
+        for name, node in _assigned(module)
+        if name in names
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+
+
+def _texts(node: ast.AST, constants: dict[str, list[str]] | None = None) -> list[str]:
+    """Literals in an expression, and those of the constants that it names."""
+    found = []
+    for one in ast.walk(node):
+        if isinstance(one, ast.Constant) and isinstance(one.value, str):
+            found.append(one.value)
+        name = getattr(one, "attr", getattr(one, "id", ""))
+        if constants and isinstance(one, ast.Name | ast.Attribute) and name.isupper():
+            found += constants.get(name, ())
+    return found
+
+
+def _reads_text(node: ast.Call | ast.Compare, constants: dict[str, list[str]]) -> bool:
+    """Whether this looks for, cuts off or compares a piece of a sentence."""
+    if isinstance(node, ast.Compare):
+        texts = [text for side in (node.left, *node.comparators) for text in _texts(side)]
+        texts += [t for s in (node.left, *node.comparators) for t in _named(s, constants)]
+        by_name = isinstance(node.ops[0], ast.In | ast.NotIn) and _is_sentence(node.comparators[0])
+        said = by_name and bool(_texts(node.left, constants))
+        plain = all(isinstance(op, ast.In | ast.NotIn | ast.Eq | ast.NotEq) for op in node.ops)
+        nested = any(isinstance(one, ast.Call) for one in ast.walk(node))
+        return plain and not nested and (said or any(map(_PROSE.search, texts)))
+    if not isinstance(node.func, ast.Attribute) or not node.args:
+        return False
+    texts = _texts(node.args[0], constants)
+    if getattr(node.func.value, "id", "") == "re" and node.func.attr in _OF_RE:
+        return any(map(_PROSE.search, texts))
+    if node.func.attr not in _TEXT_TESTS:
+        return False
+    return any(map(_PROSE.search, texts)) or (bool(texts) and _is_sentence(node.func.value))
+
+
+def _named(node: ast.AST, constants: dict[str, list[str]]) -> list[str]:
+    """The text of a constant, where that is all that the expression is."""
+    name = getattr(node, "attr", getattr(node, "id", ""))
+    texts = constants.get(name, []) if name.isupper() else []
+    return texts if len(texts) == 1 else []
+
+
+def _is_sentence(node: ast.AST) -> bool:
+    name: str = getattr(node, "attr", getattr(node, "id", ""))
+    return name.strip("_") in _SENTENCES
+
 
 COUNTS: Final[tuple[Callable[[House], Count], ...]] = (
     House.files_in_the_fullest_folder,
@@ -246,6 +563,17 @@ COUNTS: Final[tuple[Callable[[House], Count], ...]] = (
     House.functions_with_many_parameters,
     House.books_by_node,
     House.retired_words,
+    House.readers_of_our_sentences,
+    House.callables_assigned_from_outside,
+    House.polled_mailboxes,
+    House.types_of_a_round,
+    House.places_of_a_fact,
+    House.places_of_an_order,
+    House.attributes_of_the_agent,
+    House.attributes_of_the_hang_watch,
+    House.replaced_configs,
+    House.import_circles,
+    House.top_level_packages,
 )
 
 

@@ -1,5 +1,6 @@
 """Structure counts may fall but not rise (scripts/house.py counts them). Lower the limit here when
-you lower a count. docs/decisions/032 has the targets; 036 says why lines are not limited."""
+you lower a count. docs/decisions/039 has the targets; 036 says why lines are not limited. A limit
+rises only by a decision record that names what the rise has bought."""
 
 from __future__ import annotations
 
@@ -23,6 +24,18 @@ MOST = {
     "functions_with_many_parameters": 2,  # 0, but start: what the fixture elastic_job takes
     "books_by_node": 7,  # 0, beside the 9 that the ruler names
     "retired_words": 0,
+    # decision 039; behind each, where it is to come to
+    "readers_of_our_sentences": 18,  # 0
+    "callables_assigned_from_outside": 11,  # 0
+    "polled_mailboxes": 6,  # 0
+    "types_of_a_round": 8,  # 3
+    "places_of_a_fact": 7,  # those of its part, and one in its record
+    "places_of_an_order": 6,  # 4
+    "attributes_of_the_agent": 35,  # 18
+    "attributes_of_the_hang_watch": 29,  # 8
+    "replaced_configs": 15,  # 0
+    "import_circles": 10,  # 0
+    "top_level_packages": 26,  # 10
 }
 
 
@@ -52,12 +65,21 @@ def test_no_number_rises(count: object) -> None:
 
 
 def test_each_count_can_rise(tmp_path: Path) -> None:
-    """A house of two rooms that has one of everything that is counted."""
-    core, agent = tmp_path / "elasticrun/core", tmp_path / "elasticrun/agent"
-    for folder in (core, agent):
+    """A house that has one of everything that is counted."""
+    house = tmp_path / "elasticrun"
+    core, agent, hangs = house / "core", house / "agent", house / "core/sight/hangs"
+    for folder in (agent, hangs):
         folder.mkdir(parents=True)
+    (hangs / "watch.py").write_text(
+        "class Watch:\n    def __init__(self) -> None:\n        self.demand = None\n"
+    )
+    (core / "circle.py").write_text("from elasticrun.core import crew\n")
+    (house / "launcher.py").write_text("import elasticrun.agent.part, elasticrun.core.circle\n")
     (core / "crew.py").write_text(
+        "from elasticrun.core import circle\n"
         "class Base: ...\n"
+        "class Start:\n"
+        "    slow_ages: int\n"
         "class Part:\n"
         "    def __init__(self) -> None:\n"
         "        self.seen: dict[str, int] = {}\n"
@@ -68,8 +90,17 @@ def test_each_count_can_rise(tmp_path: Path) -> None:
         "    def __init__(self, a: Callable[[], None], b: Callable[[], None]) -> None:\n"
         "        asyncio.create_task(a())\n"
         '        open(f"/proc/{pid}/stat")\n'
-        "def many(a, b, c, d, e, f, g, h, i): ...\n"
+        "def many(a, b, c, d, e, f, g, h, i): return Warn\n"
+        "def decides(reason): return reason.endswith(' joined')\n"
+        "class Loop:\n"
+        "    def __init__(self) -> None:\n"
+        "        self.on_over: Callable[[], None] = print\n"
+        "loop.on_over = replace(config)\n"
     )
-    house = COUNTING.House(tmp_path)
-    numbers = {count.__name__: count(house).number for count in COUNTING.COUNTS}
-    assert set(numbers.values()) == {1}, numbers
+    (agent / "node.py").write_text(
+        "class NodeAgent:\n    def __init__(self) -> None:\n        self._began = 0.0\n"
+    )
+    counted = COUNTING.House(tmp_path)
+    numbers = {count.__name__: count(counted).number for count in COUNTING.COUNTS}
+    folders = {"files_in_the_fullest_folder": 2, "top_level_packages": 2}
+    assert numbers == dict.fromkeys(numbers, 1) | folders
