@@ -26,7 +26,7 @@ from elasticrun.forkserver.lazy_imports import GUARDED, Baseline, Stash
 from elasticrun.forkserver.program import BecomeRank, Program
 from elasticrun.monitor import monitor, recorder
 from elasticrun.system import processes
-from elasticrun.system.title import set_command_line
+from elasticrun.system.title import become_program
 from elasticrun.wire.spawning import SpawnRank, command
 
 PAGE_BYTES = 16 * 1024
@@ -146,7 +146,7 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash) -> NoR
     again = FreshStart(birth, order, page, stash, environ)
     stash.begin(again.take)
     words = command(order.entry)
-    set_command_line(
+    become_program(
         [os.fsencode(word) for word in words], [n + b"=" + v for n, v in environ.items()]
     )
     processes.set_name(os.fsencode(os.path.basename(words[0])))

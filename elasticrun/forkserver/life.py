@@ -23,7 +23,7 @@ from elasticrun.forkserver.lazy_imports import Baseline
 from elasticrun.forkserver.prepare import Poisoned, Prepared, prepare
 from elasticrun.system import processes, sweep
 from elasticrun.system.processes import memory_file
-from elasticrun.system.title import FORK_SERVER, set_title
+from elasticrun.system.title import FORK_SERVER, forget_words, set_title
 from elasticrun.wire.frames import Connection, FrameBuffer, FrameError, NotRead, encode, peer_of
 from elasticrun.wire.spawning import (
     SHIELDED,
@@ -238,6 +238,7 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
     """Until the agent is gone; raises BecomeRank in forked children."""
     for signum in SHIELDED:
         signal.signal(signum, signal.SIG_IGN)
+    forget_words()
     stock = None
     if words and words[0].startswith("--warm="):
         from elasticrun.forkserver.warm.keeper import keep

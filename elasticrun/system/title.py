@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from elasticrun.system.processes import stat_fields
 
@@ -21,6 +22,9 @@ _NO_FILE = 0xFFFFFFFF
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sbrk.restype = ctypes.c_void_p
+_libc.malloc.restype = ctypes.c_void_p
+_libc.malloc.argtypes = [ctypes.c_size_t]
+_libc.free.argtypes = [ctypes.c_void_p]
 
 
 _AREAS: Final = (
@@ -40,25 +44,31 @@ class _MemoryMap(ctypes.Structure):
     ]
 
 
-_kept: list[mmap.mmap] = []
-"""The pages that /proc/self/cmdline and environ are read from; never freed."""
-
-_first: list[tuple[int, int]] = []
-"""Where the words lay when this process, or the one that it was forked from, was exec'd."""
-
-
 def set_command_line(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:
     """Show `argv` and `environ` as ours in /proc/self/cmdline and /proc/self/environ.
 
     The kernel is told where the two areas lie (no privilege needed since Linux 3.18 with
-    CONFIG_CHECKPOINT_RESTORE, which distributions have): the words where those of the exec were if
-    they fit, since programs that set a title write there, else in new pages; the environment in new
-    pages. Where the kernel refuses, the words are written over the old ones as one title, cut to
-    their length. False for the latter.
+    CONFIG_CHECKPOINT_RESTORE, which distributions have). Where it refuses, the words are written
+    over the old ones as one title, cut to their length. False for the latter.
     """
-    variables = b"".join(word + b"\0" for word in environ)
-    at = _in_pages(variables)
-    return _show(b"".join(word + b"\0" for word in argv), (at, at + len(variables)))
+    return bool(_show(_strings(argv), _strings(environ)))
+
+
+def become_program(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:
+    """The same, and C code of this process finds `environ` where the kernel would have put it at an
+    exec: behind the words. What sets a title (setproctitle) looks for the words there and writes
+    over both. False where the kernel refuses; no title can be set there."""
+    words = _strings(argv)
+    at = _show(words, _strings(environ))
+    if not at:
+        return False
+    pointers, where = [], at + len(words)
+    for each in environ:
+        pointers.append(where)
+        where += len(each) + 1
+    array = struct.pack(f"{len(pointers) + 1}P", *pointers, 0)
+    ctypes.c_void_p.in_dll(_libc, "environ").value = _for_ever(array)
+    return True
 
 
 def set_title(title: bytes) -> None:
@@ -67,24 +77,25 @@ def set_title(title: bytes) -> None:
     _show(title + b"\0", None)
 
 
-def _show(arguments: bytes, environ: tuple[int, int] | None) -> bool:
+def _strings(words: Sequence[bytes]) -> bytes:
+    return b"".join(word + b"\0" for word in words)
+
+
+def _show(arguments: bytes, environ: bytes | None) -> int:
+    """Where `arguments` lie from now on, `environ` directly behind; 0 where the kernel refuses."""
     # by their numbers in proc(5)
     fields = {number: int(word) for number, word in enumerate(stat_fields("self")[1:], start=4)}
-    if not _first:
-        _first.append((fields[48], fields[49]))
-    first, last = _first[0]
-    room = last - first
-    fits = bool(first) and len(arguments) <= room
-    start = first if fits else _in_pages(arguments)
-    areas = (start, start + len(arguments)), environ or (fields[50], fields[51])
-    if _lay_out(fields, *areas):
-        if fits:
-            ctypes.memmove(first, arguments.ljust(room, b"\0"), room)
-        return True
+    at = _for_ever(arguments + (environ or b""))
+    behind = at + len(arguments)
+    variables = (fields[50], fields[51]) if environ is None else (behind, behind + len(environ))
+    if _lay_out(fields, (at, behind), variables):
+        return at
+    _libc.free(at)
+    first, room = fields[48], fields[49] - fields[48]
     title = arguments[:-1].replace(b"\0", b" ")
     if first and room > 1:  # a last byte that is not NUL tells the kernel that this is a title
         ctypes.memmove(first, title[: room - 2].ljust(room - 1, b"\0") + b".", room)
-    return False
+    return 0
 
 
 def _lay_out(fields: dict[int, int], arguments: tuple[int, int], environ: tuple[int, int]) -> bool:
@@ -108,10 +119,57 @@ def _lay_out(fields: dict[int, int], arguments: tuple[int, int], environ: tuple[
     return done == 0
 
 
-def _in_pages(content: bytes) -> int:
-    """The address of a private copy that is never freed."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    pages = mmap.mmap(-1, max(1, len(content)), flags=flags)
-    pages.write(content)
-    _kept.append(pages)
-    return ctypes.addressof(ctypes.c_char.from_buffer(pages))
+def _for_ever(content: bytes) -> int:
+    """The address of a copy that is never freed: C reads it while the interpreter ends."""
+    at: int | None = _libc.malloc(len(content) or 1)
+    if not at:
+        raise MemoryError
+    ctypes.memmove(at, content, len(content))
+    return at
+
+
+def forget_words() -> None:
+    """Have Py_GetArgcArgv find no words in this process and its forks.
+
+    It would find those that this process was started with, and what sets a title in a fork (see
+    `become_program`) would look for so many; it finds none, so it counts those in
+    /proc/self/cmdline. The interpreter has no function for that: its variables are searched for the
+    pair that Py_GetArgcArgv returns. Nothing is done where that is not there exactly once."""
+    count, words = ctypes.c_int(), ctypes.c_void_p()
+    find: Any = ctypes.pythonapi.Py_GetArgcArgv
+    find(ctypes.byref(count), ctypes.byref(words))
+    if not words.value:
+        return
+    pair = struct.pack("nP", count.value, words.value)
+    places = []
+    for start, size in _variables_beside(ctypes.cast(find, ctypes.c_void_p)):
+        held, at = ctypes.string_at(start, size), -1
+        while (at := held.find(pair, at + 1)) >= 0:
+            places.append(start + at)
+    if len(places) == 1:
+        ctypes.c_ssize_t.from_address(places[0]).value = 0
+
+
+_ELF = struct.Struct("=4sB27xQ14xHH")
+"""Of an ELF header: magic, class, where the program headers are, how large and how many."""
+
+_SEGMENT = struct.Struct("=IIQQQQQQ")
+"""A program header: type, flags, offset, address, -, bytes in the file, bytes in memory, -."""
+
+_LOADED, _WRITABLE, _64_BITS = 1, 2, 2
+
+
+def _variables_beside(function: ctypes.c_void_p) -> list[tuple[int, int]]:
+    """Addresses and sizes of the writable memory of the program or library that has this
+    function."""
+    about = (ctypes.c_void_p * 4)()  # Dl_info
+    base = about[1] if _libc.dladdr(function, about) else None
+    if not base:
+        return []
+    magic, bits, offset, size, count = _ELF.unpack(ctypes.string_at(base, _ELF.size))
+    if magic != b"\x7fELF" or bits != _64_BITS or size != _SEGMENT.size:
+        return []
+    headers = ctypes.string_at(base + offset, size * count)
+    loaded = [each for each in _SEGMENT.iter_unpack(headers) if each[0] == _LOADED]
+    shift = base - min(each[3] for each in loaded) // mmap.PAGESIZE * mmap.PAGESIZE
+    return [(shift + each[3], each[6]) for each in loaded if each[1] & _WRITABLE]
