@@ -12,6 +12,7 @@ from elasticrun.system.network import names_this_host_only
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 
 TOKEN_VARIABLE: Final = "ELASTICRUN_TOKEN"
+TOKEN_FILE_VARIABLE: Final = "ELASTICRUN_TOKEN_FILE"
 GIT_SECRETS: Final = (*GIT_USERNAMES, *GIT_PASSWORDS)
 """Variables that git alone is to have (--git)."""
 MAX_TOKEN: Final = 4096

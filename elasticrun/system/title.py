@@ -44,14 +44,15 @@ class _MemoryMap(ctypes.Structure):
     ]
 
 
-def set_command_line(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:
-    """Show `argv` and `environ` as ours in /proc/self/cmdline and /proc/self/environ.
+def set_command_line(argv: Sequence[bytes], environ: Sequence[bytes] | None = None) -> bool:
+    """Show `argv` and `environ` as ours in /proc/self/cmdline and /proc/self/environ; without
+    `environ`, the environment as before.
 
     The kernel is told where the two areas lie (no privilege needed since Linux 3.18 with
     CONFIG_CHECKPOINT_RESTORE, which distributions have). Where it refuses, the words are written
     over the old ones as one title, cut to their length. False for the latter.
     """
-    return bool(_show(_strings(argv), _strings(environ)))
+    return bool(_show(_strings(argv), None if environ is None else _strings(environ)))
 
 
 def become_program(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:

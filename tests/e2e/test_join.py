@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
 from elasticrun.testing.processes import is_master
+from elasticrun.wire.auth import JOIN_CODE_LIFE, join_code
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.harness import COMMANDS, ELASTICRUN, World, ran
 
@@ -44,15 +47,41 @@ def test_a_pasted_line_makes_this_machine_a_node(world: World) -> None:
     finish(pair, first, second)
 
 
+def test_files_of_the_first_machine_are_not_asked_for(world: World) -> None:
+    """The token comes with the answer; the code is in no command line after the start."""
+    ours, others = world.scratch / "ours", world.scratch / "others"
+    ours.write_text("a" * 64)
+    others.write_text("b" * 64)
+    flags = ("--nnodes=1:2", f"--token-file={ours}", str(PUPPET))
+    first = world.command([*COMMANDS[ELASTICRUN], *flags], cwd=world.scratch)
+    world.hub.ranks(1, world_size=1)
+    _, _, at, code = shlex.split(first.until_text(" join ").split(HEAD)[1].splitlines()[0])
+    ours.unlink()
+    environ = {"ELASTICRUN_TOKEN_FILE": str(others)}
+    command = [*COMMANDS[ELASTICRUN], "join", at, code]
+    second = world.command(command, cwd=world.scratch, env=environ)
+    pair = world.hub.ranks(2, world_size=2)
+    shown = Path(f"/proc/{second.pid}/cmdline").read_text()
+    assert f"join\0{at}\0-\0" in shown
+    finish(pair, first, second)
+
+
+FRESH = str(join_code("a token", time.time()))
+OLD = str(join_code("a token", time.time() - 3 * JOIN_CODE_LIFE))
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         ((), "join needs HOST:PORT and a code"),
         (("127.0.0.1:1", "abc"), "that is not a join code"),
-        (("a/b:1", "a" * 32), "is no endpoint: write host:port"),
-        (("127.0.0.1:1", "a" * 32), "does not answer: "),
-        (("127.0.0.1:1", "a" * 32, "train.py"), "only flags may follow the code"),
+        (("127.0.0.1:1", "-"), "that is not a join code"),  # an empty standard input
+        (("a/b:1", FRESH), "is no endpoint: write host:port"),
+        (("127.0.0.1:1", FRESH), "does not answer: "),
+        (("127.0.0.1:1", OLD), "this join code expired long ago by this machine's clock"),
+        (("127.0.0.1:1", FRESH, "train.py"), "only flags may follow the code"),
     ],
+    ids=["nothing", "no code", "no input", "no endpoint", "no answer", "too old", "a script"],
 )
 def test_what_cannot_be_is_one_sentence(words: tuple[str, ...], sentence: str) -> None:
     done = ran("join", *words) if words else ran("join", "x")

@@ -19,10 +19,12 @@ from elasticrun import __version__
 from elasticrun.cli import trust
 from elasticrun.cli.flags import PROG, Parser, get_args_parser
 from elasticrun.cli.job import asking
+from elasticrun.cli.rendezvous import without
 from elasticrun.cli.settings import Asked, NotHere, UsageError
 from elasticrun.cli.verbs.status import NoStatus, parse_endpoint
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from elasticrun.jobs.line import JobLine
+from elasticrun.system.title import set_command_line
 from elasticrun.wire import auth
 from elasticrun.wire.auth import (
     JOIN_CODE_LIFE,
@@ -44,10 +46,23 @@ DIAL_LIMIT: Final = 10.0
 DIAL_PAUSE: Final = 0.5
 """Seconds between two dials."""
 
+CLOCKS: Final = JOIN_CODE_LIFE
+"""Seconds by which this machine's clock may be ahead of the master's."""
+
+TRUST_FLAGS: Final = ("--token-file", "--tls-cert", "--tls-key", "--tls-ca")
+"""Files of one machine: the token comes with the answer, the certificates of this machine are in
+its own flags."""
+
+TOO_OLD: Final = (
+    "this join code expired long ago by this machine's clock: print a new line with `elasticrun "
+    "join --new` on the first machine, or set the clock"
+)
+
 ABOUT: Final = f"""\
 Make this machine a node of a running job. The first machine prints the line to paste,
 which is good for {JOIN_CODE_LIFE // 60} minutes. Script and flags come from there; FLAGS
 (--nproc-per-node=4, --local-addr=10.0.0.7, --tls-ca=ca.pem) are for this machine alone.
+With - in place of CODE, the code is read from standard input.
 """
 
 
@@ -58,20 +73,34 @@ def main(argv: Sequence[str], say: Callable[[str], None], launch: Callable[..., 
         return _new([ns.endpoint] if ns.endpoint else [])
     if not ns.code:
         raise UsageError("join needs HOST:PORT and a code, as the first machine has printed them")
-    where, text, flags = ns.endpoint, ns.code, ns.flags
+    where, flags = ns.endpoint, ns.flags
     try:
-        endpoint, code = parse_endpoint(where), parse_code(text)
+        endpoint, code = parse_endpoint(where), parse_code(_code_text(ns.code))
     except (NoStatus, BadCode) as wrong:
         raise UsageError(str(wrong), EXIT_USAGE) from None
+    if time.time() > code.until + CLOCKS:
+        # Whoever has found it (in a shell's history, say) may stand at that port by now, and prove
+        # it, and what a joiner is given it runs. Nobody would need it any more.
+        raise UsageError(TOO_OLD, EXIT_FAILED)
     answer = _exchange(endpoint, code, flags)
     command, at = answer.command, answer.program_at
     known = any(word.startswith("--rdzv-id") for word in command[:at])
     ours = [f"--rdzv-endpoint={endpoint}", *([] if known else [f"--rdzv-id={answer.job_id}"])]
-    words = [*command[:at], *flags, *ours, *command[at:]]
+    words = [*without(command[:at], TRUST_FLAGS), *flags, *ours, *command[at:]]
     _enter(answer, words)
+    os.environ.pop(trust.TOKEN_FILE_VARIABLE, None)  # of another job: it would be read first
     os.environ[trust.TOKEN_VARIABLE] = answer.token  # `withdraw` takes it out again
     say(f"joining job {answer.job_id} in {os.getcwd()}: {PROG} {shlex.join(words)}")
     return launch(words)
+
+
+def _code_text(word: str) -> str:
+    """The code that was typed, or read from standard input. `ps` does not show it from now on."""
+    if word == "-":
+        return sys.stdin.readline() if sys.stdin else ""
+    shown = ["-" if each == word else each for each in sys.orig_argv]
+    set_command_line([os.fsencode(each) for each in shown])
+    return word
 
 
 def _parser() -> Parser:
