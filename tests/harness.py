@@ -386,7 +386,6 @@ class World:
             "TMPDIR": str(self.tmp),
             "XDG_RUNTIME_DIR": str(self.scratch / "run"),
             "ELASTICRUN_RUNS": str(self.scratch / "runs"),
-            "ELASTICRUN_PRELOAD": "off",  # a second fork server is a test's own subject
             **(more or {}),
         }
         return {**environ, **plugin.named(environ)}

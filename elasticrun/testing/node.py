@@ -21,7 +21,7 @@ from typing import Final
 from elasticrun.testing import plugin, processes
 from elasticrun.testing.cgroups import Group
 from elasticrun.testing.hosts import Host
-from elasticrun.wire.env import PRELOAD, RANK_VARIABLES, RUNS
+from elasticrun.wire.env import RANK_VARIABLES, RUNS
 
 __tracebackhide__ = methodcaller("errisinstance", ValueError)  # pytest shows the line of the test
 
@@ -67,7 +67,6 @@ def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, 
         "XDG_RUNTIME_DIR": str(scratch / "run"),
         RUNS: str(scratch / "runs"),
         "LOGLEVEL": "INFO",
-        PRELOAD: "off",  # a second fork server would only cost a test time
         **more,
         processes.MARK: mark,
     }

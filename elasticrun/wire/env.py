@@ -106,7 +106,6 @@ comes too late; ranks that are bound to cores are exec'd where one is set."""
 # ---------------------------------------------------------------- elasticrun's own
 
 LAUNCH: Final = "ELASTICRUN_LAUNCH"
-PRELOAD: Final = "ELASTICRUN_PRELOAD"
 RUN_FOLDER: Final = "ELASTICRUN_RUN_FOLDER"
 """What --run-dir names, for the ranks."""
 RUNS: Final = "ELASTICRUN_RUNS"
