@@ -162,8 +162,8 @@ class _Attending:
     def _signal(self, signals: list[int]) -> None:
         """Hand the agent those of these signals that it has not had."""
         holder = _holder(self._folder)
-        agent = None if holder is None else ProcessId(**holder["agent"])
-        if agent is None or not (agent.is_local and agent.is_alive()):
+        agent = ProcessId() if holder is None else holder["agent"]
+        if not (agent.is_local and agent.is_alive()):
             return
         had = self._folder / "signals"
         count = int(had.read_text()) if had.exists() else 0
@@ -278,10 +278,12 @@ def _write(path: Path, text: str) -> None:
     part.rename(path)
 
 
-def _holder(folder: Path) -> dict[str, Any] | None:
+def _holder(folder: Path) -> dict[str, ProcessId] | None:
+    """The holder and its agent; None where that is not written, or by another version of ours."""
     try:
-        return dict(json.loads((folder / "holder").read_text()))
-    except (OSError, ValueError):
+        held = json.loads((folder / "holder").read_text())
+        return {name: ProcessId(**held[name]) for name in ("holder", "agent")}
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
@@ -291,7 +293,7 @@ def _end_of(folder: Path) -> dict[str, Any] | None:
     if holder is None:
         there = time.time() - folder.stat().st_mtime < BEGIN_LIMIT
     else:
-        there = ProcessId(**holder["holder"]).is_alive() is not False
+        there = holder["holder"].is_alive() is not False
     if code.exists():  # asked last: it is written before its holder ends
         return {"code": int(code.read_text())}
     return None if there else {"lost": True}

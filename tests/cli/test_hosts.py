@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,11 +14,22 @@ import pytest
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.verbs.hosts import plan_of
+from elasticrun.hosts import far
 from elasticrun.hosts.fleet import HostsPlan, Screen
 from elasticrun.hosts.hostfile import HostsError, NamedHost, in_file, listed
 from elasticrun.hosts.ssh import command
 from tests.compat.live import PUPPET
 from tests.harness import ELASTICRUN, LIMIT, World, clean_environment
+
+
+@pytest.mark.parametrize("held", ["[", "7", '{"holder": [1, 2, "boot"], "agent": [1, 2, "boot"]}'])
+def test_what_another_version_has_left_on_a_host_ends(held: str, tmp_path: Path) -> None:
+    (tmp_path / "holder").write_text(held)
+    long_ago = tmp_path.stat().st_mtime - 2 * far.BEGIN_LIMIT
+    os.utime(tmp_path, (long_ago, long_ago))
+    assert far._end_of(tmp_path) == {"lost": True}
+    (tmp_path / "code").write_text("3")
+    assert far._end_of(tmp_path) == {"code": 3}
 
 
 @pytest.mark.parametrize(

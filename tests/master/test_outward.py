@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import http.server
 import json
+import os
 import re
 import socket
 import subprocess
@@ -30,7 +31,7 @@ from elasticrun.core.sight.picture import (
     StackRow,
     VerdictRow,
 )
-from elasticrun.master.outward import appended, notify
+from elasticrun.master.outward import appended, notify, tensorboard
 from elasticrun.master.outward.appended import Appended, ProgressFile, ProgressRow
 from elasticrun.master.outward.notify import Notifier
 from elasticrun.master.outward.outward import Outward
@@ -40,6 +41,8 @@ from elasticrun.master.outward.run_files import RunFiles, read
 from elasticrun.operator_log import NOTICE
 from elasticrun.runs.layout import JobRecord, RunFolder
 from elasticrun.runs.opening import OpenRun
+from elasticrun.system import processes
+from elasticrun.system.sandbox import NoThread
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 from tests import needs
@@ -279,6 +282,20 @@ def test_a_step_is_a_row_where_rank_0_says_no_more(
     told = [tuple(row.values())[1:] for row in _rows(tmp_path / "progress.csv")]
     assert told == [("0", "9", "", ""), ("1", "11", "0.5", ""), ("1", "12", "nan", "1")]
     assert "progress.csv has not all rows" in caplog.text
+
+
+def test_a_tensorboard_that_gets_no_thread_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NoThread(RuntimeError("can't start new thread"))
+
+    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(tensorboard, "start_thread", refuse)
+    made = tensorboard.TensorBoard(str(tmp_path), "127.0.0.1", lambda url: None)
+    assert "--tensorboard: it cannot be started: no thread can be started here" in caplog.text
+    assert not processes.below(os.getpid())
+    made.close(0.0)
 
 
 def test_the_commit_is_known_where_there_is_git(tmp_path: Path) -> None:

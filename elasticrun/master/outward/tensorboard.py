@@ -51,10 +51,10 @@ class TensorBoard:
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                 text=True, errors="replace",
             )  # fmt: skip
-        except OSError as wrong:
-            logger.warning("--tensorboard: it cannot be started: %s", wrong.strerror)
-            return
-        self._thread = start_thread(self._read, "tensorboard")
+            self._thread = start_thread(self._read, "tensorboard")
+        except OSError as wrong:  # NoThread, too
+            logger.warning("--tensorboard: it cannot be started: %s", wrong.strerror or wrong)
+            self.close(0.0)
 
     def close(self, limit: float) -> None:
         """End it, by force after `limit` seconds."""
