@@ -14,6 +14,7 @@ the rank executes itself (`child.py`).
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import builtins
 import codecs
@@ -239,6 +240,7 @@ class Stash:
         self._returned: dict[str, Any] = {}
         self._happened: set[str] = set()
         self._path: list[str] = []
+        self._lock = _thread.RLock()  # a rank's threads may import at the same moment
         self.finder = _Finder(self)
 
     # ------------------------------------------------------------ in the server
@@ -364,7 +366,12 @@ class Stash:
         return package in self.modules
 
     def give_back(self, name: str) -> Any:
-        """Put `name` and what it needs into sys.modules; the module itself."""
+        """Put `name` and what it needs into sys.modules; the module itself. None where it is hidden
+        no more and nobody has brought it: another thread has imported what comes last."""
+        with self._lock:
+            return self._given_back(name) if name in self.modules else sys.modules.get(name)
+
+    def _given_back(self, name: str) -> Any:
         module = self.modules[name]
         names = self._closure(name)
         installed = any(n.partition(".")[0] not in sys.stdlib_module_names for n in names)
@@ -598,13 +605,21 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _load_from(stash: Stash, spec: importlib.machinery.ModuleSpec, own: Any) -> None:
     """Have this spec's loader load nothing: the module is there, its code has run."""
-    spec.loader = loader = _like(spec.loader)
+    original: Any = spec.loader
+    spec.loader = loader = _like(original)
+
+    def create_module(spec: importlib.machinery.ModuleSpec) -> Any:
+        module = stash.give_back(spec.name)
+        if module is None and original is not None:
+            spec.loader = original
+            return original.create_module(spec)
+        return module
 
     def exec_module(module: ModuleType) -> None:
         with contextlib.suppress(AttributeError):  # an object in a module's place
             module.__spec__ = own
 
-    loader.create_module = lambda spec: stash.give_back(spec.name)
+    loader.create_module = create_module
     loader.exec_module = exec_module
 
 

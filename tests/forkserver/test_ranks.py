@@ -232,6 +232,32 @@ def test_what_torch_would_meet_decides_where_it_comes_from(tmp_path: Path) -> No
         assert not wrong, f"{wrong}: {driver.all_of(Notice)}"
 
 
+AT_ONCE = """
+import sys, threading
+names, wrong = ("numpy", "torch", "json", "decimal"), []
+together = threading.Barrier(len(names))
+def run(name):
+    together.wait()
+    try:
+        __import__(name)
+    except BaseException as error:
+        wrong.append(f"{name}: {error!r}")
+sys.setswitchinterval(1e-7)
+threads = [threading.Thread(target=run, args=(name,)) for name in names]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+import numpy, torch, decimal
+assert not wrong, wrong
+assert torch.ones(2).numpy().sum() == decimal.Decimal(2)
+"""
+
+
+def test_threads_of_a_rank_may_import_at_the_same_moment(server: Driver, tmp_path: Path) -> None:
+    entry = script(tmp_path / "s.py", AT_ONCE)
+    keys = [server.start(entry) for _ in range(8)]
+    assert [server.exited(key).code for key in keys] == [0] * 8
+
+
 def test_an_archive_on_the_path_gives_its_other_modules_too(tmp_path: Path) -> None:
     """It has one loader for all of them, and torch imports one."""
     with zipfile.ZipFile(tmp_path / "more.zip", "w") as archive:

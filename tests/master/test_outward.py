@@ -292,9 +292,10 @@ def test_a_tensorboard_that_gets_no_thread_is_one_sentence(
 
     monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(tensorboard, "start_thread", refuse)
+    before = processes.below(os.getpid())
     made = tensorboard.TensorBoard(str(tmp_path), "127.0.0.1", lambda url: None)
     assert "--tensorboard: it cannot be started: no thread can be started here" in caplog.text
-    assert not processes.below(os.getpid())
+    assert not processes.below(os.getpid()) - before
     made.close(0.0)
 
 
