@@ -22,6 +22,7 @@ LOCKS = {
     "elasticrun/agent/logs/output.py": "hurry and close may be two threads",
     "elasticrun/agent/logs/console.py": "a bounded queue between two threads, not the loop",
     "elasticrun/operator_log.py": "the same, for the agent's own lines",
+    "elasticrun/forkserver/lazy_imports.py": "threads of a script import when they like",
 }
 
 PICKLES = ("elasticrun/dcp/loading.py",)
