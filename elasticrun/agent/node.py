@@ -196,7 +196,7 @@ class NodeAgent:
         )
         self._notes = LogNotes(os.environ, spec.job_id, config.run.folder)
         self._output.remember_in(self._notes)
-        self._progress = Progress(config.nproc_per_node, self._link, self._first_step)
+        self._progress = Progress(config.nproc_per_node, self._link)
         self._snapshots = LocalSnapshots(shared, self._spawners, os.environ, self._resumed)
         self._ranks = Ranks(shared, self._spawners, self._output, self._snapshots.drain.is_put_off)
         self._probing = Probing(shared, self._spawners)
@@ -379,6 +379,8 @@ class NodeAgent:
                 self._probing.call_off()
             case fx.Obey(order):
                 self._snapshots.obey(order)
+            case fx.TellRecovery(order):
+                self._story.recovered(order)
             case fx.Note(level=level):
                 logger.log(LEVELS.get(level, 20), "%s", self._directed(effect))
         status = self._brain.status()
@@ -389,7 +391,7 @@ class NodeAgent:
     def _spawn(self, effect: fx.SpawnRanks) -> None:
         now = time.monotonic()
         start = effect.start
-        self._story.starts(start, now)
+        self._story.starts(start)
         # which the master may have told anew
         self._spawners.keep_alive(self._brain.master_lost_timeout)
         self._meeting.store(start.store)
@@ -405,10 +407,7 @@ class NodeAgent:
         )
 
     def _resumed(self, step: int, source: str) -> None:
-        self._story.resumed(step, source, time.monotonic())
-
-    def _first_step(self) -> None:
-        self._story.trains(time.monotonic())
+        self._story.resumed(step, source)
 
     def _own(self, local_rank: int) -> dict[str, str]:
         """Where this rank tells its steps and speaks of its snapshots, as far as it can."""
@@ -421,7 +420,6 @@ class NodeAgent:
             self._progress.last_words()
         if isinstance(report, m.RanksFailed | m.Stopping | m.Stopped):
             newest = max(self._progress.newest, self._snapshots.drain.generation.newest())
-            self._story.broke(newest, time.monotonic())
             self._sight.stopping()
             if isinstance(report, m.RanksFailed | m.Stopped):
                 report = structs.replace(report, newest=newest)
@@ -431,10 +429,8 @@ class NodeAgent:
         if isinstance(report, m.Stopped):
             self._waiting_since = time.monotonic()
             self._meeting.store(None)
-        elif isinstance(report, m.Running) and self._ranks.start:
-            self._story.running(time.monotonic())
-            if self._events is not None:
-                self._events.started(self._ranks.start, self._ranks.pids, time.time_ns() // 10**6)
+        elif isinstance(report, m.Running) and self._ranks.start and self._events is not None:
+            self._events.started(self._ranks.start, self._ranks.pids, time.time_ns() // 10**6)
         self._link.say(report)
         if isinstance(report, m.RanksFailed):
             self._tasks.start(self._say_last_lines(report), "reading what a rank wrote last")

@@ -1,9 +1,9 @@
 """What the user of this node reads while the job runs: who came, what was lost, what it cost, what
 is waited for and for how long, and what looks for the cause where somebody cannot be reached.
 
-A restart is one line when the ranks go on (two where nodes came or went: the cause first). "Go on"
-is the moment at which a rank has said from which step it goes on; where scripts do not say that,
-the moment at which the last rank runs. What is not known is left out.
+A restart is a line when all ranks run again and one when training goes on (where nodes came or went
+the cause is a line before them). Its seconds and repeated steps are the master's, so they are those
+of its incident. What is not known is left out.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Final
 
 from elasticrun.agent.runtime import Timer
-from elasticrun.core.words import some
+from elasticrun.core.words import some, way_back
 from elasticrun.core.worker.states import GroupStatus, State
-from elasticrun.wire.messages import Start
+from elasticrun.wire.messages import Recovery, Start
 
 _NO_MASTER: Final = ("no master answer", "no job master answer", "does not answer this node")
 _NO_NODE: Final = "nothing was heard for"
@@ -25,9 +25,6 @@ NOTHING: Final = "nothing"
 LEAVING: Final = 1.0
 """Seconds after which it is told that a node that is to leave waits for its ranks to save a step: a
 Ctrl-C whose step is saved sooner is one line, that of the end."""
-
-SLOW_START: Final = 1.0
-"""Seconds from which on it is said how long a restarted script took to its first step."""
 
 SOON: Final = 3.0
 """Seconds after which a wait for other nodes, or for ranks to end, is told."""
@@ -59,37 +56,26 @@ def directed(sentence: str, dial: object = "") -> str:
 
 
 class Story:
-    """Call its methods as things happen, with monotonic seconds; `say` gets each line. `most`:
-    restarts that the user has given the job."""
+    """Call its methods as things happen; `say` gets each line. `most`: restarts that the user has
+    given the job."""
 
     def __init__(self, *, most: int, several: bool, say: Callable[[str], None]) -> None:
         self._most = most
         self._several = several
         self._say = say
         self._last: Start | None = None
-        self._broke: tuple[float, int] | None = None  # since when no rank trains, newest step
-        self._words = ""  # what a restart costs, for the line that is told when the ranks go on
-        self._told = False  # that line, in this life
-        self._newest = -1  # step that all ranks had come to, as the master knows
-        self._ran: float | None = None  # since when restarted ranks run
-        self._grows = False  # nodes came: nothing was lost that would be recovered
-        self._tells_steps = False  # ranks here have said from where they go on
+        self._again = False  # ranks of this node have run before
+        self._words = ""  # what a restart costs, for the line that is told when the ranks run
+        self._runs = self._trains = False  # what the master has told of this life
+        self._resumed = ""  # from where a rank goes on, if that is not told yet
 
-    def broke(self, newest: int, now: float) -> None:
-        """Ranks have failed here, or are told to stop. `newest`: the newest step that they have
-        come to, -1: unknown."""
-        since, before = self._broke or (now, -1)
-        self._broke = (since, max(before, newest))
-
-    def starts(self, start: Start, now: float) -> None:
+    def starts(self, start: Start) -> None:
         """Ranks of this round are about to be started."""
         last, self._last = self._last, start
-        self._newest, self._ran = start.newest, None
-        if self._broke is not None and start.down:  # the master knows when that began elsewhere
-            self._broke = (min(self._broke[0], now - start.down), self._broke[1])
-        self._grows = last is not None and start.world_size > last.world_size
         size = f"{some(start.group_world_size, 'node')}, world size {start.world_size}"
-        self._words, self._told = "", False
+        self._words, self._resumed = "", ""
+        self._runs = self._trains = False
+        self._again = last is not None
         if start.round.number == 1:
             if self._several:
                 self._say(f"the job starts: {size}")
@@ -105,42 +91,28 @@ class Story:
             told = f"{why}{then}restarting the ranks with {size} (no restart used)"
             self._say(directed(told))
 
-    def running(self, now: float) -> None:
-        """The last rank of this node runs."""
-        self._ran = now if self._last is not None and self._broke is not None else None
-        if not self._tells_steps:
-            self._tell("restarted", "", now)
-
-    def trains(self, now: float) -> None:
-        """A rank of this life has told its first step."""
-        ran, self._ran = self._ran, None
-        if ran is not None and now - ran >= SLOW_START:
-            self._say(f"the script took {now - ran:.1f} s to its first step")
-
-    def resumed(self, step: int, source: str, now: float) -> None:
-        """A rank goes on from this step; the first one counts."""
-        self._tells_steps = True
-        newest = -1 if self._broke is None else max(self._newest, self._broke[1])
-        if source != NOTHING:
-            again = f"resumed at step {step}"
-            again += f", {some(newest - step, 'step')} repeated" if newest >= step else ""
-        else:
-            again = f"from the beginning, {some(newest, 'step')} repeated" if newest > 0 else ""
-        if self._broke is not None or source != NOTHING:
-            self._tell("restarted" if self._grows else "recovered", again, now)
-
-    def _tell(self, verb: str, again: str, now: float) -> None:
-        """Once in a life of the ranks: that they go on."""
-        if self._told:
+    def recovered(self, order: Recovery) -> None:
+        """The master counts how long training stands still: for all nodes, and for its record."""
+        if not self._again:
             return
-        words = again
-        if self._broke is not None:  # else it is the first life of ranks here
-            words = f"{verb} in {now - self._broke[0]:.2f} s{self._words}"
-            words += f"; {again}" if again else ""
-        self._words, self._broke = "", None
-        if words:
-            self._told = True
-            self._say(words)
+        if not self._runs:
+            self._runs = True
+            self._say(f"{way_back(order.restarted, -1.0)}{self._words}")
+        if order.first_step > 0.0 and not self._trains:
+            self._trains = True
+            parts = [way_back(-1.0, order.first_step)]
+            parts += [self._resumed] if self._resumed else []
+            if order.repeated > 0 or (self._resumed and order.repeated == 0):
+                parts.append(f"{some(order.repeated, 'step')} repeated")
+            self._say(", ".join(parts))
+
+    def resumed(self, step: int, source: str) -> None:
+        """A rank goes on from this step; the first one counts."""
+        if self._resumed or (source == NOTHING and not self._again):
+            return
+        self._resumed = "from the beginning" if source == NOTHING else f"resumed at step {step}"
+        if not self._again or self._trains:
+            self._say(self._resumed)
 
 
 class LongWaits:

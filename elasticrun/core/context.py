@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
@@ -37,6 +37,8 @@ class JobContext:
         self.restarts = Restarts(spec)
         self.number = 0  # of the last round
         self.incidents = 0  # the number of the last one
+        self.stood: defaultdict[str, float] = defaultdict(float)
+        """Seconds without training, by cause of the incidents that are over."""
         self.newest = -1  # step that ranks of a round that is over had come to; -1: not known
         self.round: Round | None = None  # the last one that was formed or adopted
         self.dumps = 0  # as in the facts

@@ -16,6 +16,7 @@ from elasticrun.wire.messages import (
     Order,
     Probe,
     Probed,
+    Recovery,
     Reply,
     Report,
     Request,
@@ -292,6 +293,12 @@ class Obey(Struct, frozen=True):
     order: Order
 
 
+class TellRecovery(Struct, frozen=True):
+    """Tell the user how long training has stood still."""
+
+    order: Recovery
+
+
 class Say(Struct, frozen=True):
     """Send this report to the master, when there is one."""
 
@@ -318,6 +325,7 @@ AgentEffect = (
     | RunProbe
     | CallOffProbe
     | Obey
+    | TellRecovery
     | Say
     | Note
     | Exit

@@ -133,6 +133,7 @@ class LedgerFacts(Struct, frozen=True):
     trained: int = 0  # microseconds in which they were done
     saves: int = 0  # that a rank made, in all
     nodes: tuple[LedgerNode, ...] = ()
+    stood: tuple[tuple[str, float], ...] = ()  # seconds without training, by cause of incidents
     age: float = 0.0  # seconds for which this has lain in the record
 
 

@@ -14,6 +14,23 @@ def some(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
+def span(seconds: float) -> str:
+    """`0.41 s`, `12 s`, `3.5 min`, `2.1 h`, `4.0 d`."""
+    if seconds < 10.0:
+        return f"{seconds:.2f} s"
+    for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 1.5 * size:
+            count = seconds / size
+            return f"{count:.0f} {unit}" if count >= 10.0 else f"{count:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def way_back(restarted: float, first_step: float) -> str:
+    """`restarted in 0.41 s, first step after 1.20 s`; of what is -1.0 nothing."""
+    told = ((restarted, "restarted in"), (first_step, "first step after"))
+    return ", ".join(f"{words} {span(seconds)}" for seconds, words in told if seconds >= 0.0)
+
+
 def plain(text: str) -> str:
     """Texts come from scripts: no escape sequence of a terminal passes."""
     return "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)

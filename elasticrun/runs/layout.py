@@ -147,6 +147,8 @@ class ShortRow(Struct, frozen=True):
     steps_lost: int
     slot_seconds: float
     cost: float
+    restarted: float = -1.0
+    first_step: float = -1.0
 
 
 class RunResult(Struct, frozen=True, kw_only=True):

@@ -155,6 +155,7 @@ _FORMS: Final[dict[type, str]] = {
     m.Stacks: "Stacks {0.round.number}: look {0.number}",
     m.Quiet: "Quiet {0.round.number}: {0.seconds:g} s, {0.waiting} wait",
     m.Warn: "Warn: {0.text}",
+    m.Recovery: "Recovery {0.round}: {0.restarted:.1f} s, {0.first_step:.1f} s",
     m.Inspect: "Inspect {0.round.number}: look {0.number}",
     m.LastLines: "LastLines {0.round.number}: rank {0.rank}",
     m.CommitCheckpoint: "CommitCheckpoint {0.attempt}",

@@ -769,8 +769,6 @@ class Start(Struct, frozen=True):
     suspect: bool = False  # `restore` comes last too: ranks have failed soon after it
     restore_step: StepOrNone = -1  # a person wants this step and no other; -1: nobody does
     why: str = ""  # what ended the round before it, in a clause; "": it is the first, or not known
-    down: float = 0.0  # seconds since training stopped; 0.0: not known
-    newest: StepOrNone = -1  # step that ranks had come to before that; -1: not known
 
     def agree(self, where: str) -> None:
         _agree_on_place(self, where)
@@ -841,6 +839,17 @@ class Warn(Struct, frozen=True):
     """Order: tell the user of this node, who may see no line of the master's."""
 
     text: str
+
+
+class Recovery(Struct, frozen=True):
+    """Order: tell the user of this node how long training has stood still. Sent when all ranks of
+    `round` run, and again when the first step or collective is told. Seconds count from what ended
+    the round before, as in its incident."""
+
+    round: RoundName
+    restarted: float  # until all ranks ran again
+    first_step: float = 0.0  # until training went on; 0.0: not yet
+    repeated: StepOrNone = -1  # steps that are done again; -1: not known
 
 
 class Watermark(Struct, frozen=True):
@@ -954,6 +963,7 @@ Order = (
     | SaveOrder
     | Inspect
     | Warn
+    | Recovery
 )
 
 

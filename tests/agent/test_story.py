@@ -16,7 +16,7 @@ from elasticrun.agent.story import NOTHING, Story, directed
 from elasticrun.config import EXIT_FAILED, EXIT_SAVED
 from elasticrun.core.events import Exit, Note
 from elasticrun.core.worker.states import GroupStatus, State
-from elasticrun.wire.messages import Start
+from elasticrun.wire.messages import Recovery, Start
 from elasticrun.wire.types import Endpoint, RoundName
 
 FIRST = Start(RoundName(1, 1, "n"), 0, 1, 0, 2, 0, 2, 0, Endpoint("h", 1), host_store=False)
@@ -25,34 +25,28 @@ BAD_LUCK = "rank 3 on node b: ValueError: bad luck"
 
 
 class Told:
-    """A story, its lines, and a clock that is set by hand."""
+    """A story, and its lines."""
 
     def __init__(self, *, several: bool = True, first: Start | None = FIRST) -> None:
         self.lines: list[str] = []
-        self.now = 0.0
-        self.story = Story(
-            most=3,
-            several=several,
-            say=self.lines.append,
-        )
+        self.story = Story(most=3, several=several, say=self.lines.append)
         if first is not None:
-            self.story.starts(first, self.now)
-            self.story.running(self.now)
+            self.story.starts(first)
 
-    def restart(self, start: Start, *, step: int | None = None, newest: int = -1) -> list[str]:
-        """Ranks break at 10 s and go on 0.41 s later; the lines of that."""
+    def restart(self, start: Start, *, step: int | None = None, repeated: int = -1) -> list[str]:
+        """Ranks run again after 0.41 s and train after 1.2 s; the lines of that."""
         self.lines.clear()
-        self.now = 10.0
-        self.story.broke(newest, self.now)
-        self.now = 10.2
-        self.story.broke(newest, self.now)  # said again
-        self.story.starts(start, self.now)
-        self.now = 10.41
-        self.story.running(self.now)
+        self.story.starts(start)
+        self.recovers(start)
         if step is not None:
-            self.story.resumed(step, "memory" if step else NOTHING, self.now)
-            self.story.resumed(step, "memory" if step else NOTHING, self.now)  # another rank
+            for _ in range(2):  # ranks
+                self.story.resumed(step, "memory" if step else NOTHING)
+        self.recovers(start, 1.2, repeated)
+        self.recovers(start, 1.2, repeated)  # told again
         return self.lines
+
+    def recovers(self, start: Start, first_step: float = 0.0, repeated: int = -1) -> None:
+        self.story.recovered(Recovery(start.round, 0.41, first_step, repeated))
 
 
 def after(start: Start, **more: object) -> Start:
@@ -71,74 +65,61 @@ def test_a_join() -> None:
     assert Told().restart(both) == [
         "node b joined: restarting the ranks with 2 nodes, world size 4 (no restart used)",
         "restarted in 0.41 s",
+        "first step after 1.20 s",
     ]
     newcomer = Told(first=None)
-    newcomer.story.starts(both, newcomer.now)
-    newcomer.story.running(newcomer.now)
-    newcomer.story.resumed(230, "memory", newcomer.now)
+    newcomer.story.starts(both)
+    newcomer.recovers(both)
+    newcomer.story.resumed(230, "memory")
+    newcomer.recovers(both, 1.2, 3)
     assert newcomer.lines == ["this node joined: 2 nodes, world size 4", "resumed at step 230"]
 
 
 def test_a_lost_node() -> None:
     told = Told(first=structs.replace(FIRST, group_world_size=2, world_size=4))
-    told.story.resumed(0, NOTHING, told.now)
-    assert told.restart(after(FIRST, why=DEAD), step=1200, newest=1204) == [
+    assert told.restart(after(FIRST, why=DEAD), step=1200, repeated=4) == [
         f"{DEAD}; restarting the ranks with 1 node, world size 2 (no restart used)",
-        "recovered in 0.41 s; resumed at step 1200, 4 steps repeated",
+        "restarted in 0.41 s",
+        "first step after 1.20 s, resumed at step 1200, 4 steps repeated",
     ]
 
 
 def test_a_failure() -> None:
     told = Told()
-    told.story.resumed(0, NOTHING, told.now)
+    told.story.resumed(0, NOTHING)
     again = after(FIRST, restart_count=1, why=BAD_LUCK)
-    assert told.restart(again, step=1200, newest=1204) == [
-        f"recovered in 0.41 s: restart 1 of 3 ({BAD_LUCK}); resumed at step 1200, 4 steps repeated"
+    assert told.restart(again, step=1200, repeated=0) == [
+        f"restarted in 0.41 s: restart 1 of 3 ({BAD_LUCK})",
+        "first step after 1.20 s, resumed at step 1200, 0 steps repeated",
     ]
     more = after(again, restart_count=2, group_world_size=2, world_size=4, why="")
-    assert told.restart(more, step=0, newest=1) == [
-        "restarted in 0.41 s: restart 2 of 3, with 2 nodes, world size 4; "
-        "from the beginning, 1 step repeated"
+    assert told.restart(more, step=0, repeated=1) == [
+        "restarted in 0.41 s: restart 2 of 3, with 2 nodes, world size 4",
+        "first step after 1.20 s, from the beginning, 1 step repeated",
     ]
 
 
-def test_the_steps_that_are_repeated_are_those_that_the_master_counts() -> None:
-    """Ranks of another node had come further."""
+def test_a_rank_that_goes_on_after_the_master_has_heard_of_a_first_step() -> None:
+    """A rank of another node was sooner."""
     told = Told()
-    told.story.resumed(0, NOTHING, told.now)
-    again = after(FIRST, restart_count=1, why=BAD_LUCK, newest=1209)
-    assert told.restart(again, step=1200, newest=1204) == [
-        f"recovered in 0.41 s: restart 1 of 3 ({BAD_LUCK}); resumed at step 1200, 9 steps repeated"
-    ]
-
-
-def test_how_long_a_restarted_script_takes_to_its_first_step() -> None:
-    told = Told()
-    told.story.trains(90.0)  # of the first life nothing is said
     again = after(FIRST, restart_count=1, why=BAD_LUCK)
-    told.restart(again)
-    told.story.trains(told.now + 1.9)
-    told.story.trains(told.now + 2.9)
-    assert told.lines == [
-        f"restarted in 0.41 s: restart 1 of 3 ({BAD_LUCK})",
-        "the script took 1.9 s to its first step",
-    ]
-    told.restart(after(again, restart_count=2, why=BAD_LUCK))
-    told.story.trains(told.now + 0.9)  # is not worth a line
-    assert len(told.lines) == 1
+    told.restart(again, repeated=5)
+    told.story.resumed(1200, "storage")
+    assert told.lines[1:] == ["first step after 1.20 s, 5 steps repeated", "resumed at step 1200"]
 
 
-def test_ranks_that_die_before_they_go_on_are_not_recovered() -> None:
+def test_ranks_that_die_before_they_train_have_no_first_step() -> None:
     again = after(FIRST, restart_count=1, why="rank 0: exit code 7")
-    # of a script that tells no steps nobody knows: only that it was started again
-    assert Told().restart(again) == ["restarted in 0.41 s: restart 1 of 3 (rank 0: exit code 7)"]
     told = Told()
-    told.story.resumed(0, NOTHING, told.now)
-    assert told.restart(again) == []
+    told.lines.clear()
+    told.story.starts(again)
+    told.recovers(again)
+    told.story.resumed(5, "memory")
+    assert told.lines == ["restarted in 0.41 s: restart 1 of 3 (rank 0: exit code 7)"]
     more = after(again, restart_count=2, why="rank 0: exit code 7")
-    assert told.restart(more, step=5, newest=5) == [
-        "recovered in 0.41 s: restart 2 of 3 (rank 0: exit code 7); "
-        "resumed at step 5, 0 steps repeated"
+    assert told.restart(more) == [
+        "restarted in 0.41 s: restart 2 of 3 (rank 0: exit code 7)",
+        "first step after 1.20 s",
     ]
 
 

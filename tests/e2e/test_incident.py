@@ -1,12 +1,19 @@
-"""A rank fails in a real job: the record of it lies beside the logs."""
+"""A rank fails in a real job: the record of it lies beside the logs, and the terminal, the record,
+the page and the ledger tell the same seconds."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from elasticrun.runs.index import runs_root
 
 SCRIPT = """
 import os
@@ -64,3 +71,77 @@ def test_a_failing_rank_leaves_a_record(tmp_path: Path) -> None:
     assert told.read_text().count('"event":"incident"') == 2
     assert told.read_text().count('"event":"end"') == 1
     assert told.read_text().rindex('"event":"incident"') < told.read_text().index('"event":"end"')
+
+
+SLOW_SETUP = """
+import os, sys, time
+from pathlib import Path
+from elasticrun import training
+rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+time.sleep(1.5 * restarts)  # imports and setup
+for step in range(6 if restarts else 0, 60):
+    training.progress(step)
+    time.sleep(0.1)
+    if rank == 1 and step == 10 and not restarts:
+        raise ValueError("bad luck")
+while restarts and not Path(sys.argv[1]).exists():
+    time.sleep(0.1)
+"""
+
+RESTARTED = re.compile(r"restarted in (\d+\.\d\d) s")
+FIRST_STEP = re.compile(r"first step after (\d+\.\d\d) s")
+REPEATED = re.compile(r"(\d+) steps? repeated")
+
+
+def test_all_tell_the_same_seconds_of_an_event(tmp_path: Path) -> None:
+    """Until the ranks ran again, and until the first step: each is counted once, by the master."""
+    script, seen, environ = tmp_path / "fails.py", tmp_path / "seen", {**os.environ}
+    script.write_text(SLOW_SETUP)
+    command = [sys.executable, "-m", "elasticrun"]
+    flags = "--rdzv-id=it-counts --standalone --nproc-per-node=2 --max-restarts=1"
+    job = subprocess.Popen(
+        [*command, *flags.split(), f"--log-dir={tmp_path}/logs", str(script), str(seen)],
+        stderr=subprocess.PIPE, text=True, env={**environ, "LOGLEVEL": "INFO"},
+    )  # fmt: skip
+    assert job.stderr is not None
+    said: list[str] = []
+    while not any("elasticrun master: incident 1: " in line for line in said):
+        said.append(job.stderr.readline())
+        assert said[-1], "".join(said)
+    url = next(line.split("the job's page: ")[1] for line in said if "the job's page: " in line)
+    with urlopen(url.split("/?")[0].strip().rstrip("/") + "/picture") as answer:
+        (shown,) = json.load(answer)["incidents"]
+    listed = subprocess.run(
+        [*command, "incidents", "it-counts"], timeout=60, capture_output=True, text=True
+    )
+    status = subprocess.run(
+        [*command, "status", "it-counts"], timeout=60, capture_output=True, text=True
+    )
+    seen.touch()
+    said += job.stderr.readlines()
+    assert job.wait() == 0, "".join(said)
+
+    (folder,) = (tmp_path / "logs" / "incidents").iterdir()
+    row = json.loads((folder / "0001.json").read_text())
+    restarted, first_step = row["restarted"], row["first_step"]
+    assert first_step - restarted > 1.5, "the script's own setup lies between the two"
+    assert first_step == pytest.approx(sum(phase["seconds"] for phase in row["phases"]))
+    assert (shown["restarted"], shown["first_step"]) == (restarted, first_step)
+    result = json.loads((runs_root(os.environ) / folder.name / "result.json").read_text())
+    (short,) = result["incidents"]
+    assert (short["restarted"], short["first_step"]) == (restarted, first_step)
+    words = [f"{seconds:.2f}" for seconds in (restarted, first_step)]
+    told = "".join(said)
+    # the story, and the incident's line
+    assert RESTARTED.findall(told) == [words[0]] * 2, told
+    assert FIRST_STEP.findall(told) == [words[1]] * 2, told
+    assert set(REPEATED.findall(told)) == {str(row["steps_lost"])}, told
+    page = (folder / "0001.md").read_text()
+    assert (RESTARTED.findall(page), FIRST_STEP.findall(page)) == (words[:1], words[1:])
+    assert f" {words[0]} s " in listed.stdout, listed
+    assert f" {words[1]} s " in listed.stdout, listed
+    goodput = result["goodput"]
+    down = sum(one["seconds"] for one in goodput["rows"] if one["category"] in ("down", "restore"))
+    assert down / 2 == pytest.approx(first_step, abs=0.01), "in slot-seconds, of two ranks"
+    assert f"1 interruption cost {words[1]} s" in goodput["line"]
+    assert f"cost {words[1]} s" in status.stdout, status

@@ -63,6 +63,8 @@ ROW = IncidentRow(
     steps_lost=12,
     slot_seconds=7.0,
     cost=12.5,
+    restarted=0.5,
+    first_step=1.75,
     last_lines="step 9\n\x1b[31mValueError: bad\n```",
     stacks=(StackRow("3", 1, "", "train.py:88 load_shard"),),
 )
@@ -113,6 +115,7 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
         assert found[name] == value
     (short,) = found["incidents"]
     assert (short["number"], short["seconds"], short["cost"]) == (7, 1.75, 12.5)
+    assert (short["restarted"], short["first_step"]) == (0.5, 1.75)
     assert read(folder, 0.0) == [ROW]
     (later,) = read(folder, (folder / "0007.json").stat().st_mtime + 60.0)
     assert later.age == pytest.approx(ROW.age + 60.0)
@@ -124,6 +127,7 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
         "- **Then**: ranks 0-2: lost its connection",
         "- **Decision**: restart 1",
         "- **Left out**: b",
+        "- **Way back**: restarted in 0.50 s, first step after 1.75 s",
         "| warm | 1.25 | until the first collective or step |",
         "| **all** | **1.75** | |",
         "**Cost**: 0.00194 slot-hours (7.0 slot-seconds), 12.50 of money, and 12 steps",
@@ -153,7 +157,8 @@ def test_people_are_told_in_a_line_of_each_that_is_over(
     assert (tmp_path / "run-1" / "incidents" / "0007.md").is_file(), "a link to those of the logs"
     first = "rank 3 on node b failed (ValueError: bad)"
     assert [record.message for record in caplog.records] == [
-        f"incident 7: {first}; restart 1, 1.8 s down, 12 steps repeated: "
+        f"incident 7: {first}; restart 1, restarted in 0.50 s, "
+        "first step after 1.75 s, 12 steps repeated: "
         "logs/incidents/run-1/0007.md",
         f"incident 8 ended the job: logs/incidents/run-1/{8:04}.md",
     ]
@@ -319,7 +324,7 @@ def test_the_table_fits_into_the_terminal_and_says_what_holds_the_job_up() -> No
     lines = table([ROW, long], 80).splitlines()
     assert (
         lines[1]
-        == "   7  67 min rank_failed    1.8 s     12  rank 3 on node b failed (ValueError: …"
+        == "   7  67 min rank_failed    0.50 s     1.75 s       12  rank 3 on node b failed…"
     )
     assert "(open) xxx" in lines[2]
     assert max(map(len, lines)) == 80

@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -188,9 +187,7 @@ class MetricReports:
 class Progress:
     """The socket of the present life, and the folding."""
 
-    def __init__(self, nproc: int, link: Link, first_step: Callable[[], None]) -> None:
-        """`first_step` is called at the first step that a rank of each life tells."""
-        self._first_step = first_step
+    def __init__(self, nproc: int, link: Link) -> None:
         self._nproc = nproc
         self._link = link
         self._socket: socket.socket | None = None
@@ -327,8 +324,6 @@ class Progress:
                 "torch's flight recorder does not tell how long ranks wait for each other: whether "
                 "this node is slow will not be known"
             )
-        if self.newest < 0:
-            self._first_step()
         self.newest = max(self.newest, said.step)
         self._latest[said.local_rank] = (said.step, said.seconds)
         self._windows.setdefault(said.local_rank, _Window()).add(said)

@@ -126,12 +126,12 @@ class Job:
             last_failure=self._last_failure,
             snapshot=self._snapshots.status(),
             watch=self._sight.watch,
-            goodput=self._sight.ledger.page(),
+            goodput=self._sight.goodput(),
         )
 
     def goodput(self) -> Goodput | None:
         """Where the time of all slots went, as of the last event; None before the first round."""
-        return self._sight.ledger.page() if self._begun else None
+        return self._sight.goodput() if self._begun else None
 
     def slow_nodes(self) -> int:
         """Nodes that are thought slow, and stay."""
@@ -529,7 +529,7 @@ class Job:
             bill = restarts.settle(trouble, rdzv.formed_at, now)
             ctx.note(bill)
             self._last_failure = trouble or self._last_failure  # a suspicion has become a fact
-        down = self._sight.incidents.decided(why, bill)
+        self._sight.incidents.decided(why, bill)
         ctx.number += 1
         name = RoundName(ctx.term, ctx.number, ctx.mint())
         ready = [ctx.nodes[node] for node in rdzv.ready]
@@ -542,8 +542,6 @@ class Job:
         )
         round_ = Round(facts)
         round_.why = why or (last.why_stopped if last is not None else "")
-        round_.down = down
-        round_.newest = ctx.newest
         ctx.round = round_
         for node in round_.seats:
             ctx.nodes[node].told = ""
@@ -595,5 +593,5 @@ class Job:
         fine = exit_code in (EXIT_OK, EXIT_SAVED) or reason == self._requests.stop
         ctx.note(f"the job is over: {reason}", "info" if fine else "error", told=True)
         self._recorder.record()
-        end = replace(ctx.outcome, goodput=self._sight.ledger.last_line())
+        end = replace(ctx.outcome, goodput=self._sight.last_line())
         ctx.out.append(fx.Tell(tuple(ctx.membership.sessions), end))

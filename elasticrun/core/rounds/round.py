@@ -66,8 +66,6 @@ class Round:
     inherited: bool = False  # another master formed it
     why_stopped: str = ""
     why: str = ""  # as in Start; not recorded
-    down: float = 0.0  # the same
-    newest: int = -1  # the same
     name: RoundName = field(init=False)
     members: dict[str, Seat] = field(init=False)  # by node
     seats: dict[str, int] = field(init=False)  # node -> group rank
@@ -109,8 +107,6 @@ class Round:
             suspect=facts.suspect,
             restore_step=facts.restore_step,
             why=self.why,
-            down=self.down,
-            newest=self.newest,
         )
 
 

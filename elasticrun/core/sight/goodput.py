@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elasticrun.core.persisted import LedgerEnd
 from elasticrun.core.sight.picture import Goodput, LedgerRow
-from elasticrun.core.words import some
+from elasticrun.core.words import some, span
 from elasticrun.wire.messages import JobSpec
 
 MICROS = 1_000_000
@@ -67,6 +67,8 @@ class Account:
     tells: bool  # steps are told
     backs: tuple[float, ...] = ()  # seconds from ranks that run again until they train, by restart
     ended: bool = False  # the job, by the last of `ends`: no round came after it
+    stood: Mapping[str, float] = field(default_factory=dict)
+    """Seconds without training, by cause, as incidents count them."""
 
     def of(self, *categories: str) -> int:
         """Slot-microseconds in these."""
@@ -116,20 +118,16 @@ def _lost(found: Account, price: float) -> Iterator[str]:
     """What the rest went to; seconds are of the whole job."""
 
     def seconds(micros: int) -> str:
-        spent = micros * found.wall / found.total / MICROS
-        return f"{spent:.0f} s" if spent >= 9.95 or not spent else f"{spent:.1f} s"
+        return span(micros * found.wall / found.total / MICROS)
 
-    down: dict[str, int] = {}
-    for (kind, cause), micros in found.book.items():
-        if kind in ("down", "restore") and cause:
-            down[cause] = down.get(cause, 0) + micros
+    down = {**{one.cause: 0.0 for one in found.ends}, **found.stood}
     ends = sum(one.count for one in found.ends)
     if ends > found.ended or any(down.values()):
         by_cost = sorted(down.items(), key=lambda one: (-one[1], one[0]))
-        each = ", ".join(f"{_named(found, cause)} {seconds(micros)}" for cause, micros in by_cost)
+        each = ", ".join(f"{_named(found, cause)} {span(spent)}" for cause, spent in by_cost)
         again = [some(ends - found.ended, "interruption")] if ends > found.ended else []
         which = " and ".join([*again, *(["the end"] if found.ended else [])])
-        cost = f"{which} cost {seconds(sum(down.values()))}"
+        cost = f"{which} cost {span(sum(down.values()))}"
         yield f"{cost} ({each})" if each else cost
     if steps := sum(one.steps for one in found.ends):
         yield f"{some(steps, 'step')} repeated"

@@ -7,7 +7,7 @@ of those, the record stays open after all ranks run, until the next one, or the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -18,11 +18,14 @@ from elasticrun.core.events import Filed
 from elasticrun.core.sight.causes import Origin, followers, origin_of
 from elasticrun.core.sight.hangs.watch import Stood
 from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow, VerdictRow
-from elasticrun.core.words import some
+from elasticrun.core.words import some, way_back
 from elasticrun.wire import messages as m
 
 MOST = 200
 """Records that are kept."""
+
+AFTER = ("restore", "warm")
+"""Phases in which all ranks run again."""
 
 MOST_STACKS = 32
 """Groups of threads in one record."""
@@ -60,6 +63,7 @@ class _Open:
     stacks: tuple[StackRow, ...] = ()
     verdict: VerdictRow | None = None
     ended: bool = False  # the job
+    moves: bool = False  # training goes on
 
     def to(self, phase: str, now: float) -> None:
         """The next part of the way back begins."""
@@ -67,9 +71,11 @@ class _Open:
         self.phase, self.since = phase, now
 
     def row(self, now: float, *, over: bool) -> IncidentRow:
-        spent = dict(self.spent)
+        spent, restarted = dict(self.spent), -1.0
         if self.phase:
             spent[self.phase] = spent.get(self.phase, 0.0) + now - self.since
+        if self.moves or self.phase in ("warm", ""):
+            restarted = sum(took for name, took in spent.items() if name not in AFTER)
         stood = self.verdict if self.origin.cause != "hang" else None
         return IncidentRow(
             number=self.number,
@@ -95,6 +101,8 @@ class _Open:
             ended=self.ended,
             hang="" if stood is None else f"{stood.klass}: {stood.sentence}",
             verdict=self.verdict,
+            restarted=restarted,
+            first_step=sum(spent.values()) if self.moves else -1.0,
         )
 
 
@@ -146,7 +154,9 @@ class Incidents:
             one.awaited.discard(node)
             if not one.awaited:
                 one.to("warm", now)
-                self._file(one.row(now, over=False))
+                row = one.row(now, over=False)
+                self._file(row)
+                self._tell(m.Recovery(report.round, row.restarted))
 
     def round_over(self, reason: str, stood: Stood) -> None:
         """The round is closed for this reason."""
@@ -164,13 +174,12 @@ class Incidents:
         one.awaited = self._members()
         one.to("stop", ctx.now)
 
-    def decided(self, reason: str, decision: str) -> float:
+    def decided(self, reason: str, decision: str) -> None:
         """The next round is about to be formed; what ended the last one is certain now. `decision`:
-        what it costs, "" where nobody is charged. Seconds since training stopped; 0.0: there was
-        none."""
+        what it costs, "" where nobody is charged."""
         one = self._open
         if one is None:
-            return 0.0
+            return
         if not one.decision:
             one.origin = origin_of(self._ctx, reason) if reason else one.origin
             if follow := followers(self._ctx, one.origin):
@@ -180,7 +189,6 @@ class Incidents:
                 one.spent = {"detect": late, **one.spent}
         one.decision = decision or one.decision or "the round is formed anew, free of charge"
         one.newest = self._ctx.newest = max(one.newest, self._ctx.newest)
-        return sum(one.spent.values()) + self._ctx.now - one.since
 
     def round_begins(self) -> None:
         """The next one is formed."""
@@ -203,6 +211,16 @@ class Incidents:
             self._end(ctx.outcome, stood)
         elif one is not None and one.phase == "stop" and not ctx.rdzv.awaits_survivors:
             one.to("gather", ctx.now)
+
+    def standing(self) -> Mapping[str, float]:
+        """Seconds without training so far, by cause. Of one that is open those until all ranks ran
+        again: whether they train nobody may ever tell."""
+        found, one = self._ctx.stood.copy(), self._open
+        if one is not None:
+            row = one.row(self._ctx.now, over=False)
+            down = sum(phase.seconds for phase in row.phases)
+            found[row.cause] += row.restarted if row.restarted >= 0.0 else down
+        return found
 
     def page(self) -> tuple[IncidentRow, ...]:
         """The newest last."""
@@ -257,17 +275,19 @@ class Incidents:
         if one.newest >= 0 and one.restored >= 0 and not one.steps_lost:
             one.steps_lost = max(0, one.newest - one.restored)
         one.since += trained
+        one.moves = moves
         row = one.row(ctx.now, over=True)
-        if moves:
+        ctx.stood[row.cause] += sum(phase.seconds for phase in row.phases)
+        if moves and ctx.round is not None:
+            repeated = row.steps_lost if one.newest >= 0 and self._tells_steps else -1
+            self._tell(m.Recovery(ctx.round.name, row.restarted, row.first_step, repeated))
             ctx.backs.extend(phase.seconds for phase in row.phases if phase.name == "warm")
         self._rows.append((one.began, row))
         self._open = None
         if moves and one.first_told:
             lost = f", {some(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
-            were = "was" if one.ranks == 1 else "were"
-            down = sum(phase.seconds for phase in row.phases)
-            back = f"{some(one.ranks, 'rank')} {were} back after {down:.1f} s"
-            ctx.note(f"incident {row.number}: {row.sentence}, {back}{lost}")
+            back = way_back(row.restarted, row.first_step)
+            ctx.note(f"incident {row.number}: {row.sentence}; {back}{lost}")
         self._file(row)
 
     def _end(self, outcome: m.End, stood: Callable[[], Stood]) -> None:
@@ -288,6 +308,11 @@ class Incidents:
         one.ended = outcome.exit_code != EXIT_OK
         one.newest = max(one.newest, self._ctx.newest)
         self._close(moves=False)
+
+    def _tell(self, order: m.Recovery) -> None:
+        """To the nodes that run again."""
+        last = self._ctx.rdzv.last
+        self._ctx.broadcast([node for node in last.stages if node not in last.away], order)
 
     def _file(self, row: IncidentRow) -> None:
         self._ctx.out.append(Filed(row))

@@ -11,6 +11,7 @@ was booked too early is then moved to the start, or to the way back from what en
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from statistics import fmean, median
 
 from elasticrun.core.context import JobContext
@@ -104,7 +105,8 @@ class SlotLedger:
         if isinstance(report, m.Steps):
             self._stepped(node, report, round_)
         elif report.first > 0.0:
-            self._moves(0.0)
+            if self._newest < 0:  # where steps are told, the first of them counts, as in incidents
+                self._moves(0.0)
         elif report.counted and not self._moved and not self._counted:
             self._counted = True
             self._turn(self._warm())
@@ -396,6 +398,7 @@ class SlotLedger:
         return LedgerFacts(
             lines=tuple(sorted(lines, key=lambda line: (line.category, line.cause))),
             ends=tuple(self._ends.values()),
+            stood=tuple(self._ctx.stood.items()),
             wall=self._wall,
             cause=self.cause,
             newest=self._newest,
@@ -416,6 +419,7 @@ class SlotLedger:
                 self._book[UNKNOWN] += line.slots * passed
                 self._total += line.slots * passed
         self._ends = {one.cause: one for one in facts.ends}
+        self._ctx.stood.update(facts.stood)
         self._wall = facts.wall + (0 if self._over else passed)
         self.cause, self._newest, self._done = facts.cause, facts.newest, facts.done
         self._trained, self._saves = facts.trained, facts.saves
@@ -439,19 +443,19 @@ class SlotLedger:
         self._advance()
         return {key: micros for key, micros in self._book.items() if micros}, self._total
 
-    def page(self) -> Goodput | None:
-        """None before the first round."""
+    def page(self, stood: Mapping[Cause, float]) -> Goodput | None:
+        """None before the first round. `stood`: seconds without training, by cause of incidents."""
         if self._ctx.round is None:
             return None
         sums, total = self.sums()
         ends, tells = tuple(self._ends.values()), self._newest >= 0
         ended = self._ctx.outcome is not None and bool(self._ctx.round.why_stopped and ends)
-        told = (ends, self._saves, tells, tuple(self._ctx.backs), ended)
+        told = (ends, self._saves, tells, tuple(self._ctx.backs), ended, stood)
         found = Account(sums, total, self._wall, self._trained, *told)
         return goodput(found, self._ctx.spec)
 
-    def last_line(self) -> str:
+    def last_line(self, stood: Mapping[Cause, float]) -> str:
         """At the job's end; "" where no round was lost, and it was short."""
-        found = self.page()
+        found = self.page(stood)
         told = found is not None and (found.ends or self._wall >= LONG_ENOUGH)
         return found.told if found is not None and told else ""

@@ -140,6 +140,8 @@ class IncidentRow(Struct, frozen=True):
     step: int = -1  # the newest that was told before it; -1: none
     kind: str = ""  # of the failure of that rank (wire.messages.FailureKind); "": none failed
     ended: bool = False  # the job ended with it, and not with 0
+    restarted: float = -1.0  # seconds until all ranks ran again; -1.0: not yet, or never
+    first_step: float = -1.0  # seconds until the first step or collective; -1.0: not known
 
 
 class PaceRow(Struct, frozen=True):

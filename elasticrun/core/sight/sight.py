@@ -20,7 +20,14 @@ from elasticrun.core.sight.causes import FAILURES
 from elasticrun.core.sight.hangs.watch import Watch
 from elasticrun.core.sight.incidents import Incidents
 from elasticrun.core.sight.ledger import SlotLedger
-from elasticrun.core.sight.picture import EventRow, PaceRow, Picture, SettingRow, VerdictRow
+from elasticrun.core.sight.picture import (
+    EventRow,
+    Goodput,
+    PaceRow,
+    Picture,
+    SettingRow,
+    VerdictRow,
+)
 from elasticrun.core.words import running_on
 from elasticrun.wire import messages as m
 
@@ -167,7 +174,7 @@ class Sight:
             stacks=stacks,
             stacks_missing=missing,
             said=self.watch.said(),
-            goodput=self.ledger.page(),
+            goodput=self.goodput(),
             incidents=self.incidents.page(),
             events=self.history.page(),
             slow=tuple(one.slow for one in self._ctx.nodes.values() if one.slow),
@@ -178,6 +185,14 @@ class Sight:
             ),
             settings=settings(self._ctx.spec),
         )
+
+    def goodput(self) -> Goodput | None:
+        """Where the time went; None before the first round."""
+        return self.ledger.page(self.incidents.standing())
+
+    def last_line(self) -> str:
+        """The same at the job's end; "" where it is not worth a line."""
+        return self.ledger.last_line(self.incidents.standing())
 
     def _answer(self, number: int) -> None:
         body = msgspec.json.encode(self.picture()).decode()

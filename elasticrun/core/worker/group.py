@@ -361,6 +361,10 @@ class WorkerGroup:
     def _warn(self, order: m.Warn, now: float) -> None:
         self.note(order.text, "warning")
 
+    def _recovery(self, order: m.Recovery, now: float) -> None:
+        if self.is_present(order.round):
+            self.out.append(fx.TellRecovery(order))
+
     def _stop(self, order: m.Stop, now: float) -> None:
         """STARTING, RUNNING or FINISHED: end the ranks of this round and join the next."""
         if not self.is_present(order.round):
@@ -643,6 +647,7 @@ class WorkerGroup:
             (_ALIVE, (m.Persist,), leaving.persist),
             (_ALIVE, (m.PersistOver,), leaving.persist_over),
             (_ALIVE, (m.Warn,), self._warn),
+            (_ALIVE, (m.Recovery,), self._recovery),
             (_ALIVE, (m.Watermark, m.CommitCheckpoint, m.Holder, m.Replicate), leaving.obey),
             (_ALIVE, (m.SaveAt,), leaving.save_at),
             (_CALM, (m.Start,), self._started),

@@ -174,6 +174,7 @@ def result_of(end: JobOver, found: Picture) -> RunResult:
         ShortRow(
             *(row.number, row.cause, row.sentence, lasted(row)),
             *(row.steps_lost, row.slot_seconds, row.cost),
+            *(row.restarted, row.first_step),
         )
         for row in found.incidents
     )

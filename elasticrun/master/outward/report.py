@@ -10,7 +10,7 @@ from typing import Final
 from elasticrun.core.rounds.failures import SIGKILL, SIGNALS, is_of_its_own
 from elasticrun.core.sight.causes import FAILURES
 from elasticrun.core.sight.picture import IncidentRow
-from elasticrun.core.words import plain, some
+from elasticrun.core.words import plain, some, span, way_back
 from elasticrun.wire.messages import Failure, FailureKind
 
 PHASES: Final = {
@@ -96,6 +96,8 @@ def page(row: IncidentRow) -> str:
         lines.append(f"- **Stacks and counters**: {where}")
     if row.excluded:
         lines.append(f"- **Left out**: {', '.join(row.excluded)}")
+    if back := way_back(row.restarted, row.first_step):
+        lines.append(f"- **Way back**: {back}")
     lines += ["", *_timeline(row), "", *_cost(row)]
     if row.stacks:
         lines += ["", "## Stacks"]
@@ -152,6 +154,7 @@ def error_page(row: IncidentRow, when: float) -> str:
         "verdict": verdict(row),
         "then": row.followed,
         "decision": row.decision,
+        "way back": way_back(row.restarted, row.first_step),
         "stacks": _stacks_at(row),
     }
     lines = [plain(row.sentence), ""]
@@ -164,12 +167,14 @@ def error_page(row: IncidentRow, when: float) -> str:
 
 
 def line(row: IncidentRow) -> str:
-    """Of one that is over: `incident 3: rank 1 failed (ValueError: bad luck); restart 1, 0.9 s
-    down, 5 steps repeated`. Of one that ended the job the launcher itself says why."""
+    """Of one that is over: `incident 3: rank 1 failed (ValueError: bad luck); restart 1,
+    restarted in 0.41 s, first step after 0.92 s, 5 steps repeated`.
+    Of one that ended the job the launcher itself says why."""
     if row.ended:
         return f"incident {row.number} ended the job"
     lost = f", {some(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
-    what = f"{row.decision.partition(':')[0]}, {span(lasted(row))} down{lost}"
+    back = way_back(row.restarted, row.first_step) or f"{span(lasted(row))} without training"
+    what = f"{row.decision.partition(':')[0]}, {back}{lost}"
     return f"incident {row.number}: {plain(row.sentence)}; {what}"
 
 
@@ -182,20 +187,9 @@ def table(rows: Iterable[IncidentRow], columns: int = 0, now: str = "") -> str:
     now = f"{plain(now)}\n" if now else ""
     if not lines:
         return f"no incident yet; {now}" if now else NOTHING
-    head = f"{'NO':>4} {'AGO':>7} {'CAUSE':<11} {'DOWN':>8} {'STEPS':>6}  WHAT"
+    head = "  NO     AGO CAUSE       RESTARTED FIRST STEP REPEATED  WHAT"
     cut = [line if not 0 < columns < len(line) else f"{line[: columns - 1]}…" for line in lines]
     return "\n".join([head, *cut]) + "\n" + now
-
-
-def span(seconds: float) -> str:
-    """`0.4 s`, `12 s`, `3.5 min`, `2.1 h`, `4.0 d`."""
-    if seconds < 10.0:
-        return f"{seconds:.1f} s"
-    for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= 1.5 * size:
-            count = seconds / size
-            return f"{count:.0f} {unit}" if count >= 10.0 else f"{count:.1f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def lasted(row: IncidentRow) -> float:
@@ -205,8 +199,8 @@ def lasted(row: IncidentRow) -> float:
 
 def _row(row: IncidentRow) -> str:
     steps = str(row.steps_lost) if row.steps_lost else "-"
-    when, lost = span(row.age), span(lasted(row))
-    return f"{row.number:>4} {when:>7} {row.cause:<11} {lost:>8} {steps:>6}  "
+    back, first = (span(one) if one >= 0.0 else "-" for one in (row.restarted, row.first_step))
+    return f"{row.number:>4} {span(row.age):>7} {row.cause:<11} {back:>9} {first:>10} {steps:>8}  "
 
 
 def _timeline(row: IncidentRow) -> Iterator[str]:

@@ -1760,8 +1760,6 @@ class Start(_message.Message):
     SUSPECT_FIELD_NUMBER: _builtins.int
     RESTORE_STEP_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
-    DOWN_FIELD_NUMBER: _builtins.int
-    NEWEST_FIELD_NUMBER: _builtins.int
     group_rank: _builtins.int
     group_world_size: _builtins.int
     first_rank: _builtins.int
@@ -1774,8 +1772,6 @@ class Start(_message.Message):
     suspect: _builtins.bool
     restore_step: _builtins.int
     why: _builtins.str
-    down: _builtins.float
-    newest: _builtins.int
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
@@ -1800,12 +1796,10 @@ class Start(_message.Message):
         suspect: _builtins.bool = ...,
         restore_step: _builtins.int = ...,
         why: _builtins.str = ...,
-        down: _builtins.float = ...,
-        newest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "round", b"round", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "newest", b"newest", "restart_count", b"restart_count", "restore", b"restore", "restore_step", b"restore_step", "rewound_from", b"rewound_from", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "suspect", b"suspect", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "restore_step", b"restore_step", "rewound_from", b"rewound_from", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "suspect", b"suspect", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2211,6 +2205,35 @@ class Warn(_message.Message):
 Global___Warn: _TypeAlias = Warn  # noqa: Y015
 
 @_typing.final
+class Recovery(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    RESTARTED_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    REPEATED_FIELD_NUMBER: _builtins.int
+    restarted: _builtins.float
+    first_step: _builtins.float
+    repeated: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        restarted: _builtins.float = ...,
+        first_step: _builtins.float = ...,
+        repeated: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "repeated", b"repeated", "restarted", b"restarted", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Recovery: _TypeAlias = Recovery  # noqa: Y015
+
+@_typing.final
 class Inspect(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2265,6 +2288,7 @@ class Order(_message.Message):
     PARK_FIELD_NUMBER: _builtins.int
     INSPECT_FIELD_NUMBER: _builtins.int
     WARN_FIELD_NUMBER: _builtins.int
+    RECOVERY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -2303,6 +2327,8 @@ class Order(_message.Message):
     def inspect(self) -> Global___Inspect: ...
     @_builtins.property
     def warn(self) -> Global___Warn: ...
+    @_builtins.property
+    def recovery(self) -> Global___Recovery: ...
     def __init__(
         self,
         *,
@@ -2325,12 +2351,13 @@ class Order(_message.Message):
         park: Global___Park | None = ...,
         inspect: Global___Inspect | None = ...,
         warn: Global___Warn | None = ...,
+        recovery: Global___Recovery | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate", "park", "inspect", "warn"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate", "park", "inspect", "warn", "recovery"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -50,7 +50,7 @@ class Ear:
         self.rows: list[Metrics] = []
         self.busy = False
         self.beat_interval = 0.0
-        self.progress = Progress(nproc, self, lambda: None)
+        self.progress = Progress(nproc, self)
         self.progress.begin(start())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
 

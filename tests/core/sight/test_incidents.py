@@ -63,10 +63,13 @@ def test_a_failing_rank_from_its_death_to_the_next_step() -> None:
     assert notes(master) == [], "its steps are told, so the first of them is waited for"
     master.hear(1, m.Steps(name, 31, 1, 0.1, 0.1, 0.0, restored=1.0))
     assert notes(master) == [
-        "incident 1: rank 0 on node a failed (boom), 4 ranks were back after 4.9 s, "
-        "10 steps repeated"
+        "incident 1: rank 0 on node a failed (boom); restarted in 3.50 s, "
+        "first step after 4.90 s, 10 steps repeated"
     ]
     row = filed(master)
+    told = [one.order for one in master.effects if isinstance(one, fx.Tell)]
+    assert told[-1] == m.Recovery(name, row.restarted, row.first_step, 10)
+    assert (row.restarted, row.first_step) == (3.5, pytest.approx(4.9))
     assert [(phase.name, phase.seconds) for phase in row.phases] == [
         ("stop", 3.0),
         ("gather", 0.0),
@@ -95,12 +98,12 @@ def test_all_count_the_steps_of_one_event_alike() -> None:
     master.hear(1, m.Stopped(broken, newest=42), m.Join(Endpoint("10.0.0.1", 9001)))
     master.hear(2, m.Stopped(broken, newest=43), m.Join(Endpoint("10.0.0.2", 9002)))
     assert master.job.picture().incidents[-1].step == 43
-    (start,) = master.orders(1)[-1:]
-    assert isinstance(start, m.Start)
-    assert start.newest == 43  # which the terminal counts from
     name = starts(master)
     master.now += 1.0
-    master.both(m.Steps(name, 31, 1, 0.1, 0.1, 0.0))
+    master.hear(1, m.Steps(name, 31, 1, 0.1, 0.1, 0.0))
+    (told,) = (one for one in master.orders(2) if isinstance(one, m.Recovery))
+    assert told.repeated == 13  # which the terminal shows
+    master.hear(2, m.Steps(name, 31, 1, 0.1, 0.1, 0.0))
     closed = master.job.picture().incidents[-1]
     assert (closed.over, closed.steps_lost) == (True, 13)
     goodput = master.job.goodput()

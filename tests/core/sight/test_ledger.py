@@ -255,7 +255,7 @@ def test_the_share_of_the_clock_is_no_share_of_slots() -> None:
     assert (page.share, page.ettr) == (pytest.approx(32.0 / 80.0), pytest.approx(8.0 / 15.0))
     assert page.line.startswith(
         "goodput 40.0 % (rank time in steps that were kept; ETTR, the share of wall time, 53.3 %): "
-        "start 5.2 s, idle "
+        "start 5.25 s, idle "
     )
 
 
@@ -310,8 +310,8 @@ def test_the_line() -> None:
     master = Master()
     rank_fails(master)
     assert master.job.status().goodput == (
-        "goodput 46.7 % (rank time in steps that were kept): 1 interruption cost 5.0 s (rank "
-        "failure 5.0 s), 4 steps repeated, start 7.0 s"
+        "goodput 46.7 % (rank time in steps that were kept): 1 interruption cost 5.00 s (rank "
+        "failure 5.00 s), 4 steps repeated, start 7.00 s"
     )
 
 
@@ -345,7 +345,7 @@ def test_what_a_rank_does_on_purpose_has_its_name(monkeypatch: pytest.MonkeyPatc
     assert rows(master) == pytest.approx(
         {**STORIES[steps], "wait judge": 4 * 25.0, "wait": 4 * 5.0}
     )
-    assert "waits for one rank 5.0 s" in master.job.status().goodput
+    assert "waits for one rank 5.00 s" in master.job.status().goodput
     assert "waits for judge 25 s" in master.job.status().goodput
 
 
