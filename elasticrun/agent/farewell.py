@@ -37,10 +37,7 @@ if TYPE_CHECKING:
 HEADLINE: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
 """How Python shows torchrun's exception; the blank is followed by the line break below."""
 
-HOW_TO_RESTART: Final = (
-    "ranks were not restarted: --max-restarts is 0 by default, as under torchrun; with "
-    "--max-restarts=3 they are restarted up to 3 times"
-)
+HOW_TO_RESTART: Final = "0 is the default, as under torchrun; --max-restarts=3 allows 3 restarts"
 """The last line of a job that fails where nobody has said how often it may restart."""
 
 NO_OTHERS: Final = "  <NO_OTHER_FAILURES>"

@@ -15,6 +15,7 @@ from elasticrun.core.persisted import LongWait
 from elasticrun.core.rounds.budget import Restarts
 from elasticrun.core.rounds.rendezvous import Rendezvous
 from elasticrun.core.rounds.round import Round
+from elasticrun.core.sight.picture import Cause
 from elasticrun.wire import messages as m
 
 
@@ -37,7 +38,7 @@ class JobContext:
         self.restarts = Restarts(spec)
         self.number = 0  # of the last round
         self.incidents = 0  # the number of the last one
-        self.stood: defaultdict[str, float] = defaultdict(float)
+        self.stood: defaultdict[Cause, float] = defaultdict(float)
         """Seconds without training, by cause of the incidents that are over."""
         self.newest = -1  # step that ranks of a round that is over had come to; -1: not known
         self.round: Round | None = None  # the last one that was formed or adopted

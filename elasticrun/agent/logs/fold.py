@@ -12,6 +12,7 @@ time. Errors and warnings are told at once; the same words from others follow wi
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -53,6 +54,9 @@ LONGEST: Final = 2048
 
 COMMON: Final = -1
 
+TRACE_WINDOW: Final = 10.0
+"""Seconds in which a rank that raises what another has raised is told in a line."""
+
 _number = attrgetter("number")
 
 
@@ -65,6 +69,8 @@ class Told(NamedTuple):
     """A traceback is one of many lines."""
     is_bar: bool = False
     """A state of a progress bar, which the next one replaces."""
+    same_as: int = -1
+    """The place of the rank that has just raised the same, to which its traceback refers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +123,7 @@ class Fold:
         self._known: dict[bytes, int] = {}  # COMMON, or the place of the only rank that says it
         self._alarms: dict[bytes, tuple[float, int]] = {}  # told at once: when, and whose
         self._units: dict[int, Unit] = {}
+        self._traces: dict[bytes, tuple[float, int]] = {}  # told whole: when, and whose
         self._states: dict[int, bytes] = {}  # the newest of each rank's progress bar
         self._states_due = 0.0
         self._second = 0.0  # when the present second of the count began
@@ -287,17 +294,33 @@ class Fold:
 
     # ---------------------------------------------------------------- what is told
 
-    def _at_once(self, place: int, *lines: bytes) -> None:
+    def _at_once(self, place: int, *lines: bytes, same_as: int = -1) -> None:
         self._release(1 << place)
         self._number += 1
         self._last[place] = self._number
-        self._out.append(Told(1 << place, list(lines)))
+        self._out.append(Told(1 << place, list(lines), same_as=same_as))
 
     def _tell_unit(self, place: int, unit: Unit, now: float, *, ends: bool = False) -> None:
-        if text := unit.take(now):
+        text = unit.take(now)
+        if text and (ends or unit.is_over) and Unit.begins(text.partition(b"\n")[0]):
+            self._trace(place, text, now)
+        elif text:
             self._at_once(place, text)
         if ends or unit.is_over:
             del self._units[place]
+
+    def _trace(self, place: int, text: bytes, now: float) -> None:
+        """A whole traceback: what another rank has just raised is only referred to."""
+        same = b"\n".join(masks.body(line) for line in text.split(b"\n"))
+        key = hashlib.sha256(same).digest()
+        at, first = self._traces.get(key, (-TRACE_WINDOW, place))
+        if first == place or now - at >= TRACE_WINDOW:
+            self._traces.pop(key, None)
+            self._traces[key] = (now, place)
+            _bound(self._traces)
+            self._at_once(place, text)
+            return
+        self._at_once(place, same_as=first)
 
     def _tell_closed(self) -> None:
         """Tell what nobody can join any more."""

@@ -77,8 +77,10 @@ class FoldedConsole:
         self._tell(self._fold.flush(time.monotonic()))
 
     def _tell(self, told: list[Told]) -> None:
-        for who, lines, is_bar in told:
+        for who, lines, is_bar, same_as in told:
             speakers = self._speakers(who)
+            if same_as >= 0:
+                lines = [f"the same traceback as rank {self._ranks[same_as]}".encode()]
             before = speakers.prefix
             if is_bar or (self._bar and masks.bar_key(lines[0]) == self._bar):
                 bar = self._bar = masks.bar_key(lines[0])

@@ -376,6 +376,14 @@ class RankOutput:
 
     # ---------------------------------------------------------------- one attempt
 
+    def shows_stderr(self, local_rank: int) -> bool:
+        """Whether what this rank writes to stderr is on the terminal for certain."""
+        plan = self._plan
+        tee = plan.tee.get(local_rank, plan.tee_all)
+        hidden = plan.redirects.get(local_rank, plan.redirects_all) & ~tee & STDERR
+        some = plan.logs_specs is not None or plan.local_ranks_filter or plan.stderr_filters
+        return not (hidden or some)
+
     def _default_places(self, attempt: int, envs: Mapping[int, dict[str, str]]) -> Destinations:
         folder = _fresh_folder(os.path.join(self._run_dir, f"attempt_{attempt}"))
         places = Destinations(

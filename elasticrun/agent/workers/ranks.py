@@ -474,12 +474,14 @@ class Ranks:
 
     def _tell_failure(self, failure: Failure) -> None:
         """In our words, and in torchrun's, which people and tools search for. That a rank has lost
-        a peer is no news: what became of the peer is."""
+        a peer is no news: what became of the peer is. Nor is an exception whose traceback is
+        on the terminal."""
         level = logging.INFO if failure.kind in ECHOES else logging.ERROR
+        shown = failure.traceback and self._output.shows_stderr(failure.local_rank)
         logger.log(
             level,
             "%s; failed (exitcode: %d) local_rank: %d (pid: %d) of binary: %s",
-            in_words(failure),
+            f"rank {failure.rank} raised an exception" if shown else in_words(failure),
             failure.exitcode,
             failure.local_rank,
             failure.pid,

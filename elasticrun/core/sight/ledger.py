@@ -21,14 +21,11 @@ from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.rounds.round import Participants, Round, Stage
 from elasticrun.core.sight.causes import origin_of
 from elasticrun.core.sight.goodput import LONG_ENOUGH, MICROS, Account, goodput
-from elasticrun.core.sight.picture import Goodput
+from elasticrun.core.sight.picture import Cause, Goodput
 from elasticrun.wire import messages as m
 
 Key = tuple[str, str]
 """Category and cause."""
-
-Cause = str
-"""A word of `causes`."""
 
 ROUND: Key = ("", "")
 """Of a member whose ranks run: its category is that of all."""

@@ -20,9 +20,11 @@ def told(says: Iterable[Say], ranks: int = 4, until: float = 10.0) -> list[tuple
     folded, out = Fold(ranks), []
 
     def note(now: float, items: list[fold.Told]) -> None:
-        for who, lines, _ in items:
+        for who, lines, _, same_as in items:
             names = ranges(place for place in range(ranks) if who >> place & 1)
             out.extend((round(now, 3), f"[{names}] {line.decode()}") for line in lines)
+            if same_as >= 0:
+                out.append((round(now, 3), f"[{names}] as rank {same_as}"))
 
     def pass_time(end: float) -> None:
         while (due := folded.due()) is not None and due <= end:
@@ -118,6 +120,18 @@ CASES: dict[str, tuple[list[Say], list[tuple[float, str]]]] = {
         ],
         [(0.1, unit(1, [*TRACE, "ValueError: 3"])), (0.1, unit(2, [*TRACE, "ValueError: 4"]))],
     ),
+    "what another rank has raised is referred to": (
+        [
+            *trace(1, [f"[rank1]: {line}" for line in [*TRACE, "ImportError: x"]]),
+            *trace(2, [f"[rank2]: {line}" for line in [*TRACE, "ImportError: x"]], at=0.5),
+            *trace(1, [*TRACE, "ImportError: x"], at=1.0),
+        ],
+        [
+            (0.1, unit(1, [f"[rank1]: {line}" for line in [*TRACE, "ImportError: x"]])),
+            (0.6, "[2] as rank 1"),
+            (1.1, unit(1, [*TRACE, "ImportError: x"])),
+        ],
+    ),
     "a chained traceback, and what follows it": (
         [*trace(1, [*CHAIN, "ValueError: 3"]), (0.05, 1, "bye")],
         [(0.05, unit(1, [*CHAIN, "ValueError: 3"])), (0.25, "[1] bye")],
@@ -164,6 +178,13 @@ def test_told(case: str) -> None:
     assert told(says) == expected
 
 
+def test_a_traceback_of_long_ago_is_told_again() -> None:
+    both = [*trace(1, [*TRACE, "E: x"]), *trace(2, [*TRACE, "E: x"], at=fold.TRACE_WINDOW + 1.0)]
+    assert [text for _, text in told(both, until=60.0)] == [
+        unit(rank, [*TRACE, "E: x"]) for rank in (1, 2)
+    ]
+
+
 def test_a_minority_of_many_is_told_soon() -> None:
     says = all_say("nfs: server not responding", [3, 9])
     assert told(says, ranks=32) == [(SOON, "[3,9] nfs: server not responding")]
@@ -192,7 +213,7 @@ def test_every_line_once_and_in_order(seed: int, monkeypatch) -> None:
     said: dict[int, list[tuple[float, bytes]]] = {place: [] for place in range(ranks)}
 
     def check(items: list[fold.Told]) -> None:
-        for who, lines, _ in items:
+        for who, lines, *_ in items:
             for place in range(ranks):
                 if who >> place & 1:
                     for line in lines:
@@ -221,7 +242,7 @@ def test_a_flood_is_passed_on_as_it_comes() -> None:
     folded, lines = Fold(2), [(b"line %d" % i, False) for i in range(fold.MOST_A_SECOND)]
     folded.said(0, lines, 0.0)
     flood = folded.said(1, lines, 0.1)
-    assert [text for who, texts, _ in flood if who == 2 for text in texts] == [x for x, _ in lines]
+    assert [text for who, texts, *_ in flood if who == 2 for text in texts] == [x for x, _ in lines]
     assert folded.said(1, [(b"later", False)], 1.2) == [fold.Told(2, [b"later"])]
     assert folded.said(1, [(b"calm", False)], 2.3) == []
 
