@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -106,10 +107,29 @@ class OpenLine:
         return b"\r" + data.rstrip(b"\n") + _TO_END_OF_LINE + (b"\n" if ends else b"")
 
 
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
 _TO_END_OF_LINE = b"\x1b[K"
 """Clears what an earlier, longer text has left of the line."""
 
 _open_lines: dict[tuple[int, int, int], OpenLine] = {}
+
+
+def columns_of(fd: int) -> int:
+    """How wide the terminal is, if it can write over a line; else 0."""
+    if os.environ.get("TERM", "dumb") == "dumb":
+        return 0
+    try:
+        return os.get_terminal_size(fd).columns or 80
+    except OSError:
+        return 0
+
+
+def cut_to(text: bytes, columns: int) -> bytes:
+    """As much as one line of the terminal takes, so that it can be written over; escape sequences,
+    which may be cut in two, go then."""
+    bare = _ESCAPES.sub("", text.decode(errors="replace"))
+    return text if not columns or len(bare) < columns else bare[: columns - 1].encode()
 
 
 def open_line(fd: int) -> OpenLine:

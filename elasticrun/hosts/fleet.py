@@ -21,6 +21,7 @@ from elasticrun.core.words import some
 from elasticrun.hosts.far import STREAMS
 from elasticrun.hosts.hostfile import NamedHost
 from elasticrun.hosts.ssh import Cut, Hopeless, SshConnection, address_of, is_here
+from elasticrun.operator_log import columns_of, cut_to, open_line
 from elasticrun.system.network import routed_address
 from elasticrun.wire.spawning import is_kept_ignored
 from elasticrun.wire.types import Endpoint
@@ -34,6 +35,9 @@ LIVES: Final = 4
 
 TOO_FEW_LIMIT: Final = 30.0
 """Seconds that the others have to end by themselves when a failure left too few of them."""
+
+SHOW_AFTER: Final = 0.3
+"""Seconds after which a line without an end is shown as far as it is there."""
 
 MOST_LINE: Final = 64 * 1024
 
@@ -297,31 +301,54 @@ class Member:
 
 
 class Screen:
-    """Lines of all hosts with the name of each in front."""
+    """Lines of all hosts with the name of each in front. A line that does not end soon is shown as
+    far as it is there; on a terminal the states of a progress bar are written over each other."""
 
     def __init__(self) -> None:
         self._rest: dict[tuple[str, str], bytes] = {}
+        self._looks: dict[tuple[str, str], asyncio.TimerHandle] = {}
 
     def show(self, name: str, stream: str, data: bytes) -> None:
         """Write what has become whole lines; of a progress bar its newest state."""
-        *lines, rest = (self._rest.pop((name, stream), b"") + data).split(b"\n")
+        of = (name, stream)
+        *lines, rest = (self._rest.pop(of, b"") + data).split(b"\n")
         if len(rest) > MOST_LINE:
             lines, rest = [*lines, rest], b""
+        for line in lines:
+            self._write(of, line, ends=True)
         if rest:
-            self._rest[name, stream] = rest
-        self._write(name, stream, lines)
+            self._rest[of] = rest
+            if of not in self._looks:
+                loop = asyncio.get_running_loop()
+                self._looks[of] = loop.call_later(SHOW_AFTER, self._begun, of)
 
     def end(self) -> None:
         """Write what has not become a line."""
-        for (name, stream), rest in self._rest.items():
-            self._write(name, stream, [rest])
+        for look in self._looks.values():
+            look.cancel()
+        for of, rest in self._rest.items():
+            self._write(of, rest, ends=True)
         self._rest.clear()
 
-    def _write(self, name: str, stream: str, lines: list[bytes]) -> None:
-        shown = (line.removesuffix(b"\r").rpartition(b"\r")[2] for line in lines)
-        text = b"".join(b"[%s] %s\n" % (os.fsencode(name), line) for line in shown)
+    def _begun(self, of: tuple[str, str]) -> None:
+        """Show the beginning of a line, or the newest state of a bar."""
+        del self._looks[of]
+        rest = self._rest.get(of, b"")
+        if rest and (b"\r" not in rest or columns_of(_fd(of))):
+            self._write(of, rest, ends=False)
+
+    def _write(self, of: tuple[str, str], line: bytes, *, ends: bool) -> None:
+        fd, shown = _fd(of), line.removesuffix(b"\r").rpartition(b"\r")[2]
+        text, columns = b"[%s] %s" % (os.fsencode(of[0]), shown), columns_of(fd)
+        if not ends and b"\r" in line:
+            text = cut_to(text, columns)
+        text = open_line(fd).then(of, text + b"\n" * ends, ends=ends, columns=columns)
         try:
             while text:
-                text = text[os.write(2 if stream == "err" else 1, text) :]
+                text = text[os.write(fd, text) :]
         except OSError:  # nobody reads it any more; the job does not depend on it
             pass
+
+
+def _fd(of: tuple[str, str]) -> int:
+    return 2 if of[1] == "err" else 1

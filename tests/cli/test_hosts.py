@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import termios
+import tty
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import pytest
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.verbs.hosts import plan_of
-from elasticrun.hosts import far
+from elasticrun.hosts import far, fleet
 from elasticrun.hosts.fleet import HostsPlan, Screen
 from elasticrun.hosts.hostfile import HostsError, NamedHost, in_file, listed
 from elasticrun.hosts.ssh import command
@@ -114,8 +117,8 @@ def test_what_cannot_be_meant(words: list[str], part: str) -> None:
         planned(*words, "train.py")
 
 
-def test_lines_of_several_hosts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A line appears when it is whole, and of a progress bar the newest state."""
+async def test_lines_of_several_hosts(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each with its host, and of a progress bar the newest state."""
     screen = Screen()
     screen.show("a", "out", b"one\ntw")
     screen.show("b", "out", b"10%\r20%\r\n")
@@ -125,6 +128,44 @@ def test_lines_of_several_hosts(tmp_path: Path, capfd: pytest.CaptureFixture[str
     told = capfd.readouterr()
     assert told.out == "[a] one\n[b] 20%\n[a] two\n[a] three\n"
     assert told.err == "[a] bad\n"
+
+
+@pytest.mark.parametrize("columns", [0, 80], ids=["pipe", "terminal"])
+async def test_a_line_of_a_host_that_does_not_end(columns: int, monkeypatch) -> None:
+    """A prompt is shown, and cut off where another host says something; a bar moves in place."""
+    reader, writer = os.openpty() if columns else os.pipe()
+    if columns:
+        tty.setraw(writer)
+        termios.tcsetwinsize(writer, (24, columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(fleet, "_fd", lambda of: writer)
+
+    async def reads(end: bytes) -> bytes:
+        told = b""
+        while not told.endswith(end):
+            told += await asyncio.to_thread(os.read, reader, 4096)
+        return told
+
+    screen = Screen()
+    screen.show("a", "out", b"go on? ")
+    assert await reads(b"? ") == b"[a] go on? "
+    screen.show("b", "out", b"one\n")
+    screen.show("a", "out", b"yes\n")
+    assert await reads(b"yes\n") == b"\n[b] one\n[a] go on? yes\n"
+    screen.show("a", "err", b"\r 10%")
+    if columns:
+        assert await reads(b"10%") == b"[a]  10%"
+        screen.show("a", "err", b"\r 20%")
+        assert await reads(b"20%\x1b[K") == b"\r[a]  20%\x1b[K"
+        screen.show("a", "err", b"\r 99%\n")
+        assert await reads(b"\n") == b"\r[a]  99%\x1b[K\n"
+    else:
+        await asyncio.sleep(2 * fleet.SHOW_AFTER)  # in which nothing is to come
+        screen.show("a", "err", b"\r 99%\n")
+        assert await reads(b"\n") == b"[a]  99%\n"
+    screen.end()
+    os.close(writer)
+    os.close(reader)
 
 
 @pytest.mark.slow

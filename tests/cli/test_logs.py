@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import termios
 
 import pytest
 
+from tests.agent.logs.test_terminal import Seen
 from tests.harness import ELASTICRUN, SCRIPTS, World, await_true, ran
 
 FAILS = """
@@ -119,3 +123,45 @@ def test_followed_until_the_end(world: World) -> None:
         f"[{rank}] no end {rank} at all" for rank in range(4)
     ]
     assert sum("step 100 of 500" in line for line in lines) == 4
+
+
+PROMPTS = """
+import os, sys, time
+def wait(name):
+    while not os.path.exists(name):
+        time.sleep(0.05)
+print("here", flush=True)
+open("here", "x").close()
+print("go on? ", end="", flush=True)
+wait("answered")
+print("yes", flush=True)
+for percent in (10, 20):
+    print(f"\\r{percent}%", end="", file=sys.stderr, flush=True)
+    wait(f"seen-{percent}")
+print("\\r99%", file=sys.stderr, flush=True)
+"""
+
+
+def test_a_line_that_does_not_end_is_followed_on_a_terminal(world: World, monkeypatch) -> None:
+    """A prompt before it is answered, and each state of a progress bar in the place of the last."""
+    (world.scratch / "prompts.py").write_text(PROMPTS)
+    words = ("--nproc-per-node=1", "--redirects=3", "--log-dir=logs", "--rdzv-id=asks")
+    job = world.launch(ELASTICRUN, *words, "prompts.py")
+    await_true((world.scratch / "here").exists, "the rank")
+    monkeypatch.setenv("TERM", "xterm")
+    reader, writer = pty.openpty()
+    termios.tcsetwinsize(writer, (24, 80))
+    follows = world.launch(ELASTICRUN, "logs", "asks", "-f", stdout=writer)
+    os.close(writer)
+    seen = Seen(reader)
+    for end, name in (
+        ("[0] go on? ", "answered"),
+        ("[0] 10%", "seen-10"),
+        ("20%\x1b[K", "seen-20"),
+    ):
+        seen.until(lambda text, end=end: text.endswith(end))
+        (world.scratch / name).touch()
+    assert (job.wait(), follows.wait()) == (0, 0)
+    seen.until(lambda _: False)
+    assert seen.text == ("[0] here\n[0] go on? yes\n[0] 10%\r[0] 20%\x1b[K\r[0] 99%\x1b[K\n")
+    os.close(reader)

@@ -12,7 +12,6 @@ import array
 import contextlib
 import fcntl
 import os
-import re
 import select
 import stat
 import termios
@@ -24,7 +23,7 @@ from enum import Enum
 from typing import Final, Protocol
 
 from elasticrun.config import CONSOLE_QUEUE_LINES
-from elasticrun.operator_log import open_line
+from elasticrun.operator_log import columns_of, cut_to, open_line
 
 QUEUE_BYTES: Final = 8 * 1024 * 1024
 """The queue holds no more than this either, however long the lines are."""
@@ -48,9 +47,6 @@ class Text(Enum):
     LINE = "line"  # with a line break
     PARTIAL = "partial"  # the beginning of a line, of which more may come
     BAR = "bar"  # a state of a progress bar, in whose place the next one is written
-
-
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 class Source(Protocol):
@@ -283,26 +279,17 @@ class ConsoleWriter:
 
     def _take(self) -> bytes:
         """Whole lines of one write; called with the lock held and a line in the queue."""
-        columns, size = self._columns(), 0
+        columns, size = columns_of(self._fd), 0
         chunk: list[bytes] = []
         while self._lines and (not chunk or size + len(self._lines[0][0]) <= CHUNK_BYTES):
             text, source, kind = self._lines.popleft()
             size += len(text)
             if kind is Text.BAR:
-                text = _cut(text, columns)
+                text = cut_to(text, columns)
             owner, ends = source.owner if source is not None else self, kind is Text.LINE
             chunk.append(self._open_line.then(owner, text, ends=ends, columns=columns))
         self._bytes -= size
         return b"".join(chunk)
-
-    def _columns(self) -> int:
-        """How wide the terminal is, if it can write over a line; else 0."""
-        if os.environ.get("TERM", "dumb") == "dumb":
-            return 0
-        try:
-            return os.get_terminal_size(self._fd).columns or 80
-        except OSError:
-            return 0
 
     def _end_line(self) -> None:
         """What comes next is not the ranks': it begins on a line of its own."""
@@ -323,14 +310,6 @@ class ConsoleWriter:
             with self._changed:
                 self._unread = _unread(self._fd)
                 self._progress = time.monotonic()
-
-
-def _cut(text: bytes, columns: int) -> bytes:
-    """As much as one line of the terminal takes, so that it can be written over; escape sequences,
-    which may be cut in two, go then."""
-    shown = text.decode(errors="replace")
-    bare = _ESCAPES.sub("", shown)
-    return text if not columns or len(bare) < columns else bare[: columns - 1].encode()
 
 
 def _unread(fd: int) -> int:

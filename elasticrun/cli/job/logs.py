@@ -30,6 +30,7 @@ from elasticrun.cli.job.deaths import RankFiles, ToldLife, deaths, tell
 from elasticrun.cli.jobs.listing import add_output, span
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_USAGE
+from elasticrun.operator_log import columns_of, cut_to, open_line
 from elasticrun.runs import index
 from elasticrun.runs.layout import AGENTS, CONSOLE, ENDED, RunFolder
 from elasticrun.wire.types import write_ranges
@@ -53,7 +54,7 @@ LOOK_EVERY: Final = 0.2
 """Seconds between looks at files that are followed."""
 
 BARS_EVERY: Final = 10
-"""Looks from one state of a progress bar to the next."""
+"""Looks from one state of a progress bar to the next, where it cannot be written over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,17 @@ class Wish:
                 text = json.dumps(row).encode()
             elif rank >= 0:
                 text = b"[%d] %s" % (rank, text)
-            sys.stdout.buffer.write(text + b"\n")
+            self.put(path, text + b"\n")
+
+    def begun(self, rank: int, path: Path, text: bytes, *, is_bar: bool) -> None:
+        """The beginning of a line that has no end yet, or a state of a progress bar."""
+        text = b"[%d] %s" % (rank, text)
+        self.put(path, cut_to(text, columns_of(1)) if is_bar else text, ends=False)
+
+    def put(self, path: Path, text: bytes, *, ends: bool = True) -> None:
+        """To the terminal, on which the line of another file may have no end yet."""
+        text = open_line(1).then(path, text, ends=ends, columns=columns_of(1))
+        sys.stdout.buffer.write(text)
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
@@ -331,6 +342,7 @@ def _follow(
     """Go on until the job has ended: lines as they come, of lives that begin later too, also where
     it was saved and is started again."""
     held: dict[Path, bytes] = {}
+    still: dict[Path, bytes] = {}
     for _, life in _lives(runs, None, everything=True):
         for path in (files.folder / stream for files in life.ranks for stream in STREAMS):
             if path not in seen and path.exists():
@@ -347,6 +359,8 @@ def _follow(
                     path = files.folder / stream
                     _go_on(files, path, seen, held, asked)
                     bars = not looks % BARS_EVERY
+                    if not ending:
+                        _begun(files.rank, path, held, still, asked)
                     _unfinished(files.rank, path, held, asked, ending=ending, bars=bars)
         sys.stdout.flush()
         if ending and not saved:
@@ -376,6 +390,24 @@ def _go_on(
         return  # not there
 
 
+def _begun(
+    rank: int, path: Path, held: dict[Path, bytes], still: dict[Path, bytes], asked: Wish
+) -> None:
+    """Show a line that has not got on since the last look, or on a terminal the newest state of a
+    progress bar. `--grep` and programs take whole lines."""
+    rest = held.get(path, b"")
+    before, still[path] = still.get(path, b""), rest
+    is_bar = b"\r" in rest
+    if asked.as_json or asked.grep is not None or not rest.strip():
+        return
+    if is_bar and columns_of(1):
+        _, _, left = rest.rpartition(b"\r")
+        asked.begun(rank, path, _newest(rest), is_bar=True)
+        held[path] = b"\r" + left
+    elif not is_bar and rest == before:
+        asked.begun(rank, path, rest, is_bar=False)
+
+
 def _unfinished(
     rank: int, path: Path, held: dict[Path, bytes], asked: Wish, *, ending: bool, bars: bool
 ) -> None:
@@ -385,7 +417,7 @@ def _unfinished(
     line, left = rest, b""
     if not ending:
         line, bar, left = rest.rpartition(b"\r")
-        if not (bars and bar):
+        if not (bars and bar) or (columns_of(1) and not asked.as_json and asked.grep is None):
             return
     held[path] = left
     asked.write(rank, path, filter(asked.wants, filter(None, [_newest(line)])))
