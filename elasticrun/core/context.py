@@ -11,11 +11,10 @@ from elasticrun.core import events as fx
 from elasticrun.core.nodes.admission import Exclusions, FlapHistory
 from elasticrun.core.nodes.membership import Membership
 from elasticrun.core.nodes.node import Nodes
-from elasticrun.core.persisted import LongWait
+from elasticrun.core.persisted import Cause, LongWait
 from elasticrun.core.rounds.budget import Restarts
 from elasticrun.core.rounds.rendezvous import Rendezvous
 from elasticrun.core.rounds.round import Round
-from elasticrun.core.sight.picture import Cause
 from elasticrun.wire import messages as m
 
 

@@ -102,6 +102,10 @@ class LedgerLine(Struct, frozen=True):
     slots: int
 
 
+Cause = str
+"""What ended a round, in the words of incidents."""
+
+
 class LedgerEnd(Struct, frozen=True):
     """Rounds that ended for one cause: how many, the node where it was always the same one, and the
     steps that were done again."""
@@ -133,7 +137,7 @@ class LedgerFacts(Struct, frozen=True):
     trained: int = 0  # microseconds in which they were done
     saves: int = 0  # that a rank made, in all
     nodes: tuple[LedgerNode, ...] = ()
-    stood: tuple[tuple[str, float], ...] = ()  # seconds without training, by cause of incidents
+    stood: tuple[tuple[Cause, float], ...] = ()  # seconds without training, by cause of incidents
     age: float = 0.0  # seconds for which this has lain in the record
 
 

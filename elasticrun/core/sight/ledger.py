@@ -16,12 +16,12 @@ from statistics import fmean, median
 
 from elasticrun.core.context import JobContext
 from elasticrun.core.nodes.node import Health, Node
-from elasticrun.core.persisted import LedgerEnd, LedgerFacts, LedgerLine, LedgerNode
+from elasticrun.core.persisted import Cause, LedgerEnd, LedgerFacts, LedgerLine, LedgerNode
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.rounds.round import Participants, Round, Stage
 from elasticrun.core.sight.causes import origin_of
 from elasticrun.core.sight.goodput import LONG_ENOUGH, MICROS, Account, goodput
-from elasticrun.core.sight.picture import Cause, Goodput
+from elasticrun.core.sight.picture import Goodput
 from elasticrun.wire import messages as m
 
 Key = tuple[str, str]

@@ -113,9 +113,6 @@ CAUSES = (
 )
 """Of incidents."""
 
-Cause = str
-"""One of these."""
-
 
 class IncidentRow(Struct, frozen=True):
     """One thing that stopped training, and what it cost."""
