@@ -160,9 +160,10 @@ async def test_a_line_of_a_host_that_does_not_end(columns: int, monkeypatch) -> 
         screen.show("a", "err", b"\r 99%\n")
         assert await reads(b"\n") == b"\r[a]  99%\x1b[K\n"
     else:
-        await asyncio.sleep(2 * fleet.SHOW_AFTER)  # in which nothing is to come
+        screen.show("b", "out", b"later")
+        assert await reads(b"later") == b"[b] later", "a state of a bar is not shown"
         screen.show("a", "err", b"\r 99%\n")
-        assert await reads(b"\n") == b"[a]  99%\n"
+        assert await reads(b"\n") == b"\n[a]  99%\n"
     screen.end()
     os.close(writer)
     os.close(reader)
