@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elasticrun.agent.link.master_process import PACKAGE_ROOT
-from elasticrun.wire.env import WARM_SERVER
+from elasticrun.wire.env import OMP_NUM_THREADS, WARM_SERVER
 from tests.forkserver.driver import warm_process
 from tests.harness import SCRIPTS, clean_environment
 
@@ -28,7 +28,9 @@ def hooked(code: str, **env: str) -> dict[str, str]:
 @contextmanager
 def warmed(folder: Path) -> Iterator[None]:
     """Jobs with a hook are forked from a warm process while this lasts."""
-    with warm_process(folder / "warm.sock", {**clean_environment(), **_PATH}) as place:
+    with warm_process(
+        folder / "warm.sock", {OMP_NUM_THREADS: "1", **clean_environment(), **_PATH}
+    ) as place:
         _warm[WARM_SERVER] = str(place)
         try:
             yield

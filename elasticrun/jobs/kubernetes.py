@@ -4,6 +4,7 @@ which cluster and namespace it is, and how it ended when that was last seen."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -78,6 +79,22 @@ def note_end(
                 result, job=row.name, nodes=row.nodes, step=row.step, restarts=row.restarts
             )
         run.write_result(result)
+
+
+def end_replaced(runs: Sequence[RunFolder], run: RunFolder) -> None:
+    """Record the end of jobs whose name in the cluster `run`'s job now has: the API server accepts
+    a name only when the object before it is gone. OSError."""
+    new = submission(run)
+    for other in runs:
+        with contextlib.suppress(NotDone):
+            old = submission(other)
+            same = _object_of(old) == _object_of(new)
+            if same and old.uid != new.uid:
+                note_end(other, "lost", "the cluster has it no more")
+
+
+def _object_of(job: Submission) -> tuple[str, ...]:
+    return job.on, job.context, job.namespace, job.number, job.name
 
 
 async def _looked_up(rows: Sequence[JobRow]) -> list[JobRow]:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from elasticrun.testing.processes import command, is_fork_server, is_master
-from elasticrun.wire.env import WARM_SERVER
+from elasticrun.wire.env import OMP_NUM_THREADS, WARM_SERVER
 from tests.forkserver.driver import warm_process
 from tests.further import cases, further
 from tests.harness import (
@@ -32,6 +32,7 @@ from tests.harness import (
 )
 
 PUPPET = str(SCRIPTS / "puppet.py")
+ONE_THREAD = {**PATIENT, OMP_NUM_THREADS: "1"}  # as `elasticrun warm` sets it
 ONE_RESTART = ("--max-restarts=1", "--restart-backoff=0")
 
 
@@ -125,7 +126,7 @@ def test_kill_9_of_the_agent_while_a_helper_is_stopped_leaves_nothing(
 
 
 def test_kill_9_of_the_agent_while_a_guard_is_stopped_leaves_nothing(world: World) -> None:
-    with warm_process(world.tmp / "warm.sock", world.environment(PATIENT)) as place:
+    with warm_process(world.tmp / "warm.sock", world.environment(ONE_THREAD)) as place:
         job, _ = puppets(world, **{WARM_SERVER: str(place)})
         guard = psutil.Process(helper(job, is_fork_server).pid).parent()
         assert guard.pid != job.pid
@@ -192,7 +193,7 @@ def test_kill_9_of_the_fork_server_restarts_the_job(world: World) -> None:
 
 
 def test_kill_9_of_a_guard_restarts_the_job(world: World) -> None:
-    with warm_process(world.tmp / "warm.sock", world.environment(PATIENT)) as place:
+    with warm_process(world.tmp / "warm.sock", world.environment(ONE_THREAD)) as place:
         job = restarted(world, psutil.Process.parent, **{WARM_SERVER: str(place)})
     assert "s: restart 1 of 1 (rank 0: the fork server ended: its guard was killed" in job.stderr
 

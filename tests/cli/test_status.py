@@ -29,6 +29,7 @@ from tests.master.people import LIMIT, Recorder, Served, serving, status as page
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("ELASTICRUN_RUNS", str(tmp_path / "no-runs"))
     monkeypatch.setenv("COLUMNS", "160")
     return tmp_path / "elasticrun"
 
@@ -246,6 +247,11 @@ def test_nobody_there_is_one_sentence(home: Path) -> None:
     code, _, err = aio.run(_status())
     assert code == 1
     assert "you have no jobs on this host; `elasticrun train.py` starts one" in err
+    runs = home.parent / "runs"
+    RunFolder(index.make_run(runs, "demo", "0badcafe")).write_job(JobRecord(name="demo"))
+    code, _, err = aio.run(_status(ELASTICRUN_RUNS=str(runs)))
+    assert code == 1
+    assert "no job of yours runs on this host; `elasticrun list` shows those that have ended" in err
 
 
 @pytest.mark.slow

@@ -99,7 +99,9 @@ def test_the_same_folder_again(place: Path) -> None:
     await_true(lambda: folder.state() == "running", "the second attempt")
     done = _run("--run-dir=r", "train.py")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert f"job train (process {other.pid} of " in done.stderr
+    before = folder.job()
+    assert before is not None
+    assert f"job {before.name} (process {other.pid} of " in done.stderr
     await_true(lambda: folder.last_step() > 3, "its steps")
     other.kill()
     other.communicate(timeout=60)
@@ -111,7 +113,7 @@ def test_the_same_folder_again(place: Path) -> None:
     assert job.attempt >= 3
     assert len(_progress(folder)) >= 4 + 4 + 4, "rows of every attempt"
     done = _run("--run-dir=r", "train.py")
-    said = f"job train has already succeeded at step 3 (in {place}/r); --fresh runs it again"
+    said = f"job {job.name} has already succeeded at step 3 (in {place}/r); --fresh runs it again"
     assert (done.returncode, done.stderr) == (0, f"elasticrun: {said}\n")
     assert _run("--run-dir=r", "--fresh", "train.py").returncode == 0
     assert len(_progress(folder)) == 4
@@ -127,7 +129,9 @@ def test_all_nodes_hear_that_the_job_has_succeeded(place: Path) -> None:
     second = _begin(*flags, where, "--rdzv-conf=is_host=0", "--run-dir=r2", "train.py", BAD="1")
     told = [job.communicate(timeout=120)[1] for job in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), told
-    assert "job train has already succeeded at step 3" in told[0]
+    job = RunFolder(place / "r").job()
+    assert job is not None
+    assert f"job {job.name} has already succeeded at step 3" in told[0]
 
 
 def test_a_job_that_is_told_to_leave_has_all_its_rows(place: Path) -> None:

@@ -591,7 +591,7 @@ def test_what_was_forked_for_us_has_a_title(number: str) -> None:
 # ---------------------------------------------------------------- what libraries count at the end
 
 COUNTED = """
-import ctypes, os
+import atexit, ctypes, os
 from types import ModuleType
 from elasticrun.forkserver.renew import prepare_end
 
@@ -611,7 +611,7 @@ class Builder(metaclass=nb_type_0):
 
 module = ModuleType('bindings')
 module.function = nb_func(Attribute())
-prepare_end([module])
+prepare_end([module], atexit.register)
 for kept in (module, Builder):
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # as the fork server keeps what it shares
 """

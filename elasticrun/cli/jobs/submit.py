@@ -40,12 +40,13 @@ from elasticrun.jobs.backend import (
     make_token,
     write_submission,
 )
+from elasticrun.jobs.kubernetes import end_replaced
 from elasticrun.jobs.local import meeting, this_process
 from elasticrun.jobs.rows import DoneRow
 from elasticrun.render import checks, slurm
 from elasticrun.render.checks import Invalid
 from elasticrun.runs.claim import claimed
-from elasticrun.runs.index import make_run, prune, run_path, runs_root
+from elasticrun.runs.index import all_runs, make_run, prune, run_path, runs_root
 from elasticrun.runs.layout import CONSOLE, ENDED, RESULT, JobRecord, RunFolder, RunResult
 from elasticrun.runs.opening import already, put_away
 from elasticrun.system.processes import user_name
@@ -186,6 +187,7 @@ def _submit(
     known, place = wanted(ns, program, run.path, say)
     if not here:  # the cluster knows which names are taken
         said = _start(run, ns, known, place, root)
+        end_replaced(all_runs(root), run)
     else:
         with claimed(root, ns.name), claimed(root, str(run.path)):
             if run.job() is not None and run.state() not in ENDED:
