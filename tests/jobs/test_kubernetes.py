@@ -178,7 +178,10 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     rows = json.loads(user.types("list", "-o", "json"))
     assert [row["state"] == "lost" for row in rows if row["name"] == "gone"] == [False, True]
     user.kubectl("delete", "ej", "gone")
-    assert "the cluster has job gone no more" in user.types("delete", "gone")
+    assert "2 jobs are called gone" in user.hears("delete", "gone")
+    (newest,) = [row for row in rows if row["name"] == "gone" and row["state"] != "lost"]
+    own = RunFolder(Path(newest["run"])).id
+    assert "the cluster has job gone no more" in user.types("delete", own)
     said = user.types("prune", "--since", "0s")
     assert said.startswith("removed gone-"), said
     assert "1 run folder removed" in said
