@@ -74,7 +74,7 @@ class Exits:
         """Register what these modules did, in the order in which they did."""
         known = set(names)
         for name, function, words, more in self._kept:
-            if name in known:
+            if name in known and not _is_registered(function):
                 self.register(function, *words, **more)
 
     def _keep(self, function: Any, /, *words: Any, **more: Any) -> Any:
@@ -101,6 +101,7 @@ class Baseline:
         self.filters = list(warnings.filters)
         self.affinity = os.sched_getaffinity(0)
         self.excepthook = sys.excepthook
+        self.finalizes = bool(getattr(_finalize(), "_registered_with_atexit", False))
         self.exits = Exits()
 
 
@@ -132,6 +133,22 @@ def _loggers() -> dict[str, Any]:
     return {} if logging is None else logging.root.manager.loggerDict
 
 
+def _finalize() -> Any:
+    """The class of the standard library's finalizers, which has a registry of its own and registers
+    one function with atexit; None where nobody has imported it."""
+    return getattr(sys.modules.get("weakref"), "finalize", None)
+
+
+def _is_registered(function: Any) -> bool:
+    """Whether it is the function of `weakref.finalize`, and atexit has it; it has from now on."""
+    finalize = _finalize()
+    if finalize is None or function != finalize._exitfunc:
+        return False
+    before: bool = finalize._registered_with_atexit
+    finalize._registered_with_atexit = True
+    return before
+
+
 def _knows_tempdir() -> bool:
     return getattr(sys.modules.get("tempfile"), "tempdir", None) is not None
 
@@ -149,6 +166,8 @@ class Effects:
     affinity: set[int] = field(default_factory=set)
     tempdir: bool = False
     """Whether the standard library has looked for the folder of temporary files."""
+    finalizers: dict[Any, Any] = field(default_factory=dict)
+    """Of `weakref.finalize`."""
 
     @classmethod
     def now(cls) -> Effects:
@@ -156,6 +175,7 @@ class Effects:
         return cls(
             list(warnings.filters), list(sys.meta_path), list(sys.path_hooks), dict(vars(sys)),
             dict(_loggers()), dict(os.environb), os.sched_getaffinity(0), _knows_tempdir(),
+            dict(getattr(_finalize(), "_registry", {})),
         )  # fmt: skip
 
     def since(self, before: Effects) -> Effects:
@@ -169,6 +189,7 @@ class Effects:
             {n: v for n, v in self.environ.items() if n not in before.environ},
             self.affinity if self.affinity != before.affinity else set(),
             self.tempdir and not before.tempdir,
+            {each: i for each, i in self.finalizers.items() if each not in before.finalizers},
         )
 
     def take_back(self) -> None:
@@ -178,6 +199,8 @@ class Effects:
         for name, logger in self.loggers.items():
             if _loggers().get(name) is logger:
                 del _loggers()[name]
+        for each in self.finalizers:
+            _finalize()._registry.pop(each, None)
 
     def happen(self, mask: set[int]) -> None:
         """In a rank. `mask`: the cores of a rank that nobody has bound."""
@@ -193,6 +216,11 @@ class Effects:
             self._make_loggers()
         if self.tempdir and (tempfile := sys.modules.get("tempfile")):
             tempfile.gettempdir()
+        if self.finalizers and (finalize := _finalize()):
+            for each, info in self.finalizers.items():
+                info.index = next(finalize._index_iter)  # called in the order of their making
+                finalize._registry[each] = info
+            finalize._dirty = True
 
     def _make_loggers(self) -> None:
         """As `logging.getLogger` would, in the same order."""
@@ -343,6 +371,9 @@ class Stash:
         name: done in a child, it would touch, and so copy, a page for each module."""
         for root in reversed(self.roots):
             root.effects.take_back()
+        if finalize := _finalize():
+            finalize._registered_with_atexit = self.baseline.finalizes
+            finalize._dirty = bool(finalize._registry)
         kept = self.baseline.modules.union(STAYS)
         _forget_codecs(kept)
         for name in [name for name in sys.modules if name not in kept]:

@@ -320,6 +320,38 @@ def test_what_is_imported_late_changes_no_state(tmp_path: Path) -> None:
     assert by_fork == by_exec
 
 
+FINALIZERS = """
+import atexit, sys, tempfile, weakref
+class Kept: pass
+kept = sys.kept = [Kept() for _ in range(3)]
+told = lambda word: open(sys.argv[1], "a").write(word + "\\n")
+weakref.finalize(kept[0], told, "the first")
+atexit.register(told, "atexit")
+sys.folder = tempfile.TemporaryDirectory()
+if sys.argv[2] == "torch":
+    import torch
+    weakref.finalize(kept[1], told, "behind torch")
+    told(str(sum(type(i.func).__name__ == "function" for i in weakref.finalize._registry.values())))
+weakref.finalize(kept[2], told, "the last")
+told(str(len(weakref.finalize._registry)))
+atexit.register(lambda: told(str(len(weakref.finalize._registry))))
+"""
+
+
+@pytest.mark.parametrize("imports", ["torch", "nothing"])
+def test_finalizers_are_called_at_the_end(tmp_path: Path, imports: str) -> None:
+    """Those of the script, and torch's only where it has imported torch."""
+    path, environ = tmp_path / "s.py", plain_environment()
+    entry = script(path, FINALIZERS, str(tmp_path / "fork"), imports)
+    assert program(str(path), str(tmp_path / "exec"), imports, env=environ).returncode == 0
+    with forking(entry, env=environ) as driver:
+        assert driver.run(entry).code == 0
+        assert driver.all_of(Execed) == []
+    by_exec, by_fork = ((tmp_path / each).read_text() for each in ("exec", "fork"))
+    assert "the first\n" in by_exec
+    assert by_fork == by_exec
+
+
 # ---------------------------------------------------------------- the error file
 
 

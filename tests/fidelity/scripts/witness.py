@@ -36,6 +36,7 @@ import threading
 import time
 import uuid
 import warnings
+import weakref
 
 LIFE = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 RANK = int(os.environ.get("RANK", "0"))
@@ -162,6 +163,8 @@ def library():
     yield "faulthandler", faulthandler.is_enabled()
     yield "tempdir", [tempfile.tempdir, tempfile._name_sequence is None]
     yield "mimetypes", mimetypes.inited
+    finalize = weakref.finalize
+    yield "finalizers", [finalize._registered_with_atexit, len(finalize._registry)]
     if found := loaded("multiprocessing.process"):
         current = found.current_process()
         yield (
