@@ -1,15 +1,16 @@
 """The thread that answers the agent from within a rank, and only when it is asked.
 
-It is started below `threading`, so that a script that counts its threads does not find it, blocks
-all signals, so that each of them finds the script's own threads, and is gone after a fork in the
-script. It sleeps in the kernel until a question comes; what it answers it reads in some
-milliseconds at most, without a lock of Python's and without an import.
+It is started below `threading`, so that a script that counts its threads does not find it, and
+blocks all signals, so that each of them finds the script's own threads. It sleeps in the kernel
+until a question comes; what it answers it reads in some milliseconds at most, without a lock of
+Python's and without an import. While the script forks there is no such thread: see `_Monitor`.
 """
 
 from __future__ import annotations
 
 import _thread
 import atexit
+import ctypes
 import fcntl
 import os
 import resource
@@ -18,6 +19,8 @@ import socket
 import struct
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -46,18 +49,28 @@ SEND_LIMIT: Final = struct.pack("@ll", 1, 0)
 """A second (struct timeval) for which an answer waits until the agent has read others."""
 
 END_LIMIT: Final = 1.0
-"""Seconds for which the end of a rank waits for an answer under way."""
+"""Seconds for which the end of a rank, and a fork in it, wait for an answer under way."""
+
+
+COUNTED_LATE: Final = (3, 13) <= sys.version_info < (3, 13, 10) or sys.version_info[:3] == (
+    3,
+    14,
+    0,
+)
+"""Whether this Python counts threads only when a fork's last hook has returned (gh-137109)."""
 
 
 def start(name: str) -> None:
     """Answer at this name from now on, in a thread. A rank that cannot have one runs without."""
     with suppress(OSError, RuntimeError):
-        listener = _listen(name)
-        os.register_at_fork(after_in_child=partial(_leave, listener))
-        main, running = threading.get_ident(), _thread.allocate_lock()
-        running.acquire()
-        _thread.start_new_thread(_run, (listener, main, running))
-        atexit.register(_end, os.getpid(), listener, running)
+        monitor = _Monitor(_listen(name))
+        os.register_at_fork(
+            before=monitor.pause, after_in_parent=monitor.resume, after_in_child=monitor.leave
+        )
+        if COUNTED_LATE:  # in C, or what is pending would be done in here
+            os.register_at_fork(after_in_parent=_pending(monitor.begin))
+        atexit.register(monitor.end)
+        monitor.begin()
 
 
 def _listen(name: str) -> socket.socket:
@@ -77,45 +90,134 @@ def _listen(name: str) -> socket.socket:
     return listener
 
 
-def _leave(listener: socket.socket) -> None:
-    """In a process that the script has forked: it is nobody to the agent."""
-    with suppress(OSError):
-        listener.close()
+class _Monitor:
+    """The thread of one rank, from its start to its end.
 
+    It ends before each fork of the script and starts again behind it in the parent; questions that
+    come meanwhile wait in the socket. Python counts threads at a fork and warns of more than one
+    since 3.12, which must not be ours; and a lock of torch's that our thread held would stay locked
+    in the child for ever."""
 
-def _end(pid: int, listener: socket.socket, running: _thread.LockType) -> None:
-    """The last thing before the interpreter ends: a thread that wants to go on after that is ended
-    by it in the midst of torch's frames, and takes the process with it (SIGABRT)."""
-    if os.getpid() != pid:
-        return
-    with suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)
-    running.acquire(timeout=END_LIMIT)
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._name = listener.getsockname()
+        self._mine = _inode(listener)
+        self._main = threading.get_ident()
+        self._pid = os.getpid()
+        self._counters = recorder.Counters()
+        self._running = _thread.allocate_lock()
+        """Held for as long as there is a thread, or one is about to start."""
+        self._thread = 0
+        """What the kernel calls the newest one."""
+        self._forking: set[int] = set()
+        """Threads of the script that are in a fork."""
+        self._over = False
 
+    # ------------------------------------------------------------ in the script's threads
 
-def _run(listener: socket.socket, main: int, running: _thread.LockType) -> None:
-    try:
-        _serve(listener, main)
-    finally:
-        running.release()
-
-
-def _serve(listener: socket.socket, main: int) -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-    counters = recorder.Counters()
-    try:
-        mine = _inode(listener)
-        while _inode(listener) == mine:  # a daemon that closes all has given the number away
-            data, credentials, _, asker = listener.recvmsg(QUESTION_BYTES + 1, CREDENTIALS_BYTES)
-            if not data:  # our own end
+    def pause(self) -> None:
+        """Before a fork: no thread of ours, or END_LIMIT has passed."""
+        if self._over or os.getpid() != self._pid:
+            return
+        self._forking.add(_thread.get_ident())
+        try:
+            if _inode(self._listener) != self._mine:  # the script has closed it
                 return
+            # something to read, so that the thread looks up; nothing is needed if much is there
+            self._listener.sendto(b"", socket.MSG_DONTWAIT, self._name)
+        except BlockingIOError:
+            pass
+        except OSError:
+            return
+        deadline = time.monotonic() + END_LIMIT
+        if not self._running.acquire(timeout=END_LIMIT):
+            return
+        self._running.release()
+        place = f"/proc/self/task/{self._thread}"
+        with suppress(FileNotFoundError):  # the kernel counts it until it is there no more
+            while time.monotonic() < deadline:
+                os.stat(place)
+                os.sched_yield()
+
+    def resume(self) -> None:
+        """Behind a fork, in the parent."""
+        mine = _thread.get_ident()
+        self._forking.discard(mine)
+        # where another thread forks, Python has two threads to warn of in any case
+        if not COUNTED_LATE or mine != self._main:
+            self.begin()
+
+    def begin(self) -> None:
+        """Have a thread, unless there is one or none may be."""
+        if self._stopped() or not self._running.acquire(blocking=False):
+            return
+        try:
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError:  # no more threads can be had
+            self._over = True
+            self._running.release()
+
+    def leave(self) -> None:
+        """In a process that the script has forked: it is nobody to the agent."""
+        self._over = True
+        with suppress(OSError):
+            self._listener.close()
+
+    def end(self) -> None:
+        """The last thing before the interpreter ends: a thread that wants to go on after that is
+        ended by it in the midst of torch's frames, and takes the process with it (SIGABRT)."""
+        if os.getpid() != self._pid:
+            return
+        self._over = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._running.acquire(timeout=END_LIMIT)
+
+    # ------------------------------------------------------------ in ours
+
+    def _stopped(self) -> bool:
+        return self._over or bool(self._forking) or os.getpid() != self._pid
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+        self._thread = _thread.get_native_id()
+        while True:
+            try:
+                self._serve()
+            except (OSError, ValueError):
+                self._over = True
+            finally:
+                self._running.release()
+            # a fork that did not wait for us is over: who resumed found us still there
+            if self._stopped() or not self._running.acquire(blocking=False):
+                return
+
+    def _serve(self) -> None:
+        while not self._stopped():
+            if _inode(self._listener) != self._mine:
+                self._over = True  # a daemon that closes all has given the number away
+                return
+            data, credentials, _, asker = self._listener.recvmsg(
+                QUESTION_BYTES + 1, CREDENTIALS_BYTES
+            )
             asked = read_question(data)
             if asked is None or not asker or not sent_by_us(credentials):
                 continue
             with suppress(OSError):  # it does not wait for it any more
-                listener.sendto(encode_answer(_answer(asked, counters, main)), asker)
-    except (OSError, ValueError):
-        return
+                said = _answer(asked, self._counters, self._main)
+                self._listener.sendto(encode_answer(said), asker)
+
+
+def _pending(work: Callable[[], None]) -> Callable[[], object]:
+    """A function of C that has the main thread do this as soon as it executes Python again."""
+
+    def call(_: int | None) -> int:
+        work()
+        return 0
+
+    kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    adding = ctypes.PYFUNCTYPE(ctypes.c_int, kind, ctypes.c_void_p)
+    return partial(adding(("Py_AddPendingCall", ctypes.pythonapi)), kind(call), None)
 
 
 def _inode(listener: socket.socket) -> tuple[int, int]:

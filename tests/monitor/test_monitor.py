@@ -73,15 +73,49 @@ dist.destroy_process_group()
 """
 
 FORKS = """
-import json, os, sys, threading
+import json, os, sys, threading, warnings
 first = os.open(sys.argv[1], os.O_RDONLY)
-child = os.fork()
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    child = os.fork()
 if not child:
     files = [int(fd) for fd in os.listdir("/proc/self/fd")]
     os._exit(len(os.listdir("/proc/self/task")) != 1 or max(files) > first + 1)
 _, status = os.waitpid(child, 0)
-print(json.dumps([first, status, len(threading.enumerate())]), flush=True)
+said = [first, status, len(threading.enumerate()), [str(one.message) for one in warned]]
+print(json.dumps(said), flush=True)
 os.read(first, 1)
+"""
+
+FORKS_OFTEN = """
+import json, os, sys, threading
+
+threads = lambda: len(os.listdir("/proc/self/task"))
+seen = []
+os.register_at_fork(before=lambda: seen.append(threads()))  # hears of a fork after the monitor
+from elasticrun.monitor import monitor
+
+monitor.start(sys.argv[1])
+
+def fork(times):
+    for _ in range(times):
+        child = os.fork()
+        if not child:
+            if os.fork():  # a child's own child has none either
+                os.wait()
+            os._exit(threads() != 1)
+        assert not os.waitpid(child, 0)[1]
+
+print("on", flush=True)
+while times := int(sys.stdin.readline()):
+    fork(times)
+    print(json.dumps([seen, threads()]), flush=True)
+    seen.clear()
+several = [threading.Thread(target=fork, args=(20,)) for _ in range(4)]
+[one.start() for one in several]
+[one.join() for one in several]
+print("over", flush=True)
+sys.stdin.readline()
 """
 
 
@@ -204,7 +238,36 @@ def test_a_script_does_not_find_it_and_its_child_has_none(server: Driver, tmp_pa
         asked(work)
     finally:
         os.close(writer)
-    assert json.loads(out.read_text()) == [3, 0, 1]
+    assert json.loads(out.read_text()) == [3, 0, 1, []]
+
+
+def test_it_ends_before_each_fork_and_answers_again() -> None:
+    """Whoever counts threads at a fork finds those of the script; no question is lost, and threads
+    that fork at once lose no answering thread either."""
+
+    async def work(asking: Asking) -> None:
+        words = ("-c", FORKS_OFTEN, asking.begin(1)[0])
+        pipe = asyncio.subprocess.PIPE
+        rank = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=pipe, stdout=pipe)
+        assert rank.stdin is not None
+        assert rank.stdout is not None
+        assert await rank.stdout.readline() == b"on\n"
+        for times in (1, 50):
+            rank.stdin.write(f"{times}\n".encode())
+            forked = asyncio.create_task(rank.stdout.readline())
+            while not forked.done():
+                said = await asking.ask([0], LIMIT)
+                assert said[0] is not None, "a question that came during a fork is lost"
+            counted, threads = json.loads(await forked)
+            assert counted == [1] * times
+            assert threads in (1, 2)  # the new one may not have begun
+        rank.stdin.write(b"0\n")
+        assert await rank.stdout.readline() == b"over\n"
+        assert (await asking.ask([0], LIMIT))[0] is not None
+        rank.stdin.write(b"end\n")
+        assert await rank.wait() == 0
+
+    asked(work)
 
 
 def test_an_older_torch_is_told_to_keep_collectives() -> None:
