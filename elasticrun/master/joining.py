@@ -26,8 +26,8 @@ TRIES_PER_SECOND: Final = 1.0
 """How fast that allowance fills up again."""
 
 NO_COMMAND: Final = (
-    "this master was not started by a node, so it knows no command line: type the command of the "
-    "other nodes here"
+    "this job has no join codes, since its nodes were told where to meet (--rdzv-endpoint, "
+    "--master-addr): type the command of its other nodes on the new machine"
 )
 
 logger = logging.getLogger("elasticrun")
