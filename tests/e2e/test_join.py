@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.config import Tls
 from elasticrun.testing.processes import is_master
 from elasticrun.wire.auth import JOIN_CODE_LIFE, join_code
+from tests.certificates import Authority
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.harness import COMMANDS, ELASTICRUN, World, ran
 
@@ -63,6 +65,26 @@ def test_files_of_the_first_machine_are_not_asked_for(world: World) -> None:
     pair = world.hub.ranks(2, world_size=2)
     shown = Path(f"/proc/{second.pid}/cmdline").read_text()
     assert f"join\0{at}\0-\0" in shown
+    finish(pair, first, second)
+
+
+def test_each_machine_has_its_own_certificate(world: World) -> None:
+    """Without one, it is told that it needs one."""
+    authority = Authority(world.scratch).create()
+    ours, theirs = (authority.sign(name, "IP:127.0.0.1") for name in ("one", "two"))
+
+    def flags(files: Tls) -> list[str]:
+        return [f"--tls-{name}={getattr(files, name)}" for name in ("cert", "key", "ca")]
+
+    command = [*COMMANDS[ELASTICRUN], "--nnodes=1:2", "--local-addr=127.0.0.1", *flags(ours)]
+    first = world.command([*command, str(PUPPET)])
+    world.hub.ranks(1, world_size=1)
+    _, *words = shlex.split(first.until_text(" join ").split(HEAD)[1].splitlines()[0])
+    assert "the master there speaks TLS and this node does not" in ran(*words).stderr
+    joined = [*COMMANDS[ELASTICRUN], *words, "--local-addr=127.0.0.1", *flags(theirs)]
+    second = world.command(joined)
+    pair = world.hub.ranks(2, world_size=2)
+    assert ours.cert not in second.stderr
     finish(pair, first, second)
 
 

@@ -120,6 +120,7 @@ def _parser() -> Parser:
 def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinAnswer:
     """What the master gives for the code. UsageError."""
     # Late: grpc takes longer to import than everything else here together.
+    from elasticrun.agent.link.answering import PortAnswer, probe
     from elasticrun.wire.rpc.channel import LinkError, ask_to_join
 
     variables = trust.withdraw()
@@ -148,8 +149,11 @@ def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinA
         plain = unseal(code.secret, guest.nonces, reply.body)
         answer: JoinAnswer = loads(plain, JoinAnswer)
     except LinkError as error:
-        verb = "refuses" if error.rejected else "does not answer"
-        raise UsageError(f"the master at {endpoint} {verb}: {error}", EXIT_FAILED) from None
+        verb, why = "refuses" if error.rejected else "does not answer", str(error)
+        if not error.rejected:  # gRPC does not say why a handshake of TLS failed
+            found, wrong = asyncio.run(probe(endpoint, DIAL_LIMIT, files))
+            why = wrong if found is PortAnswer.INSECURE else why
+        raise UsageError(f"the master at {endpoint} {verb}: {why}", EXIT_FAILED) from None
     except (auth.TlsError, BadCode) as wrong:
         raise UsageError(str(wrong), EXIT_FAILED) from None
     except (WireError, ValueError) as wrong:
