@@ -3,18 +3,20 @@ fails where `.ci/run` has said that everything must be there."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NoReturn
 
 import pytest
 
 from elasticrun.testing import hosts
-from tests.harness import LIMIT
+from tests.harness import LIMIT, await_true
 
 LAB: Final = "ELASTICRUN_LAB"
 """`required` in this variable: what `scripts/lab_packages.sh` installs, and what it takes to use
@@ -84,6 +86,34 @@ def tmpfs(folder: Path, size: str) -> tuple[str, ...]:
     if why := _why_not(before):
         lacking(f"no tmpfs can be mounted in a namespace here: {why}")
     return before
+
+
+@contextlib.contextmanager
+def freezer() -> Iterator[Callable[[int], None]]:
+    """Puts a process into a cgroup of its own (v2) and freezes that."""
+    mounts = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
+    root = next((Path(words[1]) for words in mounts if words[2] == "cgroup2"), None)
+    if root is None:
+        lacking("no cgroup v2 is mounted here")
+    folder = root / f"elasticrun-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as wrong:
+        lacking(f"no cgroup can be made here: {wrong.strerror}")
+
+    def freeze(pid: int) -> None:
+        (folder / "cgroup.procs").write_text(f"{pid}")
+        (folder / "cgroup.freeze").write_text("1")
+        await_true(lambda: "frozen 1" in (folder / "cgroup.events").read_text(), "frozen cgroup")
+
+    try:
+        yield freeze
+    finally:
+        (folder / "cgroup.freeze").write_text("0")
+        for pid in (folder / "cgroup.procs").read_text().split():
+            (root / "cgroup.procs").write_text(pid)
+        await_true(lambda: "populated 0" in (folder / "cgroup.events").read_text(), "empty cgroup")
+        folder.rmdir()
 
 
 @functools.cache

@@ -145,9 +145,23 @@ def is_stopped(pid: int) -> bool:
     return state(pid) in ("T", "t")
 
 
+def is_frozen(pid: int) -> bool:
+    """By the cgroup's own word; the processes of a frozen cgroup look as if they slept."""
+    where = text_of(pid, "cgroup").splitlines()
+    path = next((line[3:] for line in where if line.startswith("0::")), "")
+    if path in ("", "/"):
+        return False
+    for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):  # the second beside cgroup v1
+        with contextlib.suppress(OSError):
+            return "frozen 1" in Path(f"{root}{path}/cgroup.events").read_text()
+    return False
+
+
 def how_silent(pid: int) -> str:
     """Why a process gives no answer, for a sentence about it."""
-    return "it stands still (SIGSTOP, a debugger)" if is_stopped(pid) else "it hangs"
+    if is_stopped(pid):
+        return "it stands still (SIGSTOP, a debugger)"
+    return "its cgroup is frozen" if is_frozen(pid) else "it hangs"
 
 
 def cpu_ticks(pid: int) -> int:

@@ -22,12 +22,37 @@ SCRIPT = """import os
 rank = os.environ["RANK"]
 seen = f"rank {rank}"  # line 3
 print(seen, flush=True)
+def fails():
+    raise KeyError("handled")
+try:
+    fails()
+except KeyError:
+    pass
 """
+
+EXPRESSIONS = {
+    "breakpoint": ("os.environ['RANK'] == rank", "__file__.endswith('train.py')"),
+    "step": ("seen == 'rank ' + rank",),
+    "exception": (),
+}
+"""What is asked where it stops."""
+
+SESSION = {
+    "child": 2,
+    "stopped: breakpoint at <module>:3": 2,
+    "os.environ['RANK'] == rank: True": 2,
+    "__file__.endswith('train.py'): True": 2,
+    "stopped: step at <module>:4": 2,
+    "seen == 'rank ' + rank: True": 2,
+    "stopped: exception at fails:6": 2,
+    "stopped: exception at <module>:8": 2,
+}
+"""What an editor is told, under torchrun as here."""
 
 
 class Editor:
     """A client of the Debug Adapter Protocol, as an editor is: attaches to the launcher and to each
-    process that is announced; counts where they stop, and lets them go on."""
+    process that is announced, and counts what it is told of them."""
 
     def __init__(self, port: int, script: Path) -> None:
         self.port, self.script = port, script
@@ -35,50 +60,83 @@ class Editor:
 
     def attach(self, port: int, process: int | None = None) -> None:
         """Talk to the process (None: the launcher) at this port, in a thread of its own."""
-        arguments = (port, process)
-        threading.Thread(target=self._session, args=arguments, daemon=True).start()
+        session = Session(self, port, process)
+        threading.Thread(target=session.run, daemon=True).start()
 
-    def _session(self, port: int, process: int | None) -> None:
+
+class Session:
+    """One process. Where it stops an editor asks for the place and for expressions, steps over a
+    line, and lets it go on."""
+
+    def __init__(self, editor: Editor, port: int, process: int | None) -> None:
+        self._editor, self._port, self._process = editor, port, process
+        self._seq = 0
+        self._asked: dict[int, str] = {}  # expressions by request
+        self._why, self._thread = "", 0  # of the last stop
+
+    def run(self) -> None:
         connected: list[socket.socket] = []
 
         def connects() -> bool:
             try:
-                connected.append(socket.create_connection(("127.0.0.1", port)))
+                connected.append(socket.create_connection(("127.0.0.1", self._port)))
             except OSError:
                 return False
             return True
 
         await_true(connects, "debugger that listens")
-        with connected[0] as conn, conn.makefile("rb") as said:
-            self._send(conn, "initialize", adapterID="test", pathFormat="path")
+        self._conn = connected[0]
+        with self._conn, self._conn.makefile("rb") as said:
+            self._send("initialize", adapterID="test", pathFormat="path")
             while (length := self._length(said)) is not None:
-                self._heard(conn, process, json.loads(said.read(length)))
+                self._heard(json.loads(said.read(length)))
 
-    def _heard(self, conn: socket.socket, process: int | None, message: dict[str, Any]) -> None:
-        body = message.get("body") or {}
+    def _heard(self, message: dict[str, Any]) -> None:
+        body, told = message.get("body") or {}, self._editor.told
         match message.get("event") or f"answer to {message.get('command')}":
             case "answer to initialize":
-                more = {} if process is None else {"subProcessId": process}
-                where = {"host": "127.0.0.1", "port": self.port}
-                self._send(conn, "attach", connect=where, subProcess=True, justMyCode=False, **more)
+                more = {} if self._process is None else {"subProcessId": self._process}
+                where = {"host": "127.0.0.1", "port": self._editor.port}
+                self._send("attach", connect=where, subProcess=True, justMyCode=False, **more)
             case "initialized":
-                at = {"source": {"path": str(self.script)}, "breakpoints": [{"line": 3}]}
-                self._send(conn, "setBreakpoints", **at)
-                self._send(conn, "configurationDone")
+                path = str(self._editor.script)
+                self._send("setBreakpoints", source={"path": path}, breakpoints=[{"line": 3}])
+                if self._process is not None:
+                    self._send("setExceptionBreakpoints", filters=["raised"])
+                self._send("configurationDone")
             case "debugpyAttach":
-                self.told["child"] += 1
-                self.attach(body["connect"]["port"], body["subProcessId"])
+                told["child"] += 1
+                self._editor.attach(body["connect"]["port"], body["subProcessId"])
             case "terminated":  # whoever is still connected keeps the debugger's own process
-                self._send(conn, "disconnect")
+                self._send("disconnect")
             case "stopped":
-                self.told["stop"] += 1
-                self._send(conn, "continue", threadId=body["threadId"])
+                self._why, self._thread = body["reason"], body["threadId"]
+                self._send("stackTrace", threadId=self._thread, levels=1)
+            case "answer to stackTrace":
+                self._stands(body["stackFrames"][0])
+            case "answer to evaluate":
+                told[f"{self._asked.pop(message['request_seq'])}: {body.get('result')}"] += 1
+                if not self._asked:
+                    goes = "next" if self._why == "breakpoint" else "continue"
+                    self._send(goes, threadId=self._thread)
 
-    @staticmethod
-    def _send(conn: socket.socket, command: str, **arguments: object) -> None:
-        data = {"seq": 1, "type": "request", "command": command, "arguments": arguments}
+    def _stands(self, frame: dict[str, Any]) -> None:
+        if frame["source"].get("path") != str(self._editor.script):
+            self._send("continue", threadId=self._thread)
+            return
+        self._editor.told[f"stopped: {self._why} at {frame['name']}:{frame['line']}"] += 1
+        for expression in EXPRESSIONS[self._why]:
+            sent = self._send("evaluate", expression=expression, frameId=frame["id"])
+            self._asked[sent] = expression
+        if not EXPRESSIONS[self._why]:
+            self._send("continue", threadId=self._thread)
+
+    def _send(self, command: str, **arguments: object) -> int:
+        self._seq += 1
+        data = {"seq": self._seq, "type": "request", "command": command, "arguments": arguments}
         text = json.dumps(data).encode()
-        conn.sendall(b"Content-Length: %d\r\n\r\n" % len(text) + text)
+        self._conn.sendall(b"Content-Length: %d\r\n\r\n" % len(text) + text)
+        return self._seq
 
     @staticmethod
     def _length(said: Any) -> int | None:
@@ -104,4 +162,4 @@ def test_each_rank_stops_at_its_breakpoint(world: World, launcher: str) -> None:
     launched = world.command((*listens, *words, str(script)), env={**COLD, **quiet})
     assert launched.wait() == 0, launched.stderr
     assert sorted(launched.stdout.splitlines()) == ["rank 0", "rank 1"]
-    assert editor.told == {"child": 2, "stop": 2}
+    assert editor.told == SESSION

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, hold
 from tests import needs
 from tests.accelerators.standins import gpu, nvml
 from tests.harness import LIMIT, World, await_true, ran, until_file
-from tests.snapshots.conftest import TRAIN, starts, told, until_printed
+from tests.snapshots.conftest import TRAIN, checkpoints, starts, told, until_printed
 
 LAST_CALL = ("--rdzv-conf", "last_call_timeout=1,heartbeat_timeout=60")
 
@@ -115,7 +116,8 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
         [sys.executable, "-m", "elasticrun", "logs", "tr", "-f"], env=person.environ
     )
     said = person.types("suspend", "tr")
-    assert "job tr is suspended at step" in said
+    (step,) = re.findall(r"job tr is suspended at step (\d+);", said)
+    assert int(step) == checkpoints(folder / "ckpt")[-1], "the step that was saved"
     reader.until_text("this waits for its next start")
     assert len(person.world.survivors()) == 1  # who reads
     before = person.row("tr")
@@ -132,11 +134,11 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     assert person.row("tr")["age"] > before["age"]
     heads = [line for line in person.types("logs", "tr", "--all").splitlines() if "==" in line]
     assert sum("attempt_0," in head for head in heads) == 2  # of each start
-    saved = max((folder / "ckpt").glob("step-*/.metadata"))
+    saved = checkpoints(folder / "ckpt")[-1]
     assert "the job ends: stopped by" in person.types("stop", "tr", "--wait")
     assert reader.wait() == 0
     person.world.nothing_left()
-    assert max((folder / "ckpt").glob("step-*/.metadata")) > saved  # it has saved first
+    assert checkpoints(folder / "ckpt")[-1] > saved  # it has saved first
 
     assert person.row("tr")["state"] == "stopped"
     said = person.types("status", "tr")

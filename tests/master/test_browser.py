@@ -35,6 +35,8 @@ for step in range(100_000):
     time.sleep(0.2)
 """
 
+LOADED = "performance.getEntriesByType('navigation')[0].loadEventEnd > 0"
+
 NARROW = {"width": 400, "height": 800}
 
 
@@ -62,7 +64,8 @@ def browser() -> Iterator[Any]:
 
 @asynccontextmanager
 async def visited(browser: Any, url: str, **context: Any) -> AsyncIterator[Any]:
-    """A tab at this address. In the end nothing was wrong, and nobody else was asked anything."""
+    """A tab at this address, whose load event has come, though the page listens on for events. In
+    the end nothing was wrong, and nobody else was asked anything."""
     tab = await browser.new_page(**context)
     tab.set_default_timeout(1000 * LIMIT)
     wrong: list[str] = []
@@ -70,8 +73,9 @@ async def visited(browser: Any, url: str, **context: Any) -> AsyncIterator[Any]:
     tab.on("console", lambda said: wrong.append(said.text))
     tab.on("pageerror", lambda error: wrong.append(str(error)))
     tab.on("request", lambda request: asked.append(request.url))
-    await tab.goto(url)
+    await tab.goto(url, wait_until="commit")
     await tab.locator(".node").first.wait_for()
+    await tab.wait_for_function(LOADED)
     yield tab
     await tab.close()
     assert not [one for one in wrong if "ERR_CONNECTION_REFUSED" not in one]

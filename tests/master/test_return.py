@@ -18,6 +18,7 @@ from inotify_simple import INotify, flags
 from elasticrun.system.processes import start_time
 from elasticrun.wire import user_folder as published
 from elasticrun.wire.user_folder import PREFIX
+from tests import needs
 from tests.certificates import Authority
 from tests.compat.live import agents, allreduce, finish, job
 from tests.further import cases, further
@@ -220,6 +221,21 @@ def test_one_that_stands_still_is_replaced(world: World, kind: str) -> None:
     assert said.count("a new one is started") == 1, said
     assert following.pid != master.pid
     assert (len(world.hub.peers), records_left(world)) == (4, [])
+
+
+def test_one_whose_cgroup_is_frozen_is_replaced(world: World) -> None:
+    """As one that a signal has stopped: SIGKILL ends it, frozen as it is."""
+    (launched,), peers = started(world, "standalone", code=IMPATIENT)
+    master = next_master(world)
+    with needs.freezer() as freeze:
+        freeze(master.pid)
+        following = next_master(world, master)
+        assert not await_exit([master.pid])
+    assert allreduce(world, peers) == [2, 2]
+    finish(peers)
+    assert launched.wait() == 0
+    assert "its cgroup is frozen, and is killed" in launched.stderr
+    assert (following.pid != master.pid, records_left(world)) == (True, [])
 
 
 def test_an_agent_that_stands_still_itself_replaces_none(world: World) -> None:

@@ -89,6 +89,7 @@ class Cluster:
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._slurmds: dict[str, subprocess.Popen[bytes]] = {}
         self._off: list[str] = []
+        self._drained = False
         self.lab = Lab(folder)
 
     def start(self) -> None:
@@ -218,6 +219,12 @@ class Cluster:
         if off:
             self.run("srun", f"-N{len(self.nodes)}", "true")
 
+    def drain(self, *, lift: bool) -> None:
+        """Let no further job begin on any machine; or let jobs begin again."""
+        state = ("State=RESUME",) if lift else ("State=DRAIN", "Reason=test")
+        self.run("scontrol", "update", f"NodeName={','.join(self.nodes)}", *state)
+        self._drained = not lift
+
     def empty_memory(self) -> list[str]:
         """Remove what is in the shared memory of all machines; what that was."""
         found = []
@@ -236,6 +243,8 @@ class Cluster:
         try:
             yield
         finally:
+            if self._drained:
+                self.drain(lift=True)
             if left := self.jobs():  # some may end by themselves meanwhile
                 self._short("scancel", "--signal=KILL", "--full", *left)
                 self._short("scancel", *left)

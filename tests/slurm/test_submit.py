@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from tests.further import further
 from tests.harness import await_true
 from tests.slurm.conftest import Slurm
-from tests.snapshots.conftest import TRAIN, starts, until_printed
+from tests.snapshots.conftest import TRAIN, checkpoints, starts, until_printed
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,7 @@ def until(slurm: Slurm, **values: object) -> None:
 )
 def test_a_job_from_submit_to_delete(slurm: Slurm, waits: bool) -> None:
     """Slurm lets a job that was requeued begin some 15 s later: the shorter test does not wait for
-    that, and cancels it in the queue."""
+    that, and cancels it in the queue, which no machine may leave meanwhile."""
     out = slurm.folder / "out"
     out.mkdir()
     program = [str(TRAIN), "--steps", "1000000000", "--every", "5", "--print-at", "5"]
@@ -73,9 +74,13 @@ def test_a_job_from_submit_to_delete(slurm: Slurm, waits: bool) -> None:
     assert "its allocation has 2 nodes, and Slurm adds none" in typed(slurm, "scale", "tr", "3")
     until(slurm, nodes=2)
 
-    assert "job tr is suspended at step" in typed(slurm, "suspend", "tr")
+    said = typed(slurm, "suspend", "tr")
+    (step,) = re.findall(r"job tr is suspended at step (\d+);", said)
+    assert int(step) == checkpoints(slurm.folder / "ckpt")[-1], "the step that was saved"
     assert row(slurm)["state"] == "suspended"
     lives = len(starts(out, 0))
+    if not waits:  # else it may begin before it is looked at
+        slurm.cluster.drain(lift=False)
     typed(slurm, "resume", "tr")
     if waits:
         await_true(lambda: len(starts(out, 0)) > lives, "another life")
@@ -85,6 +90,7 @@ def test_a_job_from_submit_to_delete(slurm: Slurm, waits: bool) -> None:
     else:
         assert row(slurm)["state"] == "submitted"
         assert "is cancelled" in typed(slurm, "stop", "tr")
+        slurm.cluster.drain(lift=True)
     until(slurm, state="stopped")
     run = row(slurm)["run"]
     typed(slurm, "delete", "tr")

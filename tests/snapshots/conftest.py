@@ -40,6 +40,12 @@ NOTICED = 10
 Job = Callable[..., ElasticJob]
 
 
+def checkpoints(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints that lie there."""
+    found = folder.glob("step-*/.metadata")
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
+
+
 @cache
 def undisturbed(mode: str, world: int, steps: int) -> tuple[str, ...]:
     """The fingerprints by rank of a run that nothing befell and that took no snapshot in memory."""
@@ -194,8 +200,7 @@ class Training:
 
     def checkpoints(self) -> list[int]:
         """Steps with a marker."""
-        found = self.ckpt.glob("step-*/.metadata")
-        return sorted(int(p.parent.name.removeprefix("step-")) for p in found)
+        return checkpoints(self.ckpt)
 
     def said(self, pattern: str) -> bool:
         """Whether any node has said so by now."""

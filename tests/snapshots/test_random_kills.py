@@ -15,7 +15,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import psutil
 import pytest
@@ -23,6 +23,7 @@ import pytest
 from elasticrun.shm.segment import Segment
 from elasticrun.testing import processes
 from elasticrun.testing.processes import Deadline, Waiter
+from tests import needs
 from tests.further import further
 from tests.harness import LIMIT, await_exit
 from tests.snapshots.conftest import Training, fork_server, saver
@@ -139,17 +140,22 @@ def test_killed_two_hundred_times(training: Training) -> None:
 
 
 @further("agent/snapshots/test_snapshots::test_a_saver_that_answers_no_ping_is_killed")
-def test_a_saver_that_stands_still_is_replaced(training: Training) -> None:
+@pytest.mark.parametrize("how", ["it stands still", "its cgroup is frozen"])
+def test_a_saver_that_stands_still_is_replaced(training: Training, how: str) -> None:
     """In the middle of a file: its agent kills it, and the next one writes a checkpoint."""
     jobs = Steadily(training)
     jobs.begin()
     jobs.trains()
     process = jobs.freeze_in_mid_persist()
     newest = max(training.checkpoints(), default=-1)
-    assert not await_exit([process.pid])
+    with ExitStack() as stack:
+        if "frozen" in how:
+            stack.enter_context(needs.freezer())(process.pid)
+            process.send_signal(signal.SIGCONT)
+        assert not await_exit([process.pid])
     jobs.await_checkpoint(newest)
     assert len({life.number for life in jobs.present()}) == 1  # training was not disturbed
-    assert training.said(r"the saver has not answered for 20 s: it stands still")
+    assert training.said(rf"the saver has not answered for 20 s: {how}")
     jobs.end()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from elasticrun.system import processes
@@ -104,21 +103,9 @@ def _being(pid: int, letter: str) -> Being:
     if letter == "T" and "TracerPid:\t0\n" not in processes.text_of(pid, "status"):
         return Being.TRACED
     being = _BEINGS.get(letter, Being.SLEEPS)
-    if being in (Being.SLEEPS, Being.DISK) and _is_frozen(pid):
+    if being in (Being.SLEEPS, Being.DISK) and processes.is_frozen(pid):
         return Being.FROZEN
     return being
-
-
-def _is_frozen(pid: int) -> bool:
-    """By the cgroup's own word; the processes of a frozen cgroup look as if they slept."""
-    where = processes.text_of(pid, "cgroup").splitlines()
-    path = next((line[3:] for line in where if line.startswith("0::")), "")
-    if path in ("", "/"):
-        return False
-    try:
-        return "frozen 1" in Path(f"/sys/fs/cgroup{path}/cgroup.events").read_text()
-    except OSError:
-        return False
 
 
 def _io(pid: int, file: str) -> int:
