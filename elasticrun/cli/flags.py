@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -279,6 +279,17 @@ class _Help(argparse.Action):
         parser.exit(0)
 
 
+class _Shells:
+    """Those that shtab completes for; looked up once the flag is given: its import takes long."""
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            import shtab
+        except ImportError:  # torch's, in this case
+            return iter(("bash", "zsh", "tcsh"))
+        return iter(shtab.SUPPORTED_SHELLS)
+
+
 class _PrintCompletion(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         try:
@@ -366,7 +377,8 @@ def add_group(
             # torch's parser leaves None for its own in the namespace
             none = flag.default if flag.origin == NEWER else argparse.SUPPRESS
             options |= {"action": special, "default": none}
-            options |= {"choices": flag.choices} if flag.choices else {"nargs": 0}
+            shells = {"choices": _Shells(), "metavar": flag.metavar}
+            options |= shells if flag.kind else {"nargs": 0}
         elif flag.kind is None:
             options |= {"action": Store, "nargs": 0, "const": True}
             options["default"] = _switch_default(parser, flag, environ)

@@ -362,7 +362,7 @@ def _time(asked: Asked, dest: str) -> float:
 def _choices(asked: Asked) -> None:
     """Words that a namespace of another maker may have wrong; argparse has checked its own."""
     for flag in table.FLAGS:
-        if flag.choices and flag.dest != "print_completion":
+        if flag.choices:
             value = asked.value(flag.dest)
             if value is not None and value not in flag.choices:
                 raise UsageError(f"{flag.name}={value}: use one of {', '.join(flag.choices)}")

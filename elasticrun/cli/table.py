@@ -358,8 +358,8 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
         _switch("--verbose", "With --dry-run: the settings that have their defaults, too.", OURS,
             env="", short="-v"),
         _switch("--version", "Print the version.", OURS, env=""),
-        _flag("--print-completion", _TEXT, "", None, "Print the completion script of a shell "
-            "(needs shtab).", NEWER, choices=("bash", "zsh", "tcsh"), env=""),
+        _flag("--print-completion", _TEXT, "SHELL", None, "Print the completion script of a shell "
+            "(needs shtab).", NEWER, env=""),
     ),
     "dlrover": (
         _switch("--auto-tunning", "Tune the data loader (nothing yet).", DLROVER),

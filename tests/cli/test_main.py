@@ -87,9 +87,10 @@ def test_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh", "fish"])
 def test_completion(shell: str, tmp_path: Path) -> None:
-    pytest.importorskip("shtab")
+    if shell not in pytest.importorskip("shtab").SUPPORTED_SHELLS:
+        pytest.skip(f"this shtab does not complete for {shell}")
     done = command("--print-completion", shell, cwd=tmp_path)
     assert done.returncode == 0
     for flag in ("rdzv-endpoint", "rdzv_endpoint", "restart-backoff"):
