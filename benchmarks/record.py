@@ -23,7 +23,7 @@ from simulator import DEFAULT_SPEC, NodeSetup, World
 from elasticrun.core.events import Tick
 from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
-from elasticrun.master.sqlite_store import SqliteStore
+from elasticrun.master.file_store import FileStore
 from elasticrun.wire.types import mint_nonce
 
 DAY = 24 * 3600.0
@@ -59,7 +59,7 @@ def live(days: float, nodes: int) -> list[Facts]:
 
 async def written(folder: Path, versions: list[Facts]) -> list[float]:
     """Milliseconds from each fact to the moment at which its order may leave."""
-    store = SqliteStore(folder)
+    store = FileStore(folder)
     await store.load()
     took = []
     for facts in versions:
@@ -75,7 +75,7 @@ async def written(folder: Path, versions: list[Facts]) -> list[float]:
 async def loaded(folder: Path) -> float:
     """Seconds until a master that comes back has its facts and its brain."""
     began = time.perf_counter()
-    store = SqliteStore(folder)
+    store = FileStore(folder)
     facts = await store.load()
     assert facts is not None
     Job(None, 0, mint_nonce, facts).step(Tick(), 1e6)

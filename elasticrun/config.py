@@ -423,7 +423,7 @@ class MasterConfig:
     linger: float = 5.0  # how long agents have to hear the outcome
     token: str = field(default="", repr=False)  # agents prove it; "": anyone may join
     tls: Tls | None = None
-    record_dir: str = ""  # folder of state.sqlite and trace, on a local disk; "": no record
+    record_dir: str = ""  # folder of record and trace, on a local disk; "": no record
     master_store: str = ""  # as in AgentConfig; the record is there then, the trace in record_dir
     advertise: str = ""  # host under which a master found by way of etcd is dialled
     holder: str = ""  # names the life of the agent that starts this master, in etcd's leader key

@@ -46,8 +46,8 @@ from elasticrun.config import (
     Tls,
 )
 from elasticrun.core.persisted import Facts
+from elasticrun.master.file_store import CRASH_WINDOW, MAX_CRASHES
 from elasticrun.master.records import StoreRefused
-from elasticrun.master.sqlite_store import CRASH_WINDOW, MAX_CRASHES
 from elasticrun.wire.rpc import etcd, protobuf
 from elasticrun.wire.rpc.etcd_place import Keys, Leader, leader_from_bytes, parse_place
 from elasticrun.wire.types import dumps, loads

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from elasticrun.config import EXIT_USAGE, MasterConfig
 from elasticrun.core.persisted import Facts
-from elasticrun.master.sqlite_store import SqliteStore
+from elasticrun.master.file_store import FileStore
 from elasticrun.system.sandbox import NoThread, start_thread
 from elasticrun.trace.writer import Life, TraceWriter
 from elasticrun.wire import env, user_folder
@@ -46,7 +46,7 @@ class StoreRefused(Exception):
 class FactStore(Protocol):
     """One job's durable record: what the loop needs of a disk or of etcd.
 
-    Two keep this promise: `sqlite_store.SqliteStore` (the master's own disk) and
+    Two keep this promise: `file_store.FileStore` (the master's own disk) and
     `etcd_store.EtcdStore` (a shared one, which also says who leads). The loop lets no order pass
     that a fact not yet `done` permits, and takes events in meanwhile.
     """
@@ -107,7 +107,7 @@ class Records:
 
             self.store = EtcdStore(config, port)
         elif self._folder is not None:
-            self.store = SqliteStore(self._folder)
+            self.store = FileStore(self._folder)
         if self.store is None:
             return None
         facts = await self.store.load()
@@ -145,7 +145,7 @@ class Records:
 
     async def distrust(self, why: str) -> None:
         """What was loaded cannot be used: begin an empty record."""
-        if isinstance(self.store, SqliteStore):
+        if isinstance(self.store, FileStore):
             self.store.set_aside(why)
         else:
             logger.warning("the record of this job is not used: %s", why)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -19,8 +20,8 @@ import pytest
 from elasticrun.config import MasterConfig
 from elasticrun.core.events import Heard, JobEffect, JobEvent, JobOver, Record, Tell
 from elasticrun.core.persisted import Facts, aged
-from elasticrun.master import records, sqlite_store
-from elasticrun.master.sqlite_store import SqliteStore
+from elasticrun.master import file_store, records
+from elasticrun.master.file_store import FileStore
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, dumps
 from tests import aio
@@ -33,8 +34,8 @@ JOIN = m.Join(Endpoint("127.0.0.1", 1))
 @pytest.fixture(autouse=True)
 def _a_patient_master(monkeypatch: pytest.MonkeyPatch) -> None:
     """No record is given up because this process, or its disk, stands still for a while."""
-    monkeypatch.setattr(sqlite_store, "LOAD_LIMIT", LIMIT)
-    monkeypatch.setattr(sqlite_store, "GIVEN_UP", LIMIT)
+    monkeypatch.setattr(file_store, "LOAD_LIMIT", LIMIT)
+    monkeypatch.setattr(file_store, "GIVEN_UP", LIMIT)
 
 
 class Held:
@@ -146,9 +147,9 @@ async def test_who_leads_no_more_says_nothing() -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened(folder: Path, now: float | None = None) -> AsyncIterator[SqliteStore]:
+async def opened(folder: Path, now: float | None = None) -> AsyncIterator[FileStore]:
     """A store on its folder; closed at the end."""
-    store = SqliteStore(folder, now=None if now is None else lambda: now)
+    store = FileStore(folder, now=None if now is None else lambda: now)
     try:
         yield store
     finally:
@@ -156,7 +157,7 @@ async def opened(folder: Path, now: float | None = None) -> AsyncIterator[Sqlite
         store._thread.join(LIMIT)  # a slow disk's last word may come after `close`
 
 
-async def _written(store: SqliteStore, what: Facts) -> None:
+async def _written(store: FileStore, what: Facts) -> None:
     done = asyncio.get_running_loop().create_future()
     store.write(what, lambda: done.set_result(None))
     async with asyncio.timeout(LIMIT):
@@ -199,14 +200,14 @@ async def test_facts_in_between_are_not_written_and_every_wait_ends(
 ) -> None:
     gate = threading.Event()
     saved: list[int] = []
-    save = sqlite_store._Disk.save
+    save = file_store._Disk.save
 
-    def slow(disk: sqlite_store._Disk, what: Facts) -> None:
+    def slow(disk: file_store._Disk, what: Facts) -> None:
         assert gate.wait(LIMIT)
         saved.append(what.number)
         save(disk, what)
 
-    monkeypatch.setattr(sqlite_store._Disk, "save", slow)
+    monkeypatch.setattr(file_store._Disk, "save", slow)
     async with opened(tmp_path) as store:
         await store.load()
         ended: list[int] = []
@@ -232,7 +233,7 @@ async def test_a_folder_that_is_gone_costs_one_line_and_the_record(
         await _written(store, facts(3))
     assert not folder.exists()
     assert caplog.text.count("has no record any more") == 1
-    assert "taken away" in caplog.text
+    assert "has been removed" in caplog.text
 
 
 async def test_a_full_disk_costs_the_record_and_leaves_no_stale_one(
@@ -241,30 +242,30 @@ async def test_a_full_disk_costs_the_record_and_leaves_no_stale_one(
     async with opened(tmp_path) as store:
         await store.load()
         await _written(store, facts(1))
-        store._disk._db.execute("PRAGMA max_page_count=1")
+        (tmp_path / "record.new").symlink_to("/dev/full")
         await _written(store, facts(2, nodes=1000))
         await _written(store, facts(3))  # nobody waits for a disk any more
     assert await _load(tmp_path) is None
-    assert (tmp_path / "state.sqlite.aside").exists()
-    assert caplog.text.count("has no record any more: database or disk is full") == 1
+    assert (tmp_path / "record.aside").exists()
+    assert caplog.text.count("has no record any more: [Errno 28] No space left on device") == 1
 
 
 async def test_a_disk_that_hangs_is_given_up_and_set_aside_when_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sqlite_store, "SLOW", 0.05)
-    monkeypatch.setattr(sqlite_store, "GIVEN_UP", 0.1)
+    monkeypatch.setattr(file_store, "SLOW", 0.05)
+    monkeypatch.setattr(file_store, "GIVEN_UP", 0.1)
     gate = threading.Event()
-    save = sqlite_store._Disk.save
+    save = file_store._Disk.save
 
-    def hangs(disk: sqlite_store._Disk, what: Facts) -> None:
+    def hangs(disk: file_store._Disk, what: Facts) -> None:
         assert gate.wait(LIMIT)
         save(disk, what)
 
     async with opened(tmp_path) as store:
         await store.load()
         await _written(store, facts(1))
-        monkeypatch.setattr(sqlite_store._Disk, "save", hangs)
+        monkeypatch.setattr(file_store._Disk, "save", hangs)
         await _written(store, facts(2))
         await _written(store, facts(3))
         gate.set()
@@ -274,40 +275,51 @@ async def test_a_disk_that_hangs_is_given_up_and_set_aside_when_it_answers(
 
 
 def _garbage(path: Path) -> None:
-    path.write_bytes(b"this is no database, and never was one" * 100)
+    path.write_bytes(b"this is no record, and never was one" * 100)
 
 
-def _torn(path: Path) -> None:
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flipped(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    data[100:3000] = os.urandom(2900)
+    data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
 
 
 def _newer(path: Path) -> None:
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version=99")
+    path.write_bytes(path.read_bytes().replace(b"elasticrun record 1 ", b"elasticrun record 99 "))
+
+
+def _checked(body: bytes) -> bytes:
+    return b"elasticrun record 1 %08x\n%s\n" % (zlib.crc32(body), body)
 
 
 def _other_facts(path: Path) -> None:
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("INSERT INTO facts VALUES ('favourite_colour', '\"green\"')")
+    content = json.loads(path.read_bytes().splitlines()[1])
+    content["facts"]["favourite_colour"] = "green"
+    path.write_bytes(_checked(json.dumps(content).encode()))
 
 
-def _nonsense(path: Path) -> None:
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("UPDATE facts SET value='[[' WHERE field='round'")
+def _deep(path: Path) -> None:
+    path.write_bytes(_checked(b"[" * 100_000))
 
 
-@pytest.mark.parametrize("spoil", [_garbage, _torn, _newer, _other_facts, _nonsense])
+@pytest.mark.parametrize("spoil", [_garbage, _empty, _cut, _flipped, _newer, _other_facts, _deep])
 async def test_a_record_that_cannot_be_used_is_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None]
 ) -> None:
     await _keep(tmp_path, facts(1))
-    spoil(tmp_path / "state.sqlite")
+    spoil(tmp_path / "record")
     async with opened(tmp_path) as store:
         assert await store.load() is None
         await _written(store, facts(2))
-    assert (tmp_path / "state.sqlite.aside").exists()
+    assert (tmp_path / "record.aside").exists()
     found = await _load(tmp_path)
     assert found.number == 2
     assert caplog.text.count("set aside") == 1
@@ -319,7 +331,7 @@ async def test_three_masters_that_fail_on_one_state_within_a_minute(
 ) -> None:
     await _keep(tmp_path, facts(4), now=1000.0)
     for crash in range(3):
-        store = SqliteStore(tmp_path, now=lambda crash=crash: 1000.0 + gap * crash)
+        store = FileStore(tmp_path, now=lambda crash=crash: 1000.0 + gap * crash)
         assert await store.load() is not None
         await store.crashed()
         store._thread.join(LIMIT)  # a slow disk's last word may come after `crashed`
@@ -350,13 +362,13 @@ from pathlib import Path
 from msgspec import structs
 from elasticrun.wire.types import loads
 from elasticrun.core.persisted import Facts
-from elasticrun.master import sqlite_store
-from elasticrun.master.sqlite_store import SqliteStore
+from elasticrun.master import file_store
+from elasticrun.master.file_store import FileStore
 
-sqlite_store.LOAD_LIMIT = sqlite_store.GIVEN_UP = float(sys.argv[2])
+file_store.LOAD_LIMIT = file_store.GIVEN_UP = float(sys.argv[2])
 
 async def main():
-    store = SqliteStore(Path(sys.argv[1]))
+    store = FileStore(Path(sys.argv[1]))
     made = loads(sys.stdin.read(), Facts)
     await store.load()
     for number in itertools.count(1):

@@ -45,10 +45,10 @@ UNHURRIED = f"""
 import sys
 
 if {{"elasticrun.master", "master"}} & set(sys.orig_argv):
-    from elasticrun.master import records, sqlite_store
+    from elasticrun.master import records, file_store
 
     records.FOLDER_LIMIT = records.TRACE_END = {LIMIT}
-    sqlite_store.LOAD_LIMIT = sqlite_store.GIVEN_UP = {LIMIT}
+    file_store.LOAD_LIMIT = file_store.GIVEN_UP = {LIMIT}
 """
 
 
@@ -372,10 +372,10 @@ DEADLY = """
 import os, sys
 
 if "elasticrun.master" in sys.orig_argv:
-    from elasticrun.master.sqlite_store import SqliteStore
+    from elasticrun.master.file_store import FileStore
 
     flag = os.environ["DEADLY_FLAG"]
-    write = SqliteStore.write
+    write = FileStore.write
 
     def die(facts):
         last = facts.round
@@ -393,7 +393,7 @@ if "elasticrun.master" in sys.orig_argv:
             die(facts)
         write(store, facts, lambda: (die(facts), done()))
 
-    SqliteStore.write = deadly
+    FileStore.write = deadly
 """
 
 
@@ -525,7 +525,7 @@ def test_a_master_by_hand_goes_on_where_it_was_and_remembers_the_end(world: Worl
     assert len(world.hub.peers) == 4
     master.signal(signal.SIGTERM)
     assert master.wait() == 128 + signal.SIGTERM
-    assert (folder / "state.sqlite").exists()
+    assert (folder / "record").exists()
     replayed = world.launch(ELASTICRUN, "replay", str(folder))
     assert replayed.wait() == 0, replayed.stdout
     assert "the job is over" in replayed.stdout

@@ -1,45 +1,48 @@
-"""The master's record on its own disk: `state.sqlite`, facts only, one row a field.
+"""The master's record on its own disk: one file with its facts, replaced as a whole.
 
 Loaded, never replayed (decision 012). Whatever is wrong with it costs the record, never the job: a
 file that is damaged, of another version, or on which masters keep failing is set aside under
 another name with one line, and the agents bring the round back.
 
 One thread does all that touches the disk. At most one write is on its way and one waits, the
-newest: facts are complete, so those in between are worth nothing. synchronous=NORMAL: a commit
-survives the death of the process without waiting for the disk; a power cut may lose the last ones,
-and then the agents report a higher round, which counts.
+newest: facts are complete, so those in between are worth nothing. Each version is written beside
+the last one, synchronized, and renamed over it: a crash or a power cut leaves one of the two whole.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import queue
-import sqlite3
 import time
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
-from msgspec import structs
+import msgspec
 
 from elasticrun.core.persisted import Facts, aged
 from elasticrun.system.processes import boot_id
 from elasticrun.system.sandbox import start_thread
-from elasticrun.wire.types import plain, typed
+from elasticrun.wire.types import dumps, loads
 
-FILE: Final = "state.sqlite"
-SCHEMA: Final = 1
-"""PRAGMA user_version of our tables; the file of another version is set aside."""
+FILE: Final = "record"
+"""A line with version and checksum, then a line of JSON."""
+
+VERSION: Final = 1
+"""Of the file's format; a file of another version is set aside."""
 
 ASIDE: Final = ".aside"
-"""Added to the name of a record that is set aside; only the last one is kept."""
+"""Suffix of a record that is set aside; only the last one is kept."""
+
+MAX_BYTES: Final = 64 * 1024 * 1024
+"""A record that is larger is damaged: that of 10,000 nodes has 2 MB."""
 
 MAX_CRASHES: Final = 3
 CRASH_WINDOW: Final = 60.0
@@ -54,15 +57,6 @@ GIVEN_UP: Final = 30.0
 LOAD_LIMIT: Final = 5.0
 """Seconds that opening and loading may take; agents wait for this master meanwhile."""
 
-WAL_BYTES: Final = 1024 * 1024
-"""The write-ahead log is cut back to this size at each checkpoint."""
-
-_TABLES: Final = """
-CREATE TABLE facts (field TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE crashes (boot TEXT NOT NULL, at REAL NOT NULL);
-"""
-_WRITTEN: Final = "written"  # the row that says when: [boot id, seconds since boot]
-
 logger = logging.getLogger("elasticrun")
 
 T = TypeVar("T")
@@ -72,7 +66,7 @@ class Damaged(Exception):
     """A record that cannot be loaded; the text says why."""
 
 
-class SqliteStore:
+class FileStore:
     """One job's record in one folder; a `FactStore`. To be made in a running loop."""
 
     def __init__(self, folder: Path, *, now: Callable[[], float] | None = None) -> None:
@@ -217,133 +211,137 @@ class SqliteStore:
 # ---------------------------------------------------------------- in the thread
 
 
+class _Content(msgspec.Struct, frozen=True):
+    """What the file holds."""
+
+    boot: str  # of the host when it was written
+    at: float  # then, in seconds since that boot
+    facts: Facts | None  # None: only crashes are known
+    crashes: tuple[float, ...] = ()  # in seconds since that boot: masters failed on these facts
+
+
 @dataclass
 class _Disk:
     """The file; every method blocks and belongs to the store's thread."""
 
     folder: Path
     now: Callable[[], float]
-    _db: sqlite3.Connection | None = None
-    _inode: int = 0
-    _rows: dict[str, Any] = field(default_factory=dict)  # as they stand in the file
+    _content: _Content | None = None  # as it stands in the file; None: it is not open
 
     @property
     def path(self) -> Path:
         return self.folder / FILE
 
     def open(self) -> Facts | None:
-        """The facts in the file, if there are any that can be used. OSError, sqlite3.Error."""
+        """The facts in the file, if there are any that can be used. OSError."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            return self._open()
-        except (Damaged, sqlite3.DatabaseError) as wrong:
-            if isinstance(wrong, sqlite3.OperationalError) and "malformed" not in str(wrong):
-                raise  # the disk, not the file
+            return self._load()
+        except Damaged as wrong:
             logger.warning("the record %s is set aside: %s", self.path, wrong)
             self.begin_anew()
             return None
 
     def begin_anew(self) -> None:
-        """Put the file out of the way and make an empty one."""
+        """Set the file aside and begin an empty record."""
         self.put_aside()
-        self._open()
+        self._content = _Content(boot_id(), self.now(), None)
 
     def put_aside(self) -> None:
-        """No later master may take what is here for true."""
+        """Rename the file, so that no later master takes its facts for current."""
         self.close()
-        # The file first: a log without it is dropped, but it would be read without its log.
+        with contextlib.suppress(OSError):
+            os.unlink(self._draft)
         try:
             os.replace(self.path, f"{self.path}{ASIDE}")
         except FileNotFoundError:
             pass
         except OSError as wrong:
             logger.warning("%s cannot be set aside: %s", self.path, wrong.strerror or wrong)
-        for log in (f"{self.path}-wal", f"{self.path}-shm"):
-            with contextlib.suppress(OSError):
-                os.unlink(log)
 
     def save(self, facts: Facts) -> None:
-        """Commit what has changed. OSError, sqlite3.Error."""
-        db = self._db
-        if db is None:
+        """Replace the file by these facts. OSError."""
+        if self._content is None:
             raise OSError("it is not open")
-        rows = structs.asdict(facts)
-        changed = [
-            (name, json.dumps(plain(value), separators=(",", ":")))
-            for name, value in rows.items()
-            if name not in self._rows or self._rows[name] != value
-        ]
-        changed.append((_WRITTEN, json.dumps([boot_id(), self.now()])))
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", changed)
-            db.execute("COMMIT")
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):
-                db.execute("ROLLBACK")
-            raise
-        self._rows = rows
-        if not self._is_ours():
-            raise OSError(f"{self.path} has been taken away")
+        crashes = self._recent(self._content)
+        self._write(_Content(boot_id(), self.now(), facts, crashes))
 
     def crashed(self) -> None:
-        """Count this master among those that failed on this state, and end."""
-        if self._db is not None:
-            self._db.execute("INSERT INTO crashes VALUES (?, ?)", (boot_id(), self.now()))
+        """Count this master among those that failed on this state, and end. OSError."""
+        if (content := self._content) is not None:
+            # `at` stays the moment of the facts, unless the host has been started anew since.
+            at = content.at if content.boot == boot_id() else self.now()
+            crashes = (*self._recent(content), self.now())
+            self._write(_Content(boot_id(), at, content.facts, crashes))
         self.close()
 
     def close(self) -> None:
-        """Let go of the file; harmless when it is not open."""
-        if self._db is not None:
-            db, self._db = self._db, None
-            self._rows = {}
-            with contextlib.suppress(sqlite3.Error):
-                db.close()
+        """End; harmless when it is not open."""
+        self._content = None
 
-    def _open(self) -> Facts | None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # SQLite gives its log and its index the mode of the file.
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        db = self._db = sqlite3.connect(
-            self.path, timeout=1.0, isolation_level=None, check_same_thread=False
-        )
-        self._inode = self.path.stat().st_ino
-        ((mode,),) = db.execute("PRAGMA journal_mode=WAL").fetchall()
-        if mode != "wal":
-            raise OSError(f"{self.folder} is on a file system without shared memory")
-        db.execute("PRAGMA synchronous=NORMAL")
-        db.execute(f"PRAGMA journal_size_limit={WAL_BYTES}")
-        ((version,),) = db.execute("PRAGMA user_version").fetchall()
-        if version == 0 and not db.execute("SELECT 1 FROM sqlite_master").fetchall():
-            db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={SCHEMA}; COMMIT;")
+    @property
+    def _draft(self) -> Path:
+        return self.path.with_suffix(".new")
+
+    def _write(self, content: _Content) -> None:
+        body = dumps(content).encode()
+        try:
+            with open(self._draft, "wb", opener=_private) as file:
+                file.write(b"elasticrun record %d %08x\n%s\n" % (VERSION, zlib.crc32(body), body))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(self._draft, self.path)
+            folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise OSError(f"{self.folder} has been removed") from None
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        self._content = content
+
+    def _load(self) -> Facts | None:
+        try:
+            with open(self.path, "rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except FileNotFoundError:
+            self._content = _Content(boot_id(), self.now(), None)
             return None
-        if version != SCHEMA:
-            raise Damaged(f"it is of version {version}, and this elasticrun writes {SCHEMA}")
-        return self._load(db)
-
-    def _load(self, db: sqlite3.Connection) -> Facts | None:
-        ((sound,),) = db.execute("PRAGMA quick_check(1)").fetchall()
-        if sound != "ok":
-            raise Damaged(f"it is damaged ({sound})")
-        window = (boot_id(), self.now() - CRASH_WINDOW)
-        count = "SELECT count(*) FROM crashes WHERE boot = ? AND at >= ?"
-        ((crashes,),) = db.execute(count, window).fetchall()
+        content = self._content = _parsed(data)
+        crashes = len(self._recent(content))
         if crashes >= MAX_CRASHES:
             raise Damaged(f"{crashes} masters have failed on it within {CRASH_WINDOW:g} s")
-        db.execute("DELETE FROM crashes WHERE boot != ? OR at < ?", window)
-        rows = dict(db.execute("SELECT field, value FROM facts").fetchall())
-        if not rows:
-            return None
-        try:
-            boot, at = json.loads(rows.pop(_WRITTEN, '["", 0.0]'))
-            facts: Facts = typed({name: json.loads(text) for name, text in rows.items()}, Facts)
-        except (ValueError, TypeError, RecursionError) as wrong:
-            raise Damaged(f"its facts are of another version ({wrong})") from None
-        return aged(facts, max(0.0, self.now() - at)) if boot == boot_id() else facts
+        facts = content.facts
+        if facts is None or content.boot != boot_id():
+            return facts
+        return aged(facts, max(0.0, self.now() - content.at))
 
-    def _is_ours(self) -> bool:
-        with contextlib.suppress(OSError):
-            return self.path.stat().st_ino == self._inode
-        return False
+    def _recent(self, content: _Content) -> tuple[float, ...]:
+        """The crashes that count. Clocks of another boot say nothing."""
+        if content.boot != boot_id():
+            return ()
+        return tuple(at for at in content.crashes if at >= self.now() - CRASH_WINDOW)
+
+
+def _parsed(data: bytes) -> _Content:
+    """Raises Damaged."""
+    head, _, body = data.partition(b"\n")
+    words = head.split(b" ")
+    if words[:2] != [b"elasticrun", b"record"] or len(words) != 4 or len(data) > MAX_BYTES:
+        raise Damaged("it is damaged (it has no header)")
+    if words[2] != b"%d" % VERSION:
+        version = words[2].decode(errors="replace")
+        raise Damaged(f"it is of version {version}, and this elasticrun writes {VERSION}")
+    if words[3] != b"%08x" % zlib.crc32(body.removesuffix(b"\n")):
+        raise Damaged("it is damaged (its checksum differs)")
+    try:
+        return loads(body, _Content)
+    except (ValueError, TypeError) as wrong:
+        raise Damaged(f"its facts are of another version ({wrong})") from None
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _since_boot() -> float:
