@@ -291,13 +291,8 @@ class _Disk:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(self._draft, self.path)
-            folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             raise OSError(f"{self.folder} has been removed") from None
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
         self._content = content
 
     def _load(self) -> Facts | None:

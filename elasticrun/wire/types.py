@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
+from itertools import repeat
 from typing import Annotated, Any, Final, TypeVar
 
 INT32: Final = 2**31 - 1
@@ -390,7 +391,11 @@ def typed(value: Any, kind: Any, where: str = "", *, strict: bool = False) -> An
             with contextlib.suppress(ValueError):
                 return typed(value, each, where, strict=strict)
     elif origin is tuple and isinstance(value, list):
-        return tuple(_item(item, inner[0], where, strict) for item in value)
+        if inner[1:] == (...,):
+            return tuple(_item(item, inner[0], where, strict) for item in value)
+        if len(value) != len(inner):
+            raise ValueError(f"{where} has {len(value)} entries where {len(inner)} are wanted")
+        return tuple(map(_item, value, inner, repeat(where), repeat(strict)))
     elif origin is dict and isinstance(value, dict):
         return {
             _key(key, inner[0], where, strict): _item(item, inner[1], where, strict)

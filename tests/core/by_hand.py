@@ -12,7 +12,7 @@ from elasticrun.core.persisted import Facts
 from elasticrun.core.worker.group import WorkerGroup
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName, dumps, loads
 from tests.master import people
 from tests.simulator.script import DEFAULT_SPEC
 
@@ -43,7 +43,7 @@ class Master:
         self.effects = self.job.step(event, self.now)
         for effect in self.effects:
             if isinstance(effect, fx.Record):
-                self.facts = effect.facts
+                self.facts = loads(dumps(effect.facts), Facts)  # as a record has them
             elif isinstance(effect, fx.Tell):
                 for session in effect.sessions:
                     self.told[session].append(effect.order)

@@ -14,7 +14,7 @@ from elasticrun.core.events import JobEffect, JobEvent, JobOver
 from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import JobSpec, Order
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import RoundName, dumps, loads
 from tests.simulator.clock import Clock
 from tests.simulator.hangs import Insides
 from tests.simulator.master import Master, act_name
@@ -170,8 +170,9 @@ class World:
         return True
 
     def recorded(self, facts: Facts) -> None:
-        """A record is durable."""
-        self.durable = facts
+        """A record is durable: what its successor loads are the facts as the record has them."""
+        self.durable = loads(dumps(facts), Facts)
+        assert self.durable == facts
         if self.records is not None:
             self.records.append(facts)
         if self.on_record is not None:

@@ -99,6 +99,8 @@ def _value(kind: Any, where: str, *, least: bool) -> Any:
         needed = name in ("contents", "ranks")
         if least and not needed:
             return ()
+        if inner[1:] != (...,):
+            return tuple(_value(each, where, least=least) for each in inner)
         first = _value(inner[0], where, least=least)
         return (1, 3) if inner[0] is int else (first, first)
     if origin is dict:

@@ -51,7 +51,7 @@ def test_what_is_recorded_and_before_what() -> None:
     name = master.facts.round.name  # type: ignore[union-attr]
     master.hear(1, m.Finished(name))
     over = kinds(master.feed(fx.Heard(2, m.Finished(name))))
-    assert over == ["Record", "End"]
+    assert over == ["Recovery", "Record", "End"], "no fact depends on the figures of an incident"
     assert master.facts.outcome == m.End(0, "every rank ended with 0", ())
 
 
