@@ -119,8 +119,7 @@ class Checkpointer:
     anyway (DDP) is not copied. It takes two slots more on each node, and a snapshot is only
     followed by others once it was copied (`slots`: 3). `rng`: the random states are part of a
     snapshot. `weights_only`: nothing but plain values, tensors and what torch.serialization's
-    add_safe_globals has named is made of the bytes of snapshots and checkpoints. `every`,
-    `persist_every`: old names, which took steps as int and seconds as float."""
+    add_safe_globals has named is made of the bytes of snapshots and checkpoints."""
 
     def __init__(
         self,
@@ -138,19 +137,15 @@ class Checkpointer:
         replicas: int = 0,
         rng: bool = True,
         weights_only: bool = True,
-        every: Any = ...,
-        persist_every: Any = ...,
         **state: Any,
     ) -> None:
         """ValueError for what cannot be, and for an option that there is not. ConflictError where
         this process has a Checkpointer of another state already."""
         _refuse_what_is_no_state(state)
-        pace = chosen("every", every_steps, every_seconds, every)
-        said = persist_every_steps is not None or persist_every is not ...
-        if said and persist_every_seconds == PERSIST_EVERY:  # the default gives way
-            persist_every_seconds = None
-        name = "persist_every"
-        persists = chosen(name, persist_every_steps, persist_every_seconds, persist_every)
+        pace = chosen("every", every_steps, every_seconds)
+        if persist_every_steps is not None and persist_every_seconds == PERSIST_EVERY:
+            persist_every_seconds = None  # the default gives way
+        persists = chosen("persist_every", persist_every_steps, persist_every_seconds)
         flags = {"verify": verify, "strict_save": strict_save, "rng": rng}
         _check(keep, slots, on_busy, replicas, {**flags, "weights_only": weights_only})
         if not state:
@@ -486,12 +481,12 @@ def _refuse_what_is_no_state(given: Mapping[str, Any]) -> None:
         if not why:
             continue
         parameters = inspect.signature(Checkpointer).parameters.values()
-        old = ("every", "persist_every")
-        named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in old]
-        near = difflib.get_close_matches(name, named, n=1)
-        if near:
+        named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        near = [one for one in named if one.startswith(f"{name}_")]
+        if near := near or difflib.get_close_matches(name, named, n=1):
             raise StateError(
-                f"Checkpointer has no option {name} ({value!r:.100}): did you mean {near[0]}?"
+                f"Checkpointer has no option {name} ({value!r:.100}): did you mean "
+                f"{' or '.join(near)}?"
             )
         raise StateError(f"{name} {why}")
 

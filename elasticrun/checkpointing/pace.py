@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, SupportsIndex
+from typing import Final, Literal, Protocol, SupportsIndex
 
 AUTO: Final = "auto"
 Every = Literal["auto"] | int | float
@@ -41,15 +40,9 @@ class Due:
     persist: bool
 
 
-def chosen(
-    name: str, steps: int | None, seconds: float | None, old: object = ...
-) -> int | float | None:
+def chosen(name: str, steps: int | None, seconds: float | None) -> int | float | None:
     """What the options `{name}_steps` and `{name}_seconds` come to: steps (int) or seconds (float),
-    None for neither. `old`: what `{name}` had when one number meant both; it warns. ValueError."""
-    if old is not ... and (steps is not None or seconds is not None):
-        raise ValueError(f"{name} is the old name of {name}_steps and {name}_seconds: leave it out")
-    if old is not ...:
-        steps, seconds = _of_old(name, old)
+    None for neither. ValueError."""
     if steps is not None and seconds is not None:
         raise ValueError(f"give one of {name}_steps and {name}_seconds, not both")
     if steps is not None:
@@ -62,22 +55,6 @@ def chosen(
             raise ValueError(f"{name}_seconds is {seconds!r}; it is a number above 0")
         return float(seconds)
     return None
-
-
-def _of_old(name: str, old: Any) -> tuple[int | None, float | None]:
-    """Steps and seconds, as an option meant them that took both."""
-    if isinstance(old, bool) or not (old is None or old == AUTO or isinstance(old, int | float)):
-        raise ValueError(f"{name} is {old!r}; say {name}_steps or {name}_seconds, with a number")
-    unit = "seconds" if isinstance(old, float) or old is None else "steps"
-    say = f"say {name}_{unit}={old!r}" if old != AUTO else "leave it out"
-    warnings.warn(
-        f"elasticrun: {name}={old!r} does not tell whether it means steps or seconds: {say}",
-        FutureWarning,
-        stacklevel=4,
-    )
-    if old is None or old == AUTO:
-        return None, None
-    return (None, old) if isinstance(old, float) else (old, None)
 
 
 class Pace:
