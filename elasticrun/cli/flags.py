@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from elasticrun.core.words import nearest
 
@@ -134,6 +134,18 @@ class Described(Exception):
         self.parser = parser
 
 
+ELSEWHERE: Final = {
+    **dict.fromkeys(("-n", "-np", "--np", "--gpus", "--num-gpus"), "--nproc-per-node"),
+    **dict.fromkeys(("--num-processes", "--world-size"), "--nproc-per-node"),
+    **dict.fromkeys(("--num-machines", "--nodes", "--num-nodes"), "--nnodes"),
+    "--machine-rank": "--node-rank",
+    **dict.fromkeys(("--main-process-ip", "--master"), "--master-addr"),
+    "--main-process-port": "--master-port",
+    "--restarts": "--max-restarts",
+}
+"""Flags of accelerate, DeepSpeed and mpirun, and what they are called here."""
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one sentence, and in which only torchrun's flags may be
     abbreviated: what torchrun resolves means the same here whatever flags we add."""
@@ -154,7 +166,9 @@ class Parser(argparse.ArgumentParser):
         found, extra = self.parse_known_args(args, namespace)
         if extra:
             names = [name for name in self._option_string_actions if "_" not in name]
-            hint = nearest(extra[0].partition("=")[0].replace("_", "-"), names)
+            typed = extra[0].partition("=")[0].replace("_", "-")
+            known = ELSEWHERE.get(typed, "")
+            hint = f"; did you mean {known}?" if known in names else nearest(typed, names)
             self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
         return found
 

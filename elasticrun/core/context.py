@@ -39,6 +39,7 @@ class JobContext:
         self.incidents = 0  # the number of the last one
         self.stood: defaultdict[Cause, float] = defaultdict(float)
         """Seconds without training, by cause of the incidents that are over."""
+        self.hung = 0.0  # seconds of hangs that stand in incidents
         self.newest = -1  # step that ranks of a round that is over had come to; -1: not known
         self.round: Round | None = None  # the last one that was formed or adopted
         self.dumps = 0  # as in the facts

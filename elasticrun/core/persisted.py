@@ -138,6 +138,7 @@ class LedgerFacts(Struct, frozen=True):
     saves: int = 0  # that a rank made, in all
     nodes: tuple[LedgerNode, ...] = ()
     stood: tuple[tuple[Cause, float], ...] = ()  # seconds without training, by cause of incidents
+    hung: float = 0.0  # seconds of hangs in these
     age: float = 0.0  # seconds for which this has lain in the record
 
 

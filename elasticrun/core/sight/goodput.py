@@ -27,7 +27,6 @@ WORDS = {
     "node_lost": "node lost",
     "node_slow": "node slow",
     "rank_failed": "rank failure",
-    "hang": "restart after a hang",
     "preempted": "preemption",
     "scaled": "change of size",
 }
@@ -42,8 +41,11 @@ PLANNED = ("scaled", "operator")
 PLACE_LIMIT = 300 * MICROS
 """Microseconds for which a rank that is idle is left as it is even by --on-hang=restart."""
 
+STANDS = "standing still in a hang"
+"""Without those that stand in incidents."""
+
 KINDS = (
-    ("hang", "standing still in a hang"),
+    ("hang", STANDS),
     ("save", "checkpoints"),
     ("wait", "waits for one rank"),
     ("slow", "slow nodes"),
@@ -69,6 +71,7 @@ class Account:
     ended: bool = False  # the job, by the last of `ends`: no round came after it
     stood: Mapping[str, float] = field(default_factory=dict)
     """Seconds without training, by cause, as incidents count them."""
+    hung: float = 0.0  # of these, in hangs
 
     def of(self, *categories: str) -> int:
         """Slot-microseconds in these."""
@@ -126,7 +129,7 @@ def _lost(found: Account, price: float) -> Iterator[str]:
         by_cost = sorted(down.items(), key=lambda one: (-one[1], one[0]))
         each = ", ".join(f"{_named(found, cause)} {span(spent)}" for cause, spent in by_cost)
         again = [some(ends - found.ended, "interruption")] if ends > found.ended else []
-        which = " and ".join([*again, *(["the end"] if found.ended else [])])
+        which = " and ".join([*again, *(["the end"] if found.ended or not again else [])])
         cost = f"{which} cost {span(sum(down.values()))}"
         yield f"{cost} ({each})" if each else cost
     if steps := sum(one.steps for one in found.ends):
@@ -135,6 +138,8 @@ def _lost(found: Account, price: float) -> Iterator[str]:
     for (_, cause), micros in _dearest(found, "wait"):
         spent[f"waits for {cause}"] = micros
         spent["waits for one rank"] -= micros
+    hung = round(found.hung * MICROS * found.total / found.wall)  # is told as an interruption
+    spent[STANDS] = max(0, spent[STANDS] - hung)
     spent["first restore"] = found.book.get(("restore", ""), 0)
     for word, micros in spent.items():
         if micros * found.wall >= SHORT * found.total:

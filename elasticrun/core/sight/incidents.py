@@ -237,6 +237,7 @@ class Incidents:
         now = ctx.now
         assert round_ is not None
         ctx.incidents += 1
+        ctx.hung += stood.quiet
         culprit = origin_of(ctx, reason)
         self._open = one = _Open(
             number=ctx.incidents,

@@ -396,6 +396,7 @@ class SlotLedger:
             lines=tuple(sorted(lines, key=lambda line: (line.category, line.cause))),
             ends=tuple(self._ends.values()),
             stood=tuple(self._ctx.stood.items()),
+            hung=self._ctx.hung,
             wall=self._wall,
             cause=self.cause,
             newest=self._newest,
@@ -417,6 +418,7 @@ class SlotLedger:
                 self._total += line.slots * passed
         self._ends = {one.cause: one for one in facts.ends}
         self._ctx.stood.update(facts.stood)
+        self._ctx.hung = facts.hung
         self._wall = facts.wall + (0 if self._over else passed)
         self.cause, self._newest, self._done = facts.cause, facts.newest, facts.done
         self._trained, self._saves = facts.trained, facts.saves
@@ -447,7 +449,7 @@ class SlotLedger:
         sums, total = self.sums()
         ends, tells = tuple(self._ends.values()), self._newest >= 0
         ended = self._ctx.outcome is not None and bool(self._ctx.round.why_stopped and ends)
-        told = (ends, self._saves, tells, tuple(self._ctx.backs), ended, stood)
+        told = (ends, self._saves, tells, tuple(self._ctx.backs), ended, stood, self._ctx.hung)
         found = Account(sums, total, self._wall, self._trained, *told)
         return goodput(found, self._ctx.spec)
 

@@ -158,6 +158,9 @@ def test_what_ends_a_round_that_hangs_keeps_the_hang_and_its_stacks(verb: str) -
     assert row.slot_seconds > 60.0
     assert row.stacks
     assert "- **Hang before it**: strong: rank 3" in report.page(row)
+    line = master.job.goodput().line
+    assert f"{'the end' if verb == 'stop' else '1 interruption'} cost " in line
+    assert "in a hang" not in line, "what an incident has is not told again"
 
 
 def test_a_lost_node_counts_from_its_last_word() -> None:
