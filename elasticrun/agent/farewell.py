@@ -184,7 +184,7 @@ async def tell(
             writer.write(child_failed(config.entry.target, outcome.failures, root) + "\n")
         if outcome.reason:
             logger.error("%s", directed(outcome.reason))
-        if outcome.code == EXIT_FINAL:
+        if outcome.code == EXIT_FINAL and root.kind is not FailureKind.FINAL:  # who says so itself
             logger.error("exit code 93: running it again cannot help")
         by_default = not (config.called or config.spec.max_restarts)
         if by_default and outcome.code == EXIT_FAILED and "max_restarts" not in config.sources:
