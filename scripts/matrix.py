@@ -24,16 +24,16 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SNAPSHOTS = "tests/e2e/test_examples_snapshots.py::"
 KILLED = SNAPSHOTS + "test_a_killed_rank_costs_no_bit_of_the_result"
+HOOKED = "tests/sight/test_hangs.py::test_a_hang_of_a_backend_that_does_not_record_itself_is_named"
 CELLS = {
     "launcher": ["tests/e2e/test_surroundings.py::test_two_jobs_on_one_host"],
     "flags": ["tests/compat/test_flags.py"],
-    "hang": [
+    "hang (gloo)": [
         "tests/sight/test_hangs.py::test_a_hang_is_named[other]",
         "tests/monitor/test_recorder.py::test_a_real_group_of_gloo_alone",
     ],
-    "hang, hooked": [
-        "tests/sight/test_hangs.py::"
-        "test_a_hang_of_a_backend_that_does_not_record_itself_is_named[other]",
+    "hang (hooked)": [
+        *(HOOKED + f"[{fault}]" for fault in ("other", "order", "sleep")),
         "tests/monitor/test_recorder.py::test_a_real_backend_that_does_not_record_itself",
     ],
     "warm": [

@@ -110,7 +110,8 @@ def test_other_builds(text: str | None, build: Build, tmp_path: Path) -> None:
 
 
 def test_installed_distributions() -> None:
-    assert installed("torch") == torch.__version__
+    # the package index's build leaves out of this what it was built for ("+cu130")
+    assert installed("torch") in (torch.__version__, torch.__version__.partition("+")[0])
     assert installed("no-such-distribution") == ""
 
 

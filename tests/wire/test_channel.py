@@ -455,7 +455,7 @@ async def test_a_server_that_is_no_master_is_named_so() -> None:
 def test_importing_grpc_leaves_no_trace_and_says_nothing() -> None:
     """Neither in the environment, which ranks inherit, nor on the terminal."""
     code = """
-import asyncio, os, sys
+import asyncio, os, sys, warnings
 before = dict(os.environ)
 from elasticrun.wire.rpc import channel as c
 assert dict(os.environ) == before, set(os.environ) ^ set(before)
@@ -470,7 +470,10 @@ async def main():
     except c.ListenError:
         pass
     os.waitpid(os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", ""], os.environ), 0)
-    if os.fork() == 0:
+    with warnings.catch_warnings():  # Python's own, of grpc's threads, since 3.12
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
         os._exit(0)
     os.wait()
     await server.stop(0)
