@@ -74,13 +74,16 @@ def test_a_planted_slowness_makes_the_own_part_longer(world: World, listener: Li
         (
             "'x'",  # once; there is nobody else who could tell the script
             [
-                "<string>:4: UserWarning: elasticrun: progress() is given 'x' (a str): it takes "
-                "the number of the step, and tells the job nothing until it gets one"
+                "tells.py:4: UserWarning: elasticrun: progress() is given 'x' (a str): it takes "
+                "the number of the step, and tells the job nothing until it gets one",
+                "  progress('x'); progress('x')",
             ],
         ),
     ],
 )
-def test_without_an_agent_nothing_is_done_and_nothing_imported(step: str, told: list[str]) -> None:
+def test_without_an_agent_nothing_is_done_and_nothing_imported(
+    step: str, told: list[str], tmp_path: Path
+) -> None:
     code = (
         "import os, sys; before = dict(os.environ)\n"
         "from elasticrun.training import progress\n"
@@ -88,9 +91,11 @@ def test_without_an_agent_nothing_is_done_and_nothing_imported(step: str, told: 
         "assert dict(os.environ) == before\n"
         "assert not {'torch', 'grpc', 'asyncio', 'threading'} & (set(sys.modules) - early)\n"
     )
-    code = "import sys; early = set(sys.modules)\n" + code
-    done = program("-c", code, env=clean_environment())
-    assert (done.returncode, done.stderr.splitlines()) == (0, told)
+    tells = tmp_path / "tells.py"
+    tells.write_text("import sys; early = set(sys.modules)\n" + code)
+    done = program(str(tells), env=clean_environment())
+    said = done.stderr.replace(f"{tmp_path}/", "").splitlines()
+    assert (done.returncode, said) == (0, told)
 
 
 def test_metrics_of_the_first_rank_are_rows(
