@@ -241,9 +241,9 @@ def name_speaker(who: str) -> None:
         handler.formatter.who = who
 
 
-def last_word(sentence: str) -> None:
+def last_word(sentence: str, at: int = logging.ERROR) -> None:
     """A line that is written whatever LOGLEVEL says: why this process ends."""
-    handler, at = _handler(), logging.ERROR
+    handler = _handler()
     if handler is not None:
         handler.handle(logger.makeRecord(logger.name, at, __file__, 0, sentence, (), None))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -25,7 +26,7 @@ from elasticrun.agent.workers.exits import signal_name, write_own, write_own_wor
 from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_OK, EXIT_SAVED, AgentConfig
 from elasticrun.core.events import Exit
 from elasticrun.core.rounds.failures import HAD_ENDED, is_alike
-from elasticrun.operator_log import StderrWriter, last_word, logger
+from elasticrun.operator_log import NOTICE, StderrWriter, last_word, logger
 from elasticrun.system.sweep import end_at_once
 from elasticrun.wire import env
 from elasticrun.wire.messages import Failure, FailureKind, Start
@@ -190,7 +191,8 @@ async def tell(
         if by_default and outcome.code == EXIT_FAILED and "max_restarts" not in config.sources:
             logger.error("%s", HOW_TO_RESTART)
     elif not config.called:
-        last_word(sentence(outcome, folder))
+        fine = outcome.code == EXIT_SAVED
+        last_word(sentence(outcome, folder), NOTICE if fine else logging.ERROR)
     await in_thread(lambda: writer.flush(limit), name="flush")
 
 

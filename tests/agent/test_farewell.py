@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,10 @@ from elasticrun.agent import farewell
 from elasticrun.agent.farewell import Clearing, child_failed, format_failures
 from elasticrun.agent.logs.output import RankOutput
 from elasticrun.agent.workers.exits import describe
-from elasticrun.config import LogPlan
+from elasticrun.config import EXIT_FAILED, EXIT_SAVED, LogPlan
+from elasticrun.core.events import Exit
 from elasticrun.master.main import _anyway
+from elasticrun.operator_log import NOTICE
 from elasticrun.wire.messages import Failure, FailureKind
 
 
@@ -210,3 +214,15 @@ def test_ranks_that_failed_alike_are_one_line() -> None:
     mixed = format_failures("a.py", [other, alike[1], root], root)
     assert "OSError: another" in mixed
     assert "  rank 1: same exception as the root cause\n" in mixed
+
+
+@pytest.mark.parametrize(("code", "level"), [(EXIT_SAVED, NOTICE), (EXIT_FAILED, logging.ERROR)])
+async def test_an_end_that_has_saved_is_no_error(code: int, level: int, monkeypatch) -> None:
+    """It has the colour of the story, not of an error."""
+    said: list[tuple[str, int]] = []
+    monkeypatch.setattr(farewell, "last_word", lambda text, at: said.append((text, at)))
+    config = SimpleNamespace(called=False)
+    writer = SimpleNamespace(flush=lambda limit: True)
+    outcome = Exit(code, "received SIGINT", (), 2, 7)
+    await farewell.tell(config, outcome, writer, 1.0, ran=True)
+    assert said == [(farewell.sentence(outcome), level)]
