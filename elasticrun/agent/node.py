@@ -306,6 +306,8 @@ class NodeAgent:
         if isinstance(event, fx.LinkBack) and not self._brain.is_parked:  # held comes before said
             self._snapshots.attached()
             self._sight.again()
+            if self._brain.status().state is State.RUNNING:
+                self._story.linked_again()
         if isinstance(event, fx.Ordered) and isinstance(event.order, m.Inspect):
             self._sight.obey(event.order)
             return

@@ -106,6 +106,13 @@ class Story:
                 parts.append(f"{some(order.repeated, 'step')} repeated")
             self._say(", ".join(parts))
 
+    def linked_again(self) -> None:
+        """The ranks run, and a master is there again: another one cannot tell for how long training
+        stood still, so what the restart cost is told without that."""
+        if self._words and not self._runs:
+            self._runs = True
+            self._say(f"restarted{self._words}")
+
     def resumed(self, step: int, source: str) -> None:
         """A rank goes on from this step; the first one counts."""
         if self._resumed or (source == NOTHING and not self._again):

@@ -108,6 +108,18 @@ def test_a_rank_that_goes_on_after_the_master_has_heard_of_a_first_step() -> Non
     assert told.lines[1:] == ["first step after 1.20 s, 5 steps repeated", "resumed at step 1200"]
 
 
+def test_a_restart_whose_master_dies_is_told_without_figures() -> None:
+    """The next master has not seen its beginning."""
+    told = Told()
+    told.story.linked_again()
+    again = after(FIRST, restart_count=1, why=BAD_LUCK)
+    told.lines.clear()
+    told.story.starts(again)
+    told.story.linked_again()
+    told.story.linked_again()
+    assert told.lines == [f"restarted: restart 1 of 3 ({BAD_LUCK})"]
+
+
 def test_ranks_that_die_before_they_train_have_no_first_step() -> None:
     again = after(FIRST, restart_count=1, why="rank 0: exit code 7")
     told = Told()
