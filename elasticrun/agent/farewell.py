@@ -25,8 +25,10 @@ from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.exits import signal_name, write_own, write_own_words
 from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_OK, EXIT_SAVED, AgentConfig
 from elasticrun.core.events import Exit
-from elasticrun.core.rounds.failures import HAD_ENDED, is_alike
+from elasticrun.core.reasons import code as code_of_reason, out_of_reach
+from elasticrun.core.rounds.failures import ended_before, is_alike, what_happened
 from elasticrun.operator_log import NOTICE, StderrWriter, last_word, logger
+from elasticrun.runs.last_word import LastWord, leave
 from elasticrun.system.sweep import end_at_once
 from elasticrun.wire import env
 from elasticrun.wire.messages import Failure, FailureKind, Start
@@ -124,9 +126,11 @@ def _block(index: int, failure: Failure) -> str:
         signal_text = ""
     when = failure.time_us // 1_000_000 or int(time.time())  # a hang, which has none, ends now
     at = datetime.fromtimestamp(when)  # noqa: DTZ006 (for people here)
-    who, ended, _ = failure.message.partition(HAD_ENDED)
-    before = f"{who} had ended with 0 before this:\n  " if ended and failure.traceback else ""
-    text = before + failure.traceback.replace("\n", "\n  ") or failure.message
+    if who := ended_before(failure):
+        who += " had ended with 0 before"
+    before = f"{who} this:\n  " if who and failure.traceback else ""
+    said = f"{who}; {failure.message}" if who else failure.message
+    text = before + failure.traceback.replace("\n", "\n  ") or said
     return "\n".join(
         (
             f"[{index}]:",
@@ -179,12 +183,13 @@ async def tell(
         return
     with contextlib.suppress(TimeoutError, OSError):
         await in_thread(lambda: _error_file(outcome), limit=FILE_LIMIT, name="own-error-file")
+        await in_thread(lambda: leave(word_of(outcome)), limit=FILE_LIMIT, name="last-word")
     if outcome.failures:
         root = outcome.failures[0]
         if not config.called:
             writer.write(child_failed(config.entry.target, outcome.failures, root) + "\n")
         if outcome.reason:
-            logger.error("%s", directed(outcome.reason))
+            logger.error("%s", directed(outcome.reason, out_of_reach(outcome.why)))
         if outcome.code == EXIT_FINAL and root.kind is not FailureKind.FINAL:  # who says so itself
             logger.error("exit code 93: running it again cannot help")
         by_default = not (config.called or config.spec.max_restarts)
@@ -207,7 +212,20 @@ def sentence(outcome: Exit, folder: str = "") -> str:
         step = f"step {outcome.saved}" if outcome.saved >= 0 else "the last step"
         where = f" in {folder}" if folder else ""
         return f"{ended}; {step} is saved{where}: run the same command again to continue from it"
-    return directed(outcome.reason) or f"ended with exit code {outcome.code}"
+    said = directed(outcome.reason, out_of_reach(outcome.why))
+    return said or f"ended with exit code {outcome.code}"
+
+
+def word_of(outcome: Exit) -> LastWord:
+    """The same for programs."""
+    code = code_of_reason(outcome.why)
+    if not outcome.failures:
+        return LastWord(sentence(outcome), reason=code)
+    root = outcome.failures[0]
+    own = next(filter(str.strip, reversed(root.traceback.splitlines())), "") or root.message
+    said = own.strip() or what_happened(root)
+    text = f"rank {root.rank} on {root.host}: {said}"
+    return LastWord(text, root.rank, root.host, code)
 
 
 def _error_file(outcome: Exit) -> None:

@@ -27,6 +27,7 @@ from elasticrun.agent.boot import Reaper, SpawnerProcess, misplanted, start_spaw
 from elasticrun.agent.link.trust import unusable, with_trust
 from elasticrun.agent.warm import leave_behind
 from elasticrun.config import EXIT_FAILED, EXIT_USAGE, AgentConfig
+from elasticrun.runs.last_word import LastWord, leave
 from elasticrun.system import debugger
 from elasticrun.system.network import no_loopback
 from elasticrun.system.processes import become_subreaper
@@ -218,5 +219,6 @@ def fill_standard_fds() -> None:
 
 def _said(outcome: Exit) -> Exit:
     operator_log.last_word(outcome.reason)
+    leave(LastWord(outcome.reason))
     operator_log.set_up().flush(1.0)
     return outcome

@@ -49,8 +49,10 @@ from elasticrun.agent.workers.ranks import Ranks
 from elasticrun.agent.workers.stores import HOLD, Stores
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig
 from elasticrun.core import events as fx
+from elasticrun.core.reasons import MasterUnmet, out_of_reach, text
 from elasticrun.core.rounds.failures import ECHOES, Ending, code_of, root_cause
 from elasticrun.core.worker.group import WorkerGroup
+from elasticrun.core.worker.leaving import ending
 from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.operator_log import LEVELS, NOTICE, StderrWriter, logger, name_speaker
 from elasticrun.system.sandbox import NoThread
@@ -279,7 +281,7 @@ class NodeAgent:
         try:
             await asyncio.wait_for(self._link.connected.wait(), limit)
         except TimeoutError:
-            self.fatal(f"no job master answered at {self.dial} for {limit:g} s")
+            self._loop.end(ending(EXIT_FAILED, MasterUnmet(str(self.dial), limit)))
         else:
             self._checkup.welcomed(self.dial)
 
@@ -322,12 +324,13 @@ class NodeAgent:
     def no_master(self, reason: str) -> None:
         """The first dial was in vain; told once."""
         dial, limit = self.dial, self._config.spec.join_timeout
-        words = f"no job master answers at {dial} yet ({reason}); this node dials for {limit:g} s"
-        logger.warning("%s", directed(words, dial))
+        unmet = MasterUnmet(str(dial), limit, reason)
+        logger.warning("%s", directed(text(unmet), out_of_reach(unmet), dial))
 
     def _directed(self, note: fx.Note) -> str:
         """For people. The brain's sentence stands in traces and on pages as it is."""
-        return note.text if note.level == "info" else directed(note.text, self.dial)
+        whom = "" if note.level == "info" else out_of_reach(note.why)
+        return directed(note.text, whom, self.dial)
 
     def fatal(self, sentence: str) -> None:
         """End, for this reason."""
@@ -336,7 +339,8 @@ class NodeAgent:
     def _waits_long(self, status: GroupStatus) -> None:
         where, dial = self._config.rendezvous, self.dial
         place = f"{where.host}:{where.port}" if where.host else str(dial)  # as the user wrote it
-        _notice(directed(in_words(status, place, time.monotonic()), dial))
+        said = in_words(status, place, time.monotonic())
+        _notice(directed(said, out_of_reach(status.why), dial))
 
     def hello(self) -> m.Hello:
         """What this node says to a master first."""

@@ -12,12 +12,19 @@ from collections.abc import Callable
 from typing import Final
 
 from elasticrun.agent.runtime import Timer
+from elasticrun.core.reasons import (
+    MoreMayJoin,
+    NodesNeeded,
+    Said,
+    Whom,
+    followed,
+    out_of_reach,
+    read,
+    short,
+)
 from elasticrun.core.words import some, way_back
 from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.wire.messages import Recovery, Start
-
-_NO_MASTER: Final = ("no master answer", "no job master answer", "does not answer this node")
-_NO_NODE: Final = "nothing was heard for"
 
 NOTHING: Final = "nothing"
 """What a rank says that goes on from no step at all (wire.snapshots.Restored)."""
@@ -35,22 +42,19 @@ LATE: Final = 10.0
 AGAIN: Final = 60.0
 """Seconds after which it is told again, if it lasts."""
 
-FOR_NODES: Final = "waiting for nodes: "
-
-LAST_CALL: Final = "last call: "
-
 _ENDS: Final = (State.STOPPING, State.ENDING)
 
 _WAITS: Final = (State.PREPARING, State.JOINED, *_ENDS)
 
 
-def directed(sentence: str, dial: object = "") -> str:
+def directed(sentence: str, whom: Whom, dial: object = "") -> str:
     """The sentence, with what looks for the cause at its end if it is about somebody who cannot be
-    reached. `dial`: where the master is looked for, if that is not known to the reader."""
-    if any(words in sentence for words in _NO_MASTER):
+    reached (`core.reasons.out_of_reach`). `dial`: where the master is looked for, if that is not
+    known to the reader."""
+    if whom == "master":
         where = f" --rdzv-endpoint={dial}" if dial else ""
         return f"{sentence}; to find out why, run here: elasticrun doctor{where}"
-    if _NO_NODE in sentence:
+    if whom == "node":
         return f"{sentence}; to find out why, run on that node: elasticrun doctor"
     return sentence
 
@@ -86,10 +90,9 @@ class Story:
             grown = f", with {size}" if start.world_size != last.world_size else ""
             self._words = f": restart {start.restart_count} of {self._most}{why}{grown}"
         else:
-            why = start.why or "the ranks were stopped"
-            then = "; " if ": " in why else ": "
-            told = f"{why}{then}restarting the ranks with {size} (no restart used)"
-            self._say(directed(told))
+            ended = read(start.why, start.code) or Said("the ranks were stopped")
+            told = followed(ended, f"restarting the ranks with {size} (no restart used)")
+            self._say(directed(told, out_of_reach(ended)))
 
     def recovered(self, order: Recovery) -> None:
         """The master counts how long training stands still: for all nodes, and for its record."""
@@ -142,7 +145,7 @@ class LongWaits:
         if _leaves(status):
             self._timer.after(LEAVING, self._tell)
         elif status.state in _WAITS and status.reason:
-            quick = status.state in _ENDS or status.reason.startswith((FOR_NODES, LAST_CALL))
+            quick = status.state in _ENDS or isinstance(status.why, NodesNeeded | MoreMayJoin)
             self._timer.after(SOON if quick else LATE, self._tell)
 
     def _tell(self) -> None:
@@ -170,7 +173,7 @@ def in_words(status: GroupStatus, place: str, now: float) -> str:
     if status.state in _ENDS:
         limit = f"; killed in {left:.0f} s" if left > 0 else ""
         return f"{status.reason}: waiting for the ranks to end{limit}"
-    reason = status.reason.removeprefix(FOR_NODES)
-    if reason != status.reason or reason.startswith(LAST_CALL):
-        reason = f"rendezvous {place}: {reason}"
+    reason = status.reason
+    if isinstance(status.why, NodesNeeded | MoreMayJoin):
+        reason = f"rendezvous {place}: {short(status.why)}"
     return f"{reason}, {left:.0f} s left" if left > 0 else reason

@@ -20,7 +20,7 @@ from elasticrun.cli.settings import Asked, NoProgram, NotHere, NothingToDo, Usag
 from elasticrun.cli.trust import GIT_SECRETS, notes, withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, AgentConfig, MasterPlace
 from elasticrun.core.words import nearest
-from elasticrun.wire.env import RUN_FOLDER
+from elasticrun.wire.env import LAST_WORDS, RUN_FOLDER
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 
@@ -157,6 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         mistyped = isinstance(error, NoProgram) and not words[0].startswith("-")
         hint = (meant(words[0]) or nearest(words[0], VERBS)) if mistyped else ""
         say(f"error: {error}{hint}")
+        if LAST_WORDS in os.environ:  # late: nobody else needs it here
+            from elasticrun.runs.last_word import LastWord, leave
+
+            leave(LastWord(f"{error}{hint}"))
         return EXIT_USAGE if hint else error.exit_code
     except KeyboardInterrupt:  # before there was an agent to handle it
         return 130

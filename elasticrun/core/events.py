@@ -9,6 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from elasticrun.core.persisted import Facts
+from elasticrun.core.reasons import Reason
 from elasticrun.core.sight.picture import IncidentRow, VerdictRow
 from elasticrun.wire.messages import (
     Failure,
@@ -16,6 +17,7 @@ from elasticrun.wire.messages import (
     Order,
     Probe,
     Probed,
+    ReasonCode,
     Recovery,
     Reply,
     Report,
@@ -37,6 +39,7 @@ class Note(Struct, frozen=True):
     text: str
     level: str = "info"  # info, warning, error
     told: bool = False  # to the nodes of the round, each of which prints it
+    why: Reason | None = None  # of an agent's own line, where that names somebody out of reach
 
 
 # ---------------------------------------------------------------- the master's: Job
@@ -103,6 +106,7 @@ class JobOver(Struct, frozen=True):
     exit_code: int
     reason: str
     saved: int = -1  # the newest step in storage; -1: none
+    code: ReasonCode | None = None
 
 
 class Record(Struct, frozen=True):
@@ -314,6 +318,7 @@ class Exit(Struct, frozen=True):
     failures: tuple[Failure, ...]
     signum: int  # the death signal that caused it, 0 for none
     saved: int = -1  # the newest step in storage, as far as this node knows; -1: none
+    why: Reason | None = None  # what `reason` is the text of; None: no more is known
 
 
 AgentEffect = (

@@ -12,7 +12,7 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elasticrun.wire.messages import End, ExcludedNode, JobSpec, Restore
+from elasticrun.wire.messages import End, ExcludedNode, JobSpec, ReasonCode, Restore
 from elasticrun.wire.types import Endpoint, RoundName
 
 
@@ -42,8 +42,11 @@ class RoundFacts(Struct, frozen=True):
     seats: tuple[Seat, ...]
     adopted: bool = False  # its nodes told of it; what they do not know is missing
     over: str = ""  # why its members were told to stop, empty while it runs
+    over_code: ReasonCode | None = None  # the reason that this is the text of, and so below
     lost: str = ""  # which member was lost first, in a sentence
+    lost_code: ReasonCode | None = None
     excuse: str = ""  # why what fails in it from here on costs nothing
+    excuse_code: ReasonCode | None = None
     gone: tuple[str, ...] = ()  # members whose agents have gone
     done: tuple[str, ...] = ()  # of these, the ones whose ranks had all ended with 0
     waiting: tuple[str, ...] = ()  # once it is over: nodes that wait to be in the next one

@@ -59,16 +59,6 @@ def names(nodes: Sequence[str]) -> str:
     return f"{', '.join(nodes[:-1])} and {nodes[-1]}"
 
 
-SPARE = "spare: "
-"""With this begins what a node is told that has no place."""
-
-
-def of_spares(reason: str, nodes: Sequence[str]) -> str:
-    """What these are told, for others."""
-    are = "nodes {} are spares" if len(nodes) > 1 else "node {} is a spare"
-    return f"{are.format(names(nodes))}: {reason.removeprefix(SPARE)}"
-
-
 def index_of(word: str) -> str:
     """The index of the node that Arena calls so: `JOB-master-0` is 0, `JOB-worker-0` is 1; any
     other word as it is."""

@@ -135,6 +135,7 @@ class Avoided(Struct, frozen=True, rename="camel"):
     node: str
     reason: str = ""
     since: str = ""
+    kind: str = ""  # of the master's exclusion: failed, slow, asked; "": a pod found it bad
 
 
 CONDITIONS: Final = (

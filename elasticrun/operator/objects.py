@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -19,10 +18,15 @@ from typing import Any, Final
 import msgspec
 
 from elasticrun.config import ELASTIC_RESTARTS, EXIT_BAD_NODE, EXIT_FINAL, EXIT_SAVED, EXIT_USAGE
+from elasticrun.core import reasons
+from elasticrun.core.nodes.admission import ASKED
+from elasticrun.core.reasons import exclusion_in
 from elasticrun.operator.crd import API_VERSION, GROUP, KIND, ElasticSpec, ElasticStatus, Json
 from elasticrun.render import pods as rendered
 from elasticrun.render.elastic import has_tls, own_words
 from elasticrun.render.wanted import GRACE, MASTER_PORT, Launch, Pods
+from elasticrun.runs import last_word
+from elasticrun.runs.last_word import LastWord
 from elasticrun.runs.layout import RunResult
 from elasticrun.wire import env
 
@@ -106,38 +110,29 @@ class OwnedPod:
         return None
 
     @property
-    def cause(self) -> str:
-        """Of a node's pod: the rank that failed first in the whole job and its exception, by the
-        summary that an agent ends with; else its last line."""
-        lines = [line for line in self.message.splitlines() if line.strip(" =")]
-        last = lines[-1].strip() if lines else ""
-        host, rank = (said_last(key, self.message) for key in ("host", "rank"))
-        return f"rank {rank} on {host}: {last}"[:400] if host and rank else last[:400]
+    def word(self) -> LastWord | None:
+        """Of a node's pod: what its launcher has left; None for what was killed before, is of
+        another release, or is none of ours."""
+        return last_word.read(self.message)
 
     @property
-    def by_agent(self) -> bool:
-        """Whether an agent has said some of its last words."""
-        return bool(_AGENTS.search(self.message))
+    def cause(self) -> str:
+        """Of a node's pod: why it has ended, by its launcher's last word; else the last line that
+        it has printed."""
+        if self.word is not None:
+            return self.word.text[:400]
+        lines = [line for line in self.message.splitlines() if line.strip(" =")]
+        return lines[-1].strip()[:400] if lines else ""
 
     @property
     def found_bad(self) -> bool:
         """Whether it has found its node bad, or was found so: not, where it was not let in, or a
         person wanted it out, which the master knows, and until when."""
-        return self.done and self.code == EXIT_BAD_NODE and not _TOLD_TO_GO.search(self.message)
-
-
-ASKED: Final = "asked by "
-"""With it the reason of an exclusion begins where a person wanted it."""
-
-_AGENTS: Final = re.compile(r"^elasticrun(\[.*\])?: ", re.MULTILINE)
-_TOLD_TO_GO: Final = re.compile(rf"is excluded for \d+ s( more: |: {ASKED})")
-
-
-def said_last(key: str, message: str) -> str:
-    """What the summary with which an agent ends says of its root cause ("host", "rank"); "" where
-    there is none."""
-    found = re.findall(rf"^  {key} +: (\S+)", message.rpartition("Root Cause")[2], re.MULTILINE)
-    return str(found[0]) if found else ""
+        if not self.done or self.code != EXIT_BAD_NODE:
+            return False
+        word = self.word
+        banned = exclusion_in(reasons.read(word.text, word.reason)) if word is not None else None
+        return banned is None or not (banned.node or banned.how.by == ASKED)
 
 
 def read(pod: Json) -> OwnedPod | None:
@@ -345,6 +340,8 @@ def node_pod(
         "ELASTICRUN_RDZV_BACKEND": "c10d",
         "ELASTICRUN_RDZV_ENDPOINT": f"{host_name(job, MASTER_INDEX)}.{job.name}:{MASTER_PORT}",
     }
+    container.setdefault("terminationMessagePath", rendered.LAST_WORDS)
+    ours[env.LAST_WORDS] = container["terminationMessagePath"]
     its_node = {"fieldRef": {"fieldPath": "spec.nodeName"}}
     defaults: list[Json] = [
         {"name": env.CLUSTER_NODE, "valueFrom": its_node},
@@ -439,9 +436,6 @@ _OF_THE_TEMPLATE: Final = (
 
 _OF_ITS_CONTAINER: Final = ("image", "imagePullPolicy", "securityContext")
 
-LAST_WORDS: Final = "/run/elasticrun-last-words"
-"""Where the master leaves the job's result, which the cluster keeps with its pod."""
-
 
 def master_pod(job: JobObject, attempt: int) -> Json:
     """The pod of the job's master: the template's image, and none of its devices; of its volumes
@@ -456,10 +450,10 @@ def master_pod(job: JobObject, attempt: int) -> Json:
         "args": ["--host=$(POD_IP)", f"--port={MASTER_PORT}", f"--rdzv-id={job.run_id}"],
         "env": [
             {"name": "POD_IP", "valueFrom": its_address},
-            {"name": env.LAST_WORDS, "value": LAST_WORDS},
+            {"name": env.LAST_WORDS, "value": rendered.LAST_WORDS},
             _token(job),
         ],
-        "terminationMessagePath": LAST_WORDS,
+        "terminationMessagePath": rendered.LAST_WORDS,
         "ports": [{"name": MASTER, "containerPort": MASTER_PORT}],
         "resources": job.spec.master.resources,
         "terminationMessagePolicy": "FallbackToLogsOnError",

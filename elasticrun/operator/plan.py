@@ -19,11 +19,12 @@ from typing import Final, NamedTuple
 import msgspec
 
 from elasticrun.config import EXIT_BAD_NODE
+from elasticrun.core.nodes.admission import ASKED
+from elasticrun.core.reasons import failure_in, read
 from elasticrun.core.words import some
 from elasticrun.operator import objects
 from elasticrun.operator.crd import CONDITIONS, Avoided, ElasticStatus, JobCondition, Json
 from elasticrun.operator.objects import (
-    ASKED,
     HOPELESS,
     MASTER_INDEX,
     JobObject,
@@ -189,13 +190,20 @@ class JobView:
         words = (one.cause for one in ended if one.code in HOPELESS or not one.free)
         return (said.outcome if said else "") or next(filter(None, words), "")
 
+    @property
+    def failed_node(self) -> str:
+        """Of the rank that has ended the run, as the master says it; "" where none did."""
+        said = self.sight.master
+        failed = failure_in(read(said.outcome, said.ended)) if said else None
+        return self.result.failed_node if self.result else failed.node if failed else ""
+
     @cached_property
     def unattached(self) -> str:
         """What to look at where pods end and the master has never heard of one; else ""."""
         said, failed = self.sight.master, self.counted
         if said is None or said.nodes or said.round or said.restart_count:
             return ""
-        if any(one.by_agent for one in self.nodes):
+        if any(one.word is not None for one in self.nodes):
             return ""
         what = f"{some(len(failed), 'pod')} failed" if failed else "pods ended with 0"
         last = f" {_how(failed[-1])}" if failed else ""
@@ -213,18 +221,15 @@ class JobView:
             mine = [p for p in self.nodes if objects.host_name(self.job, p.index) == host]
             # the first that lived then, of which clusters know the second: the next is elsewhere
             then = [p for p in mine if p.created <= since and not 0 < p.ended < since - 1]
-            found += [(pod.node, one.reason, since) for pod in then[:1]]
+            found += [(pod.node, one.reason, since, one.kind) for pod in then[:1]]
         lifted = said is not None or self.job.spec.suspend
-        told = {node for node, _, _ in found}
-        known = {
-            one.node: one
-            for one in self.job.status.excluded_nodes
-            if not (lifted and one.reason.startswith(ASKED) and one.node not in told)
-        }
-        found += [(pod.node, _how(pod), pod.ended) for pod in self.nodes if pod.found_bad]
-        for node, reason, since in found:
+        told = {node for node, *_ in found}
+        known = {one.node: one for one in self.job.status.excluded_nodes
+                 if not (lifted and one.kind == ASKED and one.node not in told)}  # fmt: skip
+        found += [(pod.node, _how(pod), pod.ended, "") for pod in self.nodes if pod.found_bad]
+        for node, reason, since, kind in found:
             if node and node not in known and self.now - since < AVOIDED_FOR:
-                known[node] = Avoided(node, reason, stamp(since or self.now))
+                known[node] = Avoided(node, reason, stamp(since or self.now), kind)
         fresh = [one for one in known.values() if self.now - moment(one.since) < AVOIDED_FOR]
         return tuple(sorted(fresh, key=lambda one: (one.since, one.node))[-MOST_AVOIDED:])
 
@@ -295,8 +300,8 @@ def _end(look: JobView) -> JobEnd | None:
     for pod in look.sight.pods:
         if pod.done and pod.code in HOPELESS and not (pod.disrupted or pod.deleted):
             cause = look.cause
-            named = (one.name for one in look.nodes
-                     if f" {objects.host_name(job, one.index)}-" in cause)  # fmt: skip
+            named = (one.name for one in look.nodes if look.failed_node.startswith(
+                     f"{objects.host_name(job, one.index)}-"))  # fmt: skip
             return JobEnd(
                 "Failed", "NotToBeRetried",
                 f"{cause}{cause and '; '}{next(named, pod.name)} ended with {pod.code}: another "

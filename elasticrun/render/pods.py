@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 from elasticrun.config import EXIT_BAD_NODE, EXIT_FINAL, EXIT_SAVED, EXIT_USAGE
 from elasticrun.render import checks
 from elasticrun.render.wanted import INDEX, JOB_UID, Pods, Toleration
+from elasticrun.wire import env as env_names
 
 CONTAINER: Final = "elasticrun"
 """The container whose exit code counts."""
@@ -176,6 +177,11 @@ def _toleration(one: Toleration) -> dict[str, str]:
     return found | ({"effect": one.effect} if one.effect else {})
 
 
+LAST_WORDS: Final = "/run/elasticrun-last-words"
+"""Where launchers leave why they end, and masters the job's result, which a cluster keeps with the
+pod (`runs/last_word.py`)."""
+
+
 def _container(wanted: Pods, place: PodNames) -> dict[str, Any]:
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
     for volume in wanted.volumes:
@@ -193,6 +199,7 @@ def _container(wanted: Pods, place: PodNames) -> dict[str, Any]:
             "ports": [{"name": "master", "containerPort": wanted.port}],
             "resources": _resources(wanted),
             "securityContext": lock_memory if wanted.rdma else None,
+            "terminationMessagePath": LAST_WORDS,
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": mounts,
         }
@@ -200,7 +207,7 @@ def _container(wanted: Pods, place: PodNames) -> dict[str, Any]:
 
 
 def _env(wanted: Pods) -> list[dict[str, Any]]:
-    env: list[dict[str, Any]] = []
+    env: list[dict[str, Any]] = [{"name": env_names.LAST_WORDS, "value": LAST_WORDS}]
     if not wanted.launch.job_id:
         by_label = {"fieldRef": {"fieldPath": f"metadata.labels['{UID_LABEL}']"}}
         env.append({"name": JOB_UID, "valueFrom": by_label})

@@ -159,6 +159,9 @@ class RunResult(Struct, frozen=True, kw_only=True):
     exit_code: int = 0
     reason: str = ""
     failure: str = ""  # which rank failed first in the last round that failed, and how; "": none
+    failed_rank: int = -1  # that rank; -1: none failed by itself
+    failed_node: str = ""  # "" where the job has one node
+    failed_how: str = ""
     suspended: bool = False  # by `elasticrun suspend`
     started: float = 0.0
     ended: float = 0.0

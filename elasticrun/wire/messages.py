@@ -60,6 +60,9 @@ MAX_NODES: Final = 100_000
 MAX_RANKS: Final = 10_000_000
 """Largest world size that is believed."""
 
+MAX_CODE: Final = 2048
+"""Bytes of the fields of a reason; of a longer one only the text is sent."""
+
 MAX_FAILURES: Final = 16
 """Most failures listed in one message; the first ones by time are kept."""
 
@@ -212,6 +215,7 @@ class Failure(Struct, frozen=True):
     message: str  # one line
     traceback: Annotated[str, tail]  # empty if none is known
     error_file: str  # path on the node, empty if none
+    ended_before: str = ""  # ranks here that had ended with 0 when it lost its connection: "0-2"
 
 
 Failures = Annotated[tuple[Failure, ...], AtMost(MAX_FAILURES)]
@@ -736,11 +740,19 @@ class Welcome(Struct, frozen=True):
     clock_us: int = 0  # the master's wall clock, microseconds since the epoch; for people only
 
 
+class ReasonCode(Struct, frozen=True):
+    """Which reason a text was made of (`core/reasons.py`): its kind, and its fields as JSON."""
+
+    kind: Name
+    fields: Annotated[str, WholeText(MAX_CODE)]
+
+
 class Refused(Struct, frozen=True):
     """The answer to a Hello that was not: the agent ends with `exit_code` and the sentence."""
 
     reason: str
     exit_code: ExitCode
+    code: ReasonCode | None = None
 
 
 class Wait(Struct, frozen=True):
@@ -748,6 +760,7 @@ class Wait(Struct, frozen=True):
 
     reason: str
     left: float = 0.0  # seconds after which the wait is over at the latest; 0: it has no end
+    code: ReasonCode | None = None
 
 
 class Start(Struct, frozen=True):
@@ -769,6 +782,7 @@ class Start(Struct, frozen=True):
     suspect: bool = False  # `restore` comes last too: ranks have failed soon after it
     restore_step: StepOrNone = -1  # a person wants this step and no other; -1: nobody does
     why: str = ""  # what ended the round before it, in a clause; "": it is the first, or not known
+    code: ReasonCode | None = None  # of `why`
 
     def agree(self, where: str) -> None:
         _agree_on_place(self, where)
@@ -779,6 +793,7 @@ class Stop(Struct, frozen=True):
 
     round: RoundName
     reason: str
+    code: ReasonCode | None = None
 
 
 class End(Struct, frozen=True):
@@ -789,6 +804,7 @@ class End(Struct, frozen=True):
     failures: Failures  # the root cause first; empty on success
     goodput: str = ""  # where the time went, in a line; "" where it is not worth one
     saved: StepOrNone = -1  # the newest step in storage; -1: none
+    code: ReasonCode | None = None
 
 
 class Echo(Struct, frozen=True):
@@ -821,6 +837,7 @@ class Park(Struct, frozen=True):
 
     reason: str
     seconds: float  # after which it ends, if the job has not ended before
+    code: ReasonCode | None = None
 
 
 class Inspect(Struct, frozen=True):
@@ -1024,6 +1041,8 @@ class JobStatus(Struct, frozen=True):
     goodput: str = ""  # where the time went, in a line; "" before the first round
     hang: str = ""  # what the verdict is: certain, strong, weak, still; "": none, or on purpose
     name: NameOrEmpty = ""  # by which people know the job; "": by its id
+    failed: ReasonCode | None = None  # of `last_failure`
+    ended: ReasonCode | None = None  # of `outcome`
 
 
 class Reached(Struct, frozen=True):

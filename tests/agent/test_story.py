@@ -15,6 +15,23 @@ from elasticrun.agent.node import NodeAgent
 from elasticrun.agent.story import NOTHING, Story, directed
 from elasticrun.config import EXIT_FAILED, EXIT_SAVED
 from elasticrun.core.events import Exit, Note
+from elasticrun.core.reasons import (
+    Dead,
+    LostContact,
+    MasterUnmet,
+    MoreMayJoin,
+    NodeLost,
+    NodesNeeded,
+    NoMaster,
+    NoMasterFor,
+    RankFailed,
+    Said,
+    StoreComing,
+    out_of_reach,
+    said as by_master,
+    text,
+)
+from elasticrun.core.worker.leaving import ending
 from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.wire.messages import Recovery, Start
 from elasticrun.wire.types import Endpoint, RoundName
@@ -135,8 +152,10 @@ def test_ranks_that_die_before_they_train_have_no_first_step() -> None:
     ]
 
 
-ALONE = GroupStatus(State.JOINED, "waiting for nodes: 1 of 2 nodes", None, (), 0, None, "", 700.0)
-ONE_DIED = "waiting for nodes: 1 of 2 nodes (node b is dead)"
+NEEDED = NodesNeeded(1, 2, None)
+ALONE = GroupStatus(State.JOINED, text(NEEDED), None, (), 0, None, "", 700.0, NEEDED)
+ONE_DIED = NodesNeeded(1, 2, Said("node b is dead"))
+LAST_CALL = MoreMayJoin(4)
 SPARE = "spare: the round is full, with 2 nodes; takes the place of a node that is lost"
 
 LEAVES = replace(
@@ -153,14 +172,14 @@ LEAVES = replace(
         (ALONE, "rendezvous host:29400: 1 of 2 nodes, 593 s left"),
         (replace(ALONE, wait_ends=None), "rendezvous host:29400: 1 of 2 nodes"),
         (
-            replace(ALONE, reason=ONE_DIED),
+            replace(ALONE, reason=text(ONE_DIED), why=ONE_DIED),
             "rendezvous host:29400: 1 of 2 nodes (node b is dead), 593 s left",
         ),
         (
-            replace(ALONE, reason="last call: up to 4 nodes may join", wait_ends=110.0),
+            replace(ALONE, reason=text(LAST_CALL), why=LAST_CALL, wait_ends=110.0),
             "rendezvous host:29400: last call: up to 4 nodes may join, 3 s left",
         ),
-        (replace(ALONE, reason=SPARE, wait_ends=None), SPARE),
+        (replace(ALONE, reason=SPARE, why=Said(SPARE), wait_ends=None), SPARE),
         (
             replace(ALONE, state=State.ENDING, reason="received SIGTERM", wait_ends=135.0),
             "received SIGTERM: waiting for the ranks to end; killed in 28 s",
@@ -193,7 +212,9 @@ async def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch) -> None:
             twice.set()
 
     waits = story.LongWaits(say)
-    waits.look(replace(ALONE, reason="the store for the next round is being made ready"))
+    waits.look(
+        replace(ALONE, reason="the store for the next round is being made ready", why=StoreComing())
+    )
     waits.look(ALONE)
     waits.look(replace(ALONE, wait_ends=3.0))  # the same wait
     await twice.wait()
@@ -231,15 +252,16 @@ def test_who_is_told_to_leave_reads_what_was_saved_and_how_to_go_on() -> None:
 
 
 def test_a_master_that_does_not_answer() -> None:
-    assert directed("no job master answers at h:1", "h:1").endswith(
+    unmet = MasterUnmet("h:1", 60.0, "reset")
+    assert directed(text(unmet), out_of_reach(unmet), "h:1").endswith(
         ": elasticrun doctor --rdzv-endpoint=h:1"
     )
-    lost = Exit(EXIT_FAILED, "no master answered for 600 s", (), 0)
+    lost = ending(EXIT_FAILED, NoMasterFor(600.0))
+    assert lost.reason == "no master answered for 600 s"
     assert sentence(lost) == f"{lost.reason}; to find out why, run here: elasticrun doctor"
 
-    silent = "f names the job master at h:1 (b), which does not answer this node; it is asked again"
-    assert directed(silent, "h:1").endswith(": elasticrun doctor --rdzv-endpoint=h:1")
-    assert directed(BAD_LUCK) == BAD_LUCK, "other ends name no doctor"
+    luck = RankFailed(3, "b", "ValueError: bad luck")
+    assert directed(text(luck), out_of_reach(luck)) == BAD_LUCK, "other ends name no doctor"
 
 
 def test_the_brains_own_warning_is_directed_where_it_is_printed() -> None:
@@ -247,7 +269,7 @@ def test_the_brains_own_warning_is_directed_where_it_is_printed() -> None:
     node = object.__new__(NodeAgent)
     node._meeting = SimpleNamespace(dial="h:1")
     said = "no master answers (reset); this node goes on for 60 s"
-    assert node._directed(Note(said, "warning")) == (
+    assert node._directed(Note(said, "warning", why=NoMaster("reset"))) == (
         f"{said}; to find out why, run here: elasticrun doctor --rdzv-endpoint=h:1"
     )
     assert node._directed(Note(said)) == said
@@ -255,8 +277,9 @@ def test_the_brains_own_warning_is_directed_where_it_is_printed() -> None:
 
 def test_a_node_that_is_not_heard() -> None:
     told = Told(first=structs.replace(FIRST, group_world_size=2, world_size=4))
-    why = "node b is dead: its connection broke and nothing was heard for 5.0 s"
-    assert told.restart(after(FIRST, why=why))[0] == (
+    why, code = by_master(NodeLost("b", Dead(LostContact("broken", 5.0))))
+    assert why == "node b is dead: its connection broke and nothing was heard for 5.0 s"
+    assert told.restart(after(FIRST, why=why, code=code))[0] == (
         f"{why}; restarting the ranks with 1 node, world size 2 (no restart used); to find out why,"
         " run on that node: elasticrun doctor"
     )

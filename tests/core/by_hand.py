@@ -9,12 +9,15 @@ from msgspec.structs import replace
 from elasticrun.core import events as fx
 from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
+from elasticrun.core.reasons import Completed, code
 from elasticrun.core.worker.group import WorkerGroup
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName, dumps, loads
 from tests.master import people
 from tests.simulator.script import DEFAULT_SPEC
+
+DONE = m.End(0, "every rank ended with 0", (), code=code(Completed()))
 
 SPEC = replace(DEFAULT_SPEC, min_nodes=2, max_nodes=2, max_restarts=3, restart_backoff=0.0)
 

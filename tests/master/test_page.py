@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elasticrun import __version__
 from elasticrun.core.events import Heard, Judged, Replied, Requested, Tell
+from elasticrun.core.reasons import NoRestartsLeft, RankFailed, code, text
 from elasticrun.core.sight.picture import IncidentRow, LedgerRow, RankRow, VerdictRow
 from elasticrun.master.loop import Loop
 from elasticrun.master.page import http as page_module, stream
@@ -390,13 +391,18 @@ def test_a_stranger_is_not_shown_paths_arguments_and_what_was_said() -> None:
 
 def test_a_stranger_is_not_shown_the_message_of_an_exception() -> None:
     whole = hung()
+    failure = RankFailed(1, "", "ValueError: cannot read /data/secret: it is gone")
+    end = NoRestartsLeft(RankFailed(2, "", "exit code 1"), 0, 0.0, "")
     failed = structs.replace(
         whole.status,
-        last_failure="rank 1: ValueError: cannot read /data/secret: it is gone",
-        outcome="rank 2: exit code 1",
+        last_failure=text(failure),
+        failed=code(failure),
+        outcome=text(end),
+        ended=code(end),
     )
     told = for_strangers(structs.replace(whole, status=failed)).status
     assert (told.last_failure, told.outcome) == ("rank 1", "rank 2")
+    assert (told.failed, told.ended) == (None, None)
 
 
 def test_a_stranger_is_shown_no_text_but_names_and_words_of_ours() -> None:

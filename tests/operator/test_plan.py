@@ -10,8 +10,10 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from elasticrun.core.reasons import Banned, Excluded, code, text
 from elasticrun.operator import plan
 from elasticrun.operator.plan import GAVE_UP, LONGEST_WAIT, PAUSE, RUN_ENDS, SETTLE
+from elasticrun.runs.last_word import LastWord
 from elasticrun.runs.layout import RunResult
 from tests.operator.world import Cluster, excluded, page, placed
 
@@ -121,18 +123,23 @@ def test_of_two_at_one_place_the_younger_goes() -> None:
     assert order.pod.name == "tr-1-0"
 
 
-SUMMARY = """Failures:
-  host      : tr-0
-  rank      : 0 (local_rank: 0)
-Root Cause (first observed failure):
-[0]:
-  host      : tr-1.tr
-  rank      : 1 (local_rank: 0)
-  traceback : Traceback (most recent call last):
-  ValueError: no number
-=====
-"""
-RESULT = RunResult(state="failed", reason="rank 1 on node tr-1-ab-0: OSError", step=9, restarts=2)
+def last_word(word: LastWord) -> str:
+    """As a cluster keeps it."""
+    return msgspec.json.encode(word).decode()
+
+
+def excluded_word(banned: Banned) -> str:
+    return last_word(LastWord(text(banned), reason=code(banned)))
+
+
+SUMMARY = last_word(LastWord("rank 1 on tr-1.tr: ValueError: no number", 1, "tr-1.tr"))
+RESULT = RunResult(
+    state="failed",
+    reason="rank 1 on node tr-1-ab-0: OSError",
+    failed_node="tr-1-ab-0",
+    step=9,
+    restarts=2,
+)
 BY_MASTER = f"{RESULT.reason}; tr-1-0 ended"
 
 
@@ -189,7 +196,7 @@ def test_pods_that_do_not_run_elasticrun_are_told_of() -> None:
     world.settle()
     world.run()
     world.master = page(reason="no agent has attached yet")
-    world.end("tr-0-0", 1, message="elasticrun: error: ...\n")
+    world.end("tr-0-0", 1, message=last_word(LastWord("no program")))
     world.look()
     assert world.status.condition("Training").message == "no agent has attached yet"
     world.run("tr-0-1")
@@ -274,13 +281,17 @@ def test_a_node_that_a_person_wants_out_is_avoided_until_he_lets_it_in(lift: str
     """One pod's node, not those of its successors: who is not let in has found nothing."""
     world = training(nodes=2)
     world.now += 10.4
-    told = "elasticrun[tr-1-ab-0]: this node is excluded for 3600 s: asked by me: loud"
-    world.end("tr-1-0", 75, message=told)
-    world.master = page(max_nodes=2, excluded=(excluded("tr-1.tr", "asked by me: loud", 0.1),))
+    how = Excluded("asked", "asked by me: loud")
+    world.end("tr-1-0", 75, message=excluded_word(Banned(how, 3600.0)))
+    world.master = page(
+        max_nodes=2, excluded=(excluded("tr-1.tr", "asked by me: loud", 0.1, "asked"),)
+    )
     world.look()
     world.run("tr-1-1", node="next")
-    refused = "node tr-1-ab-0 on tr-1.tr is excluded for 3599 s more: asked by me: loud"
-    world.end("tr-1-1", 75, message=refused)
+    again = Banned(how, 3599.0, "tr-1-ab-0", "tr-1.tr")
+    refused = text(again)
+    assert refused == "node tr-1-ab-0 on tr-1.tr is excluded for 3599 s more: asked by me: loud"
+    world.end("tr-1-1", 75, message=excluded_word(again))
     world.look()
     found = [(one.node, one.reason) for one in world.status.excluded_nodes]
     assert found == [("on-tr-1-0", "asked by me: loud")]
@@ -469,11 +480,6 @@ def test_the_master_has_the_volume_of_the_run_folder() -> None:
     assert "--fresh" not in str(again)
     container["command"] = words[3:]
     assert "volumes" not in plan.objects.master_pod(job, 0)["spec"]
-
-
-def test_of_several_failures_the_root_cause_counts() -> None:
-    said = "Failures:\n[1]:\n  host      : b\nRoot Cause (first):\n[0]:\n  host      : a\n"
-    assert plan.objects.said_last("host", said) == "a"
 
 
 def test_what_the_server_refuses_is_a_condition() -> None:

@@ -34,8 +34,10 @@ def placed(*hosts: str) -> tuple[NodeStatus, ...]:
     )
 
 
-def excluded(host: str, why: str = "its matmul is wrong", age: float = 1.0) -> ExcludedNode:
-    return ExcludedNode(host, host, "failed", why, age, 3000.0)
+def excluded(
+    host: str, why: str = "its matmul is wrong", age: float = 1.0, kind: str = "failed"
+) -> ExcludedNode:
+    return ExcludedNode(host, host, kind, why, age, 3000.0)
 
 
 class Cluster:

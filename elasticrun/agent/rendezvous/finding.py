@@ -38,6 +38,7 @@ from elasticrun.agent.rendezvous.claims import (
 from elasticrun.agent.runtime import first_of, in_thread, threadsafe
 from elasticrun.agent.story import directed
 from elasticrun.config import AgentConfig
+from elasticrun.core.reasons import Whom
 from elasticrun.operator_log import logger
 from elasticrun.system.network import is_loopback, is_ours, routed_address
 from elasticrun.wire import auth
@@ -152,7 +153,8 @@ class _Search:
             if may_host:
                 return await self._claim(None)
             self._tell(
-                f"nobody has written {self._file.path} yet, and is_host=0 leaves it to others"
+                f"nobody has written {self._file.path} yet, and is_host=0 leaves it to others",
+                at_once=True,
             )
             return None
         check(claim, self._file, self._config)
@@ -171,15 +173,19 @@ class _Search:
             f"{self._file.path} names the job master at {place_of(claim)} ({claim.text('host')}), "
             "which does not answer this node; it is asked again until it does, or until its host "
             "renews that file no more",
-            place_of(claim),
+            unanswered=place_of(claim),
         )
         return None
 
-    def _tell(self, sentence: str, dial: object = "") -> None:
+    def _tell(
+        self, sentence: str, *, unanswered: Endpoint | None = None, at_once: bool = False
+    ) -> None:
+        """`unanswered`: a master that does not answer. `at_once`: it will not pass by itself."""
         if sentence != self._told:
             self._told = sentence
-            if self._looks.same > 2 or "is_host" in sentence:
-                logger.warning("%s", directed(sentence, dial))
+            if self._looks.same > 2 or at_once:
+                whom: Whom = "master" if unanswered is not None else ""
+                logger.warning("%s", directed(sentence, whom, unanswered or ""))
             else:
                 logger.info("%s", sentence)
 

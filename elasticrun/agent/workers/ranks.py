@@ -30,7 +30,8 @@ from elasticrun.agent.workers import numa
 from elasticrun.agent.workers.exits import Killers, describe, oom_kills
 from elasticrun.config import AgentConfig
 from elasticrun.core.events import RankExited, RankSpawned, RanksSwept, SpawnRanks
-from elasticrun.core.rounds.failures import ECHOES, in_words
+from elasticrun.core.reasons import text
+from elasticrun.core.rounds.failures import ECHOES, reason_of
 from elasticrun.operator_log import NOTICE, logger
 from elasticrun.system import debugger
 from elasticrun.system.sandbox import NoThread
@@ -481,7 +482,7 @@ class Ranks:
         logger.log(
             level,
             "%s; failed (exitcode: %d) local_rank: %d (pid: %d) of binary: %s",
-            f"rank {failure.rank} raised an exception" if shown else in_words(failure),
+            f"rank {failure.rank} raised an exception" if shown else text(reason_of(failure)),
             failure.exitcode,
             failure.local_rank,
             failure.pid,

@@ -4,7 +4,6 @@ have only lost their connection to it."""
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,6 @@ MAX_BYTES: Final = 256 * 1024
 
 MAX_CHARS: Final = 1000
 """Of a rank's own words in a line."""
-
-_FAILURE: Final = re.compile(r"rank (\d+)(?: on node \S+)?: (.*)", re.DOTALL)
-"""As a job's result names the one that failed last."""
 
 NO_FAILURE: Final = ("operator", "scaled", "master")
 """Causes of incidents in which nothing has failed."""
@@ -111,8 +107,9 @@ def deaths(folder: RunFolder | None, begun: Sequence[float]) -> list[LifeEnd | N
         for start, end in zip(begun, ends, strict=True)
     ]
     result = folder.result()
-    if found[-1] is None and result is not None and (said := _FAILURE.fullmatch(result.failure)):
-        found[-1] = LifeEnd(f"rank {said[1]} failed ({said[2]})", int(said[1]))
+    if found[-1] is None and result is not None and result.failed_rank >= 0:
+        said = f"rank {result.failed_rank} failed ({result.failed_how})"
+        found[-1] = LifeEnd(said, result.failed_rank)
     return found
 
 

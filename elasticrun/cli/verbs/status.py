@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
@@ -146,8 +146,6 @@ ANSWER_LIMIT: Final = 5.0
 
 GONE: Final = ("dead", "left")
 """States of nodes of which nobody knows what they do; what they last said is no news."""
-
-TO_FIND_OUT: Final = "; to find out why"
 
 DEFAULT_PORT: Final = 29400
 """torchrun's port for a rendezvous endpoint without one."""
@@ -282,10 +280,18 @@ def question_to(master: Published, token: str, files: Tls | None) -> Question:
     return Question(master.endpoint, given, files if master.tls else None, master.run)
 
 
+class Unheard(NamedTuple):
+    """A master that gave no page: a sentence, and what looks for the cause, to stand behind it."""
+
+    where: Endpoint
+    sentence: str
+    todo: str
+
+
 def ask(
     questions: list[Question], runner: asyncio.Runner
-) -> tuple[list[tuple[Endpoint, JobStatus]], list[tuple[Endpoint, str]]]:
-    """The pages of those who answer, and a sentence for each who is silent, by their addresses."""
+) -> tuple[list[tuple[Endpoint, JobStatus]], list[Unheard]]:
+    """The pages of those who answer, by their addresses, and those who are silent."""
     # Late: grpc takes longer to import than everything else here together.
     from elasticrun.agent.link.answering import PortAnswer, probe
     from elasticrun.wire import auth
@@ -310,14 +316,14 @@ def ask(
         return await asyncio.gather(*map(ask_one, questions), return_exceptions=True)
 
     pages: list[tuple[Endpoint, JobStatus]] = []
-    silent: list[tuple[Endpoint, str]] = []
+    silent: list[Unheard] = []
     for question, answer in zip(questions, runner.run(ask_all()), strict=True):
         where = question.endpoint
         if isinstance(answer, LinkError):
             verb = "refuses to answer" if answer.rejected else "does not answer"
             sentence = f"the master at {where} {verb}: {answer}"
-            todo = f"{TO_FIND_OUT}, run here: elasticrun doctor --rdzv-endpoint={where}"
-            silent.append((where, sentence if answer.rejected else sentence + todo))
+            todo = f"; to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
+            silent.append(Unheard(where, sentence, "" if answer.rejected else todo))
         elif isinstance(answer, auth.TlsError):
             raise NoStatus(str(answer))
         elif isinstance(answer, BaseException):
@@ -481,12 +487,12 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     except (NoStatus, NotAnswered) as nothing:
         print(f"elasticrun status: {nothing}", file=sys.stderr)
         return 1
-    silent = [sentence for _, sentence in unheard]
+    silent = [one.sentence + one.todo for one in unheard]
     if silent and ns.endpoint and ":" not in ns.endpoint:
         if _left(found.run, as_json=ns.json, unheard=True):
             return 0
         if not ours:
-            silent = [f"{no_job(ns.endpoint)}; {silent[0].partition(TO_FIND_OUT)[0]}"]
+            silent = [f"{no_job(ns.endpoint)}; {unheard[0].sentence}"]
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     runs = {str(one.endpoint): one.run for one in questions}

@@ -28,6 +28,7 @@ from elasticrun.core.health.netcheck import NetCheck
 from elasticrun.core.health.speed import Slowness, Stragglers
 from elasticrun.core.nodes.admission import FAILED, SLOW
 from elasticrun.core.nodes.node import Node
+from elasticrun.core.reasons import AtDoor, Checking, Excluded, Unfit
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import lay_out, store_host
 from elasticrun.core.words import some
@@ -38,17 +39,16 @@ MAX_TURNS = 64
 """Passes and verdicts that may follow from one answer; more would be a check that does not end."""
 
 DOUBTED = "the network check could not tell whether this node is well; it is tried with another one"
-AT_THE_DOOR = "at the door: this node is probed before it may be let in"
 
-Sentence = tuple[str, str, str]
-"""A node that is to be excluded: its id, the kind, and the reason."""
+Verdicts = list[tuple[str, Excluded]]
+"""Nodes that are to be excluded, and why."""
 
 
 class HealthPolicy:
     """See the module's head. The check is there only where the job has asked for it, the watch only
     where a script reports its steps."""
 
-    def __init__(self, ctx: JobContext, exclude: Callable[[list[Sentence]], None]) -> None:
+    def __init__(self, ctx: JobContext, exclude: Callable[[Verdicts], None]) -> None:
         """`exclude` tells these nodes to go."""
         self._ctx = ctx
         self._exclude = exclude
@@ -62,8 +62,8 @@ class HealthPolicy:
         self._watched: RoundName | None = None  # whose steps are compared
         self._is_checking = False  # a check was begun whose end was not told of
         self._is_perf_told = False
-        self.unfit = ""
-        """Why the job must not start; empty if it may."""
+        self.unfit: Unfit | None = None
+        """Why the job must not start; None if it may."""
         self._checks = checks = ctx.spec.checks
         round_ = ctx.round
         perf = checks.perf and round_ is None  # the perf test was before the first round
@@ -116,7 +116,7 @@ class HealthPolicy:
                 if check.standing(node) is not Standing.GOOD:
                     self._nodes[node].slow = ""
             self._order(check.begin(ready, self._time(), ranks=ranks))
-        return Decision(Verb.WAIT, check.reason(), self.due())
+        return Decision(Verb.WAIT, Checking(check.reason()), self.due())
 
     def _in_order(self) -> list[str]:
         """The ready nodes in the order of placement, so that neighbours are probed together."""
@@ -153,7 +153,7 @@ class HealthPolicy:
             if check.standing(node) is Standing.GOOD:
                 self._unresolved.pop(node, None)
         for node in doubted:
-            self._rdzv.keep_out(node, self._unresolved.setdefault(node, DOUBTED))
+            self._rdzv.keep_out(node, Checking(self._unresolved.setdefault(node, DOUBTED)))
             self._tell_why_kept_out(node)
         return bool(doubted)
 
@@ -182,9 +182,9 @@ class HealthPolicy:
         if rdzv.last.is_member(node):
             return False
         if node in self._unresolved:
-            rdzv.keep_out(node, self._unresolved[node])
+            rdzv.keep_out(node, Checking(self._unresolved[node]))
         elif check.standing(node) is Standing.UNKNOWN:
-            rdzv.keep_out(node, AT_THE_DOOR)
+            rdzv.keep_out(node, AtDoor("probed"))
             self._probe_at_door(check, node)
         else:
             return False
@@ -256,7 +256,7 @@ class HealthPolicy:
         for _ in range(MAX_TURNS):
             self._stirred = False
             groups = check.proceed(time)
-            self.unfit = check.perf.failure
+            self.unfit = Unfit(check.perf.failure) if check.perf.failure else None
             self._order(groups)
             self._judge(check.verdicts())
             if not groups and not self._stirred:
@@ -324,11 +324,11 @@ class HealthPolicy:
     # ------------------------------------------------------------ verdicts
 
     def _judge(self, verdicts: tuple[NodeVerdict, ...]) -> None:
-        failed: list[Sentence] = []
+        failed: Verdicts = []
         told: set[str] = set()
         for verdict in verdicts:
             if verdict.kind == "failed":
-                failed.append((verdict.node, FAILED, verdict.reason))
+                failed.append((verdict.node, Excluded(FAILED, verdict.reason)))
             elif verdict.kind == "unresolved":
                 if verdict.reason not in told:  # of a pair it is the same
                     told.add(verdict.reason)
@@ -351,7 +351,7 @@ class HealthPolicy:
         elif not self._ctx.exclusions.may_be_slow(self._ctx.now):
             why_not = "it stays: enough nodes were excluded for being slow within the hour"
         if not why_not:
-            self._exclude([(node, SLOW, reason)])
+            self._exclude([(node, Excluded(SLOW, reason))])
             return
         if not self._nodes[node].slow:  # else it was told, whatever keeps it now
             self._ctx.note(f"{reason}; {why_not}", "warning")

@@ -24,23 +24,39 @@ from elasticrun.core.job.streams import Streams
 from elasticrun.core.job.views import nothing_yet, picture
 from elasticrun.core.nodes.node import Health
 from elasticrun.core.persisted import Facts
+from elasticrun.core.reasons import (
+    AllLeft,
+    BackedOff,
+    ByOperator,
+    FirstToFail,
+    HasLeft,
+    Leaves,
+    NoAgentYet,
+    NodeLost,
+    NotSaved,
+    Reason,
+    Saved,
+    Spare,
+    Spares,
+    Suspect,
+    said,
+    text,
+)
 from elasticrun.core.rounds.attribution import Cause
 from elasticrun.core.rounds.budget import Bill, Judgement
-from elasticrun.core.rounds.failures import ALL_LEFT, Ending, code_of
+from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import Round, Stage, begin
 from elasticrun.core.sight.picture import Goodput, Picture
 from elasticrun.core.sight.sight import Sight
 from elasticrun.core.snapshots.policy import SnapshotPolicy
 from elasticrun.core.snapshots.snapshots import Snapshots
-from elasticrun.core.words import SPARE, of_spares, some
+from elasticrun.core.words import some
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
 MAX_DECISIONS = 8
 """Decisions that may follow from one event; more would be a loop between two of them."""
-
-NOBODY_YET = "no agent has attached yet"
 
 _OF_A_ROUND = m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished | m.Steps
 
@@ -78,13 +94,14 @@ class Job:
         self._requests: OperatorRequests
 
         self._calm_until = -math.inf  # when something is due, if no part has anything to decide
-        self._reason = ""  # what the job waits for
+        self._reason: Reason | None = None  # what the job waits for
+        self._said: tuple[str, m.ReasonCode | None] = ("", None)  # the same as nodes are told
         self._ends: float | None = None  # when that wait is over at the latest
         self._until: float | None = None  # when it is looked at again
         self._all_left = False
         self._left_a_round = True  # a member, while it ran, or not for a signal; or nobody knows
-        self._last_failure = ""
-        self._sentence: tuple[int, str] | None = None  # how the job ends: exit code and reason
+        self._last_failure: Reason | None = None
+        self._sentence: tuple[int, Reason] | None = None  # how the job ends: exit code and reason
 
     @property
     def spec(self) -> m.JobSpec:
@@ -154,7 +171,7 @@ class Job:
         out: list[fx.JobEffect] = []
         if not self._begun and not self._wake(event, now, out):
             if isinstance(event, fx.Requested):
-                out.append(fx.Replied(event.number, m.Reply(False, NOBODY_YET)))
+                out.append(fx.Replied(event.number, m.Reply(False, text(NoAgentYet()))))
             return out
         ctx, streams = self._ctx, self._streams
         ctx.now, ctx.out = now, out
@@ -280,10 +297,11 @@ class Job:
             self._left_a_round = True
         self._saving.node_leaves()
         self._saving.going((node,), signalled=report.signal != 0)
-        ctx.membership.left(node, report.reason)
+        leaves = Leaves(report.reason, report.signal)
+        ctx.membership.left(node, leaves)
         ctx.flaps.over(node)
-        rdzv.leaving(node, ctx.now, report.reason)
-        self._streams.health.gone(node, f"left: {report.reason}")
+        rdzv.leaving(node, ctx.now, leaves)
+        self._streams.health.gone(node, text(HasLeft(leaves)))
         self._all_left = not ctx.membership.present
         ctx.note(f"node {node} leaves: {report.reason}")
 
@@ -332,9 +350,9 @@ class Job:
             reason = verdict.reason
             if verdict.bill is Bill.NOTHING and rdzv.is_incomplete(now):
                 # who is to blame is open until all have dialled again; what has failed is known
-                reason = ctx.restarts.verdict("", now).reason
+                reason = ctx.restarts.verdict(None, now).reason
             self._last_failure = reason
-            if verdict.bill not in (Bill.HOPELESS, Bill.FINAL):
+            if verdict.bill not in (Bill.HOPELESS, Bill.FINAL) and reason is not None:
                 self._reopen(reason)
 
     def _end_hung_round(self) -> None:
@@ -349,8 +367,8 @@ class Job:
     def _operate(self, request: m.Request) -> m.Reply:
         """An operator wants something done."""
         reply = self._requests.asked(request)
-        why, self._requests.restart = self._requests.restart, ""
-        if why:
+        why, self._requests.restart = self._requests.restart, None
+        if why is not None:
             self._reopen_free_of_charge(why)
         if self._ctx.changed:
             self._recorder.record()
@@ -368,7 +386,7 @@ class Job:
             gate, has_failed = None, restarts.window.opened_at is not None
             if has_failed:
                 gate = restarts.judge(self._trouble(), ctx.rdzv.formed_at, ctx.now)
-            if gate is not None and gate.end:
+            if gate is not None and gate.end is not None:
                 self._conclude(gate.code, gate.end)
                 return
             if self._saving.trouble and ctx.rdzv.phase is Phase.RUNNING:
@@ -388,6 +406,7 @@ class Job:
             if decision.verb is Verb.WAIT:
                 self._wait(decision, gate)
                 return
+            assert decision.reason is not None
             if decision.verb is not Verb.REOPEN:
                 done = decision.verb is Verb.SUCCEED
                 self._conclude(EXIT_OK if done else self._code_of_loss(), decision.reason)
@@ -395,16 +414,17 @@ class Job:
             self._reopen_free_of_charge(decision.reason)
         raise RuntimeError("the rendezvous does not come to rest")
 
-    def _due_end(self) -> tuple[int, str] | None:
+    def _due_end(self) -> tuple[int, Reason] | None:
         """How the job ends whatever a round would come to: exit code and reason."""
         if self._sentence is not None:
             code, reason = self._sentence
-            return (self._code_of_loss() if reason == ALL_LEFT else code, reason)  # it may be saved
+            may_be_saved = isinstance(reason, AllLeft)
+            return (self._code_of_loss() if may_be_saved else code, reason)
         if self._requests.stop:
             return (code_of(Ending.LEFT), self._requests.stop)
         gone = self._all_left and not self._ctx.membership.present
         if gone and not self._ctx.rdzv.succeeded:
-            return (self._code_of_loss(), ALL_LEFT)
+            return (self._code_of_loss(), AllLeft())
         unfit = self._streams.health.unfit
         return (code_of(Ending.BELOW_FLOOR), unfit) if unfit else None
 
@@ -416,30 +436,31 @@ class Job:
             saved = saved or self._saving.is_left_in_storage()
         return code_of(Ending.SAVED if saved else Ending.TOO_FEW)
 
-    def _trouble(self) -> str:
-        """Which member has gone or may have gone, in words; empty if all are well."""
+    def _trouble(self) -> Reason | None:
+        """Which member has gone or may have gone; None if all are well."""
         rdzv, restarts = self._ctx.rdzv, self._ctx.restarts
         if loss := rdzv.loss:
             return loss
         for node in self._ctx.membership.suspects:
             if rdzv.last.is_concerned(node):
-                return f"node {node} is suspect"
+                return NodeLost(node, Suspect())
         if restarts.window.opened_at is None:
-            return ""
-        cause, why = self._suspect_cause()
-        return f"node {cause.node} is left out: {why}" if cause else ""
+            return None
+        found = self._suspect_cause()
+        return NodeLost(found[0].node, BackedOff(found[1])) if found else None
 
-    def _suspect_cause(self) -> tuple[Cause | None, str]:
+    def _suspect_cause(self) -> tuple[Cause, FirstToFail] | None:
         """The cause of the round's end whose node is to be left out, and why."""
         restarts = self._ctx.restarts
         cause = restarts.window.cause
         if cause is None:
-            return None, ""
+            return None
         why = restarts.attribution.why_suspect(cause, self._ctx.now)
         rdzv = self._ctx.rdzv
         staying = rdzv.last.is_member(cause.node) and cause.node not in rdzv.last.leaving
-        spare = why and staying and rdzv.is_enough_without(cause.node)
-        return (cause, why) if spare else (None, "")
+        if why is None or not staying or not rdzv.is_enough_without(cause.node):
+            return None
+        return cause, why
 
     def _reconsider(self) -> bool:
         """A round could form after one that failed. Whether that has to be asked again, because a
@@ -448,21 +469,22 @@ class Job:
         attribution = ctx.restarts.attribution
         if rdzv.loss:
             return False
-        cause, why = self._suspect_cause()
-        if cause is not None:
+        found = self._suspect_cause()
+        if found is not None:
+            cause, why = found
             wait = attribution.leave_out(cause, now)
             ctx.changed = True
-            rdzv.leave_out(cause.node, now + wait, why)
+            rdzv.leave_out(cause.node, now + wait, BackedOff(why))
             self._streams.health.doubt(cause.node)
-            ctx.note(f"node {cause.node} is left out for {wait:g} s: {why}", "warning")
+            ctx.note(f"node {cause.node} is left out for {wait:g} s: {text(why)}", "warning")
             self._tell_to_wait(cause.node)
             return True
-        cause = ctx.restarts.window.cause
-        innocent = attribution.cleared(cause, now) if cause and not self._trouble() else ""
-        if cause is not None and innocent:
+        last = ctx.restarts.window.cause
+        innocent = attribution.cleared(last, now) if last and not self._trouble() else ""
+        if last is not None and innocent:
             if innocent in rdzv.backing_off:
                 rdzv.backing_off.put(innocent, now, "acquitted")
-            ctx.note(f"rank {cause.rank} fails on node {cause.node} too: {innocent} is let in")
+            ctx.note(f"rank {last.rank} fails on node {last.node} too: {innocent} is let in")
         return bool(innocent)
 
     def _wait(self, decision: Decision, gate: Judgement | None) -> None:
@@ -470,10 +492,11 @@ class Job:
         self._ends = decision.until
         if decision.reason != self._reason:
             self._reason = decision.reason
-            if decision.reason:
-                spare = self._reason.startswith(SPARE)
-                spares = tuple(self._ctx.rdzv.ready) if spare else ()
-                self._ctx.note(of_spares(self._reason, spares) if spares else self._reason)
+            if (reason := decision.reason) is not None:
+                spares = tuple(self._ctx.rdzv.ready) if isinstance(reason, Spare) else ()
+                known = Spares(spares, reason) if isinstance(reason, Spare) and spares else reason
+                self._said = said(reason)
+                self._ctx.note(self._said[0] if known is reason else text(known))
                 self._tell_to_wait()
 
     def _tell_to_wait(self, only: str | None = None) -> None:
@@ -485,23 +508,23 @@ class Job:
             one, why = ctx.nodes[only], rdzv.reason_of(only, ctx.now)
             if one.session is not None and one.told != why:
                 ctx.tell(one.session, m.Wait(why))
-        if not self._reason:
+        if self._reason is None:
             return
-        sessions = []
+        sessions, (why, code) = [], self._said
         for node in rdzv.ready if only is None else (only,):
             one = ctx.nodes[node]
-            if node in rdzv.ready and one.session is not None and one.told != self._reason:
-                one.told = self._reason
+            if node in rdzv.ready and one.session is not None and one.told != why:
+                one.told = why
                 sessions.append(one.session)
         if sessions:
             left = 0.0 if self._ends is None else max(0.0, self._ends - ctx.now)
-            ctx.out.append(fx.Tell(tuple(sessions), m.Wait(self._reason, left)))
+            ctx.out.append(fx.Tell(tuple(sessions), m.Wait(why, left, code)))
 
-    def _reopen_free_of_charge(self, reason: str) -> None:
+    def _reopen_free_of_charge(self, reason: Reason) -> None:
         self._ctx.restarts.window.excuse(reason)
         self._reopen(reason)
 
-    def _reopen(self, reason: str) -> None:
+    def _reopen(self, reason: Reason) -> None:
         """The round is over: its members stop their ranks."""
         ctx, round_ = self._ctx, self._ctx.round
         assert round_ is not None
@@ -510,22 +533,25 @@ class Job:
         failed = self._sight.round_over(reason)
         self._streams.health.call_in_the_doubted()
         self._last_failure = reason if failed else self._last_failure
-        over = f"round {round_.name.number} is over: {reason}"
+        why, code = said(reason)
+        over = f"round {round_.name.number} is over: {why}"
         ctx.note(over, "error" if failed else "info", told=True)
         self._recorder.record()
-        ctx.broadcast(members, m.Stop(round_.name, reason))
+        ctx.broadcast(members, m.Stop(round_.name, why, code))
 
     def _form(self, limit: int) -> None:
         """Settle what the last round costs, and give every member its place in the next."""
         ctx, rdzv, restarts, now = self._ctx, self._ctx.rdzv, self._ctx.restarts, self._ctx.now
         trouble, points, last = self._trouble(), self._snapshots.points, self._ctx.round
         has_failed = restarts.window.opened_at is not None
-        to_save = has_failed or bool(trouble) or points.looks_back  # nobody was there to hear of it
+        to_save = (
+            has_failed or trouble is not None or points.looks_back
+        )  # nobody was there to hear of it
         to_save = to_save or (last is not None and limit < len(last.seats))  # who is over may go
         choice = self._saving.choose(trouble)
         why, bill = trouble, ""
         if has_failed:
-            why = trouble or restarts.verdict("", now).reason
+            why = trouble or restarts.verdict(None, now).reason
             bill = restarts.settle(trouble, rdzv.formed_at, now)
             ctx.note(bill)
             self._last_failure = trouble or self._last_failure  # a suspicion has become a fact
@@ -541,7 +567,7 @@ class Job:
             restore_step=choice.restore_step,
         )
         round_ = Round(facts)
-        round_.why = why or (last.why_stopped if last is not None else "")
+        round_.why = why or (last.why_stopped if last is not None else None)
         ctx.round = round_
         for node in round_.seats:
             ctx.nodes[node].told = ""
@@ -549,7 +575,7 @@ class Job:
         rdzv.formed(round_.seats, now)
         ctx.flaps.formed(round_.seats, now)
         restarts.new_round(nodes=len(round_.seats))
-        self._reason, self._ends = "", None
+        self._reason, self._ends = None, None
         size = f"{some(facts.world_size, 'rank')} on {some(len(round_.seats), 'node')}"
         ctx.note(f"round {name.number} begins: {size}")
         self._recorder.record()
@@ -567,7 +593,7 @@ class Job:
 
     # ------------------------------------------------------------ the end
 
-    def _conclude(self, exit_code: int, reason: str) -> None:
+    def _conclude(self, exit_code: int, reason: Reason) -> None:
         """The job is to end, and nothing changes that any more: as soon as its last snapshot is
         written out, where it has one that is to be."""
         ctx = self._ctx
@@ -582,16 +608,17 @@ class Job:
         if owed := self._snapshots.checkpoints.owed:
             ctx.note(owed, "error")
             if exit_code == EXIT_OK:
-                exit_code, reason = code_of(Ending.UNSAVED), f"{reason}, but {owed}"
+                exit_code, reason = code_of(Ending.UNSAVED), NotSaved(reason, owed)
         failures = () if exit_code == EXIT_OK else ctx.restarts.window.failures
         written = self._snapshots.checkpoints.written
         saved = -1 if written is None else written.step
         if exit_code == EXIT_SAVED:
-            reason = f"{reason}; step {saved} is saved"
-        ctx.outcome = m.End(exit_code, reason, failures, saved=saved)
+            reason = Saved(reason, saved)
+        why, code = said(reason)
+        ctx.outcome = m.End(exit_code, why, failures, saved=saved, code=code)
         self._until = None
-        fine = exit_code in (EXIT_OK, EXIT_SAVED) or reason == self._requests.stop
-        ctx.note(f"the job is over: {reason}", "info" if fine else "error", told=True)
+        fine = exit_code in (EXIT_OK, EXIT_SAVED) or isinstance(reason, ByOperator)
+        ctx.note(f"the job is over: {why}", "info" if fine else "error", told=True)
         self._recorder.record()
         end = replace(ctx.outcome, goodput=self._sight.last_line())
         ctx.out.append(fx.Tell(tuple(ctx.membership.sessions), end))

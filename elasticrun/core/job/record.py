@@ -13,6 +13,7 @@ from elasticrun.core.context import JobContext
 from elasticrun.core.events import Record
 from elasticrun.core.nodes.node import Health
 from elasticrun.core.persisted import Facts, RoundFacts
+from elasticrun.core.reasons import Reason, Said, read, recorded
 from elasticrun.core.rounds.rendezvous import Phase, Rendezvous
 from elasticrun.core.rounds.round import Round
 from elasticrun.core.sight.ledger import SlotLedger
@@ -105,7 +106,8 @@ class Recorder:
         written = (facts.written, facts.rejected)
         self._snapshots.restore(*written, facts.rewound_from, facts.restore_step)
         if facts.round is not None:
-            ctx.round = Round(facts.round, inherited=True, why_stopped=facts.round.over)
+            over = read(facts.round.over, facts.round.over_code)
+            ctx.round = Round(facts.round, inherited=True, why_stopped=over)
         if facts.outcome is None and ctx.round is not None:
             self._load_round(ctx.round, facts.starved)
         elif facts.outcome is None:
@@ -118,7 +120,7 @@ class Recorder:
         was = round_.facts
         ctx, now, gone = self._ctx, self._ctx.now, set(was.gone)
         ctx.restarts.new_round(adopted=was.adopted)  # its agents tell its failures again
-        ctx.restarts.window.excuse(was.excuse)
+        ctx.restarts.window.excuse(read(was.excuse, was.excuse_code))
         redial = ctx.membership.redial(len(was.seats))
         ctx.flaps.taken_over(seat.node for seat in was.seats)
         for seat in was.seats:
@@ -133,15 +135,15 @@ class Recorder:
         self._snapshots.points.expect(node for node in seats if node not in gone)
 
 
-def _round_facts(round_: Round, rdzv: Rendezvous, excuse: str, now: float) -> RoundFacts:
+def _round_facts(round_: Round, rdzv: Rendezvous, excuse: Reason | None, now: float) -> RoundFacts:
     last, running = rdzv.last, rdzv.phase is Phase.RUNNING
+    over = None if running else round_.why_stopped or Said("it is over")
+    lost = last.lost[0] if last.lost else None
     return replace(
         round_.facts,
         age=now - rdzv.formed_at,
         seats=tuple(round_.members.values()),
-        over="" if running else round_.why_stopped or "it is over",
-        lost=last.lost[0] if last.lost else "",
-        excuse=excuse,
+        **recorded(over=over, lost=lost, excuse=excuse),
         gone=tuple(last.away),
         done=tuple(node for node in last.away if node in last.completed),
         waiting=() if running else tuple(n for n in rdzv.ready if not last.is_member(n)),

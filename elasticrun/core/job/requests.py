@@ -10,6 +10,7 @@ from elasticrun.core.context import JobContext
 from elasticrun.core.job.streams import Streams
 from elasticrun.core.nodes.admission import ASKED
 from elasticrun.core.nodes.node import Health
+from elasticrun.core.reasons import ByOperator, Excluded, text
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.words import names, some
@@ -26,10 +27,10 @@ class OperatorRequests:
     def __init__(self, ctx: JobContext, streams: Streams) -> None:
         self._ctx = ctx
         self._streams = streams
-        self.stop = ""
-        """Why the job is to end, in a sentence; empty if nobody has asked for that."""
-        self.restart = ""
-        """Why the round is to begin anew; empty if nobody has asked for that."""
+        self.stop: ByOperator | None = None
+        """Why the job is to end; None if nobody has asked for that."""
+        self.restart: ByOperator | None = None
+        """Why the round is to begin anew; None if nobody has asked for that."""
 
     def asked(self, request: m.Request) -> m.Reply:
         """Carry it out, or say why not."""
@@ -42,7 +43,7 @@ class OperatorRequests:
         if self._ctx.outcome is not None:
             raise Unwilling(f"the job is over: {self._ctx.outcome.reason}")
         if self.stop:
-            raise Unwilling(f"the job ends already: {self.stop}")
+            raise Unwilling(f"the job ends already: {text(self.stop)}")
         match request.verb:
             case "stop":
                 return self._stop(request)
@@ -58,16 +59,16 @@ class OperatorRequests:
 
     def _stop(self, request: m.Request) -> str:
         self.stop = _by(request, "stopped")
-        self._ctx.note(f"the job is {self.stop}", "warning")
-        return f"the job ends: {self.stop}"
+        self._ctx.note(f"the job is {text(self.stop)}", "warning")
+        return f"the job ends: {text(self.stop)}"
 
     def _restart(self, request: m.Request) -> str:
         ctx = self._ctx
         if ctx.rdzv.phase is not Phase.RUNNING or ctx.round is None:
             raise Unwilling("no round runs that could be restarted")
         self.restart = _by(request, "restarted")
-        ctx.note(f"round {ctx.round.name.number} is {self.restart}", "warning")
-        return f"the ranks are stopped and start again, free of charge: {self.restart}"
+        ctx.note(f"round {ctx.round.name.number} is {text(self.restart)}", "warning")
+        return f"the ranks are stopped and start again, free of charge: {text(self.restart)}"
 
     # ------------------------------------------------------------ nodes
 
@@ -86,7 +87,7 @@ class OperatorRequests:
             raise Unwilling("ranks have ended with 0 already: the job is about to be done")
         if high == spec.max_nodes:
             return f"the job takes {some(high, 'node')} at most already"
-        by = _by(request, f"scaled to {some(high, 'node')}")
+        by = text(_by(request, f"scaled to {some(high, 'node')}"))
         ctx.scale(low, high)
         ctx.note(f"the job is {by}", "warning")
         return f"the job takes {some(high, 'node')} at most from now on, and needs {low}"
@@ -99,7 +100,7 @@ class OperatorRequests:
             raise Unwilling(f"the job has no node {request.node}{_known(list(here))}")
         if len(here) == 1:
             raise Unwilling(f"{node} is the job's only node: elasticrun stop ends the job")
-        self._streams.exclude([(node, ASKED, _by(request, "asked"))])
+        self._streams.exclude([(node, Excluded(ASKED, text(_by(request, "asked"))))])
         low, left = ctx.spec.min_nodes, len(here) - 1
         waits = f"; {left} of {low} nodes are left, so the job waits for more" if left < low else ""
         return f"node {node} is excluded for {ctx.spec.checks.exclude_for:g} s{waits}"
@@ -112,7 +113,7 @@ class OperatorRequests:
         if node is None:
             known = _known([*out, *held], "excluded: ")
             raise Unwilling(f"node {request.node} is not excluded{known}")
-        by = _by(request, "included again")
+        by = text(_by(request, "included again"))
         ctx.exclusions.lift(node)
         if node in ctx.rdzv.backing_off:
             ctx.rdzv.backing_off.put(node, now, by)
@@ -139,7 +140,5 @@ def _known(nodes: list[str], word: str = "it has ") -> str:
     return f"; {word}{names(sorted(nodes))}" if nodes else ""
 
 
-def _by(request: m.Request, done: str) -> str:
-    """`stopped by user@host: reason`."""
-    why = f": {request.reason}" if request.reason else ""
-    return f"{done} by {request.who or 'an operator'}{why}"
+def _by(request: m.Request, done: str) -> ByOperator:
+    return ByOperator(done, request.who, request.reason)

@@ -12,16 +12,32 @@ from msgspec.structs import replace
 from elasticrun import __version__
 from elasticrun.core import events as fx
 from elasticrun.core.context import JobContext
-from elasticrun.core.health.policy import HealthPolicy, Sentence
+from elasticrun.core.health.policy import HealthPolicy
 from elasticrun.core.job.record import Recorder
 from elasticrun.core.nodes.membership import Admission
 from elasticrun.core.nodes.node import Health, differences
+from elasticrun.core.reasons import (
+    Banned,
+    CutOff,
+    Dead,
+    Excluded,
+    GivenUp,
+    Leaves,
+    OtherRound,
+    Parked,
+    Reason,
+    Replaced,
+    WasParked,
+    code,
+    text,
+)
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import SURVIVOR_SLACK, Phase
 from elasticrun.core.rounds.round import adopt, adopted_seat
 from elasticrun.core.snapshots.policy import SnapshotPolicy
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
+from elasticrun.wire.types import RoundName
 
 
 class Streams:
@@ -38,8 +54,8 @@ class Streams:
         self._is_over_told = False
         self._membership, self._rdzv, self._nodes = ctx.membership, ctx.rdzv, ctx.nodes
         self.health = HealthPolicy(ctx, self.exclude)
-        self.hold_reason = ""
-        """Why no silence counts at present, in a sentence."""
+        self.hold_reason: CutOff | None = None
+        """Why no silence counts at present."""
 
     # ------------------------------------------------------------ attached
 
@@ -83,7 +99,7 @@ class Streams:
         """Take the stream for its node's; None if that is refused. An older one is closed."""
         admission = self._membership.attach(session, hello, self._ctx.now)
         if admission.refusal:
-            self._ctx.tell(session, m.Refused(admission.refusal, code_of(Ending.REFUSED)))
+            self._ctx.tell(session, refused(admission.refusal, Ending.REFUSED))
             self._ctx.hang_up(session)
             return None
         if admission.old_session is not None:
@@ -92,15 +108,15 @@ class Streams:
 
     def _enter(self, node: str, admission: Admission) -> None:
         if admission.newer:
-            replaced = "was replaced by a newer agent"
+            replaced = Replaced()
             if admission.superseded:
                 self._end_stay(node, admission.silent_since)
                 self._rdzv.gone(node, replaced, last_word=self._ctx.now, reborn=True)
             else:  # none of the ranks of one that had gone lives on
                 last = self._rdzv.last
                 last.fenced = last.fenced or node in last.away
-            self.health.gone(node, replaced)
-            self._saving.gone(node, replaced, reborn=True)
+            self.health.gone(node, text(replaced))
+            self._saving.gone(node, text(replaced), reborn=True)
             self.health.doubt(node)
         if admission.forgotten:
             self.health.doubt(admission.forgotten)
@@ -140,14 +156,14 @@ class Streams:
             if not rdzv.last.is_member(node) and not rdzv.is_whole:
                 self._adopt_member(hello, report)
             if not rdzv.last.is_member(node):
-                ctx.tell(session, m.Stop(report.round, "this node had been given up"))
+                ctx.tell(session, stop(report.round, GivenUp(later=False)))
                 rdzv.returned(node, now, within=ctx.spec.restart_grace + SURVIVOR_SLACK)
             elif rdzv.phase is Phase.GATHERING:
-                ctx.tell(session, m.Stop(report.round, current.why_stopped))
+                ctx.tell(session, stop(report.round, current.why_stopped))
         elif rdzv.last.is_member(node):
             self._repeat_start(session, node)
         else:
-            ctx.tell(session, m.Stop(report.round, "the job has gone on without this node"))
+            ctx.tell(session, stop(report.round, GivenUp(later=True)))
             rdzv.announce(node, now)
 
     def _repeat_start(self, session: int, node: str) -> None:
@@ -175,7 +191,7 @@ class Streams:
         self._adopt_member(hello, report)
         self._recorder.record()
         if old is not None:
-            ctx.broadcast(members, m.Stop(old.name, f"round {report.round} is newer"))
+            ctx.broadcast(members, stop(old.name, OtherRound(str(report.round), begun=False)))
 
     def _adopt_member(self, hello: m.Hello, report: m.RoundReport) -> None:
         ctx = self._ctx
@@ -196,15 +212,17 @@ class Streams:
         seen = self._rdzv.last.is_concerned(node) and window.reported_by_another(node)
         self._membership.detached(event, now, corroborated=seen)
         if member.health is Health.PARKED:
-            self._membership.left(node, "it is excluded, and was parked")
+            self._membership.left(node, WasParked())
             ctx.note(f"node {node} is parked no longer: its agent has gone")
         if member.health is Health.LEFT:
-            self._rdzv.gone(node, member.reason, last_word=now)
-            self.health.gone(node, member.reason)
-            self._saving.gone(node, f"has gone: {member.reason}")
+            why = text(member.reason)
+            how = member.reason if isinstance(member.reason, Leaves | Excluded) else Leaves(why)
+            self._rdzv.gone(node, how, last_word=now)
+            self.health.gone(node, why)
+            self._saving.gone(node, f"has gone: {why}")
             ctx.changed = True
         elif ctx.outcome is None:
-            ctx.note(f"node {node} is suspect: {member.reason}")
+            ctx.note(f"node {node} is suspect: {text(member.reason)}")
             self._saving.lost_contact(node)
             self._rdzv.lost_contact(node, now, ctx.spec.heartbeat_timeout + 1.0)
 
@@ -216,13 +234,14 @@ class Streams:
         else:
             deaths = self._membership.due(now, lambda _: True, len(self._membership.present))
         for death in deaths:
-            node, reason = death.node, f"is dead: {death.reason}"
+            node, how = death.node, Dead(death.how)
+            reason = text(how)
             # where a round needed it, every agent says so itself (Start.why, Wait)
             needed = rdzv.last.is_concerned(node)
             ctx.note(f"node {node} {reason}", "error" if needed else "warning", told=needed)
             last_heard = self._nodes[node].last_heard
             self._end_stay(node, death.since)
-            rdzv.gone(node, reason, last_word=last_heard)
+            rdzv.gone(node, how, last_word=last_heard)
             self.health.gone(node, reason)
             self._saving.gone(node, reason)
             ctx.changed = True
@@ -230,7 +249,7 @@ class Streams:
                 ctx.hang_up(death.session)
         if bool(self.hold_reason) != (self._membership.mass_silence.until is not None):
             self.hold_reason = hold = self._membership.mass_silence.reason()
-            ctx.note(hold or "nodes are heard again", "warning" if hold else "info")
+            ctx.note(text(hold) or "nodes are heard again", "warning" if hold else "info")
 
     def _end_stay(self, node: str, at: float) -> None:
         """A life of this node is over since `at`: a loss, if the round still needed it."""
@@ -243,45 +262,46 @@ class Streams:
         """Tell the runtime, once: the job is over and somebody was told."""
         if not self._is_over_told:
             self._is_over_told = True
-            self._ctx.out.append(fx.JobOver(outcome.exit_code, outcome.reason, outcome.saved))
+            self._ctx.out.append(
+                fx.JobOver(outcome.exit_code, outcome.reason, outcome.saved, outcome.code)
+            )
 
     # ------------------------------------------------------------ excluded, parked
 
-    def exclude(self, sentences: list[Sentence]) -> None:
+    def exclude(self, verdicts: list[tuple[str, Excluded]]) -> None:
         """These nodes are told to go, and are refused for a while: recorded first, then told."""
         ctx, now, seconds = self._ctx, self._ctx.now, self._ctx.spec.checks.exclude_for
-        for node, kind, reason in sentences:
-            host = self._nodes[node].host
-            ctx.exclusions.add(node, host, kind=kind, reason=reason, seconds=seconds, now=now)
-            ctx.note(f"node {node} is excluded for {seconds:g} s: {reason}", "warning")
-        self._saving.going(node for node, _, _ in sentences)
-        told = [(node, self._nodes[node].session, why) for node, _, why in sentences]
-        for node, _, reason in sentences:
-            self._membership.left(node, f"it is excluded: {reason}")
+        for node, how in verdicts:
+            ctx.exclusions.add(node, self._nodes[node].host, how, seconds=seconds, now=now)
+            ctx.note(f"node {node} is excluded for {seconds:g} s: {how.verdict}", "warning")
+        self._saving.going(node for node, _ in verdicts)
+        told = [(node, self._nodes[node].session, how) for node, how in verdicts]
+        for node, how in verdicts:
+            self._membership.left(node, how)
             ctx.flaps.over(node)
-            self._rdzv.excluded(node, now, reason)
+            self._rdzv.excluded(node, now, how)
             self.health.gone(node, "it is excluded")
             self.health.doubt(node)
         self._recorder.record()
-        for node, session, reason in told:
+        for node, session, how in told:
             if session is not None:
-                sentence = f"this node is excluded for {seconds:g} s: {reason}"
+                banned = Banned(how, seconds)
                 if self._may_park(node):
-                    self._park(session, node, sentence, seconds)
+                    self._park(session, node, banned, seconds)
                 else:
-                    ctx.tell(session, m.Refused(sentence, code_of(Ending.EXCLUDED)))
+                    ctx.tell(session, refused(banned, Ending.EXCLUDED))
 
     def _refuse_excluded(self, session: int, hello: m.Hello) -> bool:
         """Whether this stream is an excluded node's: it has been refused, or is parked."""
         ctx, node, host, now = self._ctx, hello.node, hello.host, self._ctx.now
         refusal = ctx.exclusions.refusal(node, host, now)
-        if not refusal:
+        if refusal is None:
             return False
         if ctx.spec.checks.quarantine and ctx.outcome is not None:
             ctx.tell(session, self._welcome())
             ctx.tell(session, ctx.outcome)
         elif not self._may_park(node):
-            ctx.tell(session, m.Refused(refusal, code_of(Ending.EXCLUDED)))
+            ctx.tell(session, refused(refusal, Ending.EXCLUDED))
             ctx.hang_up(session)
         elif self._admit(session, hello) is not None:
             ctx.tell(session, self._welcome())
@@ -297,9 +317,19 @@ class Streams:
             self._ctx.note(f"node {node} is not parked: {parked} (--quarantine)", "warning")
         return free
 
-    def _park(self, session: int, node: str, sentence: str, seconds: float) -> None:
+    def _park(self, session: int, node: str, why: Banned, seconds: float) -> None:
         """It stays without ranks, for so many seconds at most. It has its place for as long as its
         stream stands; when it dials again it is parked again, if there is room."""
-        self._membership.left(node, f"parked: {sentence}", Health.PARKED)
+        self._membership.left(node, Parked(why), Health.PARKED)
         self._ctx.note(f"node {node} stays parked until the job ends, for {seconds:.0f} s at most")
-        self._ctx.tell(session, m.Park(sentence, seconds))
+        self._ctx.tell(session, m.Park(text(why), seconds, code(why)))
+
+
+def stop(round_: RoundName, why: Reason | None) -> m.Stop:
+    """The order to end the ranks of this round."""
+    return m.Stop(round_, text(why), code(why))
+
+
+def refused(why: Reason, ending: Ending) -> m.Refused:
+    """The order by which an agent ends so."""
+    return m.Refused(text(why), code_of(ending), code(why))

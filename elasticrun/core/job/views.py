@@ -5,6 +5,7 @@ from __future__ import annotations
 from elasticrun.core.context import JobContext
 from elasticrun.core.health.policy import HealthPolicy
 from elasticrun.core.nodes.node import Health, Node
+from elasticrun.core.reasons import NoAgentYet, Reason, code, text
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.sight.hangs.watch import Watch
 from elasticrun.core.sight.picture import Goodput
@@ -16,7 +17,7 @@ def nothing_yet(spec: JobSpec | None) -> JobStatus:
     return JobStatus(
         job_id=spec.job_id if spec else "",
         phase="gathering",
-        reason="no agent has attached yet",
+        reason=text(NoAgentYet()),
         round=None,
         world_size=0,
         restart_count=0,
@@ -34,9 +35,9 @@ def picture(
     ctx: JobContext,
     health: HealthPolicy,
     *,
-    reason: str,
+    reason: Reason | None,
     ends: float | None,
-    last_failure: str,
+    last_failure: Reason | None,
     snapshot: str,
     watch: Watch,
     goodput: Goodput | None,
@@ -49,22 +50,23 @@ def picture(
     elif rdzv.phase is Phase.GATHERING and rdzv.awaits_survivors:
         phase = "stopping"
     rest = f"; at most {max(0.0, ends - now):.0f} s more" if ends is not None else ""
-    waits = reason and ctx.outcome is None
+    said = text(reason)
+    waits = reason is not None and ctx.outcome is None
 
     def why(node: Node) -> str:
         if node.health is not Health.ALIVE:
-            return node.reason
+            return text(node.reason)
         return (
             ctx.membership.sluggish(node, now)
             or rdzv.reason_of(node.id, now)
-            or (f"{node.told}{rest}" if node.told and node.told == reason else node.told)
+            or (f"{node.told}{rest}" if node.told and node.told == said else node.told)
         )
 
     told = watch.verdict()
     return JobStatus(
         job_id=spec.job_id,
         phase=phase,
-        reason=f"{reason} ({rdzv.detail()}{rest})" if waits else reason,
+        reason=f"{said} ({rdzv.detail()}{rest})" if waits else said,
         round=ctx.round.name if ctx.round else None,
         world_size=ctx.round.facts.world_size if ctx.round else 0,
         restart_count=budget.count,
@@ -75,8 +77,10 @@ def picture(
         nodes=tuple(
             _node(ctx, node, why(node), health.health(node.id)) for node in ctx.nodes.values()
         ),
-        last_failure=last_failure,
+        last_failure=text(last_failure),
+        failed=code(last_failure),
         outcome=ctx.outcome.reason if ctx.outcome else "",
+        ended=ctx.outcome.code if ctx.outcome else None,
         excluded=ctx.exclusions.page(now),
         check=health.summary(),
         snapshot=snapshot,

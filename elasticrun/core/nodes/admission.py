@@ -31,6 +31,7 @@ from elasticrun.config import (
 )
 from elasticrun.core.deadlines import Deadlines
 from elasticrun.core.persisted import LeftOut
+from elasticrun.core.reasons import Banned, Excluded
 from elasticrun.wire.messages import MAX_EXCLUDED, ExcludedNode
 
 BACKOFF_UNIT = 120.0
@@ -190,8 +191,7 @@ ASKED = "asked"
 class _Entry:
     """One exclusion."""
 
-    kind: str
-    reason: str
+    how: Excluded
     at: float
     until: float
 
@@ -204,14 +204,12 @@ class Exclusions:
         self._slow: deque[float] = deque(maxlen=STRAGGLERS_PER_HOUR)
         """When nodes were last excluded for being slow; older ones do not matter any more."""
 
-    def add(
-        self, node: str, host: str, *, kind: str, reason: str, seconds: float, now: float
-    ) -> None:
+    def add(self, node: str, host: str, how: Excluded, *, seconds: float, now: float) -> None:
         """Exclude this node for so many seconds."""
         self._entries = {key: one for key, one in self._entries.items() if now < one.until}
         self._entries.pop((node, host), None)
-        self._entries[node, host] = _Entry(kind, reason, now, now + seconds)
-        if kind == SLOW:
+        self._entries[node, host] = _Entry(how, now, now + seconds)
+        if how.by == SLOW:
             self._slow.append(now)
         if len(self._entries) > MAX_EXCLUDED:
             self._entries.pop(next(iter(self._entries)))
@@ -220,15 +218,12 @@ class Exclusions:
         """It may come back, on whatever host; harmless if it is not excluded."""
         self._entries = {key: one for key, one in self._entries.items() if key[0] != node}
 
-    def refusal(self, node: str, host: str, now: float) -> str:
-        """Why this node may not attach, in a sentence; empty if it may."""
+    def refusal(self, node: str, host: str, now: float) -> Banned | None:
+        """Why this node may not attach; None if it may."""
         entry = self._entries.get((node, host))
         if entry is None or now >= entry.until:
-            return ""
-        return (
-            f"node {node} on {host or 'its host'} is excluded for {entry.until - now:.0f} s more: "
-            f"{entry.reason}"
-        )
+            return None
+        return Banned(entry.how, entry.until - now, node, host)
 
     def remaining(self, node: str, host: str, now: float) -> float:
         """For how many seconds more this node is excluded; 0 if it is not."""
@@ -242,7 +237,9 @@ class Exclusions:
     def page(self, now: float) -> tuple[ExcludedNode, ...]:
         """Those that are refused now, for people, for schedulers and for the next master."""
         return tuple(
-            ExcludedNode(node, host, entry.kind, entry.reason, now - entry.at, entry.until - now)
+            ExcludedNode(
+                node, host, entry.how.by, entry.how.verdict, now - entry.at, entry.until - now
+            )
             for (node, host), entry in self._entries.items()
             if now < entry.until
         )
@@ -259,5 +256,5 @@ class Exclusions:
         self._slow.extend(now - age for age in slow_ages)
         for one in excluded:
             self._entries[one.node, one.host] = _Entry(
-                one.kind, one.reason, now - one.age, now + one.remaining
+                Excluded(one.kind, one.reason), now - one.age, now + one.remaining
             )

@@ -44,6 +44,14 @@ from elasticrun.core.events import Detached
 from elasticrun.core.nodes.admission import Deaths
 from elasticrun.core.nodes.node import Health, Node, Nodes
 from elasticrun.core.persisted import LeftOut
+from elasticrun.core.reasons import (
+    CutOff,
+    LostContact,
+    MasterFull,
+    NodeTaken,
+    Reason,
+    Superseded,
+)
 from elasticrun.wire.messages import Hello
 
 BEATS_PER_SECOND = 500
@@ -93,14 +101,9 @@ class MassSilence:
             if not self._silent:
                 self._over()
 
-    def reason(self) -> str:
-        """Why no verdict is given although nodes are silent; empty if none is held back."""
-        if self.until is None:
-            return ""
-        return (
-            "more than half of the nodes fell silent together, so it is the master that may be cut "
-            f"off; nobody is given up for {MASS_SILENCE_HOLD:g} s"
-        )
+    def reason(self) -> CutOff | None:
+        """Why no verdict is given although nodes are silent; None if none is held back."""
+        return None if self.until is None else CutOff(MASS_SILENCE_HOLD)
 
     def _over(self) -> None:
         self.until = None
@@ -121,7 +124,7 @@ MAX_SUPERSEDED = 100_000
 class Admission:
     """The answer to a stream that wants to be a node's."""
 
-    refusal: str = ""  # a sentence; empty: admitted
+    refusal: Reason | None = None  # None: admitted
     newer: bool = False  # another life of this node was known
     superseded: bool = False  # an older life of the node had not been given up: it is over now
     silent_since: float = 0.0  # ... and when its stream broke
@@ -135,7 +138,7 @@ class Death:
     """A node that was given up, and why."""
 
     node: str
-    reason: str
+    how: LostContact
     session: int | None  # a stream that stood nevertheless: close it
     since: float = 0.0  # when its stream broke, or when it was last heard
 
@@ -185,21 +188,18 @@ class Membership:
     def attach(self, session: int, hello: Hello, now: float) -> Admission:
         """A stream says that it is this incarnation of this node."""
         if hello.incarnation in self._superseded:
-            return Admission(f"a newer agent has taken the place of this one as node {hello.node}")
+            return Admission(Superseded(hello.node))
         old = self._nodes.get(hello.node)
         if old is None:
             forgotten = self._forget_one() if len(self._nodes) >= MAX_SESSIONS else ""
             if len(self._nodes) >= MAX_SESSIONS:
-                return Admission(f"the master serves {MAX_SESSIONS} nodes and takes no more")
+                return Admission(MasterFull(MAX_SESSIONS))
             self._enter(session, hello, self._recalled(hello.node), now)
             return Admission(forgotten=forgotten)
         if old.incarnation == hello.incarnation:
             return self._reattach(old, session, hello, now)
         if old.session is not None:
-            return Admission(
-                f"node {old.id} is held by another agent, on {old.hello.host}, which is "
-                + ("leaving" if old.health is Health.LEFT else "alive")
-            )
+            return Admission(NodeTaken(old.id, old.hello.host, old.health is Health.LEFT))
         self._supersede(old.incarnation)
         self._enter(session, hello, old.silences, now)
         if old.health in (Health.DEAD, Health.LEFT):
@@ -217,7 +217,7 @@ class Membership:
         if replaced is not None:
             self.sessions.pop(replaced, None)
         old.session, old.last_heard, old.said, old.told = session, now, hello, ""
-        old.health, old.reason, old.corroborated = Health.ALIVE, "", False
+        old.health, old.reason, old.corroborated = Health.ALIVE, None, False
         self._stands(old, session, now)
         return Admission(returned=returned, old_session=replaced)
 
@@ -256,7 +256,7 @@ class Membership:
         self.moved.add(node.id)
         if node.health is Health.ALIVE:
             node.health = Health.SUSPECT
-            node.reason = "its connection was closed" if event.clean else "its connection broke"
+            node.reason = LostContact("closed" if event.clean else "broken")
             node.broke_at, node.silent, node.quiet = now, event.silent, event.quiet
             node.corroborated = corroborated
             self.suspects[node.id] = None
@@ -279,7 +279,7 @@ class Membership:
                 node.corroborated = True
                 self._deadlines.arm(node.id, max(now, node.broke_at + self._patience(node)))
 
-    def left(self, node: str, reason: str, health: Health = Health.LEFT) -> None:
+    def left(self, node: str, reason: Reason, health: Health = Health.LEFT) -> None:
         """The node says that it goes. Its stream may still stand while its ranks end; of one that
         is PARKED it stands for as long as its agent stays."""
         self._nodes[node].health, self._nodes[node].reason = health, reason
@@ -321,31 +321,29 @@ class Membership:
         return [self._die(nodes[node], now) for node in due]
 
     def _die(self, node: Node, now: float) -> Death:
-        if node.said is None:
-            reason = node.reason
-        elif node.corroborated:
-            reason = f"{node.reason} and ranks of other nodes lost it"
-        elif node.health is Health.SUSPECT:
-            silent = now - node.broke_at + node.silent
-            reason = f"{node.reason} and nothing was heard for {silent:.1f} s"
-        else:
-            reason = f"its agent said nothing for {now - node.last_heard:.0f} s"
+        how = node.reason
+        if not isinstance(how, LostContact):  # its stream stands
+            how = LostContact("mute", now - node.last_heard)
+        elif node.corroborated and node.said is not None:
+            how = LostContact(how.how, missed=True)
+        elif node.said is not None:
+            how = LostContact(how.how, now - node.broke_at + node.silent)
         since = node.broke_at if node.health is Health.SUSPECT else node.last_heard
         if not node.corroborated and node.said is not None:
             node.silences.count(now)
-        node.health, node.reason = Health.DEAD, reason
+        node.health, node.reason = Health.DEAD, how
         session, node.session = node.session, None
         if session is not None:
             self.sessions.pop(session, None)
         self._has_gone(node.id)
-        return Death(node.id, reason, session, since)
+        return Death(node.id, how, session, since)
 
     # ------------------------------------------------------------ the record of another master
 
     def recall(self, node: str, incarnation: str, now: float) -> Node:
         """A member of the record's round that had been given up."""
         known = Node(node, incarnation, None, None, now, self._recalled(node), Health.DEAD)
-        known.reason = "it had gone before the master came back"
+        known.reason = LostContact("gone_before")
         self._nodes[node] = known
         return known
 
@@ -359,7 +357,7 @@ class Membership:
         `redial` only where another node's ranks lose it."""
         known = self.recall(node, incarnation, now)
         known.health = Health.SUSPECT
-        known.reason = "it was not heard since the master came back"
+        known.reason = LostContact("unheard")
         known.broke_at = now + max(0.0, redial - SUSPECT_CONFIRM)
         self.present[node] = None
         self.suspects[node] = None

@@ -8,6 +8,7 @@ from enum import StrEnum
 from itertools import count
 
 from elasticrun.core.nodes.admission import Deaths
+from elasticrun.core.reasons import Reason
 from elasticrun.wire.messages import CheckSpec, Hello, JobSpec, Probe, SaveSpec, Steps, WatchSpec
 from elasticrun.wire.types import Endpoint
 
@@ -36,7 +37,7 @@ class Node:
     last_heard: float
     silences: Deaths
     health: Health = Health.ALIVE
-    reason: str = ""  # why it is not ALIVE
+    reason: Reason | None = None  # why it is not ALIVE
     broke_at: float = 0.0  # when its stream broke, while SUSPECT
     silent: float = 0.0  # for how long nothing had come on it then, while others were heard
     quiet: float = 0.0  # the same, whoever was heard

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from elasticrun.config import EXCLUDE_FAILING_AFTER
 from elasticrun.core.nodes.admission import backoff_length
 from elasticrun.core.persisted import Blamed
-from elasticrun.core.words import some
+from elasticrun.core.reasons import FirstToFail, RankFailed
 
 PROBATION = 3600.0
 """Seconds for which a node that was left out is remembered after it has come back."""
@@ -52,7 +52,7 @@ class Cause:
     rank: int
     first_rank: int  # of the node, in that round
     others: bool  # ranks of other nodes died by themselves too
-    what: str = ""  # the failure, in words
+    what: RankFailed | None = None
     at: float = 0.0  # when it was reported
     innocent: bool = False  # the node is not to blame, as for a hang of the script's
 
@@ -75,25 +75,19 @@ class Attribution:
         self._trail: deque[Cause] = deque(maxlen=TRAIL)
         self._records: dict[str, _Record] = {}
 
-    def why_suspect(self, cause: Cause, now: float) -> str:
-        """Why the node of `cause` is to be left out, in words, if the present round ended by it;
-        empty if it is not."""
+    def why_suspect(self, cause: Cause, now: float) -> FirstToFail | None:
+        """Why the node of `cause` is to be left out if the present round ended by it; None if it is
+        not."""
         row = self._row(cause)
         record = self._records.get(cause.node)
         probation = record is not None and now < record.until + PROBATION
         if len(row) < (1 if probation else self._after):
-            return ""
+            return None
         moved = len({one.first_rank for one in row if one.first_rank >= 0}) > 1
         free = any(one.others or one.innocent for one in row)
         if not moved and (free or self._wherever_it_runs(cause)):
-            return ""
-        if probation and len(row) == 1:
-            return f"its ranks fail again: {cause.what}"
-        alone = "no rank of another node did" if not moved else "its ranks changed meanwhile"
-        return (
-            f"its ranks were the first to fail in {some(len(row), 'round')} in a row, and {alone}: "
-            f"{cause.what}"
-        )
+            return None
+        return FirstToFail(len(row), moved, cause.what)
 
     def settled(self, cause: Cause) -> None:
         """A round ended by `cause`, and no node is left out for it."""

@@ -14,15 +14,26 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from elasticrun.config import RESTART_HEALTHY_AFTER
+from elasticrun.core.reasons import (
+    FailedElsewhere,
+    NoRestartsLeft,
+    PeerLost,
+    RankFailed,
+    Reason,
+    RestartDelayed,
+    SaidFinal,
+    no_restarts_left,
+    text,
+)
 from elasticrun.core.rounds.attribution import Attribution, Cause
 from elasticrun.core.rounds.failures import (
     ECHOES,
     Ending,
     cause_first,
     code_of,
-    in_words,
     is_of_its_own,
     is_the_scripts,
+    reason_of,
     root_cause,
 )
 from elasticrun.wire.messages import Failure, FailureKind, JobSpec
@@ -53,7 +64,7 @@ class Verdict:
     """The bill of a round as it stands; `until` is when a DOUBT turns into HOPELESS."""
 
     bill: Bill
-    reason: str
+    reason: Reason | None
     until: float | None = None
 
 
@@ -82,15 +93,15 @@ class Window:
         self._alone = alone
         self._doubt = doubt
         self._adopted = adopted
-        self.excused = ""
-        """Why what fails from here on costs nothing; empty if it may cost."""
+        self.excused: Reason | None = None
+        """Why what fails from here on costs nothing; None if it may cost."""
         self._told: dict[int, _Told] = {}  # by rank
         self._first: _Told | None = None  # the root cause as things stand, be it a mere echo
         self.cause: Cause | None = None
         """The root cause as things stand; None if it is a mere echo, or costs nothing."""
-        self._final = ""  # what the first failure was that no try can help, in words
-        self.story = ""
-        """The cause as things stand, in words; empty if there is none."""
+        self._final: RankFailed | None = None  # the first failure that no try can help
+        self.story: RankFailed | None = None
+        """The cause as things stand; None if there is none."""
         self.opened_at: float | None = None
 
     @property
@@ -98,7 +109,7 @@ class Window:
         """All that failed, root cause first."""
         return cause_first([one.failure for one in self._told.values()])
 
-    def excuse(self, reason: str) -> None:
+    def excuse(self, reason: Reason | None) -> None:
         """The round is being closed for another reason: what fails from here on is an echo.
         Without effect once a failure was reported."""
         if not self._told and not self.excused:
@@ -161,26 +172,26 @@ class Window:
         """Whether a node other than `node` has lost ranks in this round."""
         return any(one.node != node for one in self._told.values())
 
-    def verdict(self, *, membership: str, restarts_left: int) -> Verdict:
-        """The bill. `membership` says which member has gone or is suspect, empty if none."""
-        if self._final:
-            told = "the script says that trying again cannot help"
-            return Verdict(Bill.FINAL, f"{self._final}: {told}")
+    def verdict(self, *, membership: Reason | None, restarts_left: int) -> Verdict:
+        """The bill. `membership` says which member has gone or is suspect, None if none."""
+        if self._final is not None:
+            return Verdict(Bill.FINAL, SaidFinal(self._final))
         if self._first is None or self.excused or membership:
             return Verdict(Bill.NOTHING, membership or self.excused)
         kind, story = self._first.failure.kind, self.story
+        assert story is not None
         if kind is FailureKind.STOPPED:
             return Verdict(Bill.NOTHING, story)
         if kind is FailureKind.PEER_LOST and self._adopted:
-            return Verdict(Bill.NOTHING, f"{story} while another master served")
+            return Verdict(Bill.NOTHING, FailedElsewhere(story))
         if restarts_left > 0:
             return Verdict(Bill.CHARGE, story)
         if kind is FailureKind.PEER_LOST and self.opened_at is not None:
             return Verdict(Bill.DOUBT, story, self.opened_at + self._doubt)
         return Verdict(Bill.HOPELESS, story)
 
-    def _say(self, node: str, failure: Failure) -> str:
-        return in_words(failure, "" if self._alone else node)
+    def _say(self, node: str, failure: Failure) -> RankFailed:
+        return reason_of(failure, "" if self._alone else node)
 
 
 class Budget:
@@ -231,13 +242,13 @@ class Budget:
         self.left(now)
         return tuple(now - when for when in self._charges)[-MAX_AGES:]
 
-    @property
     def none_left(self) -> str:
         """That it is spent, in words."""
-        if not self._max:
-            return "no restarts left (--max-restarts is 0)"
-        within = f" within {self._window:g} s" if self._window else ""
-        return f"no restarts left ({self._max} of {self._max} used{within})"
+        return no_restarts_left(self._max, self._window)
+
+    def spent(self, first: RankFailed, pattern: str) -> NoRestartsLeft:
+        """That it is spent, at this failure."""
+        return NoRestartsLeft(first, self._max, self._window, pattern)
 
     def left(self, now: float) -> int:
         """Restarts that may still be charged."""
@@ -266,9 +277,9 @@ class Judgement:
     """Either the job ends (`end`, with `code`), or the next round waits `until` because of
     `reason`."""
 
-    end: str = ""
+    end: Reason | None = None
     code: int = code_of(Ending.RANK)
-    reason: str = ""
+    reason: Reason | None = None
     until: float = 0.0
 
 
@@ -292,11 +303,11 @@ class Restarts:
         self._nodes = nodes
         self.window = Window(self._doubt, adopted=adopted, alone=nodes == 1)
 
-    def verdict(self, membership: str, now: float) -> Verdict:
+    def verdict(self, membership: Reason | None, now: float) -> Verdict:
         """What it costs as things stand; `membership` says which member has gone or may have."""
         return self.window.verdict(membership=membership, restarts_left=self.budget.left(now))
 
-    def judge(self, membership: str, formed_at: float, now: float) -> Judgement | None:
+    def judge(self, membership: Reason | None, formed_at: float, now: float) -> Judgement | None:
         """Ranks have failed: whether that ends the job or holds the next round back. `formed_at`:
         when the round that failed began."""
         opened = self.window.opened_at
@@ -307,32 +318,30 @@ class Restarts:
         late = verdict.until is not None and now >= verdict.until
         if verdict.bill is Bill.HOPELESS or (verdict.bill is Bill.DOUBT and late):
             cause = self.window.cause
-            story = self.attribution.in_words(cause, self._nodes) if cause else ""
-            end = f"{verdict.reason}; {self.budget.none_left}" + (f"; {story}" if story else "")
+            pattern = self.attribution.in_words(cause, self._nodes) if cause else ""
+            assert self.window.story is not None
+            end = self.budget.spent(self.window.story, pattern)
             root = root_cause(self.window.failures)
             own = self._scheduler_codes and root is not None and is_the_scripts(root)
             return Judgement(end=end, code=code_of(Ending.SPENT if own else Ending.RANK))
         if verdict.bill is Bill.DOUBT and verdict.until is not None:
-            news = "what became of it" if self._nodes == 1 else "the news that its node is lost"
-            reason = f"ranks have lost a peer: waiting for {news}"
-            return Judgement(reason=reason, until=verdict.until)
+            return Judgement(reason=PeerLost(alone=self._nodes == 1), until=verdict.until)
         if verdict.bill is Bill.CHARGE:
             wait = self.budget.delay(opened - formed_at)
             if now < opened + wait:
-                reason = f"ranks die soon after they start: the next restart waits {wait:g} s"
-                return Judgement(reason=reason, until=opened + wait)
+                return Judgement(reason=RestartDelayed(wait), until=opened + wait)
         return None
 
-    def settle(self, membership: str, formed_at: float, now: float) -> str:
+    def settle(self, membership: Reason | None, formed_at: float, now: float) -> str:
         """The next round forms: charge what the one cost in which ranks failed. A line for the
         log."""
         opened = self.window.opened_at
         assert opened is not None
         verdict = self.verdict(membership, now)
         if verdict.bill is not Bill.CHARGE:
-            return f"no restart is charged: {verdict.reason}"
+            return f"no restart is charged: {text(verdict.reason)}"
         cause = self.window.cause
         if cause is not None:
             self.attribution.settled(cause)
         self.budget.charge(now, opened - formed_at)
-        return f"restart {self.budget.count}: {verdict.reason}; {self.budget.left(now)} left"
+        return f"restart {self.budget.count}: {text(verdict.reason)}; {self.budget.left(now)} left"

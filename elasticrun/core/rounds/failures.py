@@ -21,10 +21,8 @@ from elasticrun.config import (
     EXIT_SAVED,
     EXIT_USAGE,
 )
+from elasticrun.core.reasons import RankFailed
 from elasticrun.wire.messages import MAX_FAILURES, Failure, FailureKind
-
-ALL_LEFT = "all nodes were told to leave"
-"""Why a job ends whose nodes have all left."""
 
 SIGABRT = 6
 SIGKILL = 9
@@ -56,9 +54,6 @@ NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic
 
 MAX_QUOTED = 200
 """Characters of a rank's error that a sentence quotes; the summary at the end has all of it."""
-
-HAD_ENDED = " had ended with 0 before; "
-"""Between the ranks that were through and the error of one that lost its connection then."""
 
 STOP_SIGNALS = frozenset({1, 2, 3, 9, 10, 12, 15})
 """HUP, INT, QUIT, KILL, USR1, USR2, TERM: what agents, schedulers and people stop ranks with."""
@@ -172,12 +167,17 @@ def cause_first(failures: Sequence[Failure]) -> tuple[Failure, ...]:
     return (cause, *(f for f in failures if f is not cause))[:MAX_FAILURES]
 
 
-def in_words(failure: Failure, node: str = "") -> str:
-    """One clause about a failure, for sentences to the operator: `rank 3 on node b: ValueError: bad
-    luck`. `node` is left out where there is only one, and where the words name it themselves."""
-    if failure.kind is FailureKind.HUNG:
-        return what_happened(failure)
-    return f"rank {failure.rank}{f' on node {node}' if node else ''}: {what_happened(failure)}"
+def reason_of(failure: Failure, node: str = "") -> RankFailed:
+    """A failure as a reason: `rank 3 on node b: ValueError: bad luck`. `node` is left out where
+    there is only one."""
+    hung = failure.kind is FailureKind.HUNG
+    return RankFailed(failure.rank, node, what_happened(failure), hung)
+
+
+def ended_before(failure: Failure) -> str:
+    """The ranks that had ended with 0 when this one lost its connection: `ranks 0-2`; "" none."""
+    ranks = failure.ended_before
+    return f"rank{'' if ranks.isdecimal() else 's'} {ranks}" if ranks else ""
 
 
 def what_happened(failure: Failure) -> str:
@@ -187,8 +187,8 @@ def what_happened(failure: Failure) -> str:
         return message  # a sentence of the master's own, which is not too long
     lost = kind is FailureKind.STOPPED and _PEER_LOST.search(message)  # before it was stopped
     if kind is FailureKind.PEER_LOST or lost:
-        who, ended, _ = message.partition(HAD_ENDED)
-        return f"lost its connection to another rank{ended and f'; {who} had ended with 0'}"
+        who = ended_before(failure)
+        return f"lost its connection to another rank{who and f'; {who} had ended with 0'}"
     if kind in (FailureKind.SPAWN, FailureKind.SPAWNER):
         return cut(message) or "could not be started"
     if code < 0:
@@ -202,7 +202,8 @@ def what_happened(failure: Failure) -> str:
 def is_alike(failure: Failure, other: Failure) -> bool:
     """Whether both ranks died of the same exception; also where one was being told to stop when it
     had failed already."""
-    return bool(other.traceback) and failure.message == other.message
+    same = failure.message == other.message and failure.ended_before == other.ended_before
+    return bool(other.traceback) and same
 
 
 def cut(text: str) -> str:

@@ -58,6 +58,7 @@ from elasticrun.config import (
     STORM_QUIET,
     STORM_WINDOW,
 )
+from elasticrun.core.reasons import AtDoor
 from elasticrun.wire.messages import JobSpec
 
 
@@ -236,13 +237,15 @@ class Door:
         self._starting = True
         self._apart = self._starts.gap > 2.0 * LAST_CALL_QUIET
 
-    def entry(self, size: int, possible: int, largest: int, announced: bool) -> tuple[float, str]:
+    def entry(
+        self, size: int, possible: int, largest: int, announced: bool
+    ) -> tuple[float, AtDoor]:
         """When those at the door are let in if nothing else happens, and why not now. `size`:
         members of the round, `possible`: how many it could have with them, `largest`: at most.
         `announced`: others have appeared and not joined yet."""
         opened = self._formed_at if self._opened is None else self._opened
         self._call.begin(opened)
-        due, reason = opened, "at the door: let in when no more nodes come"
+        due, reason = opened, AtDoor("no_more")
         if possible < largest:
             due = self._call.ends(announced=announced)
             held = self._held(size, possible, largest)
@@ -251,13 +254,10 @@ class Door:
         old = opened - self._formed_at >= GROW_YOUNG and not self._scaled
         if self._spec.grow != "now" and old:
             due = max(due, self._formed_at + self._spec.grow_cooldown)
-            reason = (
-                f"at the door: let in {self._spec.grow_cooldown:g} s after the round began "
-                "(--grow=now: at once), or when a node is lost"
-            )
+            reason = AtDoor("cooldown", self._spec.grow_cooldown)
         return due, reason
 
-    def _held(self, size: int, possible: int, largest: int) -> tuple[float, str] | None:
+    def _held(self, size: int, possible: int, largest: int) -> tuple[float, AtDoor] | None:
         missing = largest - possible
         starting = self._starting and self._spec.grow != "now"
         if starting and missing > 2 and possible <= missing:
@@ -265,10 +265,10 @@ class Door:
         if starting and self._apart:
             # twice: unlike last call it costs those who are there nothing, since they train
             due = self._starts.holds(most=2.0 * self._spec.last_call_timeout)
-            reason = "at the door: the job is being started; let in together when no more come"
+            reason = AtDoor("start")
         elif size >= STORM_NODES:
             due = self._returns.holds()
-            reason = "at the door: nodes come one after another; let in together when no more come"
+            reason = AtDoor("returns")
         else:
             return None
         return None if due is None else (due, reason)

@@ -58,10 +58,37 @@ from elasticrun.core.deadlines import Deadlines, earliest
 from elasticrun.core.nodes.admission import Backoffs
 from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.core.persisted import RoundFacts
+from elasticrun.core.reasons import (
+    AtDoor,
+    BackedOff,
+    Completed,
+    Excluded,
+    Fate,
+    Fence,
+    HasLeft,
+    Joined,
+    Leaves,
+    MasterIsNew,
+    MoreMayJoin,
+    NodeExcluded,
+    NodeLost,
+    NodesNeeded,
+    NodesUnheard,
+    RanksStopped,
+    Reason,
+    Scaled,
+    Silent,
+    Spare,
+    Storm,
+    Survivors,
+    TooFewNodes,
+    read,
+    text,
+)
 from elasticrun.core.rounds.join_window import Burst, Door, LastCall
 from elasticrun.core.rounds.round import Participants, Stage
 from elasticrun.core.rounds.takeover import Takeover
-from elasticrun.core.words import SPARE, Count, names, some
+from elasticrun.core.words import Count
 from elasticrun.wire.messages import JobSpec
 
 SURVIVOR_SLACK = 2.0
@@ -100,7 +127,7 @@ class Decision:
     """What is to be done now, and why; for WAIT, until when it stands at the latest."""
 
     verb: Verb
-    reason: str
+    reason: Reason | None
     until: float | None = None
     wake: float | None = None  # WAIT: to be asked again by then for another reason
     nodes: int = 0  # FORM: how many at most
@@ -121,8 +148,10 @@ class Rendezvous:
         self._announced: dict[str, None] = {}  # attached, not joined
         self.backing_off = Backoffs()
         """Nodes that are left out: they wait at the door until their time is over."""
-        self._kept: dict[str, str] = {}  # kept out until the network check passes them, and why
-        self._shortage = ""  # which node was excluded since the last round was formed
+        self._kept: dict[str, Reason] = {}  # kept out until the network check passes them, and why
+        self._shortage: NodeExcluded | None = (
+            None  # which node was excluded since the last round was formed
+        )
         self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when
         self._call = LastCall(spec.last_call_timeout)
         self._door = Door(spec)
@@ -151,12 +180,12 @@ class Rendezvous:
     # ------------------------------------------------------------ questions
 
     @property
-    def loss(self) -> str:
-        """Which member was lost first since the round was formed, in a sentence; empty if none."""
+    def loss(self) -> Reason | None:
+        """Which member was lost first since the round was formed; None: none was."""
         if self.last.lost:
             return self.last.lost[0]
         unseen = self.takeover.unseen_ranks
-        return "nodes of the adopted round have not been heard of" if unseen else ""
+        return NodesUnheard() if unseen else None
 
     def is_held_back(self, node: str) -> bool:
         """Whether it waits at the door whatever room there is."""
@@ -192,7 +221,7 @@ class Rendezvous:
     def reason_of(self, node: str, now: float) -> str:
         """Why this one node waits, where that is an affair of its own; else empty."""
         if node in self._kept:
-            return self._kept[node]
+            return text(self._kept[node])
         if node in self.backing_off:
             return self.backing_off.sentence(node, now)
         if node in self._announced:
@@ -279,22 +308,22 @@ class Rendezvous:
             self._awaited.arm(node, now + self._stop_time)
         return not unseen
 
-    def leaving(self, node: str, now: float, reason: str) -> None:
+    def leaving(self, node: str, now: float, why: Leaves | Excluded) -> None:
         """The node says that it goes; its ranks may live until it says that they have ended."""
         over = (Stage.STOPPED, Stage.FINISHED)
         if not self.last.is_member(node) or self.last.stages[node] in over:
-            self.gone(node, f"left: {reason}", last_word=now)
+            self.gone(node, HasLeft(why), last_word=now)
         elif node not in self.last.leaving:
             self.last.leaving.add(node)
-            self._lose(node, f"left: {reason}")
+            self._lose(node, HasLeft(why))
             self._awaited.arm(node, now + self._stop_time)
 
-    def excluded(self, node: str, now: float, reason: str) -> None:
+    def excluded(self, node: str, now: float, how: Excluded) -> None:
         """It is told to go, and will not come back for long."""
-        self._shortage = f"node {node} is excluded: {reason}"
-        self.leaving(node, now, f"it is excluded: {reason}")
+        self._shortage = NodeExcluded(node, how)
+        self.leaving(node, now, how)
 
-    def gone(self, node: str, reason: str, *, last_word: float, reborn: bool = False) -> None:
+    def gone(self, node: str, how: Fate, *, last_word: float, reborn: bool = False) -> None:
         """The node is dead or has left, and its agent with it. `last_word`: when it was last
         heard. `reborn`: a newer life of it is there, so its ranks are not."""
         last = self.last
@@ -307,7 +336,7 @@ class Rendezvous:
         last.unheard.discard(node)
         if last.is_member(node):
             if node not in last.completed and node not in last.leaving:
-                self._lose(node, reason)
+                self._lose(node, how)
             last.away[node] = None
             over = last.stages[node] in (Stage.STOPPED, Stage.FINISHED)
             last.fenced = last.fenced or reborn or over
@@ -320,21 +349,21 @@ class Rendezvous:
             self.backing_off.lift(node)
         self._recount = True
 
-    def _lose(self, node: str, reason: str) -> None:
-        self.last.lost.append(f"node {node} {reason}")
+    def _lose(self, node: str, how: Fate) -> None:
+        self.last.lost.append(NodeLost(node, how))
         self._struck.append(node)
         self._recount = True
 
-    def leave_out(self, node: str, until: float, why: str) -> None:
+    def leave_out(self, node: str, until: float, how: BackedOff) -> None:
         """This member waits at the door until then. It is no loss that others would follow."""
         self.last.away[node] = None
         self._awaited.disarm(node)
-        self.last.lost.append(f"node {node} is left out: {why}")
+        self.last.lost.append(NodeLost(node, how))
         if node in self.ready:  # else it backs off once it joins
             del self.ready[node]
-            self.backing_off.put(node, until, why)
+            self.backing_off.put(node, until, text(how.why))
 
-    def keep_out(self, node: str, why: str) -> None:
+    def keep_out(self, node: str, why: Reason) -> None:
         """This node may not be in a round before the network check has passed it."""
         self._kept[node] = why
         self._awaited.disarm(node)
@@ -363,7 +392,7 @@ class Rendezvous:
         if self.phase is Phase.GATHERING or node in last.leaving:
             self._awaited.arm(node, now + remaining + SURVIVOR_SLACK)
         else:
-            last.broken = last.broken or f"node {node} is stopping its ranks"
+            last.broken = last.broken or RanksStopped(node, over=False)
 
     def stopped(self, node: str, now: float) -> None:
         """No process of this member's ranks is left."""
@@ -378,7 +407,7 @@ class Rendezvous:
             self._awaited.disarm(node)
             last.away[node] = None
         elif self.phase is Phase.RUNNING:
-            last.broken = last.broken or f"the ranks of node {node} have been stopped"
+            last.broken = last.broken or RanksStopped(node, over=True)
         elif node not in self.ready:
             self._awaited.arm(node, now + REJOIN_WAIT)
 
@@ -400,7 +429,7 @@ class Rendezvous:
         self.last = Participants(members, now)
         self.takeover.round_began()
         self._awaited.clear()
-        self._shortage = ""
+        self._shortage = None
         self._recount = False
         self._storm.answered(now)
         self._young_since(now)
@@ -459,8 +488,8 @@ class Rendezvous:
         last.fenced = was.fenced
         # who was not gone may have been heard until the last master's last moment
         last.last_word = now if unseen or missing else now - was.silent
-        if was.lost:
-            last.lost.append(was.lost)
+        if (lost := read(was.lost, was.lost_code)) is not None:
+            last.lost.append(lost)
             self._recount = True
         if was.over:
             self.phase = Phase.GATHERING
@@ -514,7 +543,7 @@ class Rendezvous:
                 self.join(node, now, not_before=now)
         decision = self._success(now) if last.completed else None
         if takeover.unseen_ranks and now >= self._unseen_until(now):
-            last.lost.append(self.loss)
+            last.lost.append(NodesUnheard())
             takeover.given_up_ranks, takeover.unseen_ranks = takeover.unseen_ranks, 0
             self._recount = True
         settled = now >= takeover.grace_until  # those who are to dial again have had their time
@@ -541,74 +570,57 @@ class Rendezvous:
         if len(completed) + vanished < len(self.last.stages):
             return None
         if self.is_whole and not vanished:
-            return Decision(Verb.SUCCEED, "every rank ended with 0")
+            return Decision(Verb.SUCCEED, Completed())
         if now < self.takeover.grace_until:
             return None
-        reason = "every rank that was heard of ended with 0; the others' result is unknown"
-        return Decision(Verb.SUCCEED, reason)
+        return Decision(Verb.SUCCEED, Completed(heard_of_all=False))
 
     def _running(self, now: float) -> Decision:
         if self.last.lost or self.last.broken:
             return Decision(Verb.REOPEN, self.loss or self.last.broken)
         if self.is_incomplete(now):
-            reason = "the master is new and waits for the nodes of the round that runs"
-            return Decision(Verb.WAIT, reason, self._unseen_until(now))
+            return Decision(Verb.WAIT, MasterIsNew("runs"), self._unseen_until(now))
         last = self.last
         shrinks = self._scaled and len(last.stages) > self._largest
         if shrinks and not last.completed and not last.unheard:
-            return Decision(Verb.REOPEN, f"the job is scaled to {some(self._largest, 'node')}")
-        return self._at_the_door(now) if self.ready else Decision(Verb.WAIT, "")
+            return Decision(Verb.REOPEN, Scaled(self._largest))
+        return self._at_the_door(now) if self.ready else Decision(Verb.WAIT, None)
 
     def _at_the_door(self, now: float) -> Decision:
         """Newcomers and a running round."""
         if self.last.completed:
-            return Decision(Verb.WAIT, "at the door: the job is finishing")
+            return Decision(Verb.WAIT, AtDoor("finishing"))
         size = len(self.last.stages)
         possible = self._usable(size + len(self.ready))
         if possible <= size:
-            why = (
-                f"the round is full, with {some(self._largest, 'node')}"
-                if size >= self._largest
-                else f"nodes are taken {self._spec.node_unit} at a time"
-            )
-            place = "takes the place of a node that is lost"
-            if size == 1:  # nobody is left then who could say that its ranks are gone
-                place = f"takes its place when it leaves, or {self._silence():g} s after it is lost"
-            return Decision(Verb.WAIT, f"{SPARE}{why}; {place}")
+            full = self._largest if size >= self._largest else 0
+            # of one node nobody is left then who could say that its ranks are gone
+            silence = self._silence() if size == 1 else 0.0
+            return Decision(Verb.WAIT, Spare(full, self._spec.node_unit, silence))
         due, why = self._door.entry(size, possible, self._largest, bool(self._announced))
         if now < due:
             return Decision(Verb.WAIT, why, due)
         if self.last.unheard:  # their fate is decided first, and soon: membership has a deadline
-            return Decision(Verb.WAIT, "at the door: a node of the round cannot be heard just now")
+            return Decision(Verb.WAIT, AtDoor("unheard"))
         new = tuple(self.ready)[: possible - size]
-        return Decision(Verb.REOPEN, f"node{'s' * (len(new) > 1)} {names(new)} joined")
+        return Decision(Verb.REOPEN, Joined(new))
 
     def _gathering(self, now: float) -> Decision:
         takeover, last = self.takeover, self.last
         for node in self._awaited.pop_due(now):  # its time is over; it comes back as a newcomer
             if last.is_member(node) and last.stages[node] in (Stage.STARTING, Stage.RUNNING):
-                self._lose(node, "does not answer")
+                self._lose(node, Silent())
                 self._note_losses(now)
         if self.is_incomplete(now):
-            reason = "the master is new and waits for the other nodes of the last round"
-            return Decision(Verb.WAIT, reason, takeover.grace_until)
+            return Decision(Verb.WAIT, MasterIsNew("last"), takeover.grace_until)
         expected = takeover.expected_until
         if expected is not None and now < expected:
-            reason = "the master is new and waits for the nodes of a round that may run"
-            return Decision(Verb.WAIT, reason, expected)
+            return Decision(Verb.WAIT, MasterIsNew("may_run"), expected)
         if (until := self._awaited.next()) is not None:
-            reason = "waiting for the other nodes of the last round to stop their ranks and join"
-            if len(last.stages) == 1:
-                reason = "waiting for the node of the last round to stop its ranks and join"
-            return Decision(Verb.WAIT, reason, until)
+            return Decision(Verb.WAIT, Survivors(alone=len(last.stages) == 1), until)
         fence = 0.0 if last.fenced or not last.stages else last.last_word + self._silence()
         if now < fence:
-            return Decision(
-                Verb.WAIT,
-                "no node of the last round can be heard, so its ranks may still run; the next "
-                f"round waits until they have stopped by themselves ({self._silence():g} s)",
-                fence,
-            )
+            return Decision(Verb.WAIT, Fence(self._silence()), fence)
         if self.backing_off:
             self._call_in_those_backing_off(now)
         usable = self._usable(len(self.ready))
@@ -616,23 +628,17 @@ class Rendezvous:
             return self._starve(now)
         self._starved_since = None
         if self._others_may_train() and now < self._stopped_by():
-            return Decision(
-                Verb.WAIT,
-                "the master is new and half of the last round's ranks or more were not heard: they "
-                "may be in a later one; the next round waits until they have stopped by themselves",
-                self._stopped_by(),
-            )
+            return Decision(Verb.WAIT, MasterIsNew("half"), self._stopped_by())
         storm = self._storm.holds() if len(last.stages) >= STORM_NODES else None
         if storm is not None and now < storm:
-            reason = "nodes are lost one after another: the next round waits until no more are lost"
-            return Decision(Verb.WAIT, reason, storm)
+            return Decision(Verb.WAIT, Storm(), storm)
         if usable >= self._largest or last.stages:
-            return Decision(Verb.FORM, "", nodes=usable)
+            return Decision(Verb.FORM, None, nodes=usable)
         self._call.begin(now)
         ends = self._call.ends(announced=bool(self._announced))
         if now >= ends:
-            return Decision(Verb.FORM, "", nodes=usable)
-        return Decision(Verb.WAIT, f"last call: up to {self._spec.max_nodes} nodes may join", ends)
+            return Decision(Verb.FORM, None, nodes=usable)
+        return Decision(Verb.WAIT, MoreMayJoin(self._spec.max_nodes), ends)
 
     def _silence(self) -> float:
         """Seconds after its last word in which a node that hears no master has stopped."""
@@ -678,14 +684,12 @@ class Rendezvous:
         until = max(self._starved_since + self._spec.join_timeout, self.takeover.grace_until)
         unit = self._spec.node_unit
         needed = -(-self._spec.min_nodes // unit) * unit
-        why = self.loss or self._shortage or next(iter(self._kept.values()), "")
-        why = f" ({why})" if why else ""
+        why = self.loss or self._shortage or next(iter(self._kept.values()), None)
         if now >= until:
-            limit = f"{self._spec.join_timeout:g} s, the join_timeout"
-            here = len(self.ready)
-            return Decision(Verb.GIVE_UP, f"only {here} of {some(needed, 'node')} for {limit}{why}")
+            limit = self._spec.join_timeout
+            return Decision(Verb.GIVE_UP, TooFewNodes(len(self.ready), needed, limit, why))
         wake = self._count.look(len(self.ready), needed, now)
-        reason = f"waiting for nodes: {self._count.told} of {some(needed, 'node')}{why}"
+        reason = NodesNeeded(self._count.told, needed, why)
         return Decision(Verb.WAIT, reason, until, wake)
 
     def _usable(self, nodes: int) -> int:

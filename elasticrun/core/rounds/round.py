@@ -16,6 +16,7 @@ from enum import StrEnum
 
 from elasticrun.core.nodes.node import Node, is_loopback
 from elasticrun.core.persisted import RoundFacts, Seat
+from elasticrun.core.reasons import Reason, said
 from elasticrun.wire.messages import Hello, Restore, RoundReport, Start
 from elasticrun.wire.types import RoundName
 
@@ -64,8 +65,8 @@ class Round:
     facts: RoundFacts
     """What was decided of it, or told; how it stands now is known to the rendezvous."""
     inherited: bool = False  # another master formed it
-    why_stopped: str = ""
-    why: str = ""  # as in Start; not recorded
+    why_stopped: Reason | None = None
+    why: Reason | None = None  # as in Start; not recorded
     name: RoundName = field(init=False)
     members: dict[str, Seat] = field(init=False)  # by node
     seats: dict[str, int] = field(init=False)  # node -> group rank
@@ -91,6 +92,7 @@ class Round:
         if seat is None or not seat.role_world_size:
             return None
         facts = self.facts
+        why, code = said(self.why) if self.why is not None else ("", None)
         return Start(
             round=self.name,
             group_rank=seat.group_rank,
@@ -106,7 +108,8 @@ class Round:
             rewound_from=facts.rewound_from,
             suspect=facts.suspect,
             restore_step=facts.restore_step,
-            why=self.why,
+            why=why,
+            code=code,
         )
 
 
@@ -197,8 +200,8 @@ class Participants:
     completed: set[str] = field(default_factory=set)  # all of whose ranks ended with 0
     unheard: set[str] = field(default_factory=set)  # whose stream is broken
     unseen: dict[str, None] = field(default_factory=dict)  # of a restored round, never heard yet
-    lost: list[str] = field(default_factory=list)  # who went before its ranks were done, sentences
-    broken: str = ""  # why the round cannot go on although nobody is lost
+    lost: list[Reason] = field(default_factory=list)  # who went before its ranks were done
+    broken: Reason | None = None  # why the round cannot go on although nobody is lost
     fenced: bool = False  # it can complete no further collective
 
     def is_member(self, node: str) -> bool:

@@ -8,7 +8,20 @@ from elasticrun.config import STOPPED_AFTER
 from elasticrun.core.context import JobContext
 from elasticrun.core.nodes.admission import ASKED, SLOW
 from elasticrun.core.nodes.node import Health
-from elasticrun.core.rounds.failures import HAD_ENDED, what_happened
+from elasticrun.core.reasons import (
+    BackedOff,
+    ByOperator,
+    Excluded,
+    HasLeft,
+    Joined,
+    Leaves,
+    NodeLost,
+    RanksStopped,
+    Reason,
+    Scaled,
+    text,
+)
+from elasticrun.core.rounds.failures import ended_before, what_happened
 from elasticrun.core.words import some
 from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import write_ranges
@@ -32,23 +45,21 @@ class Origin:
     rank: int = -1
     exitcode: int = 0
     kind: str = ""
+    ended_before: str = ""
     silent: float = 0.0  # seconds since the last sign of life of a node that was lost
 
 
-def origin_of(ctx: JobContext, reason: str) -> Origin:
-    """Of the last round, which was over for this reason. O(members), once an incident."""
-    node = _named(ctx, reason)
-    if node:
-        return Origin(_of_a_node(ctx, node, reason), reason, node, silent=_silence(ctx, node))
+def origin_of(ctx: JobContext, reason: Reason) -> Origin:
+    """Of the last round, which was over for this reason. O(failures), once an incident."""
+    if (node := _node_of(reason)) and ctx.round is not None and node in ctx.round.seats:
+        return Origin(_of_a_node(reason), text(reason), node, silent=_silence(ctx, node))
     window = ctx.restarts.window
     failures = window.failures
     if failures and not window.excused:
         return _of_a_failure(ctx, failures[0])
-    if reason.endswith(" joined") or reason.startswith("the job is scaled "):
-        return Origin("scaled", reason)
-    if reason.startswith(("stopped by ", "restarted by ")):
-        return Origin("operator", reason)
-    return Origin("master", reason)
+    if isinstance(reason, Joined | Scaled):
+        return Origin("scaled", text(reason))
+    return Origin("operator" if isinstance(reason, ByOperator) else "master", text(reason))
 
 
 def followers(ctx: JobContext, origin: Origin) -> str:
@@ -71,20 +82,23 @@ def node_of(ctx: JobContext, rank: int) -> str:
     return next((s.node for s in seats if s.first_rank <= rank < s.first_rank + s.ranks), "")
 
 
-def _named(ctx: JobContext, reason: str) -> str:
-    """The member with which this reason begins."""
-    if not reason.startswith("node ") or ctx.round is None or reason.endswith(" joined"):
-        return ""
-    return next((node for node in ctx.round.seats if reason.startswith(f"node {node} ")), "")
+def _node_of(reason: Reason) -> str:
+    """The node that has gone, or that has begun to stop its ranks by itself; "" for none."""
+    match reason:
+        case NodeLost(node=node) | RanksStopped(node=node, over=False):
+            return node
+    return ""
 
 
-def _of_a_node(ctx: JobContext, node: str, reason: str) -> str:
-    if " is left out: " in reason:
-        return "rank_failed"
-    if "it is excluded: " in reason:
-        kinds = {one.kind for one in ctx.exclusions.page(ctx.now) if one.node == node}
-        return "node_slow" if SLOW in kinds else "operator" if ASKED in kinds else "node_lost"
-    return "preempted" if "left: received " in reason else "node_lost"
+def _of_a_node(reason: Reason) -> str:
+    match reason:
+        case NodeLost(how=BackedOff()):
+            return "rank_failed"
+        case NodeLost(how=HasLeft(why=Excluded(by=by)) | Excluded(by=by)):
+            return {SLOW: "node_slow", ASKED: "operator"}.get(by, "node_lost")
+        case NodeLost(how=HasLeft(why=Leaves(signal=signum))) if signum:
+            return "preempted"
+    return "node_lost"
 
 
 def _silence(ctx: JobContext, name: str) -> float:
@@ -103,10 +117,10 @@ def _of_a_failure(ctx: JobContext, failure: Failure) -> Origin:
     where = f"rank {failure.rank}" + ("" if alone or not node else f" on node {node}")
     if failure.kind is FailureKind.HUNG:
         sentence = failure.message or f"{where} hung"  # the verdict names the rank
-    elif failure.kind is FailureKind.PEER_LOST and HAD_ENDED in failure.message:
-        who = failure.message.partition(HAD_ENDED)[0]
+    elif failure.kind is FailureKind.PEER_LOST and (who := ended_before(failure)):
         sentence = f"{who} ended with 0 while others went on; {where} lost its connection"
     else:
         sentence = f"{where} failed ({what_happened(failure)})"
     cause = _OF_A_RANK.get(failure.kind, "rank_failed")
-    return Origin(cause, sentence, node, failure.rank, failure.exitcode, failure.kind)
+    end = (failure.exitcode, failure.kind, failure.ended_before)
+    return Origin(cause, sentence, node, failure.rank, *end)

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from elasticrun.config import EXIT_OK
 from elasticrun.core.context import JobContext
 from elasticrun.core.events import Filed
+from elasticrun.core.reasons import Reason, read, text
 from elasticrun.core.sight.causes import Origin, followers, origin_of
 from elasticrun.core.sight.hangs.watch import Stood
 from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow, VerdictRow
@@ -98,6 +99,7 @@ class _Open:
             exitcode=self.origin.exitcode,
             step=self.newest,
             kind=self.origin.kind,
+            ended_before=self.origin.ended_before,
             ended=self.ended,
             hang="" if stood is None else f"{stood.klass}: {stood.sentence}",
             verdict=self.verdict,
@@ -118,9 +120,11 @@ class Incidents:
         self._tells_steps = False
         self._known_out = self._kept_out()
         last = ctx.round
-        if last is not None and last.inherited and last.why_stopped and not self._ended:
+        over = last is not None and last.inherited and not (self._ended or ctx.rdzv.succeeded)
+        if over and last is not None and last.why_stopped is not None:
             ctx.incidents = max(0, ctx.incidents - 1)  # the master before this one has counted it
-            self.round_over(last.why_stopped, Stood())
+            why = last.why_stopped
+            self.round_over(why, origin_of(ctx, why), Stood())
 
     # ------------------------------------------------------------ what happens
 
@@ -158,30 +162,28 @@ class Incidents:
                 self._file(row)
                 self._tell(m.Recovery(report.round, row.restarted))
 
-    def round_over(self, reason: str, stood: Stood) -> None:
-        """The round is closed for this reason."""
+    def round_over(self, reason: Reason, origin: Origin, stood: Stood) -> None:
+        """The round is closed for this reason, and not because it was done."""
         ctx, one = self._ctx, self._open
-        if ctx.rdzv.succeeded or ctx.round is None:
-            return
         if one is not None and one.phase == "warm":
             self._close(moves=False)
             one = None
         if one is None:
-            self._begin(reason, stood)
+            self._begin(origin, stood)
             return
         if len(one.followed) < MOST_FOLLOWED:
-            one.followed.append(reason)
+            one.followed.append(text(reason))
         one.awaited = self._members()
         one.to("stop", ctx.now)
 
-    def decided(self, reason: str, decision: str) -> None:
+    def decided(self, reason: Reason | None, decision: str) -> None:
         """The next round is about to be formed; what ended the last one is certain now. `decision`:
         what it costs, "" where nobody is charged."""
         one = self._open
         if one is None:
             return
         if not one.decision:
-            one.origin = origin_of(self._ctx, reason) if reason else one.origin
+            one.origin = origin_of(self._ctx, reason) if reason is not None else one.origin
             if follow := followers(self._ctx, one.origin):
                 one.followed.insert(0, follow)
             late = one.origin.silent - (self._ctx.now - one.began)
@@ -232,32 +234,31 @@ class Incidents:
 
     # ------------------------------------------------------------ beginning and end
 
-    def _begin(self, reason: str, stood: Stood) -> None:
+    def _begin(self, origin: Origin, stood: Stood) -> None:
         ctx, round_ = self._ctx, self._ctx.round
         now = ctx.now
         assert round_ is not None
         ctx.incidents += 1
         ctx.hung += stood.quiet
-        culprit = origin_of(ctx, reason)
         self._open = one = _Open(
             number=ctx.incidents,
             began=now,
             round=round_.name.number,
             slots=round_.facts.world_size,
             price=ctx.spec.watch.slot_price / 3600.0,
-            origin=culprit,
+            origin=origin,
             newest=max(self._newest, ctx.newest),
             since=now,
             awaited=self._members(),
         )
-        spent = {"detect": stood.quiet - stood.left or culprit.silent, "left": stood.left}
+        spent = {"detect": stood.quiet - stood.left or origin.silent, "left": stood.left}
         one.spent.update({name: seconds for name, seconds in spent.items() if seconds > 0.0})
         one.verdict = stood.verdict
-        if culprit.cause == "hang":
+        if origin.cause == "hang":
             one.last_lines = stood.wrote[-MOST_CHARS:]
-        elif culprit.rank >= 0:
+        elif origin.rank >= 0:
             one.last_lines = ctx.restarts.window.failures[0].traceback[-MOST_CHARS:]
-        if stood.verdict is not None or culprit.cause == "hang":
+        if stood.verdict is not None or origin.cause == "hang":
             one.stacks = stood.stacks[:MOST_STACKS]
         self._file(one.row(now, over=False))
 
@@ -299,7 +300,9 @@ class Incidents:
             left = not self._ctx.membership.present  # each was told to, and training did not fail
             if outcome.exit_code == EXIT_OK or self._ctx.round is None or left:
                 return
-            self._begin(outcome.reason, stood())
+            reason = read(outcome.reason, outcome.code)
+            assert reason is not None
+            self._begin(origin_of(self._ctx, reason), stood())
         one = self._open
         assert one is not None
         if not one.decision and (follow := followers(self._ctx, one.origin)):

@@ -19,7 +19,7 @@ from elasticrun.core.nodes.node import Health, Node
 from elasticrun.core.persisted import Cause, LedgerEnd, LedgerFacts, LedgerLine, LedgerNode
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.rounds.round import Participants, Round, Stage
-from elasticrun.core.sight.causes import origin_of
+from elasticrun.core.sight.causes import Origin
 from elasticrun.core.sight.goodput import LONG_ENOUGH, MICROS, Account, goodput
 from elasticrun.core.sight.picture import Goodput
 from elasticrun.wire import messages as m
@@ -206,13 +206,10 @@ class SlotLedger:
             self._size = round_.facts.world_size
             self._usual.clear()
 
-    def round_over(self, reason: str, quiet: float) -> None:
-        """The round is closed for this reason. `quiet`: seconds since anything moved in it."""
-        ctx = self._ctx
-        if ctx.rdzv.succeeded or ctx.round is None:
-            return
+    def round_over(self, origin: Origin, quiet: float) -> None:
+        """The round is closed, and not because it was done. `quiet`: seconds since anything moved
+        in it."""
         self._advance()
-        origin = origin_of(ctx, reason)
         self.cause = origin.cause
         quiet = quiet or origin.silent
         if self._key in USEFUL:

@@ -142,6 +142,7 @@ class IncidentRow(Struct, frozen=True):
     ended: bool = False  # the job ended with it, and not with 0
     restarted: float = -1.0  # seconds until all ranks ran again; -1.0: not yet, or never
     first_step: float = -1.0  # seconds until the first step or collective; -1.0: not known
+    ended_before: str = ""  # ranks that had ended with 0 when that rank lost its connection
 
 
 class PaceRow(Struct, frozen=True):

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from elasticrun.core.context import JobContext
 from elasticrun.core.deadlines import earliest
 from elasticrun.core.events import Judged, Note, Replied
-from elasticrun.core.sight.causes import FAILURES
+from elasticrun.core.reasons import Reason
+from elasticrun.core.sight.causes import FAILURES, origin_of
 from elasticrun.core.sight.hangs.watch import Watch
 from elasticrun.core.sight.incidents import Incidents
 from elasticrun.core.sight.ledger import SlotLedger
@@ -150,11 +151,13 @@ class Sight:
         self.ledger.round_begins()
         self.incidents.round_begins()
 
-    def round_over(self, reason: str) -> bool:
+    def round_over(self, reason: Reason) -> bool:
         """The round is closed; whether something had failed."""
-        stood = self.watch.stood()
-        self.ledger.round_over(reason, stood.quiet)
-        self.incidents.round_over(reason, stood)
+        ctx, stood = self._ctx, self.watch.stood()
+        if ctx.round is not None and not ctx.rdzv.succeeded:
+            origin = origin_of(ctx, reason)
+            self.ledger.round_over(origin, stood.quiet)
+            self.incidents.round_over(reason, origin, stood)
         self.watch.round_over()
         return self.ledger.cause in FAILURES
 

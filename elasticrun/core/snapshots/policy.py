@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from elasticrun.config import EXIT_OK
 from elasticrun.core.context import JobContext
+from elasticrun.core.reasons import LastSave, Reason, SnapshotUnusable
 from elasticrun.core.rounds.rendezvous import SURVIVOR_SLACK, Decision, Phase, Verb
 from elasticrun.core.rounds.round import Round
 from elasticrun.core.snapshots.choice import Choice
@@ -34,7 +35,7 @@ class SnapshotPolicy:
         self._ends_since: float | None = None  # the job is to end
         self._is_last_saved = False  # what that leaves is being written out, or was
         self._save_by = 0.0  # when that is given up
-        self.trouble = ""
+        self.trouble: SnapshotUnusable | None = None
         """Why the present round cannot go on from its snapshot."""
         self.is_stirred = True
         """Something was heard or done since it was last seen what follows from it."""
@@ -59,7 +60,7 @@ class SnapshotPolicy:
         elif isinstance(report, m.NotReplicated):
             saves.not_replicated(node, report, now)
         elif saves.points.bad(node, report):
-            self.trouble = f"the snapshot of step {report.step} cannot be used"
+            self.trouble = SnapshotUnusable(report.step)
         self._send()
 
     def attached(self, node: str) -> None:
@@ -96,7 +97,7 @@ class SnapshotPolicy:
 
     # ------------------------------------------------------------ rounds
 
-    def choose(self, trouble: str) -> Choice:
+    def choose(self, trouble: Reason | None) -> Choice:
         """What the round that forms now goes on from. `trouble`: which member has gone."""
         saves, note = self._saves, self._ctx.note
         if self._ctx.restarts.window.failed_by_itself and not trouble:
@@ -125,7 +126,7 @@ class SnapshotPolicy:
 
     def round_begins(self, round_: Round) -> None:
         """Its nodes are about to be told: what is over by that must be told before."""
-        self.trouble = ""
+        self.trouble = None
         self._left_behind = None
         facts = round_.facts
         self._saves.begin_round(facts.name, facts.world_size, facts.restore, round_.seats)
@@ -135,7 +136,7 @@ class SnapshotPolicy:
         """An agent runs a round of which nobody had told this master."""
         points = self._saves.points
         self.is_stirred = True
-        self.trouble = ""
+        self.trouble = None
         points.rewound_from, points.restore_step = report.rewound_from, -1
         self._saves.begin_round(report.round, report.world_size, report.restore, round_.seats)
 
@@ -200,8 +201,7 @@ class SnapshotPolicy:
         stopped = self._ends_since + self._ctx.spec.restart_grace + SURVIVOR_SLACK
         if self.is_to_be_saved(exit_code) and not self._is_last_saved:
             if self._rdzv.awaits_survivors and now < stopped:
-                reason = "ranks are stopped, so that their last snapshot can be saved"
-                return Decision(Verb.WAIT, f"{reason} before the job ends", stopped)
+                return Decision(Verb.WAIT, LastSave(), stopped)
             self._is_last_saved = True
             self._save_by = now + self._ctx.spec.saves.limit
             newest = self._saves.points.choose().restore
@@ -210,7 +210,7 @@ class SnapshotPolicy:
             self._send()
         until = self._save_by or self._ends_since + self._ctx.spec.saves.limit
         if saves.busy and now < until:
-            return Decision(Verb.WAIT, f"{saves.busy} before the job ends", until)
+            return Decision(Verb.WAIT, LastSave(saves.busy), until)
         saves.abandon("it was not written before the job had to end")
         self._send()
         return None

@@ -43,8 +43,9 @@ from elasticrun.config import (
     SPAWN_TIMEOUT,
     STUCK_AFTER,
 )
-from elasticrun.core import events as fx
+from elasticrun.core import events as fx, reasons
 from elasticrun.core.deadlines import Deadlines
+from elasticrun.core.reasons import NoMaster, Reason, read, said, text
 from elasticrun.core.rounds.failures import (
     SIGKILL,
     Ending,
@@ -53,7 +54,7 @@ from elasticrun.core.rounds.failures import (
     code_of,
     is_alike,
 )
-from elasticrun.core.worker.leaving import Draining
+from elasticrun.core.worker.leaving import Draining, ending, why_of
 from elasticrun.core.worker.probing import LocalProbe
 from elasticrun.core.worker.ranks import SIGTERM, LocalRanks, StoreSlot
 from elasticrun.core.worker.states import (
@@ -66,6 +67,8 @@ from elasticrun.core.worker.states import (
 )
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
+
+UNKNOWN = reasons.Said("the new master does not know that it is excluded")
 
 CONFIRM = 10.0
 """Seconds in which a new master says that this node is to stay parked; it does so at once."""
@@ -104,7 +107,7 @@ class WorkerGroup:
         """Of the last master that was obeyed, for Hello; 0 if there was none."""
 
         self.state = State.PREPARING
-        self.reason = ""  # why this node waits, for people
+        self.reason: Reason | None = None  # why this node waits
         self.start: m.Start | None = None  # the last place that it was given
         self.outcome: fx.Exit | None = None  # how the agent will end, once that is known
         self.ranks = LocalRanks(nproc, host)
@@ -116,7 +119,7 @@ class WorkerGroup:
         self._table = tabulate(self.rules())
         self._begun = False
         self._obeying = True
-        self._link_lost = ""
+        self._link_lost: NoMaster | None = None
         self._wait_ends: float | None = None  # when the wait that the master ordered is over
 
     def next_deadline(self) -> float | None:
@@ -126,15 +129,17 @@ class WorkerGroup:
     def status(self) -> GroupStatus:
         """A picture of this node."""
         ends = self.deadlines.when("departing" if self.state is State.RUNNING else "kill")
+        why = self._link_lost or self.reason
         return GroupStatus(
             state=self.state,
-            reason=self._link_lost or self.reason,
+            reason=text(why),
             round=self.start.round if self.start else None,
             pids=tuple(pid for _, pid in sorted(self.ranks.live.items()) if pid),
             restart_count=self.start.restart_count if self.start else 0,
             offered_store=self.stores.offer,
-            master_lost=self._link_lost,
+            master_lost=text(self._link_lost),
             wait_ends=self._wait_ends if self.state is State.JOINED else ends,
+            why=why,
         )
 
     @property
@@ -188,14 +193,12 @@ class WorkerGroup:
                     self.deadlines.arm("stuck", now + STUCK_AFTER)
                 case "stuck":
                     left = ", ".join(map(str, self.ranks.live.values())) or "descendants of ranks"
-                    late = f"killed {STUCK_AFTER:g} s ago and still there: {left}"
-                    self._give_up(code_of(Ending.STUCK), late)
+                    self._give_up(code_of(Ending.STUCK), reasons.Stuck(left, STUCK_AFTER))
                 case "exit-barrier":
                     self.say(m.Leaving("its ranks are done and its exit barrier is over", 0))
-                    self.exit(fx.Exit(EXIT_OK, "all ranks of this node are done", (), 0))
+                    self.exit(ending(EXIT_OK, reasons.RanksDone(waits=False)))
                 case "spawn" if self.state is State.STARTING:
-                    late = f"{SPAWN_TIMEOUT:g} s ago and has not started all of them"
-                    self._give_up(EXIT_FAILED, f"the fork server was asked for the ranks {late}")
+                    self._give_up(EXIT_FAILED, reasons.SpawnLate(SPAWN_TIMEOUT))
                 case "master-lost":
                     self._master_lost(now)
                 case "departing":
@@ -203,9 +206,9 @@ class WorkerGroup:
                 case "holding":
                     self.leaving.held_long_enough()
                 case "parked":
-                    self.leaving.park_ends("it has been parked for long enough")
+                    self.leaving.park_ends(reasons.Said("it has been parked for long enough"))
                 case "confirm":
-                    self.leaving.park_ends("the new master does not know that it is excluded")
+                    self.leaving.park_ends(UNKNOWN)
 
     # ------------------------------------------------------------ stores
 
@@ -222,8 +225,7 @@ class WorkerGroup:
             self.note(f"the store at {event.store} ended while its round runs", "warning")
         elif event.store == self.stores.offer:
             if self.stores.lost_offer():
-                outcome = fx.Exit(EXIT_FAILED, "the store host ends again and again", (), 0)
-                self.conclude(outcome, now)
+                self.conclude(ending(EXIT_FAILED, reasons.StoresEnd()), now)
                 return
             if self.state is State.JOINED:
                 self.state = State.PREPARING
@@ -233,7 +235,7 @@ class WorkerGroup:
         """No rank lives here: join as soon as there is a store to offer."""
         self.state = State.PREPARING
         if self.stores.offer is None:
-            self.reason = "the store for the next round is being made ready"
+            self.reason = reasons.StoreComing()
             self.out += self.stores.prepare()
         else:
             self.state = State.JOINED
@@ -249,7 +251,7 @@ class WorkerGroup:
     def _welcome(self, order: m.Welcome, now: float) -> None:
         if order.term < self.term:
             self._obeying = False
-            reason = f"the master that answers is of term {order.term}, older than {self.term}"
+            reason = text(reasons.OlderMaster(order.term, self.term))
             self.note(f"{reason}: it is not obeyed", "warning")
             self._link_gone(fx.LinkLost(reason), now)
             return
@@ -261,24 +263,25 @@ class WorkerGroup:
         self.leaving.master_answers(now, is_new=is_new)
         if self._link_lost:
             self.note("the master answers again", "warning")
-        self._link_lost = ""
+        self._link_lost = None
         self.deadlines.disarm("master-lost")
         self.master_lost_timeout = order.master_lost_timeout
 
     def _wait(self, order: m.Wait, now: float) -> None:
         self._wait_ends = now + order.left if order.left else None
-        if order.reason != self.reason:
-            self.reason = order.reason
+        if order.reason != text(self.reason):
             self.note(order.reason)
+        self.reason = read(order.reason, order.code)
 
     def _link_gone(self, event: fx.LinkLost, now: float) -> None:
         # who ends for a reason of its own needs no master any more
-        ending = self.state in ENDINGS and not self.is_parked
-        if not self._link_lost and not ending:
+        is_ending = self.state in ENDINGS and not self.is_parked
+        lost = NoMaster(event.reason)
+        if not self._link_lost and not is_ending:
             goes_on = f"this node goes on for {self.master_lost_timeout:g} s"
-            self.note(f"no master answers ({event.reason}); {goes_on}", "warning")
+            self.note(f"no master answers ({event.reason}); {goes_on}", "warning", lost)
             self.deadlines.arm("master-lost", now + self.master_lost_timeout)
-        self._link_lost = f"no master answers: {event.reason}"
+        self._link_lost = lost
         self.leaving.master_lost(now)
 
     def _link_back(self, event: fx.LinkBack, now: float) -> None:
@@ -305,15 +308,14 @@ class WorkerGroup:
                     self.say(self.probing.answer)
 
     def _master_lost(self, now: float) -> None:
-        waited = f"no master answered for {self.master_lost_timeout:g} s"
+        waited = reasons.NoMasterFor(self.master_lost_timeout)
         if self.is_parked:
             self.leaving.park_ends(waited)
         elif self.state is State.FINISHED:
-            reason = f"{waited}; the ranks of this node are done, the others' result is unknown"
-            self.conclude(fx.Exit(EXIT_OK, reason, (), 0), now)
+            self.conclude(ending(EXIT_OK, replace(waited, done=True)), now)
         else:
             failures = cause_first(self.failures())
-            outcome = fx.Exit(code_for(failures, Ending.NO_MASTER), waited, failures, 0)
+            outcome = ending(code_for(failures, Ending.NO_MASTER), waited, failures)
             # the master counts on this grace: it is part of the fence (rounds/rendezvous)
             self.conclude(outcome, now, grace=self._restart_grace)
 
@@ -347,7 +349,7 @@ class WorkerGroup:
         self.stores.use(host=order.host_store)
         self.ranks.begin(order.first_rank)
         self.leaving.new_round()
-        self.reason = ""
+        self.reason = None
         self.state = State.STARTING
         self.deadlines.arm("spawn", now + SPAWN_TIMEOUT)
         self.out.append(fx.SpawnRanks(order, attempt=order.round.number - 1))
@@ -356,7 +358,8 @@ class WorkerGroup:
     def _restarted(self, order: m.Start, now: float) -> None:
         """A Start while ranks of a round live here: the same one again, or one that must wait."""
         if self.start is not None and self._is_newer(order):
-            self._stop(m.Stop(self.start.round, f"round {order.round} has begun"), now)
+            begun = said(reasons.OtherRound(str(order.round), begun=True))
+            self._stop(m.Stop(self.start.round, *begun), now)
 
     def _warn(self, order: m.Warn, now: float) -> None:
         self.note(order.text, "warning")
@@ -372,7 +375,7 @@ class WorkerGroup:
         if self.leaving.cause is not None:
             self.leaving.leave_unsaved(self.leaving.cause, now)
             return
-        self.reason = order.reason
+        self.reason = read(order.reason, order.code)
         if self.state is State.FINISHED:
             self.deadlines.disarm("exit-barrier")
             self._sweep(State.SWEEPING, now)
@@ -407,7 +410,7 @@ class WorkerGroup:
                 self.finish(now)
             return
         self.failed(event.local_rank, self.ranks.failed(event, now))
-        self.reason = "a rank failed here; the others are being stopped"
+        self.reason = reasons.FailedHere()
         self._begin_stop(State.STOPPING, SIGTERM, self._restart_grace, now)
 
     def _exited_stopping(self, event: fx.RankExited, now: float) -> None:
@@ -429,7 +432,7 @@ class WorkerGroup:
 
     def finish(self, now: float) -> None:
         self.state = State.FINISHED
-        self.reason = "all ranks of this node are done; waiting for the other nodes"
+        self.reason = reasons.RanksDone(waits=True)
         self.report(m.Finished)
         if self._exit_barrier is not None:
             self.deadlines.arm("exit-barrier", now + self._exit_barrier)
@@ -490,8 +493,7 @@ class WorkerGroup:
         self.deadlines.disarm("stuck")
         if event.stuck:
             pids = ", ".join(map(str, event.stuck))
-            left = f"processes that the kernel will not let die are left here: {pids}"
-            self._give_up(code_of(Ending.STUCK), left)
+            self._give_up(code_of(Ending.STUCK), reasons.Stuck(pids))
             return
         self.report(m.Stopped)
         self._after_sweep()
@@ -507,11 +509,11 @@ class WorkerGroup:
             self.leaving.ends_as_saved(order.saved)
         if order.goodput:
             self.note(order.goodput, "notice")
-        outcome = fx.Exit(order.exit_code, order.reason, order.failures, 0, order.saved)
-        self._told_to_end(outcome, now)
+        end = (read(order.reason, order.code), order.failures, order.saved)
+        self._told_to_end(ending(order.exit_code, *end), now)
 
     def _refused(self, order: m.Refused, now: float) -> None:
-        self._told_to_end(fx.Exit(order.exit_code, order.reason, (), 0), now)
+        self._told_to_end(ending(order.exit_code, read(order.reason, order.code)), now)
 
     def _told_to_end(self, outcome: fx.Exit, now: float) -> None:
         if self.is_parked:
@@ -530,7 +532,7 @@ class WorkerGroup:
         self.deadlines.disarm("departing")
         self.deadlines.disarm("exit-barrier")  # it must not end a node that is HOLDING
         self.outcome = outcome
-        self.reason = outcome.reason
+        self.reason = why_of(outcome)
         if self.state is State.SWEEPING:
             self.state = State.CLEARING
         elif self.ranks.live or self.state is State.RUNNING:
@@ -549,8 +551,8 @@ class WorkerGroup:
         self.outcome = outcome
         self.deadlines.clear()
         self.leaving.hold()
-        self.reason = f"{outcome.reason}; this node stays until its part of a checkpoint is saved"
-        self.note(self.reason)
+        self.reason = reasons.Then(why_of(outcome), reasons.HoldsCheckpoint())
+        self.note(text(self.reason))
 
     def over(self, outcome: fx.Exit) -> None:
         """Nothing is left to be waited for: the agent exits, or is parked from now on."""
@@ -568,7 +570,7 @@ class WorkerGroup:
             self.state = State.PARKED
             self.out += self.stores.clear()
             self.note(f"{outcome.reason}; it stays parked until the job ends", "warning")
-        self.reason = f"parked: {outcome.reason}"
+        self.reason = reasons.Parked(why_of(outcome))
 
     def _with_own(self, outcome: fx.Exit) -> fx.Exit:
         """With ranks of this node that have failed just as the first one did, which the master had
@@ -578,11 +580,11 @@ class WorkerGroup:
         own = [f for f in self.failures() if f.rank not in known and told and is_alike(f, told[0])]
         return replace(outcome, failures=(*told, *own)) if own else outcome
 
-    def _give_up(self, code: int, sentence: str) -> None:
+    def _give_up(self, code: int, why: Reason) -> None:
         """End at once, whatever lives here: nothing more can be done about it."""
         self.leaving.parked_until = None
-        self.say(m.Leaving(sentence, 0))
-        self.over(fx.Exit(code, sentence, cause_first(self.failures()), 0))
+        self.say(m.Leaving(text(why), 0))
+        self.over(ending(code, why, cause_first(self.failures())))
 
     # ------------------------------------------------------------ what is said
 
@@ -610,9 +612,9 @@ class WorkerGroup:
         until = kill if kill is not None else stuck
         self.report(m.Stopping, max(0.0, (until or now) - now))
 
-    def note(self, text: str, level: str = "info") -> None:
-        """To the operator."""
-        self.out.append(fx.Note(text, level))
+    def note(self, said: str, level: str = "info", why: Reason | None = None) -> None:
+        """To the operator. `why`: a reason that names somebody out of reach."""
+        self.out.append(fx.Note(said, level, why=why))
 
     def signal(self, signum: int) -> None:
         if targets := self.ranks.targets(signum):

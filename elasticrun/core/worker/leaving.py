@@ -29,6 +29,16 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from elasticrun.core import events as fx
+from elasticrun.core.reasons import (
+    Departs,
+    Leaves,
+    NoMaster,
+    Reason,
+    Said,
+    Then,
+    read,
+    text,
+)
 from elasticrun.core.rounds.failures import Ending, code_for, code_of
 from elasticrun.core.worker.ranks import SIGTERM
 from elasticrun.core.worker.states import ENDINGS, State
@@ -66,6 +76,19 @@ class Write:
 
     until: float
     order: m.Persist | None = None
+
+
+def ending(
+    code: int, why: Reason | None, failures: tuple[m.Failure, ...] = (), saved: int = -1
+) -> fx.Exit:
+    """The end of an agent for this reason."""
+    typed = None if isinstance(why, Said) else why
+    return fx.Exit(code, text(why), failures, 0, saved, typed)
+
+
+def why_of(outcome: fx.Exit) -> Reason:
+    """Of an end."""
+    return outcome.why or Said(outcome.reason)
 
 
 class Draining:
@@ -192,7 +215,8 @@ class Draining:
         """HOLDING is over, whatever is written; silently if the master had no need of it."""
         if self._no_master_since is not None:
             gone = "no master answers that could finish the checkpoint"
-            self._group.note(f"{gone}: this node goes without", "warning")
+            said = f"{gone}: this node goes without"
+            self._group.note(said, "warning", NoMaster("no checkpoint without one"))
         elif self.writes.keys() != {RESCUE}:
             late = "the checkpoint was not saved in its time; this node goes"
             self._group.note(late, "warning")
@@ -207,7 +231,7 @@ class Draining:
         may_wait = self.cause is None and self._grace > 0
         group.ranks.signalled(event.signum, now)
         if event.death and self.parked_until is not None:
-            self.park_ends(f"received {event.name}", event.signum)
+            self.park_ends(Leaves(f"received {event.name}", event.signum), event.signum)
         if not event.death or group.state in (State.ENDING, State.CLEARING):
             if group.ranks.live:
                 group.signal(event.signum)
@@ -239,10 +263,9 @@ class Draining:
         if self._asked <= self._written:  # of an earlier departure; else it is for this one, too
             self._asked = -1
         group.deadlines.arm("departing", now + self._grace)
-        what = "this node leaves when its ranks have saved a step"
-        group.reason = f"received {event.name}: {what}"
+        group.reason = Departs(event.name)
         limit = f"in {self._grace:g} s at most"
-        group.note(f"{group.reason}, {limit}; a second signal ends it at once")
+        group.note(f"{text(group.reason)}, {limit}; a second signal ends it at once")
         self.say_departing()
 
     def say_departing(self) -> None:
@@ -257,7 +280,8 @@ class Draining:
         group.note(f"{why}: the ranks are told, and this node leaves")
         group.say(m.Leaving(reason, event.signum))
         code = code_for(group.failures(), Ending.SAVED if saved else Ending.LEFT)
-        outcome = fx.Exit(code, reason, (), event.signum, self._written if saved else -1)
+        left = ending(code, Leaves(reason, event.signum), saved=self._written if saved else -1)
+        outcome = replace(left, signum=event.signum)
         group.conclude(outcome, now, event.signum)
 
     def leave_unsaved(self, event: fx.Signalled, now: float) -> None:
@@ -323,7 +347,7 @@ class Draining:
         group = self._group
         if group.state in ENDINGS and self.parked_until is None:
             return  # it ends for a reason of its own
-        outcome = fx.Exit(code_of(Ending.EXCLUDED), order.reason, (), 0)
+        outcome = ending(code_of(Ending.EXCLUDED), read(order.reason, order.code))
         self.parked_until = now + order.seconds
         if group.state is State.PARKED:
             group.over(outcome)
@@ -337,18 +361,19 @@ class Draining:
         if self._group.state is State.PARKED:
             self._group.exit(outcome)
 
-    def park_ends(self, why: str, signum: int = 0) -> None:
+    def park_ends(self, why: Reason, signum: int = 0) -> None:
         """It need not, or cannot, stay any longer. While ranks are still ended here: not after."""
         outcome = self._group.outcome
         assert outcome is not None
         if self._group.state is State.PARKED:
-            self._group.say(m.Leaving(why, signum))
-        self.unpark(replace(outcome, reason=f"{outcome.reason}; {why}", signum=signum))
+            self._group.say(m.Leaving(text(why), signum))
+        ended = ending(outcome.code, Then(why_of(outcome), why), outcome.failures, outcome.saved)
+        self.unpark(replace(ended, signum=signum))
 
     def signalled_parked(self, event: fx.Signalled, now: float) -> None:
         """PARKED: a death signal ends it."""
         if event.death:
-            self.park_ends(f"received {event.name}", event.signum)
+            self.park_ends(Leaves(f"received {event.name}", event.signum), event.signum)
 
     def store_parked(self, event: fx.StoreReady, now: float) -> None:
         """PARKED: one that was on its way, which no round will use."""

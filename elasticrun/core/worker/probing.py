@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticrun.core import events as fx
+from elasticrun.core.reasons import BeingProbed, text
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
 
@@ -37,10 +38,8 @@ class LocalProbe:
         group.state = State.PROBING
         self._order = order
         self.answer = None
-        group.reason = "this machine is being probed"
-        if order.group_world_size > 1:
-            group.reason += f" with {order.partners}"
-        group.note(group.reason)
+        group.reason = BeingProbed(order.partners if order.group_world_size > 1 else "")
+        group.note(text(group.reason))
         group.out.append(fx.RunProbe(order))
 
     def probe_newer(self, order: m.Probe, now: float) -> None:
@@ -79,7 +78,7 @@ class LocalProbe:
 
     def _ended(self, result: m.Probed) -> None:
         group, self._order, self.answer = self._group, None, result
-        group.reason = ""
+        group.reason = None
         if result.excused:
             group.note(f"the probe of this machine was not finished: {result.reason}")
         elif not result.ok:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from elasticrun.core.events import AgentEffect, PrepareStore, RankExited, ReleaseStore, SpawnerLost
-from elasticrun.core.rounds.failures import HAD_ENDED, SIGKILL, classify, signal_of
+from elasticrun.core.rounds.failures import SIGKILL, classify, signal_of
 from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import Endpoint, write_ranges
 
@@ -67,8 +67,7 @@ class LocalRanks:
         ended = set(self.pids) - self.live.keys() - self.failures.keys() - {event.local_rank}
         if failure.kind is FailureKind.PEER_LOST and ended and not self._sent:
             through = write_ranges(self._first_rank + rank for rank in ended)
-            many = "ranks" if len(ended) > 1 else "rank"
-            failure = replace(failure, message=f"{many} {through}{HAD_ENDED}{failure.message}")
+            failure = replace(failure, ended_before=through)
         return failure
 
     def lose_spawner(self, event: SpawnerLost) -> bool:

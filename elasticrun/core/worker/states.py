@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from elasticrun.core.reasons import Reason
 from elasticrun.wire.types import Endpoint, RoundName
 
 
@@ -45,7 +46,7 @@ class GroupStatus:
     """The local worker group as one picture."""
 
     state: State
-    reason: str  # why it waits, empty if it does not
+    reason: str  # why it waits, empty if it does not; the text of `why`
     round: RoundName | None
     pids: tuple[int, ...]  # of the ranks that live, by local rank
     restart_count: int
@@ -54,6 +55,7 @@ class GroupStatus:
     wait_ends: float | None = None
     """When the wait of `reason` is over at the latest, if it is known. RUNNING waits only for ranks
     to save a step before this node leaves."""
+    why: Reason | None = None
 
 
 Method = Callable[[Any, float], None]

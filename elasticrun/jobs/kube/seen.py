@@ -22,11 +22,11 @@ from elasticrun.operator.objects import (
     ROLE,
     moment,
     named_run_dir,
-    said_last,
     volume_at,
     words_of,
 )
 from elasticrun.render.pods import CONTAINER, JOB_LABEL
+from elasticrun.runs import last_word
 
 STOPPED: Final = f"{GROUP}/stopped"
 """Annotation of a job that a person has ended: suspended like others, but meant to stay so."""
@@ -267,6 +267,7 @@ def seen_pod(pod: Json) -> SeenPod:
     index = labels.get(INDEX) or labels.get(POD_INDEX) or ""
     if labels.get(ROLE) == MASTER:
         index = MASTER
+    word = last_word.read(ended.get("message") or "")
     return SeenPod(
         uid=meta["uid"],
         name=meta["name"],
@@ -281,7 +282,7 @@ def seen_pod(pod: Json) -> SeenPod:
         started=bool(state.get("running") or ended),
         leaving=bool(meta.get("deletionTimestamp")),
         says=_says(state, ended, status),
-        blames=said_last("host", ended.get("message") or ""),
+        blames=word.host if word is not None else "",
     )
 
 

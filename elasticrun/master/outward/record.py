@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from elasticrun import __version__
 from elasticrun.config import EXIT_OK, EXIT_SAVED, MasterConfig
 from elasticrun.core.events import JobOver
+from elasticrun.core.reasons import failure_in, is_by_operator, read
 from elasticrun.core.sight.picture import Picture
 from elasticrun.master.outward.report import lasted
 from elasticrun.runs.index import run_path, runs_root
@@ -162,7 +163,7 @@ _STATES = {EXIT_OK: "succeeded", EXIT_SAVED: "saved"}
 
 def state_of(end: JobOver) -> str:
     """How the job stands at its end: succeeded, failed, saved or stopped."""
-    if end.reason.startswith("stopped by "):
+    if is_by_operator(read(end.reason, end.code)):
         return "stopped"
     return _STATES.get(end.exit_code, "failed")
 
@@ -170,6 +171,7 @@ def state_of(end: JobOver) -> str:
 def result_of(end: JobOver, found: Picture) -> RunResult:
     """At the job's end."""
     status, now = found.status, time.time()
+    failed = failure_in(read(status.last_failure, status.failed))
     rows = (
         ShortRow(
             *(row.number, row.cause, row.sentence, lasted(row)),
@@ -184,6 +186,9 @@ def result_of(end: JobOver, found: Picture) -> RunResult:
         exit_code=end.exit_code,
         reason=end.reason,
         failure=status.last_failure,
+        failed_rank=-1 if failed is None else failed.rank,
+        failed_node="" if failed is None else failed.node,
+        failed_how="" if failed is None else failed.what,
         started=now - status.age,
         ended=now,
         nodes=sum(node.group_rank >= 0 for node in status.nodes),
@@ -198,5 +203,5 @@ def result_of(end: JobOver, found: Picture) -> RunResult:
 
 def last_words(result: RunResult) -> bytes:
     """A result without what is long: a cluster keeps 4096 bytes of a pod's last words."""
-    short = {"reason": result.reason[:500], "failure": ""}
+    short = {"reason": result.reason[:500], "failure": "", "failed_how": ""}
     return msgspec.json.encode(replace(result, **short, goodput=None, incidents=()))

@@ -122,7 +122,7 @@ def verdict(row: IncidentRow) -> str:
     if not row.kind:
         return f"unknown: {_UNKNOWN[row.cause == 'node_lost']}"
     kind, text = FailureKind(row.kind), row.sentence
-    if kind is FailureKind.PEER_LOST and " ended with 0" in text:
+    if kind is FailureKind.PEER_LOST and row.ended_before:
         return "script"  # whose ranks do not all do as many collectives
     if kind is FailureKind.PEER_LOST or _NETWORK.search(text):
         return "network"

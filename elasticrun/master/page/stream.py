@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from elasticrun import __version__
+from elasticrun.core.reasons import brief, read
 from elasticrun.core.sight.picture import IncidentRow, Picture, RankRow, without_words
 from elasticrun.core.words import timeless
 from elasticrun.master.loop import Loop
@@ -250,15 +251,18 @@ def _rank_for_strangers(row: RankRow) -> RankRow:
 
 def _incident_for_strangers(row: IncidentRow) -> IncidentRow:
     what = WORDS.get(row.cause, row.cause)
-    return replace(row, sentence=what, followed="", decision="", hang="", last_lines="", stacks=())
+    said = {"followed": "", "decision": "", "hang": "", "last_lines": "", "ended_before": ""}
+    return replace(row, sentence=what, stacks=(), **said)
 
 
 def status_for_strangers(status: JobStatus) -> JobStatus:
     """The status without the lines of the script that a verdict names, of whatever kind it is, and
-    without messages of exceptions, which stand behind the first colon."""
+    without what a rank, a person or an agent has said."""
     return replace(
         status,
         verdict="ranks stand still" if status.verdict else "",
-        last_failure=status.last_failure.partition(": ")[0],
-        outcome=status.outcome.partition(": ")[0],
+        last_failure=brief(read(status.last_failure, status.failed)),
+        outcome=brief(read(status.outcome, status.ended)),
+        failed=None,
+        ended=None,
     )

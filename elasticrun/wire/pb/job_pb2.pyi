@@ -87,6 +87,7 @@ class Failure(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     TRACEBACK_FIELD_NUMBER: _builtins.int
     ERROR_FILE_FIELD_NUMBER: _builtins.int
+    ENDED_BEFORE_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     rank: _builtins.int
     local_rank: _builtins.int
@@ -97,6 +98,7 @@ class Failure(_message.Message):
     message: _builtins.str
     traceback: _builtins.str
     error_file: _builtins.str
+    ended_before: _builtins.str
     def __init__(
         self,
         *,
@@ -110,10 +112,11 @@ class Failure(_message.Message):
         message: _builtins.str = ...,
         traceback: _builtins.str = ...,
         error_file: _builtins.str = ...,
+        ended_before: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_file", b"error_file", "exitcode", b"exitcode", "host", b"host", "kind", b"kind", "local_rank", b"local_rank", "message", b"message", "pid", b"pid", "rank", b"rank", "time_us", b"time_us", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_before", b"ended_before", "error_file", b"error_file", "exitcode", b"exitcode", "host", b"host", "kind", b"kind", "local_rank", b"local_rank", "message", b"message", "pid", b"pid", "rank", b"rank", "time_us", b"time_us", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1676,22 +1679,48 @@ class Welcome(_message.Message):
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
+class ReasonCode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    fields: _builtins.str
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        fields: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReasonCode: _TypeAlias = ReasonCode  # noqa: Y015
+
+@_typing.final
 class Refused(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     exit_code: _builtins.int
+    @_builtins.property
+    def code(self) -> Global___ReasonCode: ...
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         exit_code: _builtins.int = ...,
+        code: Global___ReasonCode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "exit_code", b"exit_code", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1703,17 +1732,21 @@ class Wait(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     LEFT_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     left: _builtins.float
+    @_builtins.property
+    def code(self) -> Global___ReasonCode: ...
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         left: _builtins.float = ...,
+        code: Global___ReasonCode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["left", b"left", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "left", b"left", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1725,17 +1758,21 @@ class Park(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     seconds: _builtins.float
+    @_builtins.property
+    def code(self) -> Global___ReasonCode: ...
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         seconds: _builtins.float = ...,
+        code: Global___ReasonCode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "reason", b"reason", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1760,6 +1797,7 @@ class Start(_message.Message):
     SUSPECT_FIELD_NUMBER: _builtins.int
     RESTORE_STEP_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
     group_rank: _builtins.int
     group_world_size: _builtins.int
     first_rank: _builtins.int
@@ -1778,6 +1816,8 @@ class Start(_message.Message):
     def store(self) -> Global___Endpoint: ...
     @_builtins.property
     def restore(self) -> Global___Restore: ...
+    @_builtins.property
+    def code(self) -> Global___ReasonCode: ...
     def __init__(
         self,
         *,
@@ -1796,10 +1836,11 @@ class Start(_message.Message):
         suspect: _builtins.bool = ...,
         restore_step: _builtins.int = ...,
         why: _builtins.str = ...,
+        code: Global___ReasonCode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "round", b"round", "store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "restore", b"restore", "round", b"round", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "restore_step", b"restore_step", "rewound_from", b"rewound_from", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "suspect", b"suspect", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "restore_step", b"restore_step", "rewound_from", b"rewound_from", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "suspect", b"suspect", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1837,18 +1878,22 @@ class Stop(_message.Message):
 
     ROUND_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     @_builtins.property
     def round(self) -> Global___Round: ...
+    @_builtins.property
+    def code(self) -> Global___ReasonCode: ...
     def __init__(
         self,
         *,
         round: Global___Round | None = ...,
         reason: _builtins.str = ...,
+        code: Global___ReasonCode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "reason", b"reason", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1863,12 +1908,15 @@ class End(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     GOODPUT_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
     exit_code: _builtins.int
     reason: _builtins.str
     goodput: _builtins.str
     saved: _builtins.int
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___Failure]: ...
+    @_builtins.property
+    def code(self) -> Global___ReasonCode: ...
     def __init__(
         self,
         *,
@@ -1877,10 +1925,11 @@ class End(_message.Message):
         failures: _abc.Iterable[Global___Failure] | None = ...,
         goodput: _builtins.str = ...,
         saved: _builtins.int = ...,
+        code: Global___ReasonCode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "failures", b"failures", "goodput", b"goodput", "reason", b"reason", "saved", b"saved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "exit_code", b"exit_code", "failures", b"failures", "goodput", b"goodput", "reason", b"reason", "saved", b"saved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2477,6 +2526,8 @@ class StatusReply(_message.Message):
     GOODPUT_FIELD_NUMBER: _builtins.int
     HANG_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     phase: _builtins.str
     reason: _builtins.str
@@ -2504,6 +2555,10 @@ class StatusReply(_message.Message):
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
     @_builtins.property
     def excluded(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExcludedNode]: ...
+    @_builtins.property
+    def failed(self) -> Global___ReasonCode: ...
+    @_builtins.property
+    def ended(self) -> Global___ReasonCode: ...
     def __init__(
         self,
         *,
@@ -2531,10 +2586,12 @@ class StatusReply(_message.Message):
         goodput: _builtins.str = ...,
         hang: _builtins.str = ...,
         name: _builtins.str = ...,
+        failed: Global___ReasonCode | None = ...,
+        ended: Global___ReasonCode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "failed", b"failed", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "check", b"check", "excluded", b"excluded", "goodput", b"goodput", "hang", b"hang", "job_id", b"job_id", "last_failure", b"last_failure", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "name", b"name", "nodes", b"nodes", "outcome", b"outcome", "phase", b"phase", "quiet", b"quiet", "reason", b"reason", "restart_count", b"restart_count", "restarts_left", b"restarts_left", "round", b"round", "snapshot", b"snapshot", "step", b"step", "step_age", b"step_age", "verdict", b"verdict", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "check", b"check", "ended", b"ended", "excluded", b"excluded", "failed", b"failed", "goodput", b"goodput", "hang", b"hang", "job_id", b"job_id", "last_failure", b"last_failure", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "name", b"name", "nodes", b"nodes", "outcome", b"outcome", "phase", b"phase", "quiet", b"quiet", "reason", b"reason", "restart_count", b"restart_count", "restarts_left", b"restarts_left", "round", b"round", "snapshot", b"snapshot", "step", b"step", "step_age", b"step_age", "verdict", b"verdict", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ from elasticrun.core.job.record import RECORD_EVERY
 from elasticrun.core.persisted import Blamed, Facts, LeftOut, aged
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, dumps, loads
-from tests.core.by_hand import SPEC, Master, failure, hello
+from tests.core.by_hand import DONE, SPEC, Master, failure, hello
 from tests.master.facts import facts, round_facts
 
 DAY = 86400.0
@@ -52,7 +52,7 @@ def test_what_is_recorded_and_before_what() -> None:
     master.hear(1, m.Finished(name))
     over = kinds(master.feed(fx.Heard(2, m.Finished(name))))
     assert over == ["Recovery", "Record", "End"], "no fact depends on the figures of an incident"
-    assert master.facts.outcome == m.End(0, "every rank ended with 0", ())
+    assert master.facts.outcome == DONE
 
 
 def test_a_restored_master_records_the_same_facts() -> None:
@@ -108,14 +108,13 @@ def test_an_outcome_is_told_once_to_the_shell_and_to_everybody() -> None:
     name = master.running()
     master.both(m.Finished(name))
     again = successor(master)
-    over = fx.JobOver(0, "every rank ended with 0")
+    over = fx.JobOver(0, DONE.reason, code=DONE.code)
     assert over not in again.feed(fx.Tick()), "nobody has been told yet"
     assert again.job.next_deadline() is None
-    end = m.End(0, "every rank ended with 0", ())
     assert over in again.feed(fx.Attached(1, hello("a")))
-    assert again.orders(1)[1:] == [end]
+    assert again.orders(1)[1:] == [DONE]
     assert over not in again.feed(fx.Attached(2, hello("z")))
-    assert again.orders(2)[1:] == [end]
+    assert again.orders(2)[1:] == [DONE]
     again.hear(2, m.Join(Endpoint("z", 1)))
     assert again.effects == []
     assert again.job.status().phase == "ended"

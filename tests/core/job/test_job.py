@@ -6,9 +6,10 @@ from msgspec.structs import replace
 
 from elasticrun.config import SLUGGISH_DEAD
 from elasticrun.core import events as fx
+from elasticrun.core.reasons import RankFailed, said
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.core.by_hand import SPEC, Master, failure, hello
+from tests.core.by_hand import DONE, SPEC, Master, failure, hello
 
 
 def test_before_the_first_agent_there_is_nothing_to_do() -> None:
@@ -84,7 +85,7 @@ def test_failures_on_two_nodes_are_one_restart() -> None:
     master = Master()
     name = master.running()
     master.hear(1, m.RanksFailed(name, (failure(0),)))
-    assert master.orders(2) == [m.Stop(name, "rank 0 on node a: boom")]
+    assert master.orders(2) == [m.Stop(name, *said(RankFailed(0, "a", "boom")))]
     master.hear(2, m.RanksFailed(name, (failure(2), failure(3))))
     master.both_back(name)
     assert master.job.status().restart_count == 1
@@ -142,17 +143,17 @@ def test_every_attach_is_told_the_whole_desired_state() -> None:
     other = replace(report, round=RoundName(0, 9, "old"))
     assert attach(5, other) == [start]
     master.hear(1, m.RanksFailed(name, (failure(0),)))
-    assert attach(6, report) == [m.Stop(name, "rank 0 on node a: boom")]
+    assert attach(6, report) == [m.Stop(name, *said(RankFailed(0, "a", "boom")))]
 
 
 def test_after_the_end_whoever_comes_is_told_it() -> None:
     master = Master()
     name = master.running()
     master.both(m.Finished(name))
-    assert master.orders(1) == [m.End(0, "every rank ended with 0", ())]
-    assert fx.JobOver(0, "every rank ended with 0") in master.effects
+    assert master.orders(1) == [DONE]
+    assert fx.JobOver(0, DONE.reason, code=DONE.code) in master.effects
     master.feed(fx.Attached(9, hello("late")))
-    assert master.orders(9)[1:] == [m.End(0, "every rank ended with 0", ())]
+    assert master.orders(9)[1:] == [DONE]
     master.feed(fx.Detached(1, True))
     assert master.job.next_deadline() is None
     assert master.job.status().phase == "ended"

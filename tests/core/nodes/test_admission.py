@@ -18,6 +18,7 @@ from elasticrun.core.nodes.admission import (
     FlapHistory,
 )
 from elasticrun.core.persisted import Facts, aged
+from elasticrun.core.reasons import Excluded, text
 from elasticrun.wire import messages as m
 from elasticrun.wire.messages import MAX_EXCLUDED, CheckSpec, ExcludedNode
 from elasticrun.wire.types import dumps, loads, plain, typed
@@ -121,23 +122,23 @@ def test_it_is_bounded() -> None:
 def of(*nodes: str, kind: str = FAILED, now: float = 0.0, seconds: float = 60.0) -> Exclusions:
     exclusions = Exclusions()
     for node in nodes:
-        exclusions.add(node, "h1", kind=kind, reason="it is bad", seconds=seconds, now=now)
+        exclusions.add(node, "h1", Excluded(kind, "it is bad"), seconds=seconds, now=now)
     return exclusions
 
 
 def test_a_node_is_refused_on_its_host_until_its_time_is_over() -> None:
     exclusions = of("a", now=100.0)
-    assert exclusions.refusal("a", "h1", 110.0) == (
+    assert text(exclusions.refusal("a", "h1", 110.0)) == (
         "node a on h1 is excluded for 50 s more: it is bad"
     )
-    assert exclusions.refusal("a", "h2", 110.0) == "", "another machine under the same id"
-    assert exclusions.refusal("b", "h1", 110.0) == ""
-    assert exclusions.refusal("a", "h1", 160.0) == ""
+    assert exclusions.refusal("a", "h2", 110.0) is None, "another machine under the same id"
+    assert exclusions.refusal("b", "h1", 110.0) is None
+    assert exclusions.refusal("a", "h1", 160.0) is None
 
 
 def test_the_page_shows_who_is_refused_now() -> None:
     exclusions = of("a", now=100.0)
-    exclusions.add("b", "h2", kind=SLOW, reason="slow", seconds=10.0, now=105.0)
+    exclusions.add("b", "h2", Excluded(SLOW, "slow"), seconds=10.0, now=105.0)
     assert exclusions.page(110.0) == (
         ExcludedNode("a", "h1", FAILED, "it is bad", 10.0, 50.0),
         ExcludedNode("b", "h2", SLOW, "slow", 5.0, 5.0),
@@ -148,7 +149,7 @@ def test_the_page_shows_who_is_refused_now() -> None:
 
 def test_a_second_verdict_begins_the_time_anew() -> None:
     exclusions = of("a")
-    exclusions.add("a", "h1", kind=FAILED, reason="again", seconds=60.0, now=50.0)
+    exclusions.add("a", "h1", Excluded(FAILED, "again"), seconds=60.0, now=50.0)
     (one,) = exclusions.page(60.0)
     assert (one.reason, one.remaining) == ("again", 50.0)
 
@@ -157,7 +158,7 @@ def test_so_many_slow_nodes_in_an_hour_also_when_they_may_be_back() -> None:
     exclusions = Exclusions()
     for number in range(STRAGGLERS_PER_HOUR):
         assert exclusions.may_be_slow(10.0)
-        exclusions.add(f"n{number}", "h", kind=SLOW, reason="", seconds=1.0, now=10.0)
+        exclusions.add(f"n{number}", "h", Excluded(SLOW, ""), seconds=1.0, now=10.0)
     assert not exclusions.may_be_slow(20.0)
     assert exclusions.page(20.0) == ()
     assert exclusions.may_be_slow(10.0 + HOUR)
@@ -168,12 +169,12 @@ def test_a_node_that_is_excluded_as_slow_twice_counts_twice() -> None:
     for number in range(STRAGGLERS_PER_HOUR):
         at = 100.0 * number
         assert exclusions.may_be_slow(at)
-        exclusions.add("n0", "h", kind=SLOW, reason="", seconds=50.0, now=at)
+        exclusions.add("n0", "h", Excluded(SLOW, ""), seconds=50.0, now=at)
     last = 100.0 * (STRAGGLERS_PER_HOUR - 1)
     assert not exclusions.may_be_slow(last + 60.0)
     assert not exclusions.may_be_slow(HOUR - 1.0)
     assert exclusions.may_be_slow(HOUR), "the first verdict is an hour old"
-    exclusions.add("n0", "h", kind=SLOW, reason="", seconds=50.0, now=HOUR)
+    exclusions.add("n0", "h", Excluded(SLOW, ""), seconds=50.0, now=HOUR)
     assert not exclusions.may_be_slow(HOUR + 1.0)
     assert len(exclusions.slow_ages(HOUR)) == STRAGGLERS_PER_HOUR, "no more are kept"
 
@@ -182,7 +183,7 @@ def test_slow_verdicts_outlive_a_master() -> None:
     """Also while it was away, and of nodes that are refused no longer."""
     first = Exclusions()
     for _ in range(STRAGGLERS_PER_HOUR):
-        first.add("n0", "h", kind=SLOW, reason="", seconds=1.0, now=10.0)
+        first.add("n0", "h", Excluded(SLOW, ""), seconds=1.0, now=10.0)
     recorded = facts(excluded=first.page(20.0), slow_ages=first.slow_ages(20.0))
     read = aged(loads(dumps(recorded), Facts), 100.0)
     assert (read.excluded, read.slow_ages) == ((), (110.0,) * STRAGGLERS_PER_HOUR)
@@ -209,7 +210,7 @@ def test_a_successor_goes_on_with_what_is_left_of_the_time() -> None:
     assert read.excluded == (ExcludedNode("a", "h1", FAILED, "it is bad", 30.0, 30.0),)
     exclusions = Exclusions()
     exclusions.restore(read.excluded, (), 7000.0)
-    assert "for 25 s more" in exclusions.refusal("a", "h1", 7005.0)
+    assert "for 25 s more" in text(exclusions.refusal("a", "h1", 7005.0))
     assert aged(read, 100.0).excluded[0].remaining == 0.0
 
 

@@ -14,6 +14,7 @@ from elasticrun.config import (
 from elasticrun.core.events import Detached
 from elasticrun.core.nodes.membership import Admission, MassSilence, Membership
 from elasticrun.core.nodes.node import Health, Nodes
+from elasticrun.core.reasons import NodeTaken, Superseded
 from tests.core.by_hand import hello
 
 TIMEOUT = 5.0
@@ -27,7 +28,7 @@ class Crowd:
         self.m = Membership(self.nodes, heartbeat_timeout=TIMEOUT)
         self.sessions: dict[str, int] = {}
         for name in names:
-            assert self.attach(name).refusal == ""
+            assert self.attach(name).refusal is None
 
     def attach(self, name: str, life: str = "1", now: float = 0.0) -> Admission:
         session = len(self.sessions) + int(now * 10) + 1000 * int(life)
@@ -124,12 +125,12 @@ def test_nodes_whose_streams_stood_are_heard_again_and_the_next_mass_silence_is_
 def test_a_name_is_not_taken_from_the_living_but_from_the_lost() -> None:
     crowd = Crowd("a")
     refused = crowd.attach("a", life="2", now=1.0)
-    assert "held by another agent, on host-a" in refused.refusal
+    assert refused.refusal == NodeTaken("a", "host-a", leaving=False)
     crowd.breaks("a", 2.0)
     taken = crowd.attach("a", life="2", now=3.0)
-    assert (taken.refusal, taken.superseded, taken.silent_since) == ("", True, 2.0)
+    assert (taken.refusal, taken.superseded, taken.silent_since) == (None, True, 2.0)
     again = crowd.attach("a", life="1", now=4.0)
-    assert "a newer agent has taken the place" in again.refusal
+    assert again.refusal == Superseded("a")
 
 
 def test_the_dead_may_come_back_unless_superseded() -> None:
@@ -146,7 +147,7 @@ def test_a_leaving_node_keeps_its_name_while_its_stream_stands() -> None:
     crowd = Crowd("a", "b")
     crowd.m.left("a", "received SIGTERM")
     assert len(crowd.m.present) == 1
-    assert "leaving" in crowd.attach("a", life="2", now=1.0).refusal
+    assert crowd.attach("a", life="2", now=1.0).refusal == NodeTaken("a", "host-a", leaving=True)
     crowd.breaks("a", 2.0)
     assert crowd.health("a") is Health.LEFT
     assert crowd.attach("a", life="2", now=3.0) == Admission(newer=True)

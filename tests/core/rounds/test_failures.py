@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elasticrun.core.reasons import Joined, NodeLost, Said, Silent, text
 from elasticrun.core.rounds.attribution import Attribution
 from elasticrun.core.rounds.budget import Bill, Budget, Window
 from elasticrun.core.rounds.failures import (
@@ -167,16 +168,16 @@ def test_the_code_of_failed_ranks() -> None:
 
 
 @pytest.mark.parametrize("restarts", [0, 3])
-@pytest.mark.parametrize("excuse", ["", "the round was closed"])
-def test_a_final_word_ends_the_job_whatever_else_failed(restarts: int, excuse: str) -> None:
+@pytest.mark.parametrize("excuse", [None, Said("the round was closed")])
+def test_a_final_word_ends_the_job_whatever_else_failed(restarts: int, excuse: Said | None) -> None:
     window = Window(doubt=5.0)
     window.excuse(excuse)
     window.add("a", [failure(0, FailureKind.PEER_LOST)], 10.0)
     window.add("b", [failure(1, FailureKind.FINAL, 93)], 11.0)
-    for membership in ("", "node c is dead"):
+    for membership in (None, NodeLost("c", Silent())):
         verdict = window.verdict(membership=membership, restarts_left=restarts)
         assert verdict.bill is Bill.FINAL
-        assert "rank 1 on node b: exit code 93" in verdict.reason
+        assert "rank 1 on node b: exit code 93" in text(verdict.reason)
 
 
 def test_root_cause_is_the_first_that_is_no_echo() -> None:
@@ -199,28 +200,28 @@ def test_lists_are_bounded_and_keep_the_cause() -> None:
 
 def test_window_bills() -> None:
     window = Window(doubt=5.0)
-    assert window.verdict(membership="", restarts_left=0).bill is Bill.NOTHING
+    assert window.verdict(membership=None, restarts_left=0).bill is Bill.NOTHING
     assert window.add("a", [failure(0, FailureKind.PEER_LOST)], now=10.0)
     assert not window.add("a", [failure(0, FailureKind.PEER_LOST)], now=11.0), "heard before"
-    doubt = window.verdict(membership="", restarts_left=0)
+    doubt = window.verdict(membership=None, restarts_left=0)
     assert (doubt.bill, doubt.until) == (Bill.DOUBT, 15.0)
-    assert window.verdict(membership="", restarts_left=1).bill is Bill.CHARGE
-    assert window.verdict(membership="node b is dead", restarts_left=0).bill is Bill.NOTHING
+    assert window.verdict(membership=None, restarts_left=1).bill is Bill.CHARGE
+    assert window.verdict(membership=NodeLost("b", Silent()), restarts_left=0).bill is Bill.NOTHING
     window.add("b", [failure(1, FailureKind.SCRIPT)], now=12.0)
-    assert window.verdict(membership="", restarts_left=0).bill is Bill.HOPELESS
+    assert window.verdict(membership=None, restarts_left=0).bill is Bill.HOPELESS
     assert window.opened_at == 10.0
     assert window.failures[0].rank == 1
 
 
 def test_an_excuse_holds_only_if_it_came_first() -> None:
     window = Window(doubt=5.0)
-    window.excuse("new nodes join")
+    window.excuse(Joined(("new",)))
     window.add("a", [failure(0, FailureKind.SCRIPT)], now=1.0)
-    assert window.verdict(membership="", restarts_left=0).bill is Bill.NOTHING
+    assert window.verdict(membership=None, restarts_left=0).bill is Bill.NOTHING
     window = Window(doubt=5.0)
     window.add("a", [failure(0, FailureKind.SCRIPT)], now=1.0)
-    window.excuse("new nodes join")
-    assert window.verdict(membership="", restarts_left=0).bill is Bill.HOPELESS
+    window.excuse(Joined(("new",)))
+    assert window.verdict(membership=None, restarts_left=0).bill is Bill.HOPELESS
 
 
 @pytest.mark.parametrize("innocent", [True, False])
@@ -229,8 +230,8 @@ def test_a_hang_is_charged_and_blamed_on_a_node_only_where_it_is_the_nodes(innoc
     hung = Failure("host-b", 2, 0, 7, 1, 0, FailureKind.HUNG, said, "", "")
     window = Window(doubt=5.0)
     assert window.add("b", [hung], 1.0, innocent=innocent)
-    verdict = window.verdict(membership="", restarts_left=1)
-    assert (verdict.bill, verdict.reason) == (Bill.CHARGE, said)
+    verdict = window.verdict(membership=None, restarts_left=1)
+    assert (verdict.bill, text(verdict.reason)) == (Bill.CHARGE, said)
     assert window.cause is not None
     assert window.cause.innocent == innocent
     told = Attribution().in_words(window.cause, 2)
@@ -252,7 +253,7 @@ def test_a_cause_that_comes_after_a_flood_of_echoes_is_not_lost() -> None:
     assert not window.add("b", [failure(4000, FailureKind.PEER_LOST)], now=2.0), "full"
     assert window.add("b", [failure(5000, FailureKind.SCRIPT)], now=2.0)
     assert window.failures[0].rank == 5000
-    assert window.verdict(membership="", restarts_left=0).bill is Bill.HOPELESS
+    assert window.verdict(membership=None, restarts_left=0).bill is Bill.HOPELESS
 
 
 # ---------------------------------------------------------------- restarts

@@ -7,6 +7,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
+from elasticrun.core.reasons import AtDoor
 from elasticrun.core.rounds.join_window import DOUBT, Burst, Door, LastCall
 from tests.simulator.script import DEFAULT_SPEC
 
@@ -135,7 +136,7 @@ def test_a_job_that_is_being_started_lets_them_in_together() -> None:
     door.joined("x", 9.0)
     due, reason = entry(door, 2, 3, 8)
     assert due == 68.0
-    assert "being started" in reason
+    assert reason == AtDoor("start")
     door.appeared("y", 9.0)
     assert entry(door, 2, 4, 8)[1] == reason, "it does not change its mind at half"
 
@@ -155,7 +156,7 @@ def test_an_older_round_waits_for_the_cool_down() -> None:
     door.joined("x", 401.0)
     due, reason = entry(door, 5, 6, 8)
     assert due == 602.6
-    assert "--grow=now" in reason
+    assert reason.until == "cooldown"
 
 
 # ---------------------------------------------------------------- last call

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from elasticrun.core.nodes.admission import Deaths
 from elasticrun.core.nodes.node import Node, is_loopback
 from elasticrun.core.persisted import RoundFacts, Seat
+from elasticrun.core.reasons import Said
 from elasticrun.core.rounds.round import Round, begin, choose, lay_out, store_host
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import hello
@@ -91,7 +92,7 @@ B = Seat("b", "two", 1, 2, 1, 2, 3)
 
 
 def of(*seats: Seat) -> Round:
-    return Round(RoundFacts(NAME, 3, 4, STORE, "a", 0.0, seats), why="grown")
+    return Round(RoundFacts(NAME, 3, 4, STORE, "a", 0.0, seats), why=Said("grown"))
 
 
 def test_each_member_is_told_its_own_place() -> None:

@@ -14,6 +14,7 @@ from elasticrun.config import (
     SPAWN_TIMEOUT,
 )
 from elasticrun.core import events as fx
+from elasticrun.core.reasons import Leaves, SpawnLate
 from elasticrun.core.worker.ranks import MAX_LOSSES
 from elasticrun.core.worker.states import Rules, State, UnexpectedEvent, tabulate
 from elasticrun.wire import messages as m
@@ -86,7 +87,7 @@ def test_a_fork_server_that_never_answers_ends_the_agent() -> None:
     said, outcome = agent.wait()
     sentence = "the fork server was asked for the ranks 300 s ago and has not started all of them"
     assert said == fx.Say(m.Leaving(sentence, 0))
-    assert outcome == fx.Exit(EXIT_FAILED, sentence, (), 0)
+    assert outcome == fx.Exit(EXIT_FAILED, sentence, (), 0, why=SpawnLate(SPAWN_TIMEOUT))
     agent = Agent().running()
     assert agent.group.next_deadline() is None, "those that run have time"
 
@@ -176,7 +177,7 @@ def test_death_signal_is_forwarded_as_it_is_and_the_second_keeps_the_deadline() 
     assert agent.group.next_deadline() == 20.0
     agent.exit(0, -2, failure=own(0, -2))
     assert agent.exit(1, 0) == [fx.SweepRanks(17.0)]
-    over = fx.Exit(EXIT_FAILED, "received SIGINT", (), 2)
+    over = fx.Exit(EXIT_FAILED, "received SIGINT", (), 2, why=Leaves("received SIGINT", 2))
     assert agent.feed(fx.RanksSwept(())) == [fx.Say(m.Stopped(ROUND)), over]
     assert agent.feed(fx.Signalled(15, "SIGTERM", True)) == []
 

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_SAVED
 from elasticrun.core import events as fx
+from elasticrun.core.reasons import Leaves
 from elasticrun.core.rounds.failures import what_happened
 from elasticrun.core.worker.leaving import (
     MASTER_BACK_WITHIN,
@@ -26,7 +27,7 @@ ASK = m.SaveAt(ROUND, 8, "node a is to leave")
 SAVED = m.PersistOver("", ROUND, 8, True, "")
 GIVEN_UP = m.PersistOver("", ROUND, 8, False, "no room")
 LEAVING = fx.Say(m.Leaving("received SIGTERM", 15))
-END = fx.Exit(EXIT_FAILED, "received SIGTERM", (), 15)
+END = fx.Exit(EXIT_FAILED, "received SIGTERM", (), 15, why=Leaves("received SIGTERM", 15))
 TOLD = [
     LEAVING,
     fx.SignalRanks((0, 1), 15),

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from elasticrun.config import EXIT_BAD_NODE
 from elasticrun.core import events as fx
+from elasticrun.core.reasons import Leaves, Reason, Said, Then, text
 from elasticrun.core.worker.group import CONFIRM
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
@@ -16,8 +17,15 @@ WHY = "this node is excluded for 60 s: slow"
 PARK = m.Park(WHY, 60.0)
 BAD = fx.Exit(EXIT_BAD_NODE, WHY, (), 0)
 END = m.End(0, "every rank ended with 0", ())
+RECEIVED = Leaves("received SIGTERM", 15)
 ENDED = fx.Exit(0, "every rank ended with 0", (), 0)
 TERM = fx.Signalled(15, "SIGTERM", death=True)
+
+
+def over(then: Reason, signum: int = 0) -> fx.Exit:
+    """The end of a parked node."""
+    why = Then(Said(WHY), then)
+    return replace(BAD, reason=text(why), signum=signum, why=why)
 
 
 def parked() -> Agent:
@@ -74,13 +82,13 @@ def test_a_signal_ends_it() -> None:
     assert agent.feed(replace(TERM, death=False)) == []
     leaving, ended = agent.feed(TERM)
     assert leaving == fx.Say(m.Leaving("received SIGTERM", 15))
-    assert ended == replace(BAD, reason=f"{WHY}; received SIGTERM", signum=15)
+    assert ended == over(RECEIVED, signum=15)
 
 
 def test_a_signal_before_it_is_parked_ends_it_as_soon_as_nothing_lives_here() -> None:
     agent = ending()
     agent.feed(TERM)
-    assert agent.reaped()[-1] == replace(BAD, reason=f"{WHY}; received SIGTERM", signum=15)
+    assert agent.reaped()[-1] == over(RECEIVED, signum=15)
     agent = ending()
     agent.order(PERSIST)
     agent.reaped()
@@ -114,7 +122,7 @@ def test_a_new_master_has_to_say_so_again(knows: bool) -> None:
         return
     *_, ended = agent.wait()
     assert agent.now == CONFIRM
-    assert ended == replace(BAD, reason=f"{WHY}; the new master does not know that it is excluded")
+    assert ended == over(Said("the new master does not know that it is excluded"))
 
 
 def test_the_same_master_is_not_asked_again() -> None:
@@ -127,7 +135,7 @@ def test_who_leaves_already_is_not_parked() -> None:
     agent = Agent().running()
     agent.feed(TERM)
     agent.order(PARK)
-    assert agent.reaped()[-1] == fx.Exit(1, "received SIGTERM", (), 15)
+    assert agent.reaped()[-1] == fx.Exit(1, "received SIGTERM", (), 15, why=RECEIVED)
 
 
 def test_nothing_is_begun_there() -> None:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from elasticrun.core.words import some
 from elasticrun.wire.messages import Being, GroupSeen, Position, RankSeen
@@ -348,12 +348,13 @@ def _odd_ones(scene: Scene) -> Impasse | None:
     odd = scene.odd
     if not odd:
         return None
-    classed = [(rank, *_class_of(scene, rank)) for rank in odd]
-    held = [one for one in classed if one[2] == "traced"]
-    certain = [one for one in classed if one[1] is Klass.CERTAIN]
-    weak = [one for one in classed if one[1] is Klass.WEAK]
-    rank, klass, kind, does = (held or certain or weak or classed)[0]
-    same = [one[0] for one in classed if one[2] == kind]
+    classed = [(rank, _class_of(scene, rank)) for rank in odd]
+    held = [one for one in classed if one[1].kind == "traced"]
+    certain = [one for one in classed if one[1].klass is Klass.CERTAIN]
+    weak = [one for one in classed if one[1].klass is Klass.WEAK]
+    rank, does = (held or certain or weak or classed)[0]
+    klass, kind = does.klass, does.kind
+    same = [other for other, doing in classed if doing.kind == kind]
     one, group = scene.ranks[rank], scene.awaited[rank]
     waiting = tuple(other for other in scene.waiting if other not in odd)
     top = group.top
@@ -366,7 +367,7 @@ def _odd_ones(scene: Scene) -> Impasse | None:
         kind,
         (rank, *(other for other in same if other != rank)),
         waiting,
-        f"{scene.name(rank)} {does}{more}; {_count(len(waiting))} for {who}{what}",
+        f"{scene.name(rank)} {does.clause}{more}; {_count(len(waiting))} for {who}{what}",
         group.name,
         top,
         node=one.node,
@@ -378,31 +379,44 @@ def _odd_ones(scene: Scene) -> Impasse | None:
     )
 
 
-def _class_of(scene: Scene, rank: int) -> tuple[Klass, str, str]:
-    """Class, kind, and what it does, as a clause."""
+class _Doing(NamedTuple):
+    """What a rank does, that others wait for: class, kind, a clause; `span`: and for how long."""
+
+    klass: Klass
+    kind: str
+    what: str
+    span: str = ""
+
+    @property
+    def clause(self) -> str:
+        return self.what + self.span
+
+
+def _class_of(scene: Scene, rank: int) -> _Doing:
     seen = scene.ranks[rank].seen
     place, span = scene.at(rank), f" for {scene.seconds:.0f} s"
     if is_held(seen):
-        return Klass.WEAK, "traced", f"is held by a debugger{place}{span}"
+        return _Doing(Klass.WEAK, "traced", f"is held by a debugger{place}", span)
     if seen.being is Being.ENDED:  # it may have done its part of a broadcast, say, and gone
         sure = any(_family(call).startswith(WHOLE) for call in scene.calls_with(rank))
-        return Klass.CERTAIN if sure else Klass.STRONG, "ended", "has ended with 0"
+        return _Doing(Klass.CERTAIN if sure else Klass.STRONG, "ended", "has ended with 0")
     if seen.being is Being.STOPPED:
-        return Klass.STRONG, "stopped", f"is stopped by a signal{place}{span}"
+        return _Doing(Klass.STRONG, "stopped", f"is stopped by a signal{place}", span)
     if seen.being is Being.FROZEN:
-        return Klass.STRONG, "frozen", f"is frozen with its cgroup{place}{span}"
+        return _Doing(Klass.STRONG, "frozen", f"is frozen with its cgroup{place}", span)
     if seen.says:
-        return Klass.WEAK, SAID, _word(seen)
+        return _Doing(Klass.WEAK, SAID, _word(seen))
     if seen.io >= IO_STILL or (is_busy(seen) and not seen.holds):
-        return Klass.WEAK, "busy", f"is busy{place}{span} ({_load(seen)})"
+        return _Doing(Klass.WEAK, "busy", f"is busy{place}", f"{span} ({_load(seen)})")
     if seen.being is Being.DISK:
         kernel = f" ({seen.kernel})" if seen.kernel else ""
-        return Klass.STRONG, "disk", f"is in uninterruptible sleep{kernel}{place}{span}"
+        return _Doing(Klass.STRONG, "disk", f"is in uninterruptible sleep{kernel}{place}", span)
     if seen.holds:
         how = f"and uses {seen.cpu:.1f} cores" if is_busy(seen) else "asleep"
-        return Klass.STRONG, "held", f"has its interpreter held by C code, {how}{place}{span}"
+        what = f"has its interpreter held by C code, {how}{place}"
+        return _Doing(Klass.STRONG, "held", what, span)
     silent = "does not answer and " if seen.forked and not seen.answers else ""
-    return Klass.STRONG, "idle", f"{silent}is idle{place}{span}"
+    return _Doing(Klass.STRONG, "idle", f"{silent}is idle{place}", span)
 
 
 def _circle(scene: Scene) -> Impasse | None:
@@ -484,7 +498,8 @@ def _halted(scene: Scene) -> Impasse | None:
     if not halted:
         return None
     one = scene.ranks[halted[0]]
-    klass, kind, does = _class_of(scene, halted[0])
+    does = _class_of(scene, halted[0])
+    klass, kind = does.klass, does.kind
     same = [rank for rank in halted if scene.ranks[rank].seen.being is one.seen.being]
     more = f", as are ranks {write_ranges(same[1:])}" if same[1:] else ""
     return Impasse(
@@ -492,7 +507,7 @@ def _halted(scene: Scene) -> Impasse | None:
         kind,
         tuple(same),
         (),
-        f"{scene.name(same[0])} {does.rpartition(' for ')[0]}{more}; who waits for it is not known",
+        f"{scene.name(same[0])} {does.what}{more}; who waits for it is not known",
         node=one.node,
         of_node=one.node if kind in ("disk", "frozen") else "",
         place=one.seen.place,

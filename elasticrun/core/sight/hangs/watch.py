@@ -611,7 +611,7 @@ class Watch:
             parts.append(f"all ranks are restarted in {max(0.0, ends - ctx.now):.0f} s")
         else:
             left = max(0.0, ends - ctx.now)
-            parts.append(f"the job ends in {left:.0f} s: {ctx.restarts.budget.none_left}")
+            parts.append(f"the job ends in {left:.0f} s: {ctx.restarts.budget.none_left()}")
         if self._torch_ends is not None and self._torch_ends > ctx.now:
             if ends is not None and self._torch_ends < ends:
                 parts.clear()

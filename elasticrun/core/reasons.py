@@ -1,0 +1,882 @@
+"""Why something is as it is: each decision, stop, end, loss, exclusion and failure has a reason.
+
+`text` makes the sentence, for terminals, status, pages, incidents, Events and logs, and nobody
+reads it again: what follows from a reason is decided by its type. A sentence with figures that is
+made where they are measured (a verdict of the network check, what a rank died of) is a field here
+that nobody reads either.
+
+On a wire, and in the record of a job, a reason is its text beside a `ReasonCode`: the name of its
+type, and its fields as JSON. Who does not know the type has `Said` of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import Struct, structs
+
+from elasticrun.core.words import names, some
+from elasticrun.wire.messages import MAX_CODE, ReasonCode
+
+
+def _kind(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).strip("_")
+
+
+class _Typed(Struct, frozen=True, tag_field="kind", tag=_kind):
+    """What all reasons are."""
+
+
+class Said(_Typed, frozen=True):
+    """Of a person, a script, another release; or of a reason that cannot be known any more."""
+
+    text: str
+
+
+# ---------------------------------------------------------------- how a node is lost
+
+
+class LostContact(_Typed, frozen=True):
+    """How an agent was lost sight of, and since when it is silent, where that was found too long.
+    `mute`: its connection stands. `unheard`: since the master came back."""
+
+    how: Literal["closed", "broken", "mute", "unheard", "gone_before"]
+    silent: float = -1.0  # seconds; -1.0: it is not given up for that
+    missed: bool = False  # ranks of other nodes lost it
+
+
+class Dead(_Typed, frozen=True):
+    how: LostContact
+
+
+class Suspect(_Typed, frozen=True):
+    """Its connection is gone, and its fate is open."""
+
+
+class Silent(_Typed, frozen=True):
+    """Its ranks are to stop, and nothing comes of that."""
+
+
+class Replaced(_Typed, frozen=True):
+    """By a newer agent of its name."""
+
+
+class Leaves(_Typed, frozen=True):
+    """What an agent says that goes by itself, for a signal or not (0)."""
+
+    words: str
+    signal: int = 0
+
+
+class Excluded(_Typed, frozen=True):
+    """By a verdict: of the network check, of step times, or of a person."""
+
+    by: str  # failed, slow, asked
+    verdict: str
+
+
+class HasLeft(_Typed, frozen=True):
+    why: Leaves | Excluded
+
+
+class FirstToFail(_Typed, frozen=True):
+    """Ranks of this node were the first to fail in so many rounds in a row; in one, where it had
+    been left out before. `moved`: these were not always the same ranks."""
+
+    rounds: int
+    moved: bool
+    first: RankFailed | None
+
+
+class BackedOff(_Typed, frozen=True):
+    """It waits, and the others go on."""
+
+    why: FirstToFail
+
+
+Fate = Dead | Suspect | Silent | Replaced | HasLeft | BackedOff | Leaves | Excluded
+
+
+class NodeLost(_Typed, frozen=True):
+    node: str
+    how: Fate
+
+
+class Parked(_Typed, frozen=True):
+    """It is excluded, and stays without ranks."""
+
+    why: Reason
+
+
+class WasParked(_Typed, frozen=True):
+    """Its agent has gone since."""
+
+
+class NodesUnheard(_Typed, frozen=True):
+    """Of a round that was adopted."""
+
+
+class NodeExcluded(_Typed, frozen=True):
+    node: str
+    how: Excluded
+
+
+class Banned(_Typed, frozen=True):
+    """What an excluded node is told; when it comes again, with its name."""
+
+    how: Excluded
+    seconds: float
+    node: str = ""
+    host: str = ""
+
+
+class Superseded(_Typed, frozen=True):
+    """An agent is not let in: a newer one has its place."""
+
+    node: str
+
+
+class NodeTaken(_Typed, frozen=True):
+    """An agent is not let in: another one of its name is there."""
+
+    node: str
+    host: str
+    leaving: bool
+
+
+class MasterFull(_Typed, frozen=True):
+    most: int
+
+
+# ---------------------------------------------------------------- why a round is over
+
+
+class Joined(_Typed, frozen=True):
+    nodes: tuple[str, ...]
+
+
+class Scaled(_Typed, frozen=True):
+    """A round runs with more nodes than the job is to have."""
+
+    nodes: int
+
+
+class RanksStopped(_Typed, frozen=True):
+    """By their own agent, which was not told to."""
+
+    node: str
+    over: bool  # they are gone already
+
+
+class ByOperator(_Typed, frozen=True):
+    """`done`: stopped, restarted, asked, included again, scaled to ..."""
+
+    done: str
+    who: str
+    why: str
+
+
+class GivenUp(_Typed, frozen=True):
+    """This node, by the master. `later`: the job has gone on in another round."""
+
+    later: bool
+
+
+class OtherRound(_Typed, frozen=True):
+    """Than the one that runs here: it is newer, or has begun."""
+
+    name: str
+    begun: bool
+
+
+class SnapshotUnusable(_Typed, frozen=True):
+    step: int
+
+
+class RankFailed(_Typed, frozen=True):
+    """`what` became of it; of a hang that is the whole verdict."""
+
+    rank: int
+    node: str  # "" where there is only one
+    what: str
+    hung: bool = False
+
+
+class FailedElsewhere(_Typed, frozen=True):
+    """While another master served, who may have known why a peer had gone."""
+
+    first: RankFailed
+
+
+# ---------------------------------------------------------------- why the next one waits
+
+
+class MasterIsNew(_Typed, frozen=True):
+    """Whom it waits for: nodes of the round that `runs`, of the `last` one, of one that `may_run`;
+    or `half` of the ranks may train elsewhere."""
+
+    whom: Literal["runs", "last", "may_run", "half"]
+
+
+class AtDoor(_Typed, frozen=True):
+    """A round runs, and newcomers wait."""
+
+    until: Literal["finishing", "unheard", "no_more", "start", "returns", "probed", "cooldown"]
+    cooldown: float = 0.0
+
+
+class Spare(_Typed, frozen=True):
+    """There is no place for it: the round is `full` with so many nodes (0: it is not, but nodes are
+    taken `unit` at a time). `silence`: seconds after which it takes the place of the only node."""
+
+    full: int
+    unit: int
+    silence: float = 0.0
+
+
+class Spares(_Typed, frozen=True):
+    """What spares wait for, for others."""
+
+    nodes: tuple[str, ...]
+    why: Spare
+
+
+class Survivors(_Typed, frozen=True):
+    """Of the last round: they are to stop their ranks and join."""
+
+    alone: bool
+
+
+class Fence(_Typed, frozen=True):
+    """Ranks of the last round may live, and nobody can tell."""
+
+    seconds: float
+
+
+class Storm(_Typed, frozen=True):
+    """Nodes are lost one after another."""
+
+
+class MoreMayJoin(_Typed, frozen=True):
+    most: int
+
+
+class NodesNeeded(_Typed, frozen=True):
+    here: int
+    needed: int
+    why: Reason | None
+
+
+class PeerLost(_Typed, frozen=True):
+    """All failures look like the loss of a peer that nobody has told of yet."""
+
+    alone: bool
+
+
+class RestartDelayed(_Typed, frozen=True):
+    seconds: float
+
+
+class Checking(_Typed, frozen=True):
+    """The network check, in its own words."""
+
+    words: str
+
+
+class LastSave(_Typed, frozen=True):
+    """The job is to end, and its last snapshot is being written; before (""), ranks are stopped."""
+
+    busy: str = ""
+
+
+class CutOff(_Typed, frozen=True):
+    """Most nodes are silent at once: it may be the master. It gives nobody up for so long."""
+
+    seconds: float
+
+
+class NoAgentYet(_Typed, frozen=True):
+    """Nobody has attached to this master."""
+
+
+# ---------------------------------------------------------------- why the job ends
+
+
+class Completed(_Typed, frozen=True):
+    """Every rank ended with 0, as far as they were heard of."""
+
+    heard_of_all: bool = True
+
+
+class TooFewNodes(_Typed, frozen=True):
+    here: int
+    needed: int
+    limit: float
+    why: Reason | None
+
+
+class SaidFinal(_Typed, frozen=True):
+    """The script says that trying again cannot help."""
+
+    first: RankFailed
+
+
+class NoRestartsLeft(_Typed, frozen=True):
+    """`pattern`: what the last rounds together say; "" nothing."""
+
+    first: RankFailed
+    most: int
+    window: float
+    pattern: str
+
+
+class AllLeft(_Typed, frozen=True):
+    """Each node was told to go."""
+
+
+class Unfit(_Typed, frozen=True):
+    """All nodes together missed what was asked of them."""
+
+    verdict: str
+
+
+class Saved(_Typed, frozen=True):
+    """The end, and the step that is in storage."""
+
+    why: Reason
+    step: int
+
+
+class NotSaved(_Typed, frozen=True):
+    """All is done, and the last checkpoint is not in storage."""
+
+    why: Reason
+    owed: str
+
+
+class Then(_Typed, frozen=True):
+    """And what came of it."""
+
+    first: Reason
+    then: Reason
+
+
+# ---------------------------------------------------------------- an agent's own
+
+
+class StoreComing(_Typed, frozen=True):
+    """This node joins as soon as it has a store to offer."""
+
+
+class BeingProbed(_Typed, frozen=True):
+    partners: str  # in words; "" by itself
+
+
+class FailedHere(_Typed, frozen=True):
+    """A rank of this node."""
+
+
+class RanksDone(_Typed, frozen=True):
+    waits: bool  # for the other nodes
+
+
+class Departs(_Typed, frozen=True):
+    """As soon as its ranks have saved a step."""
+
+    signal: str
+
+
+class HoldsCheckpoint(_Typed, frozen=True):
+    """This node stays until its part of it is saved."""
+
+
+class OlderMaster(_Typed, frozen=True):
+    term: int
+    own: int
+
+
+class NoMaster(_Typed, frozen=True):
+    """None can be reached just now."""
+
+    why: str
+
+
+class NoMasterFor(_Typed, frozen=True):
+    """None could be reached for so long. `done`: the ranks here were through."""
+
+    seconds: float
+    done: bool = False
+
+
+class MasterUnmet(_Typed, frozen=True):
+    """None was ever reached. `why`: not by the first attempt, and this node dials on."""
+
+    dial: str
+    seconds: float
+    why: str = ""
+
+
+class StoresEnd(_Typed, frozen=True):
+    """Store hosts of this node, one after another."""
+
+
+class SpawnLate(_Typed, frozen=True):
+    seconds: float
+
+
+class Stuck(_Typed, frozen=True):
+    """Processes that the kernel does not let die; ranks where they were killed so long ago."""
+
+    left: str
+    seconds: float = 0.0
+
+
+# ---------------------------------------------------------------- one sentence for each
+
+Reason = (
+    Said
+    | LostContact
+    | Fate
+    | NodeLost
+    | NodesUnheard
+    | NodeExcluded
+    | Banned
+    | Parked
+    | WasParked
+    | Superseded
+    | NodeTaken
+    | MasterFull
+    | FirstToFail
+    | Joined
+    | Scaled
+    | RanksStopped
+    | ByOperator
+    | GivenUp
+    | OtherRound
+    | SnapshotUnusable
+    | RankFailed
+    | FailedElsewhere
+    | MasterIsNew
+    | AtDoor
+    | Spare
+    | Spares
+    | Survivors
+    | Fence
+    | Storm
+    | MoreMayJoin
+    | NodesNeeded
+    | PeerLost
+    | RestartDelayed
+    | Checking
+    | LastSave
+    | CutOff
+    | NoAgentYet
+    | Completed
+    | TooFewNodes
+    | SaidFinal
+    | NoRestartsLeft
+    | AllLeft
+    | Unfit
+    | Saved
+    | NotSaved
+    | Then
+    | StoreComing
+    | BeingProbed
+    | FailedHere
+    | RanksDone
+    | Departs
+    | HoldsCheckpoint
+    | OlderMaster
+    | NoMaster
+    | NoMasterFor
+    | MasterUnmet
+    | StoresEnd
+    | SpawnLate
+    | Stuck
+)
+
+
+def text(reason: Reason | None) -> str:
+    """The sentence, or the clause of one; "" for no reason."""
+    return "" if reason is None else _TEXTS[type(reason)](reason)
+
+
+_WITH_WORDS: Final = (
+    Said, Leaves, Excluded, HasLeft, BackedOff, FirstToFail, Unfit, Checking, LastSave, Banned,
+    Parked, BeingProbed, NoMaster, MasterUnmet, Stuck,
+)  # fmt: skip
+"""Kinds that hold what somebody has said, of which nothing is left without that."""
+
+
+def brief(reason: Reason | None) -> str:
+    """The same without what a rank, a person or an agent has said, and without evidence."""
+    match reason:
+        case RankFailed(hung=True):
+            return "ranks stand still"
+        case RankFailed():
+            return f"rank {reason.rank}{f' on node {reason.node}' if reason.node else ''}"
+        case SaidFinal() | NoRestartsLeft() | FailedElsewhere():
+            return brief(reason.first)
+        case ByOperator():
+            return text(structs.replace(reason, why=""))
+        case TooFewNodes():
+            return text(structs.replace(reason, why=None))
+        case Saved():
+            return f"{brief(reason.why)}; step {reason.step} is saved"
+        case NotSaved():
+            return brief(reason.why)
+        case NodeLost(node=node, how=HasLeft()):
+            return f"node {node} left"
+        case NodeLost(node=node, how=BackedOff()):
+            return f"node {node} is left out"
+        case NodeLost(node=node, how=Leaves() | Excluded()):
+            return f"node {node} is gone"
+        case Then():
+            return brief(reason.first)
+        case NodeExcluded():
+            return f"node {reason.node} is excluded"
+        case NodesNeeded():
+            return text(structs.replace(reason, why=None))
+        case _ if isinstance(reason, _WITH_WORDS):
+            return ""
+    return text(reason)
+
+
+def short(reason: NodesNeeded | MoreMayJoin) -> str:
+    """What the rendezvous waits for, where it is said already that it waits."""
+    if isinstance(reason, NodesNeeded):
+        return f"{reason.here} of {some(reason.needed, 'node')}{_because(reason.why)}"
+    return text(reason)
+
+
+def followed(reason: Reason, then: str) -> str:
+    """The sentence, and what came of it."""
+    said = text(reason)
+    return f"{said}{'; ' if ': ' in said else ': '}{then}"
+
+
+Whom = Literal["", "master", "node"]
+
+
+def out_of_reach(reason: Reason | None) -> Whom:
+    """Who could not be reached, which is why."""
+    match reason:
+        case NoMaster() | NoMasterFor() | MasterUnmet():
+            return "master"
+        case LostContact(how="closed" | "broken" | "unheard", silent=silent) if silent >= 0.0:
+            return "node"
+        case NodeLost(how=inner) | Dead(how=inner):
+            return out_of_reach(inner)
+        case NodesNeeded(why=why) | TooFewNodes(why=why) | Saved(why=why) | NotSaved(why=why):
+            return out_of_reach(why)
+        case Then(first=first, then=then):
+            return out_of_reach(first) or out_of_reach(then)
+    return ""
+
+
+def failure_in(reason: Reason | None) -> RankFailed | None:
+    """The failure of a rank that this reason is about."""
+    match reason:
+        case RankFailed():
+            return reason
+        case SaidFinal() | NoRestartsLeft() | FailedElsewhere():
+            return reason.first
+        case Saved() | NotSaved():
+            return failure_in(reason.why)
+    return None
+
+
+def exclusion_in(reason: Reason | None) -> Banned | None:
+    """Of a node that ends because it is excluded."""
+    match reason:
+        case Banned():
+            return reason
+        case Then():
+            return exclusion_in(reason.first)
+        case Parked():
+            return exclusion_in(reason.why)
+    return None
+
+
+def is_by_operator(reason: Reason | None) -> bool:
+    """Whether a person has ended the job."""
+    while isinstance(reason, Saved | NotSaved):
+        reason = reason.why
+    return isinstance(reason, ByOperator)
+
+
+def _lost_contact(it: LostContact) -> str:
+    if it.how == "mute":
+        return f"its agent said nothing for {it.silent:.0f} s"
+    what = _CONTACT[it.how]
+    if it.missed:
+        return f"{what} and ranks of other nodes lost it"
+    return what if it.silent < 0 else f"{what} and nothing was heard for {it.silent:.1f} s"
+
+
+_CONTACT: Final = {
+    "closed": "its connection was closed",
+    "broken": "its connection broke",
+    "unheard": "it was not heard since the master came back",
+    "gone_before": "it had gone before the master came back",
+}
+
+_NEW_MASTER: Final = {
+    "runs": "the master is new and waits for the nodes of the round that runs",
+    "last": "the master is new and waits for the other nodes of the last round",
+    "may_run": "the master is new and waits for the nodes of a round that may run",
+    "half": (
+        "the master is new and half of the last round's ranks or more were not heard: they may be "
+        "in a later one; the next round waits until they have stopped by themselves"
+    ),
+}
+
+_DOOR: Final = {
+    "finishing": "the job is finishing",
+    "unheard": "a node of the round cannot be heard just now",
+    "no_more": "let in when no more nodes come",
+    "start": "the job is being started; let in together when no more come",
+    "probed": "this node is probed before it may be let in",
+    "returns": "nodes come one after another; let in together when no more come",
+}
+
+
+def _at_door(it: AtDoor) -> str:
+    if it.until == "cooldown":
+        return (
+            f"at the door: let in {it.cooldown:g} s after the round began (--grow=now: at once), "
+            "or when a node is lost"
+        )
+    return f"at the door: {_DOOR[it.until]}"
+
+
+def _no_place(it: Spare) -> str:
+    taken = f"nodes are taken {it.unit} at a time"
+    why = f"the round is full, with {some(it.full, 'node')}" if it.full else taken
+    if it.silence:
+        return f"{why}; takes its place when it leaves, or {it.silence:g} s after it is lost"
+    return f"{why}; takes the place of a node that is lost"
+
+
+def _spares(it: Spares) -> str:
+    are = "nodes {} are spares" if len(it.nodes) > 1 else "node {} is a spare"
+    return f"{are.format(names(it.nodes))}: {_no_place(it.why)}"
+
+
+def _first_to_fail(it: FirstToFail) -> str:
+    if it.rounds == 1:
+        return f"its ranks fail again: {text(it.first)}"
+    alone = "its ranks changed meanwhile" if it.moved else "no rank of another node did"
+    row = some(it.rounds, "round")
+    return f"its ranks were the first to fail in {row} in a row, and {alone}: {text(it.first)}"
+
+
+def _banned(it: Banned) -> str:
+    verdict = it.how.verdict
+    if not it.node:
+        return f"this node is excluded for {it.seconds:g} s: {verdict}"
+    where = it.host or "its host"
+    return f"node {it.node} on {where} is excluded for {it.seconds:.0f} s more: {verdict}"
+
+
+def _ranks_stopped(it: RanksStopped) -> str:
+    if it.over:
+        return f"the ranks of node {it.node} have been stopped"
+    return f"node {it.node} is stopping its ranks"
+
+
+def _rank_failed(it: RankFailed) -> str:
+    where = f" on node {it.node}" if it.node else ""
+    return it.what if it.hung else f"rank {it.rank}{where}: {it.what}"
+
+
+def _survivors(it: Survivors) -> str:
+    whom, whose = ("node", "its") if it.alone else ("other nodes", "their")
+    return f"waiting for the {whom} of the last round to stop {whose} ranks and join"
+
+
+def _because(why: Reason | None) -> str:
+    return f" ({text(why)})" if why is not None else ""
+
+
+def _too_few(it: TooFewNodes) -> str:
+    limit = f"{it.limit:g} s, the join_timeout"
+    return f"only {it.here} of {some(it.needed, 'node')} for {limit}{_because(it.why)}"
+
+
+def no_restarts_left(most: int, window: float) -> str:
+    """That the budget of restarts is spent."""
+    if not most:
+        return "no restarts left (--max-restarts is 0)"
+    within = f" within {window:g} s" if window else ""
+    return f"no restarts left ({most} of {most} used{within})"
+
+
+def _no_restarts(it: NoRestartsLeft) -> str:
+    pattern = f"; {it.pattern}" if it.pattern else ""
+    return f"{text(it.first)}; {no_restarts_left(it.most, it.window)}{pattern}"
+
+
+def _peer_lost(it: PeerLost) -> str:
+    news = "what became of it" if it.alone else "the news that its node is lost"
+    return f"ranks have lost a peer: waiting for {news}"
+
+
+def _by_operator(it: ByOperator) -> str:
+    return f"{it.done} by {it.who or 'an operator'}{f': {it.why}' if it.why else ''}"
+
+
+def _no_master_for(it: NoMasterFor) -> str:
+    done = "; the ranks of this node are done, the others' result is unknown" if it.done else ""
+    return f"no master answered for {it.seconds:g} s{done}"
+
+
+def _master_unmet(it: MasterUnmet) -> str:
+    if it.why:
+        dials = f"this node dials for {it.seconds:g} s"
+        return f"no job master answers at {it.dial} yet ({it.why}); {dials}"
+    return f"no job master answered at {it.dial} for {it.seconds:g} s"
+
+
+def _stuck(it: Stuck) -> str:
+    if it.seconds:
+        return f"killed {it.seconds:g} s ago and still there: {it.left}"
+    return f"processes that the kernel will not let die are left here: {it.left}"
+
+
+_TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
+    Said: lambda it: it.text,
+    LostContact: _lost_contact,
+    Dead: lambda it: f"is dead: {text(it.how)}",
+    Suspect: lambda it: "is suspect",
+    Silent: lambda it: "does not answer",
+    Replaced: lambda it: "was replaced by a newer agent",
+    Leaves: lambda it: it.words,
+    Excluded: lambda it: f"it is excluded: {it.verdict}",
+    HasLeft: lambda it: f"left: {text(it.why)}",
+    FirstToFail: _first_to_fail,
+    BackedOff: lambda it: f"is left out: {text(it.why)}",
+    NodeLost: lambda it: f"node {it.node} {text(it.how)}",
+    NodesUnheard: lambda it: "nodes of the adopted round have not been heard of",
+    NodeExcluded: lambda it: f"node {it.node} is excluded: {it.how.verdict}",
+    Banned: _banned,
+    Superseded: lambda it: f"a newer agent has taken the place of this one as node {it.node}",
+    NodeTaken: lambda it: (
+        f"node {it.node} is held by another agent, on {it.host}, which is "
+        f"{'leaving' if it.leaving else 'alive'}"
+    ),
+    MasterFull: lambda it: f"the master serves {it.most} nodes and takes no more",
+    Parked: lambda it: f"parked: {text(it.why)}",
+    WasParked: lambda it: "it is excluded, and was parked",
+    Joined: lambda it: f"node{'s' * (len(it.nodes) > 1)} {names(it.nodes)} joined",
+    Scaled: lambda it: f"the job is scaled to {some(it.nodes, 'node')}",
+    RanksStopped: _ranks_stopped,
+    ByOperator: _by_operator,
+    GivenUp: lambda it: (
+        "the job has gone on without this node" if it.later else "this node had been given up"
+    ),
+    OtherRound: lambda it: f"round {it.name} {'has begun' if it.begun else 'is newer'}",
+    SnapshotUnusable: lambda it: f"the snapshot of step {it.step} cannot be used",
+    RankFailed: _rank_failed,
+    FailedElsewhere: lambda it: f"{text(it.first)} while another master served",
+    MasterIsNew: lambda it: _NEW_MASTER[it.whom],
+    AtDoor: _at_door,
+    Spare: lambda it: f"spare: {_no_place(it)}",
+    Spares: _spares,
+    Survivors: _survivors,
+    Fence: lambda it: (
+        "no node of the last round can be heard, so its ranks may still run; the next "
+        f"round waits until they have stopped by themselves ({it.seconds:g} s)"
+    ),
+    Storm: lambda it: (
+        "nodes are lost one after another: the next round waits until no more are lost"
+    ),
+    MoreMayJoin: lambda it: f"last call: up to {it.most} nodes may join",
+    NodesNeeded: lambda it: f"waiting for nodes: {short(it)}",
+    PeerLost: _peer_lost,
+    RestartDelayed: lambda it: (
+        f"ranks die soon after they start: the next restart waits {it.seconds:g} s"
+    ),
+    Checking: lambda it: it.words,
+    LastSave: lambda it: (
+        f"{it.busy or 'ranks are stopped, so that their last snapshot can be saved'} before the "
+        "job ends"
+    ),
+    CutOff: lambda it: (
+        "more than half of the nodes fell silent together, so it is the master that may be cut "
+        f"off; nobody is given up for {it.seconds:g} s"
+    ),
+    NoAgentYet: lambda it: "no agent has attached yet",
+    Completed: lambda it: (
+        "every rank ended with 0"
+        if it.heard_of_all
+        else "every rank that was heard of ended with 0; the others' result is unknown"
+    ),
+    TooFewNodes: _too_few,
+    SaidFinal: lambda it: f"{text(it.first)}: the script says that trying again cannot help",
+    NoRestartsLeft: _no_restarts,
+    AllLeft: lambda it: "all nodes were told to leave",
+    Unfit: lambda it: it.verdict,
+    Saved: lambda it: f"{text(it.why)}; step {it.step} is saved",
+    NotSaved: lambda it: f"{text(it.why)}, but {it.owed}",
+    Then: lambda it: f"{text(it.first)}; {text(it.then)}",
+    StoreComing: lambda it: "the store for the next round is being made ready",
+    BeingProbed: lambda it: (
+        f"this machine is being probed{f' with {it.partners}' if it.partners else ''}"
+    ),
+    FailedHere: lambda it: "a rank failed here; the others are being stopped",
+    RanksDone: lambda it: (
+        f"all ranks of this node are done{'; waiting for the other nodes' if it.waits else ''}"
+    ),
+    Departs: lambda it: f"received {it.signal}: this node leaves when its ranks have saved a step",
+    HoldsCheckpoint: lambda it: "this node stays until its part of a checkpoint is saved",
+    OlderMaster: lambda it: f"the master that answers is of term {it.term}, older than {it.own}",
+    NoMaster: lambda it: f"no master answers: {it.why}",
+    NoMasterFor: _no_master_for,
+    MasterUnmet: _master_unmet,
+    StoresEnd: lambda it: "the store host ends again and again",
+    SpawnLate: lambda it: (
+        f"the fork server was asked for the ranks {it.seconds:g} s ago and has not started all of "
+        "them"
+    ),
+    Stuck: _stuck,
+}
+
+
+# ---------------------------------------------------------------- on wires and in records
+
+
+def code(reason: Reason | None) -> ReasonCode | None:
+    """What goes beside the text; None where the text says all, or its fields are too long."""
+    if reason is None or isinstance(reason, Said):
+        return None
+    fields = msgspec.to_builtins(reason)
+    kind = fields.pop("kind")
+    packed = msgspec.json.encode(fields)
+    return ReasonCode(kind, packed.decode()) if len(packed) <= MAX_CODE else None
+
+
+def said(reason: Reason | None) -> tuple[str, ReasonCode | None]:
+    """Its text, and what goes beside it."""
+    return text(reason), code(reason)
+
+
+def recorded(**reasons: Reason | None) -> dict[str, Any]:
+    """Fields of a record: the texts of these, and their codes as `NAME_code`."""
+    fields: dict[str, Any] = {name: text(reason) for name, reason in reasons.items()}
+    return fields | {f"{name}_code": code(reason) for name, reason in reasons.items()}
+
+
+def read(said: str, code: ReasonCode | None) -> Reason | None:
+    """The reason that was sent, or recorded, with this text; `Said` of it where it was none, or
+    one of another release."""
+    if code is not None:
+        try:
+            fields = msgspec.json.decode(code.fields)
+            found: Reason = msgspec.convert({**fields, "kind": code.kind}, Reason)
+        except (msgspec.MsgspecError, TypeError):
+            return Said(said) if said else None
+        return found
+    return Said(said) if said else None
