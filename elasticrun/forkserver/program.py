@@ -23,6 +23,7 @@ import time
 import zipimport
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import ModuleType
 from typing import Any, NoReturn
 
 from elasticrun.wire.spawning import command
@@ -126,8 +127,9 @@ class Program:
 
     def hook(self) -> Callable[..., None]:
         """What is to stand in sys.excepthook when the server's main module ends."""
-        call, mask, error_file = self._call, self._mask, self.error_file
+        calls, mask, error_file = [self._call], self._mask, self.error_file
         excepthook = self._excepthook
+        self._call = self._exec_instead
 
         def run(*_: object) -> None:
             del _  # the exception that led here, and with it the server's frames
@@ -135,7 +137,7 @@ class Program:
             caught = None
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                call()
+                calls.pop()()  # its namespace is nobody's but the interpreter's at the end
             except SystemExit:
                 raise  # the interpreter knows what every kind of it means
             except BaseException as error:
@@ -248,17 +250,11 @@ def script_folder(target: str) -> str:
 
 
 def _fresh_main(loader: Any, **more: object) -> dict[str, Any]:
-    """Empty the real `__main__` module and fill it as the interpreter does."""
-    module = sys.modules["__main__"]
+    """A new `__main__`, filled as the interpreter does. Frames of the server hold the old one's
+    namespace until the end of the process: nothing in it would be finalized."""
+    sys.modules["__main__"] = module = ModuleType("__main__")
     namespace = module.__dict__
-    namespace.clear()
-    namespace.update(
-        __name__="__main__",
-        __doc__=None,
-        __package__=None,
-        __loader__=loader,
-        __spec__=None,
-    )
+    namespace["__loader__"] = loader
     if sys.version_info < (3, 14):
         namespace["__annotations__"] = {}
     namespace["__builtins__"] = builtins

@@ -142,6 +142,27 @@ for _method in ("fork", "spawn", "forkserver"):
 TORCH_OUTCOMES: dict[str, str] = {
     "torch after main": "import atexit\nimport torch\natexit.register(print, torch.ones(2).sum())\n",
     "torch exception": "import torch\ntorch.ones(2) @ torch.ones(3)\n",
+    "a file left open": "import torch\nout = open(1, 'w', closefd=False)\nout.write('buffered')\n",
+    "objects alive at the end": """
+import atexit, json, os, sys
+
+
+class A:
+    def __init__(self, word):
+        self.word = word
+
+    def __del__(self, print=print, fin=sys.is_finalizing):
+        print(self.word, fin(), os is not None, json is not None)
+
+
+import torch
+
+first, json.kept, torch.kept, sys.kept = A("global"), A("json's"), A("torch's"), A("sys'")
+cycle = [A("in a cycle")]
+cycle.append(cycle)
+atexit.register(print, "atexit")
+raise ValueError(A("in an exception"))
+""",
     "torch seeded": "import torch\ntorch.manual_seed(1)\nprint(torch.rand(2))\n",
     "data loader": """
 import torch

@@ -74,7 +74,10 @@ def test_recursion_limit_differs_on_purpose(server: Driver, tmp_path: Path) -> N
     assert by_python - 2 <= forked <= by_python
 
 
-@pytest.mark.parametrize("name", cases(TORCH_OUTCOMES, kept=["record", "torch after main"]))
+KEPT = ["record", "torch after main", "a file left open", "objects alive at the end"]
+
+
+@pytest.mark.parametrize("name", cases(TORCH_OUTCOMES, kept=KEPT))
 def test_outcome_with_torch(server: Driver, tmp_path: Path, name: str) -> None:
     _compare(server, tmp_path, TORCH_OUTCOMES[name])
 
