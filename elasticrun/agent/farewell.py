@@ -183,6 +183,7 @@ async def tell(
         return
     with contextlib.suppress(TimeoutError, OSError):
         await in_thread(lambda: _error_file(outcome), limit=FILE_LIMIT, name="own-error-file")
+    with contextlib.suppress(TimeoutError):
         await in_thread(lambda: leave(word_of(outcome)), limit=FILE_LIMIT, name="last-word")
     if outcome.failures:
         root = outcome.failures[0]

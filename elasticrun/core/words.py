@@ -36,18 +36,15 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)
 
 
-_SPAN = re.compile(r" for (\d+) s(?! more)")
+Lasting = tuple[str | int, ...]
+"""A sentence in pieces: a number is for how many seconds something has been so, which goes on."""
 
 
-def running_on(sentence: str, seconds: float) -> str:
-    """The sentence of a verdict, so many seconds after it was made: how long things have been so
-    goes on."""
-    return _SPAN.sub(lambda span: f" for {int(span[1]) + seconds:.0f} s", sentence)
-
-
-def timeless(sentence: str) -> str:
-    """The same without how long things have been so."""
-    return _SPAN.sub("", sentence)
+def lasting(pieces: Lasting, later: float = 0.0) -> str:
+    """The sentence, so many seconds after it was made."""
+    return "".join(
+        piece if isinstance(piece, str) else f" for {piece + later:.0f} s" for piece in pieces
+    )
 
 
 def names(nodes: Sequence[str]) -> str:

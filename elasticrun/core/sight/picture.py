@@ -55,6 +55,7 @@ class VerdictRow(Struct, frozen=True):
     folder: str = ""  # where stacks and counters were written, on each node
     says: str = ""  # what a rank is in on purpose, as its script has said: then it is no hang
     place: str = ""  # where the odd rank is, `train.py:41 load_shard`; "" where it is not known
+    said: tuple[str | int, ...] = ()  # `sentence` in pieces; a number: seconds, which go on
 
 
 class LedgerRow(Struct, frozen=True):

@@ -29,7 +29,7 @@ from elasticrun.core.sight.picture import (
     SettingRow,
     VerdictRow,
 )
-from elasticrun.core.words import running_on
+from elasticrun.core.words import lasting
 from elasticrun.wire import messages as m
 
 MAX_ASKED = 64
@@ -139,7 +139,7 @@ class Sight:
             return
         if before is not None:
             stood = before.since + passed
-            said = running_on(before.sentence, passed)
+            said = lasting(before.said, passed)
             told = replace(before, sentence=said, since=stood, then="")
             self._ctx.out.append(Judged(told, over=True))
         if verdict is not None:

@@ -18,7 +18,6 @@ from msgspec.structs import asdict, replace
 from elasticrun import __version__
 from elasticrun.core.reasons import brief, read
 from elasticrun.core.sight.picture import IncidentRow, Picture, RankRow, without_words
-from elasticrun.core.words import timeless
 from elasticrun.master.loop import Loop
 from elasticrun.master.outward.report import WORDS
 from elasticrun.wire.messages import JobStatus, Reply, Request
@@ -48,9 +47,6 @@ NO_LINK: Final = (
 
 AGES: Final = frozenset(("age", "looked", "since", "quiet", "step_age", "remaining"))
 """They run by themselves: the page counts on, and nothing is sent for them."""
-
-SENTENCES: Final = frozenset(("sentence", "verdict"))
-"""They have an age in them."""
 
 STILL: Final = 5.0
 """Seconds from which on the page counts on for how long a rank has been quiet."""
@@ -195,8 +191,11 @@ def _piece(data: bytes) -> dict[str, Any]:
 def parts_of(picture: Picture) -> Parts:
     """Field by field, and which version of elasticrun says so."""
     fields: dict[str, Any] = {**asdict(picture), "version": __version__}
+    found = picture.verdict
+    timeless = "".join(p for p in found.said if isinstance(p, str)) if found is not None else ""
+    compared = fields | {"status": replace(picture.status, verdict=timeless)}
     return {
-        name: (_still(msgspec.to_builtins(value)), msgspec.json.encode(value))
+        name: (_still(msgspec.to_builtins(compared[name])), msgspec.json.encode(value))
         for name, value in fields.items()
         if name != "looked"
     } | {"looked": (0, msgspec.json.encode(picture.looked))}
@@ -208,8 +207,9 @@ def _still(value: Any) -> Any:
         still = {name: _still(one) for name, one in value.items() if name not in AGES}
         if isinstance(quiet := value.get("quiet"), float):
             still["quiet"] = quiet >= STILL
-        for name in SENTENCES & value.keys():
-            still[name] = timeless(str(value[name]))
+        if "klass" in value:  # a verdict: its sentence counts seconds
+            del still["sentence"]
+            still["said"] = [piece for piece in value["said"] if isinstance(piece, str)]
         return still
     if isinstance(value, list | tuple):
         return [_still(one) for one in value]
@@ -233,7 +233,7 @@ def for_strangers(picture: Picture) -> Picture:
         ranks=tuple(_rank_for_strangers(row) for row in picture.ranks),
         incidents=tuple(_incident_for_strangers(row) for row in picture.incidents),
         verdict=(
-            replace(verdict, sentence=verdict.kind, folder="", says=says, place="")
+            replace(verdict, sentence=verdict.kind, said=(), folder="", says=says, place="")
             if verdict
             else None
         ),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from elasticrun.core.words import some
+from elasticrun.core.words import Lasting, lasting, some
 from elasticrun.wire.messages import Being, GroupSeen, Position, RankSeen
 from elasticrun.wire.types import read_ranges, write_ranges
 
@@ -86,14 +86,13 @@ class Impasse:
 
     `odd`: the ranks that it is about, the first of them named in the sentence; `waiting`: who waits
     for them. `of_node`: the node whose fault it is, "" for the script's. `place`, `library`: where
-    the first odd rank is, in the user's source and below. `sentence` has no time in it that is not
-    `seconds`' own."""
+    the first odd rank is, in the user's source and below. `said`: the sentence in pieces."""
 
     klass: Klass
     kind: str
     odd: tuple[int, ...]
     waiting: tuple[int, ...]
-    sentence: str
+    said: Lasting
     group: str = ""
     number: int = 0
     node: str = ""
@@ -102,6 +101,11 @@ class Impasse:
     library: str = ""
     held: bool = False  # by a debugger or a person, or said: it is told and never ended
     says: str = ""  # what a rank is in on purpose
+
+    @property
+    def sentence(self) -> str:
+        """As of the look."""
+        return lasting(self.said)
 
     def is_like(self, other: Impasse) -> bool:
         """Whether both say the same of the same ranks."""
@@ -332,8 +336,10 @@ def _say_mismatch(
         "mismatch",
         blamed,
         tuple(sorted(set(group.at) - set(blamed))),
-        f"{', '.join(told[:-1])} and {told[-1]}, each as #{number} of {group.words}{went}: "
-        f"the collectives do not match{whose}",
+        (
+            f"{', '.join(told[:-1])} and {told[-1]}, each as #{number} of {group.words}{went}: "
+            f"the collectives do not match{whose}",
+        ),
         group.name,
         number,
         node=first.node,
@@ -367,7 +373,11 @@ def _odd_ones(scene: Scene) -> Impasse | None:
         kind,
         (rank, *(other for other in same if other != rank)),
         waiting,
-        f"{scene.name(rank)} {does.clause}{more}; {_count(len(waiting))} for {who}{what}",
+        (
+            f"{scene.name(rank)} {does.what}",
+            *does.span,
+            f"{does.more}{more}; {_count(len(waiting))} for {who}{what}",
+        ),
         group.name,
         top,
         node=one.node,
@@ -380,21 +390,19 @@ def _odd_ones(scene: Scene) -> Impasse | None:
 
 
 class _Doing(NamedTuple):
-    """What a rank does, that others wait for: class, kind, a clause; `span`: and for how long."""
+    """What a rank does, that others wait for: class, kind, a clause; `span`: for how long, where
+    that is known; and what stands behind that."""
 
     klass: Klass
     kind: str
     what: str
-    span: str = ""
-
-    @property
-    def clause(self) -> str:
-        return self.what + self.span
+    span: tuple[int, ...] = ()
+    more: str = ""
 
 
 def _class_of(scene: Scene, rank: int) -> _Doing:
     seen = scene.ranks[rank].seen
-    place, span = scene.at(rank), f" for {scene.seconds:.0f} s"
+    place, span = scene.at(rank), (round(scene.seconds),)
     if is_held(seen):
         return _Doing(Klass.WEAK, "traced", f"is held by a debugger{place}", span)
     if seen.being is Being.ENDED:  # it may have done its part of a broadcast, say, and gone
@@ -407,7 +415,7 @@ def _class_of(scene: Scene, rank: int) -> _Doing:
     if seen.says:
         return _Doing(Klass.WEAK, SAID, _word(seen))
     if seen.io >= IO_STILL or (is_busy(seen) and not seen.holds):
-        return _Doing(Klass.WEAK, "busy", f"is busy{place}", f"{span} ({_load(seen)})")
+        return _Doing(Klass.WEAK, "busy", f"is busy{place}", span, f" ({_load(seen)})")
     if seen.being is Being.DISK:
         kernel = f" ({seen.kernel})" if seen.kernel else ""
         return _Doing(Klass.STRONG, "disk", f"is in uninterruptible sleep{kernel}{place}", span)
@@ -451,7 +459,7 @@ def _circle(scene: Scene) -> Impasse | None:
         "deadlock",
         tuple(ring),
         tuple(sorted(set(scene.waiting) - set(ring))),
-        f"deadlock: {', '.join(told)}{rest}",
+        (f"deadlock: {', '.join(told)}{rest}",),
         node=first.node,
         place=first.seen.place,
         library=first.seen.library,
@@ -474,9 +482,12 @@ def _fabric(scene: Scene) -> Impasse | None:
             "fabric",
             tuple(inside),
             (),
-            f"all {len(group.at)} members of {group.words} {where} are in "
-            f"{group.at[inside[0]].call or 'a collective'} as #{number} for {scene.seconds:.0f} s, "
-            "and it does not end: look at the network between them",
+            (
+                f"all {len(group.at)} members of {group.words} {where} are in "
+                f"{group.at[inside[0]].call or 'a collective'} as #{number}",
+                round(scene.seconds),
+                ", and it does not end: look at the network between them",
+            ),
             group.name,
             number,
             node=first.node,
@@ -507,7 +518,7 @@ def _halted(scene: Scene) -> Impasse | None:
         kind,
         tuple(same),
         (),
-        f"{scene.name(same[0])} {does.what}{more}; who waits for it is not known",
+        (f"{scene.name(same[0])} {does.what}{more}; who waits for it is not known",),
         node=one.node,
         of_node=one.node if kind in ("disk", "frozen") else "",
         place=one.seen.place,
@@ -532,9 +543,9 @@ def _still(scene: Scene) -> Impasse | None:
     named = outside if inside and outside else living
     first = min(named, key=lambda one: (-(one.seen.idle // IDLE_GRAIN), one.seen.rank))
     longest = first.seen.idle - scene.idle >= IDLE_GRAIN
-    since = f" has been idle longest, for {first.seen.idle:.0f} s, and" if longest else ""
-    where = f"; {scene.name(first.seen.rank)}{since} is{scene.at(first.seen.rank)}"
-    where = where if first.seen.place else ""
+    who, at = f"; {scene.name(first.seen.rank)}", f" is{scene.at(first.seen.rank)}"
+    since: Lasting = (" has been idle longest,", round(first.seen.idle), ", and") if longest else ()
+    where: Lasting = (who, *since, at) if first.seen.place else ()
     what = "and none waits for another"
     if inside:
         what = f"and {some(inside, 'rank')} may wait in torch.distributed for another"
@@ -543,8 +554,12 @@ def _still(scene: Scene) -> Impasse | None:
         "still",
         tuple(sorted(one.seen.rank for one in named)),
         (),
-        f"no rank has used its CPU or read or written anything for {scene.idle:.0f} s, "
-        f"{what}{where}",
+        (
+            "no rank has used its CPU or read or written anything",
+            round(scene.idle),
+            f", {what}",
+            *where,
+        ),
         node=first.node,
         place=first.seen.place,
         library=first.seen.library,
@@ -561,7 +576,7 @@ def _on_purpose(scene: Scene, found: Impasse | None) -> Impasse | None:
                 found,
                 klass=Klass.WEAK,
                 kind=SAID,
-                sentence=f"{scene.name(rank)} {_word(seen)}; {found.sentence}",
+                said=(f"{scene.name(rank)} {_word(seen)}; ", *found.said),
                 of_node="",
                 place="",
                 library="",

@@ -41,7 +41,7 @@ from elasticrun.core.sight.hangs.waiting import (
     judge,
 )
 from elasticrun.core.sight.picture import RankRow, StackRow, VerdictRow
-from elasticrun.core.words import running_on
+from elasticrun.core.words import Lasting, lasting
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import write_ranges
 
@@ -273,11 +273,16 @@ class Watch:
         told = self._told
         if told is None:
             return None
+        told_for = self._ctx.now - self._told_at
+        said = tuple(
+            piece if isinstance(piece, str) else round(piece + told_for)
+            for piece in self._in_words(told)
+        )
         folder, _ = self._written.folder(told.node) if self._written else ("", "")
         return VerdictRow(
             klass=told.klass.value,
             kind=told.kind,
-            sentence=running_on(self._in_words(told), self._ctx.now - self._told_at),
+            sentence=lasting(said),
             since=self.quiet(),
             ranks=write_ranges(told.odd),
             node=told.of_node,
@@ -285,6 +290,7 @@ class Watch:
             folder=folder,
             says=told.says,
             place=told.place or self._lines(told).get("", ""),
+            said=said,
         )
 
     def _lines(self, told: Impasse) -> Mapping[str, str]:
@@ -293,14 +299,14 @@ class Watch:
         fresh = look is not None and self._since is not None and look.at >= self._since
         return look.lines_of(told.odd[0]) if look and fresh and told.odd and not told.says else {}
 
-    def _in_words(self, told: Impasse) -> str:
+    def _in_words(self, told: Impasse) -> Lasting:
         """Its sentence, and what only stacks tell: where a rank is that does not say so itself, and
         a worker of its data loader."""
         lines = self._lines(told)
         if "" in lines and not told.place and told.klass is not Klass.STILL:
-            return f"{told.sentence}; it is at {lines['']}"
+            return (*told.said, f"; it is at {lines['']}")
         loader = next((thread for thread in lines if thread.startswith("loader")), "")
-        return f"{told.sentence}; its {loader} is at {lines[loader]}" if loader else told.sentence
+        return (*told.said, f"; its {loader} is at {lines[loader]}") if loader else told.said
 
     def ranks(self) -> tuple[float, tuple[RankRow, ...]]:
         """The age of the last look, -1.0 for none, and its ranks."""
@@ -580,7 +586,7 @@ class Watch:
         broken = before is not None and before.says and not verdict.says
         over = f" (its time in {before.says} is over)" if before is not None and broken else ""
         level = "info" if verdict.says else "warning"
-        self._warn(f"{told_by}: {self._in_words(verdict)}{over}; {then}{where}", level)
+        self._warn(f"{told_by}: {lasting(self._in_words(verdict))}{over}; {then}{where}", level)
 
     def _warn(self, text: str, level: str = "warning") -> None:
         """To whoever looks at the master or at a node of the round."""
