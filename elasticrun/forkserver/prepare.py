@@ -13,7 +13,6 @@ import importlib.util
 import os
 import site
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -45,8 +44,8 @@ class Poisoned(Exception):
 
 def installed_folders() -> list[str]:
     """Where packages are installed: site-packages, and the user's own if it is in use."""
-    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    folders += site.getsitepackages()
+    # sysconfig would import its data when asked; in a rank only the import of torch may
+    folders = site.getsitepackages()
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())
     return [os.path.realpath(folder) for folder in dict.fromkeys(folders) if folder in sys.path]
