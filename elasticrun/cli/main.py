@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         mistyped = isinstance(error, NoProgram) and not words[0].startswith("-")
         hint = (meant(words[0]) or nearest(words[0], VERBS)) if mistyped else ""
         say(f"error: {error}{hint}")
-        if LAST_WORDS in os.environ:  # late: nobody else needs it here
+        if not verb and LAST_WORDS in os.environ:  # late: others have no need of it
             from elasticrun.runs.last_word import LastWord, leave
 
             leave(LastWord(f"{error}{hint}"))

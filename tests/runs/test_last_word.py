@@ -1,0 +1,76 @@
+"""Why a launcher ended, as a cluster keeps it with its pod."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticrun.core import reasons
+from elasticrun.core.reasons import NoRestartsLeft, RankFailed, Said
+from elasticrun.runs.last_word import MOST, LastWord, leave, read
+from elasticrun.wire import env
+
+
+def test_what_is_left_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "word"
+    leave(LastWord("nobody has asked for it"))
+    monkeypatch.setenv(env.LAST_WORDS, str(file))
+    why = NoRestartsLeft(RankFailed(1, "b", "ValueError: bad luck"), 0, 0.0, "")
+    word = LastWord("rank 1 on h: ValueError: bad luck", 1, "h", reasons.code(why))
+    leave(word)
+    assert read(file.read_text()) == word
+    assert reasons.read(word.text, word.reason) == why
+    leave(LastWord("x" * 2 * MOST, reason=reasons.code(why)))
+    assert len(file.read_bytes()) < MOST
+    assert reasons.read(*_of(file)) == Said(read_text(file))
+    for other in ("", "elasticrun: error: no such file", '{"state":"succeeded"}', "{"):
+        assert read(other) is None, "a log line, a job's result, half a word"
+    monkeypatch.setenv(env.LAST_WORDS, str(tmp_path / "none" / "word"))
+    leave(word)  # a pod that has no such file ends all the same
+
+
+def read_text(file: Path) -> str:
+    word = read(file.read_text())
+    assert word is not None
+    return word.text
+
+
+def _of(file: Path) -> tuple[str, reasons.ReasonCode | None]:
+    word = read(file.read_text())
+    assert word is not None
+    return word.text, word.reason
+
+
+def launched(tmp_path: Path, *words: str) -> tuple[int, Path]:
+    file = tmp_path / "word"
+    done = subprocess.run(
+        [sys.executable, "-m", "elasticrun", *words],
+        env={**os.environ, env.LAST_WORDS: str(file)},
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, file
+
+
+def test_a_command_line_that_cannot_begin_leaves_one(tmp_path: Path) -> None:
+    code, file = launched(tmp_path, "gone.py")
+    assert code != 0
+    assert "gone.py" in read_text(file)
+
+
+def test_a_job_that_fails_leaves_the_rank_that_failed_first(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("raise ValueError('bad luck')\n")
+    code, file = launched(tmp_path, "--standalone", "--nproc-per-node=1", "bad.py")
+    assert code == 1
+    word = read(file.read_text())
+    assert word is not None
+    assert (word.rank, word.text) == (0, f"rank 0 on {word.host}: ValueError: bad luck")
+    why = reasons.failure_in(reasons.read(word.text, word.reason))
+    assert why is not None
+    assert (why.rank, why.what) == (0, "ValueError: bad luck")
