@@ -37,7 +37,7 @@ from elasticrun.checkpointing.state import TrainingState
 from elasticrun.dcp.items import OWN_PREFIX, own_key
 from elasticrun.dcp.loading import Loading, NotAllowed, read_metadata
 from elasticrun.shm.layout import Item, ItemKind
-from elasticrun.storage.folder import MARKER, Folder
+from elasticrun.storage.folder import MARKER, CheckpointFault, Folder
 from elasticrun.storage.writing import StorageError
 from elasticrun.wire import env
 
@@ -221,13 +221,13 @@ class Stored:
         self._metadata: Metadata | None = None
         self._saved: tuple[dict[str, Item], int] = ({}, 0)
 
-    def fault(self) -> str:
-        """What is not as it was written, in a sentence; "" if nothing is found. The ranks share the
-        work; nothing is loaded. StorageError, UnreadableError: nobody can tell."""
+    def fault(self) -> CheckpointFault | None:
+        """What is not as it was written; None if nothing is found. The ranks share the work;
+        nothing is loaded. StorageError, UnreadableError: nobody can tell."""
         setting = self._setting
         if setting.verify:
-            wrong = self._folder.verify(self._step, setting.rank, setting.world_size)
-            if wrong:
+            found = self._folder.faults(self._step, setting.rank, setting.world_size)
+            if (wrong := next(found, None)) is not None:
                 return wrong
         try:
             self._metadata = read_metadata(self._reader, setting.weights_only)
@@ -236,18 +236,19 @@ class Stored:
             return self._blamed(error)
         if setting.rank == 0 and not (setting.verify and self._folder.has_manifest(self._step)):
             return self._short()
-        return ""
+        return None
 
-    def condemn(self, sentence: str) -> str:
+    def condemn(self, fault: CheckpointFault) -> str:
         """Have no later start take it. The sentence, with what is in the way of that."""
+        sentence = f"{self._where} {fault.clause}"
         try:
-            self._folder.condemn(self._step, sentence)
+            self._folder.condemn(self._step, fault.what)
         except (OSError, StorageError) as error:
             return f"{sentence}; that could not be noted there ({error!s:.200})"
         return f"{sentence}; it will not be taken again"
 
-    def _short(self) -> str:
-        """Whether a file is missing or short, by what torch's marker has of it; "" if none is."""
+    def _short(self) -> CheckpointFault | None:
+        """Which file is missing or short, by what torch's marker has of it; None if none is."""
         least: dict[str, int] = {}
         places = self._metadata.storage_data if self._metadata is not None else None
         for place in (places or {}).values():
@@ -255,9 +256,9 @@ class Stored:
                 end = place.offset + place.length
                 least[place.relative_path] = max(end, least.get(place.relative_path, 0))
         wrong = self._folder.short(self._step, least)
-        return f"{self._where} is spoiled: {wrong}" if wrong else ""
+        return CheckpointFault(wrong) if wrong else None
 
-    def _blamed(self, error: Exception) -> str:
+    def _blamed(self, error: Exception) -> CheckpointFault:
         """Why it is spoiled, after it could not be read. Whatever does not say that is raised."""
         if isinstance(error, NotAllowed):
             raise UnreadableError(f"{self._where} is not loaded: {error}") from error
@@ -266,8 +267,8 @@ class Stored:
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             why = error.strerror or repr(error)
             raise StorageError(f"{self._where} cannot be read: {why}") from error
-        wrong = self._folder.verify(self._step, 0, 0)
-        if wrong:
+        wrong = next(self._folder.faults(self._step, 0, 0), None)
+        if wrong is not None:
             return wrong
         if self._folder.has_manifest(self._step):
             found = "was not compared with its hashes (verify=True does that)"
@@ -275,8 +276,8 @@ class Stored:
                 found = "is whole"
         else:
             if self._metadata is None and type(error).__name__ in ("EOFError", "UnpicklingError"):
-                return f"{self._where} is spoiled: {MARKER} cannot be read ({error})"
-            if wrong := self._short():
+                return CheckpointFault(f"{MARKER} cannot be read ({error})")
+            if (wrong := self._short()) is not None:
                 return wrong
             found = "has all its bytes"
         raise UnreadableError(
@@ -383,7 +384,7 @@ class RestoreChoice:
             if source != "storage":
                 return source, step
             stored, wrong = self._examine(step)
-            if not wrong:
+            if wrong is None:
                 stored.load(state)
                 return source, step
             if self.setting.rank == 0:
@@ -459,8 +460,8 @@ class RestoreChoice:
 
         return within(STORAGE_LIMIT, work, url, slow)
 
-    def _examine(self, step: int) -> tuple[Stored, str]:
-        """The checkpoint, and "" if no rank finds a fault in it; then it may be loaded. Else what
+    def _examine(self, step: int) -> tuple[Stored, CheckpointFault | None]:
+        """The checkpoint, and None if no rank finds a fault in it; then it may be loaded. Else what
         the first one found, the same for all."""
         setting, key = self.setting, f"whole/{self._round}"
         try:
@@ -469,8 +470,12 @@ class RestoreChoice:
         except Exception as error:  # the others must not wait for this rank
             self.board.object(key, f"away rank {setting.rank}: {error!s:.500}")
             raise
-        heard = self.board.object(key, f"spoiled {wrong}") if wrong else self.board.agreed(key)
-        why, _, wrong = heard.partition(" ")
-        if why == "away":
-            raise NotAgreed(f"step {step} in storage cannot be restored by all ranks: {wrong}")
-        return stored, wrong
+        if wrong is not None:
+            kind = "spoiled" if wrong.spoiled else "unfit"
+            heard = self.board.object(key, f"{kind} {wrong.what}")
+        else:
+            heard = self.board.agreed(key)
+        kind, _, what = heard.partition(" ")
+        if kind == "away":
+            raise NotAgreed(f"step {step} in storage cannot be restored by all ranks: {what}")
+        return stored, CheckpointFault(what, kind == "spoiled") if what else None

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import eq, ge
-from typing import Final
+from typing import Final, NamedTuple
 
 import xxhash
 
@@ -36,6 +36,18 @@ _OURS: Final = re.compile(r"(__\d+_\d+\.\d+\..+\.distcp|elasticrun\..+|\.metadat
 def step_name(step: int) -> str:
     """Name of a checkpoint's folder."""
     return f"step-{step:09d}"
+
+
+class CheckpointFault(NamedTuple):
+    """What is wrong with a checkpoint. `spoiled`: it is not what was written."""
+
+    what: str
+    spoiled: bool = True
+
+    @property
+    def clause(self) -> str:
+        """The rest of a sentence that begins with the checkpoint."""
+        return f"is spoiled: {self.what}" if self.spoiled else self.what
 
 
 class Folder:
@@ -194,23 +206,22 @@ class Folder:
         `of`-th file from the `part`-th on (0: of no file). "" or what is wrong, in a sentence. ""
         too for what has no manifest, since torch has written it: there is nothing to compare
         with."""
-        wrong = next(self.faults(step, part, of), "")
-        return f"{self._where(step)} {wrong}" if wrong else ""
+        wrong = next(self.faults(step, part, of), None)
+        return f"{self._where(step)} {wrong.clause}" if wrong is not None else ""
 
-    def faults(self, step: int, part: int = 0, of: int = 1) -> Iterator[str]:
-        """The same of every file that is wrong, each as the rest of a sentence that begins with the
-        checkpoint. Sizes come before hashes."""
+    def faults(self, step: int, part: int = 0, of: int = 1) -> Iterator[CheckpointFault]:
+        """The same of every file that is wrong. Sizes come before hashes."""
         sizes = self.files(step)
         if MARKER not in sizes and self.size(step, MARKER) is None:
-            yield "was never committed"
+            yield CheckpointFault("was never committed", spoiled=False)
             return
         if CONDEMNED in sizes:
-            yield "was found to be spoiled before"
+            yield CheckpointFault("was found to be spoiled before", spoiled=False)
             return
         try:
             manifest = self.manifest(step)
         except ManifestError as error:
-            yield f"is spoiled: {error}"
+            yield CheckpointFault(str(error))
             return
         except OSError as error:
             yield self._unread(step, manifests.NAME, error)
@@ -221,21 +232,21 @@ class Folder:
     def _where(self, step: int) -> str:
         return f"step {step} in {self.url}"
 
-    def _unread(self, step: int, name: str, error: OSError) -> str:
+    def _unread(self, step: int, name: str, error: OSError) -> CheckpointFault:
         """StorageError where the storage is away, which says nothing of a file."""
         why = error.strerror or repr(error)
         if error.errno != errno.EIO and not isinstance(error, FileNotFoundError):
             raise StorageError(f"{self._where(step)} cannot be read: {why}") from error
-        return f"is spoiled: {name} cannot be read whole ({why})"
+        return CheckpointFault(f"{name} cannot be read whole ({why})")
 
     def _compare(
         self, manifest: Manifest, sizes: Mapping[str, int], hashed: Iterable[FileEntry]
-    ) -> Iterator[str]:
+    ) -> Iterator[CheckpointFault]:
         step, gone = manifest.step, set()
         for entry in manifest.files:
             if wrong := self._missized(step, (entry.name, entry.size), sizes):
                 gone.add(entry.name)
-                yield f"is spoiled: {wrong}"
+                yield CheckpointFault(wrong)
         for name, check in (
             (MARKER, partial(self._other_marker, manifest)),
             *((one.name, partial(self._changed, step, one)) for one in hashed),
@@ -248,7 +259,7 @@ class Folder:
                 yield self._unread(step, name, error)
                 continue
             if wrong:
-                yield f"is spoiled: {wrong}"
+                yield CheckpointFault(wrong)
 
     def _other_marker(self, manifest: Manifest) -> str:
         if self.size(manifest.step, MARKER) == manifest.marker_size:
@@ -273,15 +284,15 @@ class Folder:
         return ""
 
     def verdict(self, step: int) -> str:
-        """Why it was condemned; "" where it was not. StorageError."""
+        """Of a condemned one what it was condemned for; "" where it was not. StorageError."""
         try:
             return self._read(step, CONDEMNED, MAX_VERDICT).decode(errors="replace").strip()
         except FileNotFoundError:
             return ""
 
-    def condemn(self, step: int, sentence: str) -> None:
+    def condemn(self, step: int, what: str) -> None:
         """Never again list this checkpoint as committed; the first reason stays."""
-        data = sentence.encode()[: MAX_VERDICT - 1] + b"\n"
+        data = what.encode()[: MAX_VERDICT - 1] + b"\n"
         self._place.put_first(f"{step_name(step)}/{CONDEMNED}", data)
 
     def clear_condemned(self, step: int) -> None:

@@ -68,7 +68,7 @@ def test_ls(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_was_condemned_or_left_says_so(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder.condemn(30, folder.verify(30))
+    folder.condemn(30, next(folder.faults(30)).what)
     line = Timeline(1, 15)
     folder.put(10, line.file, line.sentence.encode())
     assert main(["ckpt", "ls", folder.url]) == 0

@@ -145,12 +145,12 @@ def _rows(folder: Folder, *, hashes: bool, only: int | None = None) -> list[Chec
 
 
 def _row(folder: Folder, one: Listed, *, left: bool, hashes: bool) -> CheckpointRow:
-    faults = tuple(folder.faults(one.step, 0, int(hashes)))
+    faults = tuple(fault.clause for fault in folder.faults(one.step, 0, int(hashes)))
     state = "left" if left else "whole"
     if faults:
         state = "spoiled" if one.marker else "torn"
     if one.condemned and (why := folder.verdict(one.step)):
-        faults = (f"{faults[0]}: {why.rpartition(' is spoiled: ')[2]}", *faults[1:])
+        faults = (f"{faults[0]}: {why}", *faults[1:])
     elif state == "torn" and not one.ours:
         faults = (faults[0] + WRITTEN, *faults[1:])
     try:
