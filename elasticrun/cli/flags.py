@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from elasticrun.core.words import nearest
+from elasticrun.wire.env import LAST_WORDS
 
 PROG = "elasticrun"
 
@@ -191,8 +192,20 @@ class Parser(argparse.ArgumentParser):
         return contract or [match for match in found if match[0].dest in self.newer]
 
 
+def leave_word(sentence: str) -> None:
+    """Why this launch cannot begin, for whoever has named a file for that."""
+    if LAST_WORDS in os.environ:  # late: others have no need of it
+        from elasticrun.runs.last_word import LastWord, leave
+
+        leave(LastWord(sentence))
+
+
 class LaunchParser(Parser):
     """The parser of the launcher itself: flags, the script, and what is the script's."""
+
+    def error(self, message: str) -> Any:
+        leave_word(message)
+        super().error(message)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

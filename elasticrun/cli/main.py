@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any, Final
 
 from elasticrun.cli import settings
-from elasticrun.cli.flags import PROG, get_args_parser
+from elasticrun.cli.flags import PROG, get_args_parser, leave_word
 from elasticrun.cli.settings import Asked, NoProgram, NotHere, NothingToDo, UsageError, look
 from elasticrun.cli.trust import GIT_SECRETS, notes, withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, AgentConfig, MasterPlace
 from elasticrun.core.words import nearest
-from elasticrun.wire.env import LAST_WORDS, RUN_FOLDER
+from elasticrun.wire.env import RUN_FOLDER
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 
@@ -157,10 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         mistyped = isinstance(error, NoProgram) and not words[0].startswith("-")
         hint = (meant(words[0]) or nearest(words[0], VERBS)) if mistyped else ""
         say(f"error: {error}{hint}")
-        if not verb and LAST_WORDS in os.environ:  # late: others have no need of it
-            from elasticrun.runs.last_word import LastWord, leave
-
-            leave(LastWord(f"{error}{hint}"))
+        if not verb:
+            leave_word(f"{error}{hint}")
         return EXIT_USAGE if hint else error.exit_code
     except KeyboardInterrupt:  # before there was an agent to handle it
         return 130

@@ -30,9 +30,9 @@ from elasticrun.jobs.backend import (
     write_submission,
 )
 from elasticrun.jobs.rows import SUSPENDED, JobRow, row_of
-from elasticrun.runs.layout import CONSOLE, ENDED, LocalAgent, RunFolder, RunResult
+from elasticrun.runs.layout import CONSOLE, ENDED, LAST_WORD, LocalAgent, RunFolder, RunResult
 from elasticrun.system.processes import ProcessId
-from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
+from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES, LAST_WORDS
 from elasticrun.wire.messages import Reply, Request
 
 SECRETS: Final = ("ELASTICRUN_TOKEN", *GIT_USERNAMES, *GIT_PASSWORDS)
@@ -204,7 +204,7 @@ class LocalJobs:
 
     def _agent(self, run: RunFolder, known: Submission, node: str) -> LocalAgent:
         words = [f"--run-dir={run.path}", *meeting(known, node, known.port)]
-        environ = {**self._environ, **known.env}
+        environ = {**self._environ, **known.env, LAST_WORDS: str(run.path / LAST_WORD)}
         given = any(word.startswith("--token-file=") for word in known.flags)
         if (known.port or known.hosts) and not given:
             words += [f"--token-file={make_token(run)}"]
@@ -345,7 +345,9 @@ def _refuse_at_once(run: RunFolder, name: str) -> None:
         while run.state() == "submitted" and time.monotonic() < end:
             _await_end(run.carriers(), START_POLL)
     if run.state() == "failed" and run.result() is None:
-        raise NotDone(f"job {name} cannot begin: {run.last_words()}")
+        job = run.job()
+        why = run.last_words(job) if job is not None else run.last_line()
+        raise NotDone(f"job {name} cannot begin: {why}")
 
 
 def _named(run: RunFolder) -> str:

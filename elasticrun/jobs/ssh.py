@@ -83,6 +83,6 @@ def _by_process(row: JobRow) -> JobRow:
         runs = living(run)
     except NotDone:
         return row
-    _, own, said = run.last_words().partition("elasticrun: ")  # of a host that is not reached, say
+    _, own, said = run.last_line().partition("elasticrun: ")  # of a host that is not reached, say
     reason = said if own else ""
     return replace(row, state="running", reason=reason) if runs else row

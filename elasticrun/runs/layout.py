@@ -11,6 +11,7 @@
     checkpoints/   of a script that has not said where they are to be
     previous/      the files of an earlier run in the same folder, with `--fresh`
     submitted.json, console.log   of `elasticrun submit`: what was typed, what its launchers print
+    last-word.json   why such a launcher ended (`runs/last_word.py`)
 
 Whoever replaces a file does it in one piece, so that a reader sees a whole one. Readers take no
 more than MAX_BYTES of a file: a longer one is not one of ours, or only its end is wanted.
@@ -35,6 +36,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elasticrun.core.sight.picture import EventRow, Goodput
+from elasticrun.runs import last_word
+from elasticrun.runs.last_word import LastWord
 from elasticrun.system.processes import ProcessId, boot_id
 
 JOB: Final = "job.json"
@@ -49,6 +52,7 @@ CHECKPOINTS: Final = "checkpoints"
 PREVIOUS: Final = "previous"
 SUBMITTED: Final = "submitted.json"
 CONSOLE: Final = "console.log"
+LAST_WORD: Final = "last-word.json"
 
 OF_A_RUN: Final = (JOB, EVENTS, PROGRESS, RESULT, ERROR, INCIDENTS, LOGS, AGENTS, CHECKPOINTS)
 """All that a run leaves. A folder that a person has named may hold other things beside it."""
@@ -58,9 +62,6 @@ LOCK: Final = ".lock"
 
 KEPT_ROOM: Final = 64 * 1024
 """Bytes of LOCK, so that the result can be written on a disk that has become full."""
-
-_REFUSED: Final = "elasticrun: error: "
-"""How a launcher's last line begins that cannot begin."""
 
 _LAUNCH: Final = re.compile(r"(.+)-([0-9a-f]{8})")
 """The name of a run folder that was not named by a person: after what, and its id."""
@@ -251,7 +252,7 @@ class RunFolder:
             return "lost"
         if not job.pid:
             left = self._is_left(job)
-            return "submitted" if not left else "failed" if self._refused(job) else "lost"
+            return "submitted" if not left else "lost" if self._last_word(job) is None else "failed"
         if job.is_alive() is False and not self.is_held():
             return "lost"
         return "running" if job.formed else "waiting"
@@ -260,7 +261,7 @@ class RunFolder:
         """Of a job that is over without a result: what has ended it, as far as that is known, and
         what was heard last."""
         if not job.pid:
-            return self.last_words() or "it was submitted, and no launcher has begun"
+            return self.last_words(job) or "it was submitted, and no launcher has begun"
         if job.boot_id and job.boot_id != boot_id():
             why = f"{job.host} was started anew while the job ran"
         else:
@@ -269,18 +270,21 @@ class RunFolder:
         why += f"; the last step it told was {step}" if step >= 0 else ""
         return why + (f"; last event: {events[-1].text}" if events else "")
 
-    def last_words(self) -> str:
-        """The last line that launchers printed, "" for none."""
-        return self._last_line().removeprefix(_REFUSED)
+    def last_words(self, job: JobRecord) -> str:
+        """Why the launcher of this start has ended; else the last line that launchers printed, ""
+        for none."""
+        word = self._last_word(job)
+        return self.last_line() if word is None else word.text
 
-    def _refused(self, job: JobRecord) -> bool:
-        """Whether the launcher of this start could not begin, and has said why."""
-        with contextlib.suppress(OSError):
-            said = (self.path / CONSOLE).stat().st_mtime >= job.began
-            return said and self._last_line().startswith(_REFUSED)
-        return False
+    def _last_word(self, job: JobRecord) -> LastWord | None:
+        with contextlib.suppress(OSError, ValueError):
+            file = self.path / LAST_WORD
+            if file.stat().st_mtime >= job.began:
+                return last_word.read(file.read_text(encoding="utf-8"))
+        return None
 
-    def _last_line(self) -> str:
+    def last_line(self) -> str:
+        """That launchers have printed, "" for none."""
         with contextlib.suppress(OSError), open(self.path / CONSOLE, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
             lines = file.read(LAST_BYTES).decode(errors="replace").split("\n")

@@ -58,10 +58,16 @@ def launched(tmp_path: Path, *words: str) -> tuple[int, Path]:
     return done.returncode, file
 
 
-def test_a_command_line_that_cannot_begin_leaves_one(tmp_path: Path) -> None:
-    code, file = launched(tmp_path, "gone.py")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("gone.py",), "gone.py"), (("--no-such=1", "x.py"), "--no-such"), (("--nnodes=x", "y"), "x")],
+)
+def test_a_command_line_that_cannot_begin_leaves_one(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    code, file = launched(tmp_path, *words)
     assert code != 0
-    assert "gone.py" in read_text(file)
+    assert said in read_text(file)
 
 
 def test_a_job_that_fails_leaves_the_rank_that_failed_first(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from elasticrun.runs.index import (
     prune,
     runs_root,
 )
+from elasticrun.runs.last_word import LastWord
 from elasticrun.runs.layout import JobRecord, LocalAgent, RunFolder, RunResult, Starting
 from elasticrun.system.processes import ProcessId
 
@@ -74,19 +75,22 @@ def test_how_a_job_stands(tmp_path: Path, job: dict[str, Any], result: str, stat
         ({}, "", "submitted"),  # however long it checks out code
         ({"started": 1}, "", "lost"),
         ({"started": 1}, "a rank's words\n", "lost"),
-        ({"started": 1}, "elasticrun: error: no such commit\n", "failed"),
-        ({"started": 1, "began": 1e12}, "elasticrun: error: of an earlier start\n", "lost"),
+        ({"started": 1}, LastWord("no such commit"), "failed"),
+        ({"started": 1, "began": 1e12}, LastWord("of an earlier start"), "lost"),
         ({"boot_id": "an earlier start"}, "", "lost"),
         ({"host": "the name before", "started": 1}, "", "lost"),
         ({**ELSEWHERE, "started": 1}, "", "submitted"),
     ],
 )
 def test_a_job_that_has_not_begun_is_over_when_its_processes_have_gone(
-    tmp_path: Path, own: dict[str, Any], last: str, state: str
+    tmp_path: Path, own: dict[str, Any], last: str | LastWord, state: str
 ) -> None:
     process = {**HERE, **own}
     run = _run(tmp_path, "train", pid=0, host=process["host"], began=process["began"])
-    (run.path / "console.log").write_text(last)
+    if isinstance(last, LastWord):
+        (run.path / "last-word.json").write_bytes(msgspec.json.encode(last))
+    else:
+        (run.path / "console.log").write_text(last)
     agent = JobRecord(name="", **{**process, "began": 0.0}).process
     known = Starting(agents=(LocalAgent("node0", agent),))
     (run.path / "submitted.json").write_bytes(msgspec.json.encode(known))
