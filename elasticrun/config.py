@@ -306,6 +306,7 @@ class RunPlan:
     unnamed: bool = False  # nobody has named it: `name` is its script's
     fresh: bool = False  # run again what has succeeded, from the beginning
     command: tuple[str, ...] = ()
+    program: tuple[str, ...] = ()  # what each rank runs: `Entrypoint.words`
     nproc: str = ""  # as it was asked for
     where: str = "local"  # local, ssh, slurm, k8s
     workdir: str = ""  # where it was typed; "": here

@@ -245,11 +245,15 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     except NothingToDo as why:
         say(str(why))
         return EXIT_OK
+    program = config.entry.words()
+    done = _already(config)
     if ns.dry_run:
         from elasticrun.cli.verbs.dry_run import show
 
+        if done:
+            say(done)
         return _printed(lambda: show(config, ns, environ, look(Asked(ns, environ), machine)))
-    if done := _already(config):
+    if done:
         say(done)
         return EXIT_OK
     check_data(settings.data(ns.data))
@@ -270,7 +274,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
         grow = config.spec.grow if config.rendezvous.kind == "open" else ""
         command = for_others(words, Asked(ns, environ), os.getcwd(), grow)
         config = dataclasses.replace(config, to_join=command)
-    plan = dataclasses.replace(config.run, command=(PROG, *words))
+    plan = dataclasses.replace(config.run, command=(PROG, *words), program=program)
     if plan.folder:
         config.env[RUN_FOLDER] = os.path.abspath(plan.folder)
     return run(dataclasses.replace(config, notes=(), run=plan))  # they have been printed
@@ -278,16 +282,23 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
 
 def _already(config: AgentConfig) -> str:
     """What is said in place of running again what has succeeded in its run folder. Of a job of
-    several nodes its master tells them all: not each of them need have that folder."""
+    several nodes its master tells them all: not each of them need have that folder. UsageError
+    where another program has succeeded there."""
     plan = config.run
     alone = config.spec.max_nodes == 1 or config.node_rank > 0
     if not plan.folder or plan.fresh or not alone:
         return ""
     from pathlib import Path
 
-    from elasticrun.runs.opening import already
+    from elasticrun.runs.opening import RankProgram, RunRefused, already
 
-    return already(Path(plan.folder).absolute())
+    try:
+        return already(
+            Path(plan.folder).absolute(),
+            RankProgram(config.entry.words(), plan.workdir or os.getcwd()),
+        )
+    except RunRefused as other:
+        raise UsageError(str(other)) from None
 
 
 def _check(config: AgentConfig) -> str:

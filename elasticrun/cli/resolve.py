@@ -104,7 +104,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
     return AgentConfig(
         spec=spec,
         rendezvous=meeting.rendezvous,
-        entry=_entry(asked),
+        entry=entry_of(asked),
         logs=_log_plan(asked, machine),
         nproc_per_node=nproc,
         node_rank=meeting.node_rank,
@@ -285,7 +285,7 @@ def _devices(word: str, machine: Machine) -> int:
     return found
 
 
-def _entry(asked: Asked) -> Entrypoint:
+def entry_of(asked: Asked) -> Entrypoint:
     args = tuple(str(arg) for arg in asked.ns.training_script_args or ())
     if not getattr(asked.ns, "use_env", True):  # torch.distributed.launch of old
         args = ("--local-rank=${local_rank}", *args)

@@ -93,6 +93,7 @@ class JobRecord(Struct, frozen=True, kw_only=True):
     host: str = ""  # of the process that launched it
     began: float = 0.0
     command: tuple[str, ...] = ()
+    program: tuple[str, ...] = ()  # kind (script, module, ...), target, arguments; (): not known
     workdir: str = ""
     git_commit: str = ""  # of the working directory; "+" behind it: with changes; "": not known
     where: str = "local"  # local, ssh, slurm, k8s

@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+from itertools import zip_longest
 from pathlib import Path
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
+from elasticrun.core.words import plain
 from elasticrun.runs import layout
 from elasticrun.runs.index import keep_newest, make_run
 from elasticrun.runs.layout import JobRecord, RunFolder, hold
+from elasticrun.wire.types import EntryKind
+
+FILES: Final = (EntryKind.SCRIPT, EntryKind.RUN_PATH)
+"""Kinds of programs whose target is a file: it may be written in several ways."""
+
+MOST_SHOWN: Final = 200
+"""Characters of a word that differs."""
 
 
 class RunRefused(Exception):
@@ -42,16 +52,64 @@ class OpenRun:
             self._lock = -1
 
 
-def already(at: Path) -> str:
+class RankProgram(NamedTuple):
+    """What each rank runs."""
+
+    words: tuple[str, ...] = ()
+    """As in `JobRecord.program`."""
+
+    workdir: str = ""
+
+    def file(self) -> str:
+        """The path of its script, however it was written."""
+        return os.path.realpath(os.path.join(self.workdir, self.words[1]))
+
+
+UNKNOWN: Final = RankProgram()
+
+
+def already(at: Path, program: RankProgram = UNKNOWN) -> str:
     """What is said in place of running a job again that has succeeded in this folder; "" where none
-    has."""
+    has. RunRefused where that job was another program than `program`."""
     folder = RunFolder(at)
     result, job = folder.result(), folder.job()
     if result is None or result.state != "succeeded":
         return ""
     name = job.name if job else result.job
+    if job is not None and (other := _difference(RankProgram(job.program, job.workdir), program)):
+        raise RunRefused(
+            f"job {name} has already succeeded in {at}, and was another program: {other}; begin "
+            "anew there (--fresh), or name another folder (--run-dir)"
+        )
     step = f" at step {result.step}" if result.step >= 0 else ""
     return f"job {name} has already succeeded{step} (in {at}); --fresh runs it again"
+
+
+def _difference(before: RankProgram, now: RankProgram) -> str:
+    """How the program of the job in a folder differs from this one; "": it is the same, or one of
+    them is not known."""
+    if not (before.words and now.words):
+        return ""
+    (was, target, *had), (kind, wanted, *has) = before.words, now.words
+    if was != kind:
+        return f"it ran the {was} {_short(target)}, this is the {kind} {_short(wanted)}"
+    if kind in FILES:
+        files = before.file(), now.file()
+        target, wanted = files if target == wanted or files[0] == files[1] else (target, wanted)
+    if target != wanted:
+        return f"it ran the {was} {_short(target)}, this is {_short(wanted)}"
+    for at, (one, other) in enumerate(zip_longest(had, has), start=1):
+        if one != other:
+            return f"its argument {at} was {_argument(one)}, here it is {_argument(other)}"
+    return ""
+
+
+def _argument(word: str | None) -> str:
+    return "none" if word is None else _short(repr(word))
+
+
+def _short(text: str) -> str:
+    return plain(text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}...")
 
 
 def open_new(root: Path, job: JobRecord, launch: str, stem: str = "") -> OpenRun:

@@ -311,6 +311,10 @@ class Entrypoint:
     target: str
     args: tuple[str, ...] = ()
 
+    def words(self) -> tuple[str, ...]:
+        """Its kind, its target and its arguments."""
+        return (str(self.kind), self.target, *self.args)
+
 
 class Level(StrEnum):
     """How a check came out. A warning never stops a job; a failure does with `--precheck`."""

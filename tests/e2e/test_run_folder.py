@@ -115,6 +115,15 @@ def test_the_same_folder_again(place: Path) -> None:
     done = _run("--run-dir=r", "train.py")
     said = f"job {job.name} has already succeeded at step 3 (in {place}/r); --fresh runs it again"
     assert (done.returncode, done.stderr) == (0, f"elasticrun: {said}\n")
+    (place / "other.py").write_text("")
+    for verb in (("submit",), ()):
+        before_script = (*verb, "--run-dir=r", *(["--"] if verb else []))
+        done = _run(*before_script, "other.py")
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+        assert "it ran the script train.py, this is other.py; begin anew there" in done.stderr
+    assert _run("--run-dir=r", "--dry-run", "other.py").stderr == done.stderr
+    again = _run("--run-dir=r", "--nproc-per-node=2", "--dry-run", "train.py")
+    assert (again.returncode, again.stderr) == (0, f"elasticrun: {said}\n")
     assert _run("--run-dir=r", "--fresh", "train.py").returncode == 0
     assert len(_progress(folder)) == 4
     assert RunFolder(place / "r/previous/1").job() == job
@@ -129,6 +138,9 @@ def test_all_nodes_hear_that_the_job_has_succeeded(place: Path) -> None:
     second = _begin(*flags, where, "--rdzv-conf=is_host=0", "--run-dir=r2", "train.py", BAD="1")
     told = [job.communicate(timeout=120)[1] for job in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), told
+    other = _run(*flags, where, "--rdzv-conf=is_host=1", "--run-dir=r", "train.py", "--lr=2")
+    assert other.returncode == 1, other.stderr
+    assert "its argument 1 was none, here it is '--lr=2'" in other.stderr
     job = RunFolder(place / "r").job()
     assert job is not None
     assert f"job {job.name} has already succeeded at step 3" in told[0]

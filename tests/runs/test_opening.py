@@ -11,7 +11,7 @@ import pytest
 
 from elasticrun.runs.index import all_runs, prune
 from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
-from elasticrun.runs.opening import OpenRun, RunRefused, already, open_named, open_new
+from elasticrun.runs.opening import OpenRun, RankProgram, RunRefused, already, open_named, open_new
 from tests.doctor.child import found
 
 
@@ -70,6 +70,43 @@ def test_one_live_job_and_attempts_that_count(tmp_path: Path) -> None:
     assert (at / "previous/1/events.jsonl").exists()
     (only,) = all_runs(root)
     assert only.path.resolve() == at
+
+
+@pytest.mark.parametrize(
+    ("words", "differs"),
+    [
+        ("script a.py 1", ""),
+        ("script ./a.py 1", ""),
+        ("script b.py 1", "it ran the script a.py, this is b.py"),
+        ("module a 1", "it ran the script a.py, this is the module a"),
+        ("script a.py 2", "its argument 1 was '1', here it is '2'"),
+        ("script a.py", "its argument 1 was '1', here it is none"),
+        ("script a.py 1 --\x1b", "its argument 2 was none, here it is '--\\x1b'"),
+        ("", ""),
+    ],
+)
+def test_another_program_has_succeeded_there(tmp_path: Path, words: str, differs: str) -> None:
+    job = _job(1, program=("script", "a.py", "1"), workdir=str(tmp_path))
+    first = open_named(tmp_path / "runs", job, "0" * 8, tmp_path, fresh=False, goes_on=False)
+    _end(first, "succeeded")
+    now = RankProgram(tuple(words.split()), str(tmp_path))
+    if not differs:
+        assert already(tmp_path, now).endswith("--fresh runs it again")
+        return
+    with pytest.raises(RunRefused) as refused:
+        already(tmp_path, now)
+    assert str(refused.value) == (
+        f"job train has already succeeded in {tmp_path}, and was another program: {differs}; "
+        "begin anew there (--fresh), or name another folder (--run-dir)"
+    )
+
+
+def test_the_same_words_in_another_folder_are_another_script(tmp_path: Path) -> None:
+    job = _job(1, program=("script", "a.py"), workdir=str(tmp_path))
+    first = open_named(tmp_path / "runs", job, "0" * 8, tmp_path, fresh=False, goes_on=False)
+    _end(first, "succeeded")
+    with pytest.raises(RunRefused, match=r"it ran the script .*/a\.py, this is .*/b/a\.py"):
+        already(tmp_path, RankProgram(("script", "a.py"), str(tmp_path / "b")))
 
 
 def test_a_job_whose_launcher_has_gone_before_its_master_runs(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from elasticrun.cli.jobs import arena
 from elasticrun.cli.jobs.code import pinned
 from elasticrun.cli.jobs.jobs import finished
 from elasticrun.cli.kube.submit import of_kubernetes
-from elasticrun.cli.resolve import resolve
+from elasticrun.cli.resolve import entry_of, resolve
 from elasticrun.cli.settings import Asked, NoProgram, NotHere, UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.trust import GIT_SECRETS, TOKEN_VARIABLE, withdraw
@@ -48,7 +48,7 @@ from elasticrun.render.checks import Invalid
 from elasticrun.runs.claim import claimed
 from elasticrun.runs.index import all_runs, make_run, prune, run_path, runs_root
 from elasticrun.runs.layout import CONSOLE, ENDED, RESULT, JobRecord, RunFolder, RunResult
-from elasticrun.runs.opening import already, put_away
+from elasticrun.runs.opening import RankProgram, RunRefused, already, put_away
 from elasticrun.system.processes import user_name
 from elasticrun.wire.env import ON
 
@@ -86,6 +86,8 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
             raise Invalid("--rdzv-id: the nodes of a submitted job meet by its --name")
         wanted = _HOW[where]
         return finished(lambda: _submit(where, ns, program, wanted, say))
+    except RunRefused as other:
+        raise UsageError(str(other)) from None
     except (Invalid, UsageError, NotDone) as wrong:
         code = EXIT_FAILED if isinstance(wrong, (NotHere, NoProgram)) else EXIT_USAGE
         raise UsageError(str(wrong), code) from None
@@ -178,7 +180,7 @@ def _submit(
             raise NotDone(f"--working-dir={ns.working_dir}: {wrong.strerror}") from None
     if ns.git:
         ns.git = pinned(ns.git, withdraw(*GIT_SECRETS))
-    if not ns.fresh and (said := already(run.path)):
+    if at and not ns.fresh and (said := _already(at, ns, program)):
         if ns.output == "json":
             _print(ns, run, where, said)
         else:
@@ -196,6 +198,13 @@ def _submit(
             said = _start(run, ns, known, place, root)
     _print(ns, run, where, said)
     return EXIT_OK
+
+
+def _already(at: Path, ns: argparse.Namespace, program: Sequence[str]) -> str:
+    """What is said where this has succeeded in its run folder. RunRefused, UsageError."""
+    words = [*render_flags.handed_on(ns), *program]
+    entry = entry_of(Asked(get_args_parser().parse_args(words), os.environ))
+    return already(at, RankProgram(entry.words(), os.getcwd()))
 
 
 def _start(

@@ -23,7 +23,7 @@ from elasticrun.core.sight.picture import Picture
 from elasticrun.master.outward.report import lasted
 from elasticrun.runs.index import run_path, runs_root
 from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, ShortRow
-from elasticrun.runs.opening import OpenRun, RunRefused, already, open_named, open_new
+from elasticrun.runs.opening import OpenRun, RankProgram, RunRefused, already, open_named, open_new
 from elasticrun.system.processes import ProcessId, user_name
 from elasticrun.wire import user_folder
 
@@ -56,7 +56,8 @@ def open_placed(config: MasterConfig, hosted: bool) -> OpenRun | str:
     """The folder that a person has named, or the sentence where its job has succeeded and is not
     run again. RunRefused, OSError."""
     at = Path(config.run.folder).absolute()
-    if not config.run.fresh and (sentence := already(at)):
+    here = RankProgram(config.run.program, config.run.workdir or os.getcwd())
+    if not config.run.fresh and (sentence := already(at, here)):
         return sentence
     return _open_named(config, hosted, at, goes_on=False)
 
@@ -94,6 +95,7 @@ def _record(config: MasterConfig, hosted: bool, launch: str) -> JobRecord:
         host=launcher.host,
         began=time.time(),
         command=config.run.command,
+        program=config.run.program,
         workdir=config.run.workdir or os.getcwd(),
         git_commit=config.run.git_commit,
         where=config.run.where,
