@@ -344,6 +344,7 @@ class Stopping(Struct, frozen=True):
 
     round: RoundName
     remaining: float
+    ended: Ranks = ()  # local ranks that had ended with 0 before
 
 
 class Stopped(Struct, frozen=True):

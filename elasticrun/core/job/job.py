@@ -10,7 +10,7 @@ name. Time is `now`, monotonic seconds of the master; nonces come from `mint`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -322,6 +322,7 @@ class Job:
             case m.RanksFailed():
                 self._ranks_failed(node, report)
             case m.Stopping():
+                self._ended_early(node, report.ended)
                 rdzv.stopping(node, report.remaining, now)
             case m.Stopped():
                 rdzv.stopped(node, now)
@@ -335,8 +336,17 @@ class Job:
                 return slow is not None
             case m.Finished():
                 rdzv.last.finished(node)
+                if node in rdzv.last.completed:
+                    self._ended_early(node, range(ctx.round.members[node].ranks))
         self._sight.incidents.of_round(node, report)
         return True
+
+    def _ended_early(self, node: str, local_ranks: Iterable[int]) -> None:
+        """These ended with 0 before they were told to stop."""
+        round_ = self._ctx.round
+        if round_ is not None and (seat := round_.members.get(node)) is not None:
+            ranks = [seat.first_rank + one for one in local_ranks if one < seat.ranks]
+            self._ctx.restarts.window.ended(node, ranks)
 
     def _ranks_failed(self, node: str, report: m.RanksFailed, *, innocent: bool = False) -> None:
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now

@@ -29,6 +29,7 @@ from elasticrun.core.rounds.attribution import Attribution, Cause
 from elasticrun.core.rounds.failures import (
     ECHOES,
     Ending,
+    also_ended,
     cause_first,
     code_of,
     is_of_its_own,
@@ -103,11 +104,15 @@ class Window:
         self.story: RankFailed | None = None
         """The cause as things stand; None if there is none."""
         self.opened_at: float | None = None
+        self._ended: dict[int, str] = {}  # ranks that ended with 0 before a stop -> node
 
     @property
     def failures(self) -> tuple[Failure, ...]:
         """All that failed, root cause first."""
-        return cause_first([one.failure for one in self._told.values()])
+        found = cause_first([one.failure for one in self._told.values()])
+        if not self._ended or self._first is None:
+            return found
+        return (self._explained(self._first), *found[1:])
 
     def excuse(self, reason: Reason | None) -> None:
         """The round is being closed for another reason: what fails from here on is an echo.
@@ -152,12 +157,28 @@ class Window:
             told = _Told(node, failure, by_itself, innocent)
             self._told[failure.rank] = told
             if is_cause:
-                self._first, self.story = told, self._say(node, failure)
+                whole = self._explained(told) if self._ended else failure
+                self._first, self.story = told, self._say(node, whole)
         if len(self._told) == before:
             return False
         self.opened_at = now if self.opened_at is None else self.opened_at
         self.cause = self._find_cause(self.opened_at)
         return True
+
+    def ended(self, node: str, ranks: Iterable[int]) -> None:
+        """Ranks of this node ended with 0 before anybody stopped them: the reason why a rank of
+        another node has lost them, or will."""
+        self._ended.update(dict.fromkeys(ranks, node))
+        if self._first is not None:
+            self.story = self._say(self._first.node, self._explained(self._first))
+
+    def _explained(self, told: _Told) -> Failure:
+        """The failure; if it is the loss of a peer, with the ranks of other nodes that had ended
+        (its agent has named those of its own)."""
+        if told.failure.kind is not FailureKind.PEER_LOST:
+            return told.failure
+        others = [rank for rank, node in self._ended.items() if node != told.node]
+        return also_ended(told.failure, others) if others else told.failure
 
     def _find_cause(self, at: float) -> Cause | None:
         """O(failures): not to be asked at every event."""

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from msgspec import structs
+
 from elasticrun.config import (
     EXIT_BAD_NODE,
     EXIT_FAILED,
@@ -23,6 +25,7 @@ from elasticrun.config import (
 )
 from elasticrun.core.reasons import RankFailed
 from elasticrun.wire.messages import MAX_FAILURES, Failure, FailureKind
+from elasticrun.wire.types import write_ranges
 
 SIGABRT = 6
 SIGKILL = 9
@@ -180,6 +183,16 @@ def ended_before(failure: Failure) -> str:
     return f"rank{'' if ranks.isdecimal() else 's'} {ranks}" if ranks else ""
 
 
+def also_ended(failure: Failure, others: Iterable[int]) -> Failure:
+    """A loss of a peer, before which these ranks of other nodes had ended with 0, too. As many are
+    named as a sentence holds."""
+    own = failure.ended_before
+    ranks = write_ranges(others)
+    if len(ranks) > MAX_QUOTED:
+        ranks = ranks[:MAX_QUOTED].rpartition(",")[0]
+    return structs.replace(failure, ended_before=f"{own},{ranks}" if own else ranks)
+
+
 def what_happened(failure: Failure) -> str:
     """What became of the rank, in a clause that may follow its name."""
     code, kind, message = failure.exitcode, failure.kind, failure.message
@@ -202,8 +215,7 @@ def what_happened(failure: Failure) -> str:
 def is_alike(failure: Failure, other: Failure) -> bool:
     """Whether both ranks died of the same exception; also where one was being told to stop when it
     had failed already."""
-    same = failure.message == other.message and failure.ended_before == other.ended_before
-    return bool(other.traceback) and same
+    return bool(other.traceback) and failure.message == other.message
 
 
 def cut(text: str) -> str:

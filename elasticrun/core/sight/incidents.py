@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from elasticrun.config import EXIT_OK
 from elasticrun.core.context import JobContext
 from elasticrun.core.events import Filed
-from elasticrun.core.reasons import Reason, read, text
+from elasticrun.core.reasons import Reason, failure_in, read, text
 from elasticrun.core.sight.causes import Origin, followers, origin_of
 from elasticrun.core.sight.hangs.watch import Stood
 from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow, VerdictRow
@@ -296,15 +296,18 @@ class Incidents:
         if self._ended:
             return
         self._ended = True
+        reason = read(outcome.reason, outcome.code)
+        failed = failure_in(reason)
         if self._open is None:
             left = not self._ctx.membership.present  # each was told to, and training did not fail
             if outcome.exit_code == EXIT_OK or self._ctx.round is None or left:
                 return
-            reason = read(outcome.reason, outcome.code)
             assert reason is not None
             self._begin(origin_of(self._ctx, reason), stood())
         one = self._open
         assert one is not None
+        if not one.decision and one.origin.kind == m.FailureKind.PEER_LOST and failed is not None:
+            one.origin = origin_of(self._ctx, failed)  # who had ended before may be known by now
         if not one.decision and (follow := followers(self._ctx, one.origin)):
             one.followed.insert(0, follow)
         end = f"the job ends with code {outcome.exit_code}: {outcome.reason}"

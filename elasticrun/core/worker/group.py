@@ -610,7 +610,7 @@ class WorkerGroup:
     def _say_stopping(self, now: float) -> None:
         kill, stuck = self.deadlines.when("kill"), self.deadlines.when("stuck")
         until = kill if kill is not None else stuck
-        self.report(m.Stopping, max(0.0, (until or now) - now))
+        self.report(m.Stopping, max(0.0, (until or now) - now), self.ranks.ended)
 
     def note(self, said: str, level: str = "info", why: Reason | None = None) -> None:
         """To the operator. `why`: a reason that names somebody out of reach."""

@@ -33,11 +33,14 @@ class LocalRanks:
         """Of all ranks of the round that were spawned."""
         self.failures: dict[int, Failure] = {}
         """By local rank, in the order in which they were reaped."""
+        self.ended: tuple[int, ...] = ()
+        """Local ranks that ended with 0 before any was signalled."""
 
     def begin(self, first_rank: int) -> None:
         """A new round: nothing has been spawned yet."""
         self._first_rank = first_rank
         self._sent.clear()
+        self.ended = ()
         self.live = dict.fromkeys(range(self.nproc), 0)
         self.pids.clear()
         self.failures.clear()
@@ -52,6 +55,8 @@ class LocalRanks:
 
     def targets(self, signum: int) -> tuple[int, ...]:
         """The ranks that a signal can be sent to now; whoever dies of it was stopped by us."""
+        if not self._sent:
+            self.ended = self._through()
         self._sent.add(signum)
         return tuple(rank for rank, pid in sorted(self.live.items()) if pid)
 
@@ -64,11 +69,15 @@ class LocalRanks:
         failure = event.failure or self._account(event.local_rank, event.code)
         if ours and failure.kind is not FailureKind.OOM:
             failure = replace(failure, kind=FailureKind.STOPPED)
-        ended = set(self.pids) - self.live.keys() - self.failures.keys() - {event.local_rank}
+        ended = set(self._through()) - {event.local_rank}
         if failure.kind is FailureKind.PEER_LOST and ended and not self._sent:
             through = write_ranges(self._first_rank + rank for rank in ended)
             failure = replace(failure, ended_before=through)
         return failure
+
+    def _through(self) -> tuple[int, ...]:
+        """Local ranks that have been reaped and have not failed."""
+        return tuple(sorted(set(self.pids) - self.live.keys() - self.failures.keys()))
 
     def lose_spawner(self, event: SpawnerLost) -> bool:
         """All ranks are gone with their spawner; whether any lived."""

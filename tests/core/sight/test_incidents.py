@@ -114,6 +114,29 @@ def test_all_count_the_steps_of_one_event_alike() -> None:
     assert master.job.picture().incidents[-1].step == 31
 
 
+@pytest.mark.parametrize("all_of_the_node", [True, False])
+def test_a_rank_of_another_node_that_ended_early_is_named(*, all_of_the_node: bool) -> None:
+    """As on one node; where others of its node go on, the stop tells of it."""
+    master = Master(replace(SPEC, max_restarts=0))
+    name = master.running()
+    if all_of_the_node:
+        master.hear(2, m.Finished(name))
+    lost = replace(failure(0), kind=m.FailureKind.PEER_LOST)
+    master.hear(1, m.RanksFailed(name, (lost,)))
+    if not all_of_the_node:
+        master.hear(2, m.Stopping(name, 30.0, (1,)))
+    master.now += SPEC.heartbeat_timeout + 1.0
+    master.both(m.Beat(1))
+    master.feed(fx.Tick())
+    who = "ranks 2,3" if all_of_the_node else "rank 3"
+    row = master.job.picture().incidents[-1]
+    assert row.sentence == (
+        f"{who} ended with 0 while others went on; rank 0 on node a lost its connection"
+    )
+    assert report.verdict(row) == "script"
+    assert f"{who} had ended with 0" in master.job.status().outcome
+
+
 def test_a_job_whose_nodes_were_told_to_leave_has_no_incident() -> None:
     master = Master()
     trains(master, 40)
