@@ -72,8 +72,9 @@ class JobLine:
             )
             reply = self._runner.run(asking)
         except LinkError as error:
-            verb = "refuses" if error.rejected else "does not answer"
-            raise NotAnswered(f"the master at {master.endpoint} {verb}: {error}") from None
+            if not error.rejected:
+                raise NotAnswered(unanswered(master.endpoint, str(error), master.run)) from None
+            raise NotAnswered(f"the master at {master.endpoint} refuses: {error}") from None
         except auth.TlsError as wrong:
             raise NotAnswered(str(wrong)) from None
         if not reply.ok:
@@ -102,6 +103,14 @@ class JobLine:
     def pause(self, seconds: float) -> None:
         """Let time pass; ^C ends it."""
         self._runner.run(asyncio.sleep(seconds))
+
+
+def unanswered(where: Endpoint, why: str, run: str = "") -> str:
+    """That the master there does not answer, and what follows. `run`: the run folder of its job; ""
+    where that is not known."""
+    goes_on = "; its ranks may train on without it" if run else ""
+    look = f"to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
+    return f"the master at {where} does not answer ({why}){goes_on}; {look}"
 
 
 def who() -> str:

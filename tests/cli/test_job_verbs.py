@@ -281,6 +281,17 @@ def test_stacks_are_groups_of_ranks() -> None:
     assert [listing.has_rank(group, 50) for group in groups] == [False, True]
 
 
+def test_events_of_masters_before_this_one_come_first() -> None:
+    """A new master counts from 1, and the run folder has what the ones before it have said."""
+    old = [EventRow(number, 90.0 - number, "", f"old {number}", "info") for number in (1, 2, 3)]
+    new = [EventRow(number, 10.0 - number, "", f"new {number}", "info") for number in (1, 2, 3)]
+    assert listing.before([*old, *new], new) == old
+    assert listing.before([*old, *new], new[1:]) == [*old, new[0]]
+    assert listing.before(old, new) == old, "the disk is slow"
+    assert listing.before(old, []) == old
+    assert listing.before([], new) == []
+
+
 def test_events_go_on_where_they_were_also_with_a_new_master() -> None:
     rows = [EventRow(number, 10.0, "", f"line\n{number}", "info") for number in (1, 2, 3)]
     assert listing.unseen(rows, 0) == rows

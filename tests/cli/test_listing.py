@@ -14,6 +14,7 @@ from msgspec import structs
 
 from elasticrun.cli.job import incidents
 from elasticrun.cli.job.asking import NotAnswered, find
+from elasticrun.cli.job.listing import events
 from elasticrun.cli.jobs import listing, nodes
 from elasticrun.cli.main import main
 from elasticrun.cli.settings import UsageError
@@ -136,6 +137,19 @@ def test_a_job_that_ends_while_its_master_is_asked(
                 assert verb(["-o", "json"]) == code, (name, verb)
                 said = capsys.readouterr().err
                 assert ("does not answer" in said, "no job" in said) == (code == 1, False)
+            if code:
+                (run.path / "events.jsonl").write_text(
+                    '{"time": 1.0, "number": 1, "level": "info", "text": "round 1 begins"}\n'
+                )
+                assert status.main([name], {}) == 1
+                told = capsys.readouterr()
+                assert "does not answer (Connection refused); its ranks may train on" in told.err
+                assert "state, by its run folder: waiting" in told.out
+                assert "last event: round 1 begins" in told.out
+                assert events([name]) == 0
+                told = capsys.readouterr()
+                assert told.out.endswith("info     round 1 begins\n")
+                assert "its ranks may train on" in told.err
             left.unlink()
 
 

@@ -510,6 +510,11 @@ def test_a_users_own_grpc_settings_stand() -> None:
             "Connection refused",
         ),
         (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:43017: "
+            "connection attempt timed out before receiving SETTINGS frame",
+            "it accepts no connection",
+        ),
+        (
             "errors resolving h:1: [field:hostname lookup error:UNKNOWN: address lookup failed for "
             "h:1: Domain name not found]",
             "the name server does not know this host",

@@ -98,18 +98,22 @@ def events(argv: Sequence[str]) -> int:
         while True:
             try:
                 picture = line.picture()
-            except NotAnswered:
+            except NotAnswered as why:
                 if not last:
-                    raise
+                    left = line.run.events(time.time()) if line.run is not None else []
+                    if not left:
+                        raise
+                    _print(left, ns)
+                    print(f"{made.prog}: {why}; so far this is in its run folder", file=sys.stderr)
+                    return 0
                 line.pause(POLL)  # its result is written behind its last answer
                 if not (end := ended(line.run) if line.run is not None else ""):
                     raise
                 _print([EventRow(last + 1, 0.0, "", end, "info")], ns)
                 return 0
             new = unseen(picture.events, last)
-            if not last and line.run is not None:  # of starts before this one
-                left = line.run.events(time.time())
-                new = [*(row for row in left if row.age > picture.status.age), *new]
+            if not last and line.run is not None:
+                new = [*before(line.run.events(time.time()), new), *new]
             _print(new, ns)
             last = picture.events[-1].number if picture.events else last
             if not ns.follow or picture.status.outcome:
@@ -139,6 +143,17 @@ def _print(rows: list[EventRow], ns: argparse.Namespace) -> None:
     else:
         for text in event_lines(rows, time.time()):
             print(text)
+
+
+def before(left: Sequence[EventRow], told: Sequence[EventRow]) -> list[EventRow]:
+    """Those in the run folder that are older than all that its master tells: of masters before it,
+    of earlier starts, and those it has forgotten. Each master counts from 1."""
+    if not told:
+        return list(left)
+    same = [at for at, row in enumerate(left) if row.number == told[0].number]
+    if same and left[same[-1]].text == told[0].text:
+        return list(left[: same[-1]])
+    return [row for row in left if row.age > told[0].age]
 
 
 def unseen(rows: Sequence[EventRow], last: int) -> list[EventRow]:

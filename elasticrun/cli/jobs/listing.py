@@ -137,7 +137,7 @@ def _running(
     heard = ask(away, runner)[0] if away else []
     pages += [(at, page) for at, page in heard if at not in far or page.job_id == far[at].job_id]
     folders = {one.endpoint: one.run for one in (*away, *asked)}
-    silent = [one.sentence + one.todo for one in unheard if not has_ended(folders[one.where])]
+    silent = [one.sentence for one in unheard if not has_ended(folders[one.where])]
     return [live_row(page, endpoint, folders[endpoint]) for endpoint, page in pages], silent
 
 

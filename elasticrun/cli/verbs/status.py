@@ -29,7 +29,7 @@ import msgspec
 from elasticrun import __version__
 from elasticrun.config import ETCD_CALL_LIMIT, Tls
 from elasticrun.core.words import nearest, plain, some
-from elasticrun.jobs.line import MeantJob, NotAnswered, master_of, meant
+from elasticrun.jobs.line import MeantJob, NotAnswered, master_of, meant, unanswered
 from elasticrun.jobs.rows import JobPage, live_row, page_of, row_of
 from elasticrun.runs import index
 from elasticrun.runs.layout import ENDED, RunFolder
@@ -260,6 +260,18 @@ def _left(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> 
     return True
 
 
+def _known(folder: RunFolder) -> list[str]:
+    """What the run folder says of a job whose master does not answer."""
+    step, events = folder.last_step(), folder.events(time.time())
+    said = {
+        "state, by its run folder": folder.state(),
+        "progress": folder.told() or (f"step {step}" if step >= 0 else ""),
+        "last event": f"{events[-1].text} ({duration(events[-1].age)} ago)" if events else "",
+        "run folder": str(folder.place),
+    }
+    return [f"{name}: {plain(text)}" for name, text in said.items() if text]
+
+
 def _here(token: str, files: Tls | None) -> list[Question]:
     """The masters of this user that have left their endpoints in the user's folder."""
     masters = published_here()
@@ -281,11 +293,10 @@ def question_to(master: Published, token: str, files: Tls | None) -> Question:
 
 
 class Unheard(NamedTuple):
-    """A master that gave no page: a sentence, and what looks for the cause, to stand behind it."""
+    """A master that gave no page, and a sentence."""
 
     where: Endpoint
     sentence: str
-    todo: str
 
 
 def ask(
@@ -320,10 +331,10 @@ def ask(
     for question, answer in zip(questions, runner.run(ask_all()), strict=True):
         where = question.endpoint
         if isinstance(answer, LinkError):
-            verb = "refuses to answer" if answer.rejected else "does not answer"
-            sentence = f"the master at {where} {verb}: {answer}"
-            todo = f"; to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
-            silent.append(Unheard(where, sentence, "" if answer.rejected else todo))
+            sentence = f"the master at {where} refuses to answer: {answer}"
+            if not answer.rejected:
+                sentence = unanswered(where, str(answer), question.run)
+            silent.append(Unheard(where, sentence))
         elif isinstance(answer, auth.TlsError):
             raise NoStatus(str(answer))
         elif isinstance(answer, BaseException):
@@ -487,7 +498,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     except (NoStatus, NotAnswered) as nothing:
         print(f"elasticrun status: {nothing}", file=sys.stderr)
         return 1
-    silent = [one.sentence + one.todo for one in unheard]
+    silent = [one.sentence for one in unheard]
     if silent and ns.endpoint and ":" not in ns.endpoint:
         if _left(found.run, as_json=ns.json, unheard=True):
             return 0
@@ -495,6 +506,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
             silent = [f"{no_job(ns.endpoint)}; {unheard[0].sentence}"]
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
+    if silent and found.run is not None and not ns.json:
+        print(*_known(found.run), sep="\n")
     runs = {str(one.endpoint): one.run for one in questions}
     known = answers if ns.json or len(answers) == 1 else []  # of several a table is shown
     whole = [_whole(where, page, runs[str(where)]) for where, page in known]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -48,8 +49,16 @@ _PLAIN: Final = {
     "Cancelling all calls": "it has ended",
     "Stream removed (Socket closed)": "the connection was closed",
     "Stream removed (ping timeout)": "no answer to pings",
+    "Deadline Exceeded": "no answer in time",
+    "connection attempt timed out before receiving SETTINGS frame": "it accepts no connection",
+    "Timeout occurred: FD Shutdown": "it accepts no connection",
 }
 """gRPC's words (1.85) for what happens most, and ours."""
+
+_PREFIX: Final = re.compile(
+    r"^failed to connect to all addresses; last error: (?:[A-Z_]+: )?(?:ipv[46]:\S+: )?"
+)
+"""What stands before the cause where no connection is made."""
 
 
 def in_words(code: str, details: str | None) -> str:
@@ -58,7 +67,7 @@ def in_words(code: str, details: str | None) -> str:
     text = " ".join((details or "").split()) or code.lower().replace("_", " ")
     # "failed to connect to all addresses; last error: UNKNOWN: ipv4:...: Failed to connect to
     # remote host: Connection refused" tells the same thrice
-    text = text.rpartition("remote host: ")[2]
+    text = _PREFIX.sub("", text.rpartition("remote host: ")[2])
     if "address lookup failed" in text:
         text = "the name server does not know this host"
     return _PLAIN.get(text, text)[:MAX_WORDS]
