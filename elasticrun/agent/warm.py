@@ -165,8 +165,8 @@ def fork_server(
         path = find(environ)
         if path is not None and (path.is_socket() or environ.get(env.WARM_SERVER)):
             return ask(path, environ, ignored)
-        if path is not None and (reason := _elsewhere(path)):
-            _not_used("", f"{reason}; `elasticrun warm` here starts another one")
+        if path is not None and (reason := _elsewhere(path, environ)):
+            _not_used("", reason)
     return None
 
 
@@ -330,17 +330,36 @@ def _place_of(pid: int | str) -> dict[str, str]:
     return found
 
 
-def _elsewhere(path: Path) -> str:
-    """In what place the warm process of this environment is, that none listens at `path`; empty
-    where there is none."""
-    here = _place_of("self")
+def _threads_of(pid: int) -> str:
+    """The OMP_NUM_THREADS that a process was started with, in words. OSError."""
+    name = f"{env.OMP_NUM_THREADS}=".encode()
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    found = next((word for word in words if word.startswith(name)), b"")
+    return found.removeprefix(name).decode(errors="replace") or "not set"
+
+
+def _elsewhere(path: Path, environ: Mapping[str, str]) -> str:
+    """How the warm process of this environment differs, that none listens at `path`, and what
+    starts one that does not; empty where there is none."""
+    here, found = _place_of("self"), ""
+    threads = environ.get(env.OMP_NUM_THREADS, "")
     for other in path.parent.glob(f"warm-{environment_name()}-{_machine()}-*.sock"):
         with contextlib.suppress(OSError), connect(other, ANSWER_LIMIT) as conn:
             pid = frames.peer_of(conn)[0]
-            for words, value in _place_of(pid).items():
-                if value != here[words]:
-                    return f"{words} {here[words].strip()} here, {value.strip()} in process {pid}"
-    return ""
+            differs = ((words, value) for words, value in _place_of(pid).items()
+                       if value != here[words])  # fmt: skip
+            words, value = next(differs, ("", ""))
+            if not words:  # then it can only have been started for another number of threads
+                start = "`elasticrun warm`" if threads else "`elasticrun warm --one-rank`"
+                return (
+                    f"{env.OMP_NUM_THREADS} {threads or 'not set'} here, {_threads_of(pid)} in "
+                    f"process {pid}; {start} here starts one for such jobs"
+                )
+            found = (
+                f"{words} {here[words].strip()} here, {value.strip()} in process {pid}; "
+                "`elasticrun warm` here starts another one"
+            )
+    return found
 
 
 def socket_path(environ: Mapping[str, str]) -> Path:

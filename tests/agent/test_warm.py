@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,47 @@ def test_who_ends_in_the_middle_of_a_word_has_said_none(before: bytes) -> None:
         theirs.close()
         with pytest.raises(ConnectionResetError, match="it ended"):
             hear(ours)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "words"),
+    [
+        ("", "1", "OMP_NUM_THREADS not set here, 1 in process {}; `elasticrun warm --one-rank`"),
+        ("1", "", "OMP_NUM_THREADS 1 here, not set in process {}; `elasticrun warm`"),
+        ("2", "1", "OMP_NUM_THREADS 2 here, 1 in process {}; `elasticrun warm`"),
+    ],
+)
+def test_one_for_another_number_of_threads_is_not_used(
+    tmp_path: Path, caplog, monkeypatch: pytest.MonkeyPatch, here: str, there: str, words: str
+) -> None:
+    (tmp_path / "elasticrun").mkdir(mode=0o700)
+    monkeypatch.setattr(logger, "propagate", True)
+    ours, theirs = (
+        {"XDG_RUNTIME_DIR": str(tmp_path), **({"OMP_NUM_THREADS": threads} if threads else {})}
+        for threads in (here, there)
+    )
+    listens = (
+        "import os, socket, sys\n"
+        "os.chdir(sys.argv[1])\n"
+        "listener = socket.socket(socket.AF_UNIX)\n"
+        "listener.bind(sys.argv[2]); listener.listen()\n"
+        "print(flush=True); sys.stdin.read()\n"
+    )
+    place = socket_path(theirs)
+    caplog.set_level(logging.INFO, "elasticrun")
+    warm._not_used.cache_clear()
+    with subprocess.Popen(
+        [sys.executable, "-c", listens, str(place.parent), place.name],
+        env=theirs, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as other:  # fmt: skip
+        assert other.stdin
+        assert other.stdout
+        assert other.stdout.readline()
+        assert warm.fork_server(ours, ()) is None
+        other.stdin.close()
+    (said,) = [(one.levelno, one.message) for one in caplog.records]
+    told = f"the warm process is not used: {words.format(other.pid)} here starts one for such jobs"
+    assert said == (NOTICE, told)
 
 
 @pytest.mark.parametrize(("named", "level"), [("", NOTICE), ("ELASTICRUN_WARM_SERVER", 20)])

@@ -249,7 +249,8 @@ def test_what_is_no_request_is_hung_up_on(place: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     env = plain_environment(XDG_RUNTIME_DIR=str(tmp_path))
-    env.pop("ELASTICRUN_WARM_SERVER", None)
+    for name in ("ELASTICRUN_WARM_SERVER", "OMP_NUM_THREADS"):
+        env.pop(name, None)
 
     def run(*words: str, code: int = 0, mask: int = 0o022) -> str:
         before = os.umask(mask)
@@ -259,8 +260,12 @@ def test_the_command(tmp_path: Path) -> None:
         return done.stdout + done.stderr
 
     assert run("--list") == "no warm process\n"
-    assert "is warm, with torch" in run("--idle", "20")
-    assert "is warm already" in run()
+    several = "for jobs with several ranks a node (--one-rank: one for jobs with one)"
+    started = run("--idle", "20")
+    assert "is warm, with torch" in started
+    assert f", {several}; it ends" in started
+    assert "is warm already" in (again := run())
+    assert several in again
     assert "--idle has no effect on it" in run("--idle=3", code=1)
     umask = "umask 0077 here, 0022 in the warm process"
     assert f"forked from it: {umask}; `elasticrun warm --stop`" in run(code=1, mask=0o077)

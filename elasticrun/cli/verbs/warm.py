@@ -38,7 +38,17 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
         return _list(folder)
     if asked.stop:
         return _stop(folder, say)
-    return _start(_environ(one_rank=asked.one_rank), asked.idle, say)
+    serves = _serves(one_rank=asked.one_rank)
+    return _start(_environ(one_rank=asked.one_rank), serves, asked.idle, say)
+
+
+def _serves(*, one_rank: bool) -> str:
+    """Which jobs of this shell are forked from it: torch sizes its thread pools at its import."""
+    if os.environ.get(env.OMP_NUM_THREADS):
+        return f"jobs with {env.OMP_NUM_THREADS}={os.environ[env.OMP_NUM_THREADS]}"
+    if one_rank:
+        return "jobs with one rank a node"
+    return "jobs with several ranks a node (--one-rank: one for jobs with one)"
 
 
 def _environ(*, one_rank: bool) -> dict[str, str]:
@@ -76,11 +86,13 @@ def _parser() -> Parser:
     return made
 
 
-def _start(environ: dict[str, str], idle: float | None, say: Callable[[str], None]) -> int:
+def _start(
+    environ: dict[str, str], serves: str, idle: float | None, say: Callable[[str], None]
+) -> int:
     path = warm.socket_path(environ)
     there = _describe(path)
     if there is not None:
-        say(f"process {there.pid} is warm already, with torch {there.torch}")
+        say(f"process {there.pid} is warm already, with torch {there.torch}, for {serves}")
         if idle is not None:
             say("--idle has no effect on it: `elasticrun warm --stop` first")
         if reason := warm.refusal(path, environ):
@@ -93,8 +105,8 @@ def _start(environ: dict[str, str], idle: float | None, say: Callable[[str], Non
     if word != "ok":
         say(f"error: no warm process: {rest or 'it died as it started'}")
         return EXIT_FAILED
-    say(f"process {pid} is warm, with torch {rest}; it ends when no job has come for "
-        f"{idle / 60:g} minutes")  # fmt: skip
+    say(f"process {pid} is warm, with torch {rest}, for {serves}; it ends when no job has come "
+        f"for {idle / 60:g} minutes")  # fmt: skip
     return EXIT_OK
 
 
