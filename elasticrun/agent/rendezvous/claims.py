@@ -88,6 +88,10 @@ class ClaimError(Exception):
     """A claim can neither be read nor made; the text is a sentence."""
 
 
+class NotWritable(ClaimError):
+    """Nothing can be made in its folder, be it a claim or anything else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What stands in the file. `holder`: the life of whoever made it. `words`: what it says.
@@ -280,7 +284,7 @@ class ClaimFile:
                 f"there is no folder {os.path.dirname(self.path)} here: make it, or mount it"
             ) from None
         except OSError as error:
-            raise ClaimError(
+            raise NotWritable(
                 f"{os.path.dirname(self.path)} cannot be written to: {error.strerror}"
             ) from None
         with contextlib.ExitStack() as undo:
@@ -559,6 +563,10 @@ class FolderClaim:
             return True
         try:
             return await self._try(path)
+        except NotWritable as wrong:
+            remedy = "name a folder that this node can write to"
+            self._told.tell(f"no checkpoint can be written: {wrong}; {remedy}")
+            return True
         except ClaimError as wrong:
             self._told.tell(f"checkpoints are written without a claim of their folder: {wrong}")
             return True
@@ -638,7 +646,7 @@ def _first(file: ClaimFile, path: str) -> tuple[Claim | None, float]:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        raise ClaimError(f"{path} cannot be made: {error.strerror}") from None
+        raise NotWritable(f"{path} cannot be made: {error.strerror}") from None
     return timed(file)
 
 

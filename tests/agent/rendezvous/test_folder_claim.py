@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +112,46 @@ def test_what_is_no_folder_is_claimed_by_nobody(url: str) -> None:
 def test_a_folder_that_cannot_be_claimed_is_written_to(tmp_path: Path, monkeypatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(claims.logger, "log", lambda _, form, *args: said.append(form % args))
+    (tmp_path / NAME).write_text("somebody's")
+    asyncio.run(claim().sure(str(tmp_path)))
+    (one,) = said
+    assert one.startswith("checkpoints are written without a claim of their folder: ")
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_once_and_with_what_follows(
+    tmp_path: Path, monkeypatch
+) -> None:
+    said: list[tuple[int, str]] = []
+    monkeypatch.setattr(
+        claims.logger, "log", lambda at, form, *args: said.append((at, form % args))
+    )
     (tmp_path / "file").touch()
-    asyncio.run(claim().sure(str(tmp_path / "file" / "ckpt")))
-    assert "checkpoints are written without a claim of their folder" in said[0]
+    told = {
+        str(tmp_path / "file"): "{} cannot be made: File exists",
+        str(tmp_path / "file/ckpt"): "{} cannot be made: Not a directory",
+        "/proc/nope": "{} cannot be made: No such file or directory",
+        str(tmp_path): "{} cannot be written to: Read-only file system",
+    }
+    create = claims.SharedFiles.create
+
+    def refused(files: claims.SharedFiles, path: str, mode: int) -> int:
+        if Path(path).parent == tmp_path:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return create(files, path, mode)
+
+    monkeypatch.setattr(claims.SharedFiles, "create", refused)
+
+    async def looks(folder: str) -> None:
+        mine = claim()
+        mine.want(folder)
+        await mine.sure(folder)
+        await mine.sure(folder)
+        await mine.close()
+
+    for folder, why in told.items():
+        said.clear()
+        asyncio.run(looks(folder))
+        ((level, sentence),) = said
+        assert level == logging.WARNING
+        assert sentence.startswith(f"no checkpoint can be written: {why.format(folder)}")
+        assert sentence.endswith("; name a folder that this node can write to")
