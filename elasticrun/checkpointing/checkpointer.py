@@ -45,6 +45,9 @@ BUSY_LIMIT: Final = 60.0
 PERSIST_LIMIT: Final = 10.0
 """Seconds that one waits which is to be written out: were one rank to skip it, none could be."""
 
+MOST_SHOWN: Final = 4
+"""Arguments that an example shows."""
+
 NEVER: Final = 1 << 62
 """Steps to a snapshot that does not come."""
 
@@ -466,12 +469,20 @@ def _refuse(new: Checkpointer, owners: Callable[[], list[_Owner]]) -> None:
     if found := rival():
         _made.discard(new)
         one, other = (", ".join(sorted(each.names)) for each in (found, mine))
-        names = ", ".join(f"{name}=..." for name in sorted({*found.names, *mine.names}))
+        # what to do comes first: folders may be long, and a summary shows so many characters
         raise ConflictError(
-            f"this process has a Checkpointer of {one} in {found.url}, so there can be none of "
-            f"{other} in {mine.url}: give all state to one Checkpointer, under different names, "
-            f"as in Checkpointer({found.url!r}, {names})"
+            "one process has one Checkpointer: give all state to one, under different names, as "
+            f"in Checkpointer(folder, {_distinct(found, mine)}): this process has a Checkpointer "
+            f"of {one} in {found.url}, so there can be none of {other} in {mine.url}"
         )
+
+
+def _distinct(one: _Owner, other: _Owner) -> str:
+    """Arguments by which one Checkpointer could have the state of both."""
+    shared = one.names & other.names
+    names = sorted([*(one.names ^ other.names), *(f"{n}{i}" for n in shared for i in (1, 2))])
+    more = [] if len(names) <= MOST_SHOWN else ["..."]
+    return ", ".join([*(f"{name}=..." for name in names[:MOST_SHOWN]), *more])
 
 
 def _refuse_what_is_no_state(given: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from elasticrun.checkpointing.capture import Mapped
 from elasticrun.checkpointing.line import ConflictError
 from elasticrun.checkpointing.parts import StateError
 from elasticrun.checkpointing.state import TrainingState
+from elasticrun.core.rounds.failures import cut
 from elasticrun.dcp.items import pieces
 from elasticrun.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep, progress
@@ -508,10 +509,20 @@ def test_a_rank_has_one_state(agent: PlayedAgent, tmp_path: Path) -> None:
         return Checkpointer(tmp_path / folder, **state, **USUAL)
 
     unused = made("a", model=a)
-    with pytest.raises(ConflictError, match=r"of model in .*/a, so .* none of model in .*/b: "):
+    with pytest.raises(ConflictError, match=r"of model in .*/a, so .* none of model in .*/b$"):
         made("b", model=b)
-    with pytest.raises(ConflictError, match=r"as in Checkpointer\('.*/a', ema=\.\.\., model="):
+    with pytest.raises(ConflictError, match=r"Checkpointer\(folder, ema=\.\.\., model=\.\.\.\): "):
         made("a", ema=b)
+    with pytest.raises(ConflictError) as refused:
+        made("b", model=b, optim={})
+    assert cut(f"ConflictError: {refused.value}").startswith(
+        "ConflictError: one process has one Checkpointer: give all state to one, under different "
+        "names, as in Checkpointer(folder, model1=..., model2=..., optim=...): this process has"
+    )
+    with pytest.raises(
+        ConflictError, match=r"folder, a=\.\.\., b=\.\.\., c=\.\.\., d=\.\.\., \.\.\.\)"
+    ):
+        made("b", a=b, b=b, c=b, d=b)
     assert not agent.said
     del unused
     first = made("b", ema=b)

@@ -31,7 +31,8 @@ def test_a_second_checkpointer_is_refused_where_it_is_made(training: Training) -
     training.start("--two", script=PAIR, nproc=1, env=ROOT)
     training.finish(1)
     assert training.said(
-        r"ConflictError: this process has a Checkpointer of model in .*/gen, so there can be none "
-        r"of model in .*/disc: give all state to one Checkpointer"
+        r"ConflictError: one process has one Checkpointer: give all state to one, under different "
+        r"names, as in Checkpointer\(folder, model1=\.\.\., model2=\.\.\.\): this process has a "
+        r"Checkpointer of model in .*/gen, so there can be none of model in .*/disc"
     )
     assert not training.ckpt.exists()
