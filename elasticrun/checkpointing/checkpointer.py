@@ -20,7 +20,14 @@ from typing import Any, Final, Literal, TypeVar
 import torch.distributed as dist
 
 from elasticrun.checkpointing.backends import AgentWay, TorchWay, Way
-from elasticrun.checkpointing.choosing import Board, BoardError, RankOptions
+from elasticrun.checkpointing.choosing import (
+    Board,
+    BoardError,
+    NotAgreed,
+    NotThere,
+    RankOptions,
+    SpoiledError,
+)
 from elasticrun.checkpointing.line import (
     ASKED_LIMIT,
     ConflictError,
@@ -34,6 +41,7 @@ from elasticrun.checkpointing.state import OnResize, TrainingState
 from elasticrun.dcp.garbage import no_collection
 from elasticrun.shm.segment import MAX_SLOTS, MIN_SLOTS
 from elasticrun.storage.folder import MAX_STEP, Folder
+from elasticrun.storage.writing import StorageError
 from elasticrun.wire import env
 
 PERSIST_EVERY: Final = 1800.0
@@ -214,8 +222,11 @@ class Checkpointer:
         self._state.vouch()
         way, board = self._open()
         self._agree(board)
-        with no_collection():
-            step = way.resume(board)
+        try:
+            with no_collection():
+                step = way.resume(board)
+        except (StorageError, SpoiledError, NotAgreed, NotThere) as wrong:
+            raise wrong.with_traceback(None) from None  # a sentence: how it came about is in it
         self._begin(step)
         self.stats.source = way.source
         self._state.put_back_rng()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -499,6 +500,19 @@ def test_storage_that_ends_with_its_process_is_refused(before: str, tmp_path: Pa
     with pytest.raises(ValueError, match="blockcache keeps copies of its own on each node"):
         Checkpointer(f"blockcache::file://{tmp_path}", state={"a": 1})
     Checkpointer(f"dir::file://{tmp_path}", state={"a": 1})
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_storage_that_cannot_be_read_is_one_sentence(
+    agent: PlayedAgent, tmp_path: Path, name: str
+) -> None:
+    """Without the frames that led to it, and without the error of the system that it tells of."""
+    (tmp_path / "file").write_text("")
+    ckpt = Checkpointer(tmp_path / name, state={"a": torch.zeros(1)}, **USUAL)
+    with pytest.raises(StorageError, match=f"{name} was not listed: Not a directory") as raised:
+        ckpt.restore()
+    shown = traceback.format_exception(raised.value)
+    assert len(shown) == 1 + 2 + 1, "the heading, two frames, the sentence"
 
 
 def test_a_rank_has_one_state(agent: PlayedAgent, tmp_path: Path) -> None:
