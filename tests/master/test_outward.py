@@ -138,7 +138,7 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
     assert "\x1b" not in text
 
 
-def test_people_are_told_in_a_line_of_each_that_is_over(
+def test_people_are_told_in_a_line_of_each_once_the_ranks_run_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -146,8 +146,8 @@ def test_people_are_told_in_a_line_of_each_that_is_over(
     files = RunFiles(lambda: _opened(tmp_path / "run-1"), f"{tmp_path}/logs", tells=True)
     ended = "the job ends with code 1: no restart is left"
     for row in (
-        msgspec.structs.replace(ROW, over=False),
-        ROW,
+        msgspec.structs.replace(ROW, number=6, over=False, restarted=-1.0, first_step=-1.0),
+        msgspec.structs.replace(ROW, over=False, first_step=-1.0),
         ROW,
         msgspec.structs.replace(ROW, number=8, decision=f"{ROW.decision}; {ended}", ended=True),
         msgspec.structs.replace(ROW, number=9, cause="preempted", ended=True),  # as it was told to
@@ -157,9 +157,7 @@ def test_people_are_told_in_a_line_of_each_that_is_over(
     assert (tmp_path / "run-1" / "incidents" / "0007.md").is_file(), "a link to those of the logs"
     first = "rank 3 on node b failed (ValueError: bad)"
     assert [record.message for record in caplog.records] == [
-        f"incident 7: {first}; restart 1, restarted in 0.50 s, "
-        "first step after 1.75 s, 12 steps repeated: "
-        "logs/incidents/run-1/0007.md",
+        f"incident 7: {first}: logs/incidents/run-1/0007.md",
         f"incident 8 ended the job: logs/incidents/run-1/{8:04}.md",
     ]
 

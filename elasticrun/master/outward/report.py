@@ -167,15 +167,11 @@ def error_page(row: IncidentRow, when: float) -> str:
 
 
 def line(row: IncidentRow) -> str:
-    """Of one that is over: `incident 3: rank 1 failed (ValueError: bad luck); restart 1,
-    restarted in 0.41 s, first step after 0.92 s, 5 steps repeated`.
-    Of one that ended the job the launcher itself says why."""
+    """`incident 3: rank 1 failed (ValueError: bad luck)`. What it cost, and why the job has ended,
+    the launcher says itself."""
     if row.ended:
         return f"incident {row.number} ended the job"
-    lost = f", {some(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
-    back = way_back(row.restarted, row.first_step) or f"{span(lasted(row))} without training"
-    what = f"{row.decision.partition(':')[0]}, {back}{lost}"
-    return f"incident {row.number}: {plain(row.sentence)}; {what}"
+    return f"incident {row.number}: {plain(row.sentence)}"
 
 
 def table(rows: Iterable[IncidentRow], columns: int = 0, now: str = "") -> str:

@@ -199,7 +199,10 @@ class RunFiles:
         if text := error_page(row, time.time() - row.age):
             replace_file(self._open().folder.path / layout.ERROR, text.encode(errors="replace"))
         by_request = row.ended and row.cause not in FAILURES
-        if self._tells and row.over and row.number > self._told and not by_request:
+        runs = (
+            row.over or row.restarted >= 0.0
+        )  # told beside the restart, not after the next failure
+        if self._tells and runs and row.number > self._told and not by_request:
             self._told = row.number
             logger.log(NOTICE, "%s: %s", line(row), _typed(folder / f"{row.number:04}.md"))
 
