@@ -387,12 +387,15 @@ class NodeAgent:
                 self._snapshots.obey(order)
             case fx.TellRecovery(order):
                 self._story.recovered(order)
-            case fx.Note(level=level):
-                logger.log(LEVELS.get(level, 20), "%s", self._directed(effect))
         status = self._brain.status()
+        if isinstance(effect, fx.Note):
+            self._long_waits.noted(effect, status, self._noted)
         if status.state in (State.STOPPING, State.ENDING):
             self._ranks.call_off()
         self._long_waits.look(status)
+
+    def _noted(self, note: fx.Note) -> None:
+        logger.log(LEVELS.get(note.level, 20), "%s", self._directed(note))
 
     def _spawn(self, effect: fx.SpawnRanks) -> None:
         now = time.monotonic()

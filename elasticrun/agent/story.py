@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import Final
 
 from elasticrun.agent.runtime import Timer
+from elasticrun.core.events import Note
 from elasticrun.core.reasons import (
     MoreMayJoin,
     NodesNeeded,
+    NoMaster,
     Said,
     Whom,
     followed,
@@ -23,7 +25,7 @@ from elasticrun.core.reasons import (
     short,
 )
 from elasticrun.core.words import some, way_back
-from elasticrun.core.worker.states import GroupStatus, State
+from elasticrun.core.worker.states import ENDINGS, GroupStatus, State
 from elasticrun.wire.messages import Recovery, Start
 
 NOTHING: Final = "nothing"
@@ -127,10 +129,12 @@ class Story:
 
 class LongWaits:
     """One line per reason that has stood for a while, and one a minute from then on: `say` gets
-    the newest picture then, for `in_words`."""
+    the newest picture then, for `in_words`. That no master answers is told once it has stayed away
+    for SOON, since one that was killed has a successor in a moment."""
 
     def __init__(self, say: Callable[[GroupStatus], None]) -> None:
         self._say = say
+        self._absence = Timer()
         self._seen: tuple[State, str] | None = None
         self._status: GroupStatus | None = None
         self._timer = Timer()
@@ -138,15 +142,24 @@ class LongWaits:
     def look(self, status: GroupStatus) -> None:
         """To be called with the brain's picture whenever it may have changed."""
         self._status = status
+        if not status.master_lost:
+            self._absence.cancel()
         if self._seen == (status.state, status.reason):
             return
         self._seen = (status.state, status.reason)
-        self.close()
+        self._timer.cancel()
         if _leaves(status):
             self._timer.after(LEAVING, self._tell)
         elif status.state in _WAITS and status.reason:
             quick = status.state in _ENDS or isinstance(status.why, NodesNeeded | MoreMayJoin)
             self._timer.after(SOON if quick else LATE, self._tell)
+
+    def noted(self, note: Note, status: GroupStatus, tell: Callable[[Note], None]) -> None:
+        """`tell` it, now or later; now where this node is about to end for it."""
+        if isinstance(note.why, NoMaster) and status.state not in ENDINGS:
+            self._absence.after(SOON, tell, note)
+        else:
+            tell(note)
 
     def _tell(self) -> None:
         if self._status is not None:
@@ -156,6 +169,7 @@ class LongWaits:
     def close(self) -> None:
         """Say no more."""
         self._timer.cancel()
+        self._absence.cancel()
 
 
 def _leaves(status: GroupStatus) -> bool:

@@ -242,6 +242,29 @@ async def test_a_node_that_has_left_within_a_second_says_nothing_before(
     assert said == told
 
 
+@pytest.mark.parametrize("stays", [True, False])
+async def test_a_master_is_missed_only_where_it_stays_away(
+    *, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(story, "SOON", 0.0)
+    said: list[Note] = []
+    lost = replace(ALONE, state=State.RUNNING, master_lost="no master answers: reset")
+    note = Note("no master answers (reset)", "warning", why=NoMaster("reset"))
+    waits = story.LongWaits(lambda _: None)
+    waits.noted(note, lost, said.append)
+    waits.look(lost)
+    assert said == []
+    if not stays:
+        waits.look(replace(lost, master_lost=""))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert said == [note] * stays
+    back = Note("the master answers again", "warning")
+    waits.noted(back, lost, said.append)
+    waits.noted(note, replace(lost, state=State.HOLDING), said.append)
+    assert said[-2:] == [back, note], "it ends for it"
+
+
 def test_who_is_told_to_leave_reads_what_was_saved_and_how_to_go_on() -> None:
     saved = Exit(EXIT_SAVED, "received SIGINT", (), 2, 1180)
     ended = "ended by SIGINT (2); the ranks have been shut down"
