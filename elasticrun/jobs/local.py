@@ -96,10 +96,10 @@ class LocalJobs:
                 f"{some(known.max_nodes, 'node')} have shared out the GPUs of this host: none is "
                 "left for another one"
             )
-        if wanted.number > 1 and known.max_nodes == 1:
+        if wanted.number > 1 and known.max_nodes == 1 and run.state() != "succeeded":
             raise NotDone(
-                f"job {known.name} is of one node, which no other can join: submit it with --nodes "
-                f"1:{wanted.number}"
+                f"job {known.name} was submitted for exactly one node, which no other can join; "
+                f"submit it with --nodes 1:{wanted.number} to make it elastic"
             )
         rests = not living(run) and run.state() in ENDED and run.state() != "succeeded"
         if rests:
@@ -144,7 +144,10 @@ class LocalJobs:
         if state == "succeeded":
             return f"job {name} had succeeded before it was told to leave"
         _say(run, "stopped", f"{SUSPENDED}; no step was saved", suspended=True)  # no failure
-        return f"job {name} is suspended; it had saved no step when it ended; {again}"
+        return (
+            f"job {name} is suspended; no step was saved as it ended; {again} from an earlier "
+            "checkpoint, or at 0 where its script has no Checkpointer"
+        )
 
     def stop(self, run: RunFolder) -> str:
         """SIGTERM, for one whose master does not answer; one that is suspended stays so."""

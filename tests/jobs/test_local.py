@@ -17,7 +17,9 @@ import pytest
 
 from elasticrun.jobs import local
 from elasticrun.jobs.backend import NotDone, Submission, make_token, write_submission
-from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, hold
+from elasticrun.runs.index import make_run, runs_root
+from elasticrun.runs.layout import JobRecord, LocalAgent, RunFolder, RunResult, hold
+from elasticrun.system.processes import ProcessId
 from tests import needs
 from tests.accelerators.standins import gpu, nvml
 from tests.harness import LIMIT, World, await_true, ran, until_file
@@ -293,6 +295,37 @@ def test_nodes_on_one_host_share_out_its_gpus(person: Person) -> None:
             person.types("resume", "two")
     assert "none is left for another one" in person.hears("scale", "two", "3")[1]
     person.types("delete", "two")
+
+
+def test_a_suspended_job_of_one_node_says_what_makes_it_elastic(person: Person) -> None:
+    run = RunFolder(make_run(runs_root(person.environ), "ns", "0badcafe"))
+    write_submission(run, Submission(name="ns", on="local", host=os.uname().nodename))
+    run.write_job(JobRecord(name="ns", host=os.uname().nodename))
+    run.write_result(RunResult(state="stopped", reason="suspended", suspended=True))
+    code, said = person.hears("scale", "ns", "2")
+    assert (code, said.strip()) == (
+        1,
+        "elasticrun scale: job ns was submitted for exactly one node, which no other can join; "
+        "submit it with --nodes 1:2 to make it elastic",
+    )
+    assert "takes 1 node at most when it is resumed" in person.types("scale", "ns", "1")
+    run.write_result(RunResult(state="succeeded", reason="every rank ended with 0"))
+    assert "job ns has ended (succeeded)" in person.hears("scale", "ns", "2")[1]
+
+
+def test_suspend_says_where_a_script_without_a_checkpointer_goes_on(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    with subprocess.Popen(["sleep", "1000"]) as agent:
+        one = LocalAgent("node0", ProcessId.of(agent.pid))
+        known = Submission(name="ns", on="local", host=os.uname().nodename, agents=(one,))
+        write_submission(run, known)
+        run.write_job(JobRecord(name="ns", host=os.uname().nodename))
+        run.write_result(RunResult(state="failed", exit_code=1))
+        said = local.LocalJobs({}).suspend(run)
+    assert said == (
+        "job ns is suspended; no step was saved as it ended; elasticrun resume ns goes on from an "
+        "earlier checkpoint, or at 0 where its script has no Checkpointer"
+    )
 
 
 def test_what_has_succeeded_is_said_for_programs_too(person: Person) -> None:

@@ -4,6 +4,7 @@ a job that runs. The master carries it out, and notes among the job's events who
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -90,8 +91,12 @@ def main(verb: str, argv: Sequence[str]) -> int:
         if order.node and _are_turned(asked.ns):
             made.error(f"the node comes first: {made.prog} {asked.ns.job} {asked.ns.node}")
         return reach(asked, partial(_order, verb, order))
-    except (NotAnswered, NotDone, Claimed) as why:
-        said = _by_its_place(verb, asked.ns, why)
+    except (NotAnswered, NotDone, Claimed) as unheard:
+        why: Exception = unheard
+        try:
+            said = _by_its_place(verb, asked.ns, unheard)
+        except NotDone as refused:
+            said, why = None, refused
         if not said:
             print(f"{made.prog}: {why}", file=sys.stderr)
             return EXIT_FAILED
@@ -148,7 +153,7 @@ def _by_its_place(
     verb: str, ns: argparse.Namespace, why: Exception
 ) -> tuple[str, RunFolder] | None:
     """What the place of a job whose master does not answer does to end or scale it; None:
-    nothing."""
+    nothing. NotDone where it refuses to scale it."""
 
     def ask(request: Request) -> Reply:
         raise why
@@ -159,9 +164,11 @@ def _by_its_place(
             return None
         if verb == "scale":
             return _scaled(run, Request(verb, number=ns.number, who=who()), ask), run
-        return (backend_of(run, withdraw()).stop(run), run) if verb == "stop" else None
-    except (NotAnswered, NotDone, Claimed, OSError):
-        return None
+        with contextlib.suppress(NotDone):
+            return (backend_of(run, withdraw()).stop(run), run) if verb == "stop" else None
+    except (NotAnswered, Claimed, OSError):
+        pass
+    return None
 
 
 def _until_over(line: JobLine) -> None:
