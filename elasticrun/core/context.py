@@ -48,13 +48,12 @@ class JobContext:
         self.waits: tuple[LongWait, ...] = ()  # as in the facts
         self.scaled = False  # an operator has changed the number of nodes
         self.outcome: m.End | None = None
-        self.changed = False  # a fact has changed that no order waits for
         self.out: list[fx.JobEffect] = []
 
     def scale(self, low: int, high: int) -> None:
         """So many nodes are needed, and taken at most, from now on."""
         self.spec = replace(self.spec, min_nodes=low, max_nodes=high)
-        self.scaled = self.changed = True
+        self.scaled = True
         self.rdzv.scale(self.spec)
 
     def note(self, text: str, level: str = "info", *, told: bool = False) -> None:

@@ -29,8 +29,10 @@ from elasticrun.core.health.speed import Slowness, Stragglers
 from elasticrun.core.nodes.admission import FAILED, SLOW
 from elasticrun.core.nodes.node import Node
 from elasticrun.core.reasons import AtDoor, Checking, Excluded, Unfit
+from elasticrun.core.rounds.failures import Ending
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import lay_out, store_host
+from elasticrun.core.wishes import EndJob, Wish
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
@@ -62,8 +64,6 @@ class HealthPolicy:
         self._watched: RoundName | None = None  # whose steps are compared
         self._is_checking = False  # a check was begun whose end was not told of
         self._is_perf_told = False
-        self.unfit: Unfit | None = None
-        """Why the job must not start; None if it may."""
         self._checks = checks = ctx.spec.checks
         round_ = ctx.round
         perf = checks.perf and round_ is None  # the perf test was before the first round
@@ -241,22 +241,22 @@ class HealthPolicy:
             if self._nodes[node].at_gate:
                 self._answered.append(node)
 
-    def pursue(self) -> None:
+    def pursue(self) -> tuple[Wish, ...]:
         """If anything has happened to the check: order the probes of its next pass, act on what was
-        found, and say what it came to."""
+        found, and say what it came to. A job whose nodes all failed it ends."""
         if (check := self._netcheck) is None:
-            return
+            return ()
         due = self.due()
         late = due is not None and self._ctx.now >= due
         if not (self._stirred or late):
-            return
+            return ()
         time = self._time()
         if late:  # whatever is lost by adding and taking away
             time = max(time, check.next_deadline() or time)
         for _ in range(MAX_TURNS):
             self._stirred = False
             groups = check.proceed(time)
-            self.unfit = Unfit(check.perf.failure) if check.perf.failure else None
+            failure = check.perf.failure
             self._order(groups)
             self._judge(check.verdicts())
             if not groups and not self._stirred:
@@ -271,6 +271,7 @@ class HealthPolicy:
                 self._is_perf_told = True  # the last and largest is in the summary
                 self._ctx.note(line, "warning")
             self._ctx.note(check.news(), "warning")
+        return (EndJob(Ending.BELOW_FLOOR, Unfit(failure)),) if failure else ()
 
     def _order(self, groups: tuple[ProbeGroup, ...]) -> None:
         for group in groups:

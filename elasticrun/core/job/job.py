@@ -9,8 +9,8 @@ name. Time is `now`, monotonic seconds of the master; nonces come from `mint`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
+from typing import assert_never
 
 from msgspec.structs import replace
 
@@ -51,6 +51,7 @@ from elasticrun.core.sight.picture import Goodput, Picture
 from elasticrun.core.sight.sight import Sight
 from elasticrun.core.snapshots.policy import SnapshotPolicy
 from elasticrun.core.snapshots.snapshots import Snapshots
+from elasticrun.core.wishes import EndJob, Fail, RecordSoon, Reopen, Wish
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
@@ -93,7 +94,10 @@ class Job:
         self._sight: Sight
         self._requests: OperatorRequests
 
-        self._calm_until = -math.inf  # when something is due, if no part has anything to decide
+        self._due: float | None = None if facts is None else 0.0  # as next_deadline() says
+        self._parts_due: float | None = None  # the same without membership
+        self._record_due: float | None = None  # when the record is due although nothing is ordered
+        self._is_calm = False  # until then, a report that is no news changes no decision
         self._reason: Reason | None = None  # what the job waits for
         self._said: tuple[str, m.ReasonCode | None] = ("", None)  # the same as nodes are told
         self._ends: float | None = None  # when that wait is over at the latest
@@ -101,6 +105,7 @@ class Job:
         self._all_left = False
         self._left_a_round = True  # a member, while it ran, or not for a signal; or nobody knows
         self._last_failure: Reason | None = None
+        self._end: EndJob | None = None  # that a part has asked for
         self._sentence: tuple[int, Reason] | None = None  # how the job ends: exit code and reason
 
     @property
@@ -109,26 +114,9 @@ class Job:
         return self._ctx.spec
 
     def next_deadline(self) -> float | None:
-        """When `step(Tick(), now)` is due at the latest; 0.0 (long past) before the first step of a
-        master that was given facts. Until then a report that is no news is not decided on; where
-        nobody asks, as in a replay, each is, and that must come to the same."""
-        if not self._begun:
-            return None if self._facts is None else 0.0
-        if self._ctx.outcome is not None:
-            return None
-        found = earliest(
-            self._ctx.membership.next_deadline(),
-            self._until,
-            self._recorder.due(waiting=self._until is not None),
-            self._streams.health.due(),
-            self._snapshots.next_deadline(),
-            self._sight.next_deadline(),
-        )
-        self._calm_until = -math.inf
-        # any report may say that silent nodes are heard again, or see through what was stirred
-        if not (self._streams.hold_reason or self._saving.is_stirred):
-            self._calm_until = math.inf if found is None else found
-        return found
+        """When `step(Tick(), now)` is due at the latest, as of the last step; 0.0 (long past)
+        before the first step of a master that was given facts."""
+        return self._due
 
     def status(self) -> m.JobStatus:
         """The job as one page; O(nodes)."""
@@ -167,11 +155,15 @@ class Job:
 
     def step(self, event: fx.JobEvent, now: float) -> list[fx.JobEffect]:
         """Take in one event at monotonic time `now`; what is to be done, in order. A report that
-        changes nothing makes no part decide anew, unless something is due."""
+        is no news makes no part decide anew, unless something is due. It leaves `next_deadline` as
+        it is: what a node says only moves its deadline later, and its next beat does the same."""
         out: list[fx.JobEffect] = []
         if not self._begun and not self._wake(event, now, out):
             if isinstance(event, fx.Requested):
                 out.append(fx.Replied(event.number, m.Reply(False, text(NoAgentYet()))))
+            if self._begun:
+                self._record_due = self._recorder.pursue(waiting=False)
+                self._look_ahead()
             return out
         ctx, streams = self._ctx, self._streams
         ctx.now, ctx.out = now, out
@@ -182,11 +174,15 @@ class Job:
                 streams.attached(event.session, event.hello)
             case fx.Heard():
                 node = ctx.membership.heard(event.session, now)
-                if node is None or isinstance(event.report, m.Beat):
+                if node is None:
+                    return out
+                if isinstance(event.report, m.Beat):
+                    if ctx.outcome is None:
+                        self._due = earliest(ctx.membership.next_deadline(), self._parts_due)
                     return out
                 if ctx.outcome is None:
                     is_news = self._heard(node, event.report)
-                    if not is_news and now < self._calm_until:
+                    if self._is_calm and not is_news and (self._due is None or now < self._due):
                         return out
                     joined = node if isinstance(event.report, m.Join) else None
                 elif isinstance(event.report, m.LastLines):  # of the rank that ended the job
@@ -200,25 +196,39 @@ class Job:
                     self._sight.asked(event.number, event.request)
                 else:
                     reply = fx.Replied(event.number, self._operate(event.request))
-        self._calm_until = -math.inf
+        self._is_calm = False  # nor is it if this fails
         if ctx.outcome is None:
             streams.bury()
-            streams.health.pursue()
-            self._saving.pursue()
-            self._sight.pursue()
-            self._end_hung_round()
+            parts = (streams.health, self._saving, self._sight)
+            for wish in [wish for part in parts for wish in part.pursue()]:
+                self._grant(wish)
             self._advance()
             if joined is not None:
                 self._tell_to_wait(joined)
-            due = self._recorder.due(waiting=self._until is not None)
-            if due is not None and now >= due:  # changed without an order, or grown old
-                self._recorder.record()
+            self._record_due = self._recorder.pursue(waiting=self._until is not None)
         self._sight.settle(node)
         if ctx.outcome is not None and not ended:  # behind what was open, which is over with it
             streams.say_over(ctx.outcome)
         if reply is not None:  # behind the record of what was done
             out.append(reply)
+        self._look_ahead()
         return out
+
+    def _look_ahead(self) -> None:
+        """When the next step is due."""
+        if self._ctx.outcome is not None:
+            self._due = None
+            return
+        self._parts_due = earliest(
+            self._until,
+            self._record_due,
+            self._streams.health.due(),
+            self._snapshots.next_deadline(),
+            self._sight.next_deadline(),
+        )
+        self._due = earliest(self._ctx.membership.next_deadline(), self._parts_due)
+        # any report may say that silent nodes are heard again, or see through what was stirred
+        self._is_calm = not (self._streams.hold_reason or self._saving.is_stirred)
 
     def _wake(self, event: fx.JobEvent, now: float, out: list[fx.JobEffect]) -> bool:
         """Nothing was there yet. The record, or the first agent, says what the job is; whether
@@ -365,24 +375,34 @@ class Job:
             if verdict.bill not in (Bill.HOPELESS, Bill.FINAL) and reason is not None:
                 self._reopen(reason)
 
-    def _end_hung_round(self) -> None:
-        """The watch has found a rank that all others wait for, and is to act."""
-        demand, self._sight.watch.demand = self._sight.watch.demand, None
-        round_ = self._ctx.round
-        if demand is not None and round_ is not None and self._ctx.rdzv.phase is Phase.RUNNING:
-            node, failure, blamed = demand
-            report = m.RanksFailed(round_.name, (failure,))
-            self._ranks_failed(node, report, innocent=not blamed)
-
     def _operate(self, request: m.Request) -> m.Reply:
         """An operator wants something done."""
-        reply = self._requests.asked(request)
-        why, self._requests.restart = self._requests.restart, None
-        if why is not None:
-            self._reopen_free_of_charge(why)
-        if self._ctx.changed:
-            self._recorder.record()
+        reply, wishes = self._requests.asked(request)
+        for wish in wishes:
+            self._grant(wish)
+        self._recorder.catch_up()
         return reply
+
+    def _grant(self, wish: Wish) -> None:
+        """Do what a part wants. One that comes too late, since the round is over or the job ends,
+        is dropped."""
+        round_ = self._ctx.round if self._ctx.rdzv.phase is Phase.RUNNING else None
+        match wish:
+            case RecordSoon():
+                self._recorder.record_soon()
+            case EndJob():
+                if self._end is None and not self._is_deserted():
+                    self._end = wish
+            case Reopen():
+                ends = self._sentence is not None or self._end is not None
+                if round_ is not None and not ends:
+                    self._reopen_free_of_charge(wish.reason)
+            case Fail():
+                if round_ is not None:
+                    report = m.RanksFailed(round_.name, (wish.failure,))
+                    self._ranks_failed(wish.node, report, innocent=not wish.is_blamed)
+            case _:
+                assert_never(wish)
 
     # ------------------------------------------------------------ decisions
 
@@ -399,8 +419,6 @@ class Job:
             if gate is not None and gate.end is not None:
                 self._conclude(gate.code, gate.end)
                 return
-            if self._saving.trouble and ctx.rdzv.phase is Phase.RUNNING:
-                self._reopen_free_of_charge(self._saving.trouble)
             decision = ctx.rdzv.decide(ctx.now)
             if decision.verb is Verb.FORM and gate is not None:
                 decision = Decision(Verb.WAIT, gate.reason, gate.until)
@@ -430,13 +448,16 @@ class Job:
             code, reason = self._sentence
             may_be_saved = isinstance(reason, AllLeft)
             return (self._code_of_loss() if may_be_saved else code, reason)
-        if self._requests.stop:
-            return (code_of(Ending.LEFT), self._requests.stop)
-        gone = self._all_left and not self._ctx.membership.present
-        if gone and not self._ctx.rdzv.succeeded:
+        if self._end is not None:
+            return (code_of(self._end.ending), self._end.reason)
+        if self._all_left and self._is_deserted():
             return (self._code_of_loss(), AllLeft())
-        unfit = self._streams.health.unfit
-        return (code_of(Ending.BELOW_FLOOR), unfit) if unfit else None
+        return None
+
+    def _is_deserted(self) -> bool:
+        """Whether all nodes have left before the ranks were done."""
+        ctx = self._ctx
+        return self._all_left and not ctx.membership.present and not ctx.rdzv.succeeded
 
     def _code_of_loss(self) -> int:
         """The exit code of a job that ends because nodes have gone, and no rank is to blame."""
@@ -483,7 +504,7 @@ class Job:
         if found is not None:
             cause, why = found
             wait = attribution.leave_out(cause, now)
-            ctx.changed = True
+            self._recorder.record_soon()
             rdzv.leave_out(cause.node, now + wait, BackedOff(why))
             self._streams.health.doubt(cause.node)
             ctx.note(f"node {cause.node} is left out for {wait:g} s: {text(why)}", "warning")

@@ -32,19 +32,36 @@ class Recorder:
         self._ctx = ctx
         self._snapshots = snapshots
         self._at = 0.0
+        self._is_owed = False  # a fact has changed that no order waits for
         self.ledger: SlotLedger | None = None
 
     def record(self) -> None:
         """Whatever is told after this waits until it is durable."""
         self._at = self._ctx.now
-        self._ctx.changed = False
+        self._is_owed = False
         self._ctx.out.append(Record(self._facts()))
 
-    def due(self, *, waiting: bool) -> float | None:
-        """When the record must be made anew although nothing was ordered: now and then while a wait
-        runs or after a fact has changed, and once when a round is no longer young, since the next
-        master asks how old it is."""
-        if waiting or self._ctx.changed:
+    def record_soon(self) -> None:
+        """A fact has changed that no order waits for: it is in the record within RECORD_EVERY."""
+        self._is_owed = True
+
+    def catch_up(self) -> None:
+        """Record at once what would be recorded soon."""
+        if self._is_owed:
+            self.record()
+
+    def pursue(self, *, waiting: bool) -> float | None:
+        """Make the record if it is due although nothing was ordered; when it is due next. That is
+        now and then while a wait runs or after a fact has changed, and once when a round is no
+        longer young, since the next master asks how old it is."""
+        due = self._due(waiting=waiting)
+        if due is not None and self._ctx.now >= due:
+            self.record()
+            due = self._due(waiting=waiting)
+        return due
+
+    def _due(self, *, waiting: bool) -> float | None:
+        if waiting or self._is_owed:
             return self._at + RECORD_EVERY
         old = self._ctx.rdzv.formed_at + GROW_YOUNG
         if self._ctx.rdzv.phase is Phase.RUNNING and self._at < old:

@@ -13,6 +13,7 @@ from elasticrun.core.nodes.node import Health
 from elasticrun.core.reasons import ByOperator, Excluded, text
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import Phase
+from elasticrun.core.wishes import EndJob, RecordSoon, Reopen, Wish
 from elasticrun.core.words import names, some
 from elasticrun.wire import messages as m
 
@@ -21,29 +22,31 @@ class Unwilling(Exception):
     """The request is not carried out; the text is the sentence for who asked."""
 
 
+_Done = tuple[str] | tuple[str, Wish]
+"""The sentence for who asked, and what the job has to do."""
+
+
 class OperatorRequests:
-    """See the module's head. `stop` and `restart` are left here for the job to take up."""
+    """See the module's head."""
 
     def __init__(self, ctx: JobContext, streams: Streams) -> None:
         self._ctx = ctx
         self._streams = streams
-        self.stop: ByOperator | None = None
-        """Why the job is to end; None if nobody has asked for that."""
-        self.restart: ByOperator | None = None
-        """Why the round is to begin anew; None if nobody has asked for that."""
+        self._stop_reason: ByOperator | None = None
 
-    def asked(self, request: m.Request) -> m.Reply:
-        """Carry it out, or say why not."""
+    def asked(self, request: m.Request) -> tuple[m.Reply, tuple[Wish, ...]]:
+        """Carry it out, or say why not; and what the job has to do for it."""
         try:
-            return m.Reply(True, self._do(request))
+            done, *wishes = self._do(request)
         except Unwilling as why:
-            return m.Reply(False, str(why))
+            return m.Reply(False, str(why)), ()
+        return m.Reply(True, done), tuple(wishes)
 
-    def _do(self, request: m.Request) -> str:
+    def _do(self, request: m.Request) -> _Done:
         if self._ctx.outcome is not None:
             raise Unwilling(f"the job is over: {self._ctx.outcome.reason}")
-        if self.stop:
-            raise Unwilling(f"the job ends already: {text(self.stop)}")
+        if self._stop_reason is not None:
+            raise Unwilling(f"the job ends already: {text(self._stop_reason)}")
         match request.verb:
             case "stop":
                 return self._stop(request)
@@ -57,22 +60,23 @@ class OperatorRequests:
                 return self._scale(request)
         raise Unwilling(f"{request.verb}: a job that runs cannot do that")
 
-    def _stop(self, request: m.Request) -> str:
-        self.stop = _by(request, "stopped")
-        self._ctx.note(f"the job is {text(self.stop)}", "warning")
-        return f"the job ends: {text(self.stop)}"
+    def _stop(self, request: m.Request) -> _Done:
+        self._stop_reason = why = _by(request, "stopped")
+        self._ctx.note(f"the job is {text(why)}", "warning")
+        return f"the job ends: {text(why)}", EndJob(Ending.LEFT, why)
 
-    def _restart(self, request: m.Request) -> str:
+    def _restart(self, request: m.Request) -> _Done:
         ctx = self._ctx
         if ctx.rdzv.phase is not Phase.RUNNING or ctx.round is None:
             raise Unwilling("no round runs that could be restarted")
-        self.restart = _by(request, "restarted")
-        ctx.note(f"round {ctx.round.name.number} is {text(self.restart)}", "warning")
-        return f"the ranks are stopped and start again, free of charge: {text(self.restart)}"
+        why = _by(request, "restarted")
+        ctx.note(f"round {ctx.round.name.number} is {text(why)}", "warning")
+        done = f"the ranks are stopped and start again, free of charge: {text(why)}"
+        return done, Reopen(why)
 
     # ------------------------------------------------------------ nodes
 
-    def _scale(self, request: m.Request) -> str:
+    def _scale(self, request: m.Request) -> _Done:
         ctx, spec, high = self._ctx, self._ctx.spec, request.number
         low = min(spec.min_nodes, high)
         if not 1 <= high <= m.MAX_NODES:
@@ -86,13 +90,14 @@ class OperatorRequests:
         if ctx.rdzv.last.completed and high < spec.max_nodes:
             raise Unwilling("ranks have ended with 0 already: the job is about to be done")
         if high == spec.max_nodes:
-            return f"the job takes {some(high, 'node')} at most already"
+            return (f"the job takes {some(high, 'node')} at most already",)
         by = text(_by(request, f"scaled to {some(high, 'node')}"))
         ctx.scale(low, high)
         ctx.note(f"the job is {by}", "warning")
-        return f"the job takes {some(high, 'node')} at most from now on, and needs {low}"
+        done = f"the job takes {some(high, 'node')} at most from now on, and needs {low}"
+        return done, RecordSoon()
 
-    def _exclude(self, request: m.Request) -> str:
+    def _exclude(self, request: m.Request) -> _Done:
         ctx = self._ctx
         here = {node: ctx.nodes[node].host for node in ctx.membership.present}
         node = _find(request.node, here)
@@ -103,9 +108,9 @@ class OperatorRequests:
         self._streams.exclude([(node, Excluded(ASKED, text(_by(request, "asked"))))])
         low, left = ctx.spec.min_nodes, len(here) - 1
         waits = f"; {left} of {low} nodes are left, so the job waits for more" if left < low else ""
-        return f"node {node} is excluded for {ctx.spec.checks.exclude_for:g} s{waits}"
+        return (f"node {node} is excluded for {ctx.spec.checks.exclude_for:g} s{waits}",)
 
-    def _include(self, request: m.Request) -> str:
+    def _include(self, request: m.Request) -> _Done:
         ctx, now = self._ctx, self._ctx.now
         out = {one.node: one.host for one in ctx.exclusions.page(now)}
         held = {node: ctx.nodes[node].host for node in ctx.rdzv.backing_off if node in ctx.nodes}
@@ -117,13 +122,12 @@ class OperatorRequests:
         ctx.exclusions.lift(node)
         if node in ctx.rdzv.backing_off:
             ctx.rdzv.backing_off.put(node, now, by)
-        ctx.changed = True
         ctx.note(f"node {node} is {by}", "warning")
         one = ctx.nodes.get(node)
         if one is not None and one.health is Health.PARKED and one.session is not None:
             why = f"this node was parked, and is {by}: its agent must be started again"
             ctx.tell(one.session, m.Refused(why, code_of(Ending.EXCLUDED)))
-        return f"node {node} may join again"
+        return f"node {node} may join again", RecordSoon()
 
 
 def _find(asked: str, hosts: dict[str, str]) -> str | None:

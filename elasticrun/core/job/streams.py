@@ -199,7 +199,8 @@ class Streams:
         ctx.round.seat(adopted_seat(hello, report))
         self.health.trust(hello.node)
         self._rdzv.adopt_member(hello.node, hello.local_world_size, ctx.now)
-        ctx.changed = ctx.changed or self._rdzv.is_whole
+        if self._rdzv.is_whole:
+            self._recorder.record_soon()
 
     # ------------------------------------------------------------ detached, dead
 
@@ -220,7 +221,7 @@ class Streams:
             self._rdzv.gone(node, how, last_word=now)
             self.health.gone(node, why)
             self._saving.gone(node, f"has gone: {why}")
-            ctx.changed = True
+            self._recorder.record_soon()
         elif ctx.outcome is None:
             ctx.note(f"node {node} is suspect: {text(member.reason)}")
             self._saving.lost_contact(node)
@@ -244,7 +245,7 @@ class Streams:
             rdzv.gone(node, how, last_word=last_heard)
             self.health.gone(node, reason)
             self._saving.gone(node, reason)
-            ctx.changed = True
+            self._recorder.record_soon()
             if death.session is not None:
                 ctx.hang_up(death.session)
         if bool(self.hold_reason) != (self._membership.mass_silence.until is not None):

@@ -29,6 +29,7 @@ from elasticrun.core.sight.picture import (
     SettingRow,
     VerdictRow,
 )
+from elasticrun.core.wishes import Wish
 from elasticrun.core.words import lasting
 from elasticrun.wire import messages as m
 
@@ -104,14 +105,15 @@ class Sight:
         else:
             self._asked[number] = (look, self._ctx.now + LOOK_LIMIT)
 
-    def pursue(self) -> None:
+    def pursue(self) -> tuple[Wish, ...]:
         """Ask for looks that are due and judge; answer those who waited for one."""
-        self.watch.pursue()
+        wishes = self.watch.pursue()
         now = self._ctx.now
         for number, (look, until) in list(self._asked.items()):
             if self.watch.looked(look) or now >= until:
                 del self._asked[number]
                 self._answer(number)
+        return wishes
 
     def settle(self, node: str | None) -> None:
         """After every event that was decided on; `node`: whose report it was."""
@@ -163,7 +165,10 @@ class Sight:
 
     def next_deadline(self) -> float | None:
         """When `pursue` is due at the latest."""
-        return earliest(self.watch.next_deadline(), *(until for _, until in self._asked.values()))
+        due = self.watch.next_deadline()
+        if not self._asked:
+            return due
+        return earliest(due, *(until for _, until in self._asked.values()))
 
     def picture(self) -> Picture:
         """All that is known; O(ranks)."""

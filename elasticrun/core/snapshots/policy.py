@@ -19,6 +19,7 @@ from elasticrun.core.rounds.round import Round
 from elasticrun.core.snapshots.choice import Choice
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.snapshots.types import Key, key_of, order_of
+from elasticrun.core.wishes import RecordSoon, Reopen, Wish
 from elasticrun.wire import messages as m
 
 
@@ -35,8 +36,7 @@ class SnapshotPolicy:
         self._ends_since: float | None = None  # the job is to end
         self._is_last_saved = False  # what that leaves is being written out, or was
         self._save_by = 0.0  # when that is given up
-        self.trouble: SnapshotUnusable | None = None
-        """Why the present round cannot go on from its snapshot."""
+        self._wishes: list[Wish] = []  # that follow from reports of this step
         self.is_stirred = True
         """Something was heard or done since it was last seen what follows from it."""
         self._due: float | None = None  # when anything follows by itself
@@ -56,11 +56,12 @@ class SnapshotPolicy:
         elif isinstance(report, m.Persisted):
             before = saves.checkpoints.written
             saves.persisted(node, report, now)
-            self._ctx.changed = self._ctx.changed or saves.checkpoints.written != before
+            if saves.checkpoints.written != before:
+                self._wishes.append(RecordSoon())
         elif isinstance(report, m.NotReplicated):
             saves.not_replicated(node, report, now)
         elif saves.points.bad(node, report):
-            self.trouble = SnapshotUnusable(report.step)
+            self._wishes.append(Reopen(SnapshotUnusable(report.step)))
         self._send()
 
     def attached(self, node: str) -> None:
@@ -126,7 +127,6 @@ class SnapshotPolicy:
 
     def round_begins(self, round_: Round) -> None:
         """Its nodes are about to be told: what is over by that must be told before."""
-        self.trouble = None
         self._left_behind = None
         facts = round_.facts
         self._saves.begin_round(facts.name, facts.world_size, facts.restore, round_.seats)
@@ -136,7 +136,6 @@ class SnapshotPolicy:
         """An agent runs a round of which nobody had told this master."""
         points = self._saves.points
         self.is_stirred = True
-        self.trouble = None
         points.rewound_from, points.restore_step = report.rewound_from, -1
         self._saves.begin_round(report.round, report.world_size, report.restore, round_.seats)
 
@@ -147,8 +146,8 @@ class SnapshotPolicy:
             self._saves.checkpoints.save(facts.restore, self._ctx.now)
             self._send()
 
-    def pursue(self) -> None:
-        """Begin what is due, end what is late."""
+    def pursue(self) -> tuple[Wish, ...]:
+        """Begin what is due, end what is late. A round whose snapshot is unusable is reopened."""
         now, outbox = self._ctx.now, self._saves.outbox
         late = self._due is not None and now >= self._due
         if self.is_stirred or late or outbox.orders:
@@ -157,6 +156,8 @@ class SnapshotPolicy:
             if outbox.orders or outbox.news:  # which may lead to more
                 self._send()
             self._due = self._saves.next_deadline()
+        wishes, self._wishes = self._wishes, []
+        return tuple(wishes)
 
     def overslept(self, by: float) -> None:
         """The master did not listen for `by` seconds: no answer is late by that."""

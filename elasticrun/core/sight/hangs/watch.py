@@ -41,6 +41,7 @@ from elasticrun.core.sight.hangs.waiting import (
     judge,
 )
 from elasticrun.core.sight.picture import RankRow, StackRow, VerdictRow
+from elasticrun.core.wishes import Fail, RecordSoon, Wish
 from elasticrun.core.words import Lasting, lasting
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import write_ranges
@@ -129,9 +130,6 @@ class Watch:
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
-        self.demand: tuple[str, m.Failure, bool] | None = None
-        """The round is to end for this failure of a node's rank, and whether the node is to blame;
-        the job takes it from here."""
         self._places = Places()
         self._places.restore(ctx.waits)
         self._since_of: dict[str, _Quiet] = {}  # nodes that are quiet
@@ -203,19 +201,20 @@ class Watch:
             self._look = None
             self._move()
 
-    def pursue(self) -> None:
-        """Ask for looks that are due, and judge."""
+    def pursue(self) -> tuple[Wish, ...]:
+        """Ask for looks that are due, and judge. The round ends for a verdict that is acted on."""
         if not self._since_of and self._since is None and self._look is None:
-            return  # all train
+            return ()  # all train
         now = self._ctx.now
-        self._see_whether_it_moves()
+        wishes = self._see_whether_it_moves()
         look = self._look
         if look is not None and (look.done or now >= look.until):
             self._look = None
-            self._seen(look)
+            wishes += self._seen(look)
         due = self._due()
         if self._look is None and due is not None and now >= due:
-            self._look_by_itself()
+            wishes += self._look_by_itself()
+        return wishes
 
     def next_deadline(self) -> float | None:
         """When `pursue` is due at the latest."""
@@ -343,7 +342,7 @@ class Watch:
             node for node in last.stages if node not in last.completed and node in self._ctx.nodes
         ]
 
-    def _see_whether_it_moves(self) -> None:
+    def _see_whether_it_moves(self) -> tuple[Wish, ...]:
         """Since when all members are quiet, and whether they may be judged."""
         ctx, last = self._ctx, self._ctx.rdzv.last
         since = None
@@ -351,25 +350,27 @@ class Watch:
             running = self._running()
             if all(node in self._since_of for node in running):
                 since = max((self._since_of[node].since for node in running), default=None)
-        if since != self._since:
-            self._moved_on(since)
+        wishes = self._moved_on(since) if since != self._since else ()
         if ctx.away != self._away:  # what was said meanwhile is old
             self._away, self._opinion, self._verdict = ctx.away, None, None
         self._members = tuple(running) if since is not None and self._are_all_there(running) else ()
         if not self._members:
             self._opinion = self._verdict = None
+        return wishes
 
-    def _moved_on(self, since: float | None) -> None:
+    def _moved_on(self, since: float | None) -> tuple[Wish, ...]:
         """The stillness that was is over, and another one begins, or none."""
         now, before = self._ctx.now, self._since
+        wishes: tuple[Wish, ...] = ()
         if before is not None and (opinion := self._opinion) is not None:
             seconds = now - before if since is None else since - before
             if self._places.learn(_place(opinion.impasse), seconds):
-                self._ctx.waits, self._ctx.changed = self._places.record(), True
+                self._ctx.waits, wishes = self._places.record(), (RecordSoon(),)
             if self._noted is not None:
                 self._warn(f"ranks go on after {now - before:.0f} s", "info")
         self._move()
         self._since = since
+        return wishes
 
     def _are_all_there(self, running: list[str]) -> bool:
         """Whether every member is well and heard: else nothing is judged."""
@@ -425,7 +426,7 @@ class Watch:
         """Seconds of stillness then; a look that was due is never early by a rounding."""
         return 0.0 if self._since is None else at - self._since + GRAIN
 
-    def _look_by_itself(self) -> None:
+    def _look_by_itself(self) -> tuple[Wish, ...]:
         ctx, before = self._ctx, self._opinion
         assert self._since is not None
         seconds = self._span(ctx.now)
@@ -441,8 +442,9 @@ class Watch:
         late = self._dump_by is not None and ctx.now >= self._dump_by
         dump = self._final or ((told_soon or late) and not self._dumped)
         if dump:
-            ctx.dumps, ctx.changed, self._dumped = ctx.dumps + 1, True, True
+            ctx.dumps, self._dumped = ctx.dumps + 1, True
         self._ask(self._members, stacks=dump, dump=ctx.dumps if dump else 0, lines=dump)
+        return (RecordSoon(),) if dump else ()
 
     def _ask(
         self, nodes: list[str] | tuple[str, ...], *, stacks: bool, dump: int, lines: bool = False
@@ -468,7 +470,7 @@ class Watch:
 
     # ------------------------------------------------------------ the verdict
 
-    def _seen(self, look: RollCall) -> None:
+    def _seen(self, look: RollCall) -> tuple[Wish, ...]:
         """A look is over: judge, tell, act."""
         self._last = look
         if look.order.stacks:
@@ -487,14 +489,13 @@ class Watch:
         judged = all_seen and self._ctx.spec.watch.on_hang != "off"
         if self._since is None or not self._members or not judged:
             self._opinion = self._verdict = None
-            return
+            return ()
         self._agree(look, sightings, self._span(look.at))
         self._heed_torch(look, sightings)
         if self._verdict is None:
-            return
+            return ()
         self._tell(self._verdict, look.at)
-        if final and not self._acted:
-            self._act(self._verdict, look)
+        return self._act(self._verdict, look) if final and not self._acted else ()
 
     def _agree(self, look: RollCall, sightings: list[Sighting], seconds: float) -> None:
         """Whether this look says what the one before has said, and nothing has moved."""
@@ -624,33 +625,30 @@ class Watch:
             parts.append(f"torch would end this in {self._torch_ends - ctx.now:.0f} s")
         return "; ".join(parts)
 
-    def _act(self, verdict: Impasse, look: RollCall) -> None:
+    def _act(self, verdict: Impasse, look: RollCall) -> tuple[Wish, ...]:
         """End the round for it."""
         ends = self._ends_at(verdict)
         if ends is None or look.at + GRAIN < ends:
-            return
+            return ()
         self._acted = True
         rank = verdict.odd[0]
         seen = {one.seen.rank: one for one in look.sightings}[rank]
         round_ = self._ctx.round
         seat = round_.members.get(seen.node) if round_ is not None else None
         known, stack = self._ctx.nodes.get(seen.node), look.stack_of(rank)
-        self.demand = (
-            seen.node,
-            m.Failure(
-                host=known.host if known is not None else "",
-                rank=rank,
-                local_rank=rank - seat.first_rank if seat is not None else -1,
-                pid=seen.seen.pid,
-                exitcode=-SIGTERM,  # by which it is ended
-                time_us=0,
-                kind=m.FailureKind.HUNG,
-                message=verdict.sentence,
-                traceback=f"{verdict.sentence}\n{stack}" if stack else "",
-                error_file="",
-            ),
-            bool(verdict.of_node),
+        failure = m.Failure(
+            host=known.host if known is not None else "",
+            rank=rank,
+            local_rank=rank - seat.first_rank if seat is not None else -1,
+            pid=seen.seen.pid,
+            exitcode=-SIGTERM,  # by which it is ended
+            time_us=0,
+            kind=m.FailureKind.HUNG,
+            message=verdict.sentence,
+            traceback=f"{verdict.sentence}\n{stack}" if stack else "",
+            error_file="",
         )
+        return (Fail(seen.node, failure, is_blamed=bool(verdict.of_node)),)
 
 
 def _place(impasse: Impasse) -> Place:

@@ -1,0 +1,43 @@
+"""What a part of the core wants done that is not its own to do. Parts return wishes; the job grants
+them. The union is closed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticrun.core.reasons import Reason
+from elasticrun.core.rounds.failures import Ending
+from elasticrun.wire.messages import Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Reopen:
+    """End the running round and form another one, free of charge."""
+
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Count this failure of a node's rank, as if the node had reported it."""
+
+    node: str
+    failure: Failure
+    is_blamed: bool
+    """Whether the node is at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndJob:
+    """End the job."""
+
+    ending: Ending
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSoon:
+    """Record the facts soon: one has changed, and no order waits for it."""
+
+
+Wish = Reopen | Fail | EndJob | RecordSoon
