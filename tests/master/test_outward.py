@@ -384,7 +384,7 @@ def test_a_verdict_is_told_to_a_command(tmp_path: Path) -> None:
     assert [(one["event"], one["over"]) for one in hangs] == [("hang", False), ("hang", True)]
     told = {key: slow[key] for key in ("event", "node", "job", "name")}
     assert told == {"event": "slow", "node": "b", "job": "id-17", "name": "run17"}
-    assert events[0]["verdict"] == msgspec.to_builtins(verdict)
+    assert events[0]["verdict"] == json.loads(msgspec.json.encode(verdict))
 
 
 def test_a_url_is_posted_to() -> None:
