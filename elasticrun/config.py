@@ -420,7 +420,8 @@ class MasterConfig:
     lifeline_fd: int = -1  # end when this pipe reaches EOF (standalone); -1: none
     ready_fd: int = -1  # write one JSON line {"port":, "status_port":} here when serving, then one
     # byte for each that comes on lifeline_fd; -1: none
-    again: bool = False  # a master that this agent had started before has served already
+    replaces: str = ""  # what became of the one that this agent had started before, and that has
+    # served: "was killed by signal 9"; "": there was none
     linger: float = 5.0  # how long agents have to hear the outcome
     token: str = field(default="", repr=False)  # agents prove it; "": anyone may join
     tls: Tls | None = None

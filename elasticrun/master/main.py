@@ -46,7 +46,7 @@ from elasticrun.config import (
     REATTACH_GRACE,
     MasterConfig,
 )
-from elasticrun.core.events import JobOver, Tick
+from elasticrun.core.events import JobOver, Note, Tick
 from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.failures import Ending, code_of
@@ -404,8 +404,11 @@ class Master:
                 logger.error("a defect: %s while taking up the record", fault, exc_info=fault)
                 await records.distrust(f"this master cannot take it up ({fault!r})")
                 facts = None
-        if done := await life.outward.open(goes_on=facts is not None or self._config.again):
+        replaces = self._config.replaces
+        if done := await life.outward.open(goes_on=facts is not None or bool(replaces)):
             facts = self._facts_of(done)
+        elif replaces:
+            life.outward.noted(Note(f"the job master before this one {replaces}", "warning"))
         brain = self._job(facts)
         trace = records.begin_trace(Life(self._config.job_id, self._term, self._config.spec, facts))
         if trace is not None:

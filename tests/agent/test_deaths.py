@@ -209,7 +209,8 @@ def test_kill_9_of_the_fork_server_without_restarts_ends_the_job(world: World) -
 
 
 def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
-    job, ranks = puppets(world, *ONE_RESTART, patient=False)
+    run = world.tmp / "run"
+    job, ranks = puppets(world, *ONE_RESTART, f"--run-dir={run}", patient=False)
     master = helper(job, is_master)
     assert command(master.pid).startswith("elasticrun: master of ")
     master.kill()
@@ -221,6 +222,8 @@ def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
     again = world.hub.ranks(2, restart=1)
     assert {rank.world_size for rank in again} == {2}
     finish_all([job], again)
+    told = (run / "events.jsonl").read_text()
+    assert told.count("the job master before this one was killed by signal 9") == 1, told
 
 
 @further("test_kill_9_of_the_master_is_not_felt_by_the_ranks")

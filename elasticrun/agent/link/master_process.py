@@ -150,11 +150,11 @@ class MasterProcess:
         record: LaunchFolder | None = None,
         in_etcd: InEtcd | None = None,
         *,
-        again: bool = False,
+        replaces: str = "",
     ) -> None:
         """Starts it; needs no loop, so that it can be done before asyncio is imported. To be called
-        in the main thread, at whose end the kernel wakes a stopped master. `again`: another one of
-        this agent's has served before. OSError."""
+        in the main thread, at whose end the kernel wakes a stopped master. `replaces`: what
+        became of the one that has served here before it. OSError."""
         self.record = record
         self._code: int | None = None
         self._heard: Callable[[int], None] | None = None
@@ -176,7 +176,7 @@ class MasterProcess:
                 _master_config(config, bind, record, in_etcd),
                 lifeline_fd=lifeline_read,
                 ready_fd=ready_write,
-                again=again,
+                replaces=replaces,
             )
             with shielded(), debugger.escaped():
                 self.process = subprocess.Popen(
@@ -316,6 +316,7 @@ class MasterHost:
         self._gone = asyncio.Event()
         self._gone.set()
         self._served = False
+        self._fate = ""  # what became of the last one that has served
         self._told = Once()
         self._ping = Timer()
         self._patience = Patience()
@@ -337,7 +338,8 @@ class MasterHost:
             self._record = first.record
         try:
             master = first or MasterProcess(
-                *(self._config, self._bind, self._record, self._in_etcd), again=self._served
+                *(self._config, self._bind, self._record, self._in_etcd),
+                replaces=self._fate if self._served else "",
             )
         except OSError as error:
             logger.warning("the job master cannot be started: %s", error)
@@ -429,6 +431,7 @@ class MasterHost:
         port = self._answer.get("port")
         if isinstance(port, int):
             self._served = True
+            self._fate = ""
             everywhere = self._bind.host in ("::", "0.0.0.0")
             host = "127.0.0.1" if everywhere else self._bind.host
             self._bind = Endpoint(self._bind.host, port)
@@ -481,6 +484,7 @@ class MasterHost:
     def _give_up(self, master: MasterProcess, limit: float) -> None:
         how = how_silent(master.process.pid)
         logger.warning("no answer of the job master for %g s: %s, and is killed", limit, how)
+        self._fate = self._fate or f"gave no answer for {limit:g} s ({how}), and was killed"
         self.kill()
 
     def _relay(self, master: MasterProcess) -> None:
@@ -500,6 +504,8 @@ class MasterHost:
         self._master = None
         self._node.reaper.spared.discard(master.process.pid)  # the early one may be reaped before
         self._gone.set()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+        self._fate = self._fate or how
         if self._closing or code == 0:
             return  # the job is over, or we are
         if EXIT_NOT_LEADING in (code, self._answer.get("exit_code")):
@@ -514,7 +520,6 @@ class MasterHost:
         if "error" in self._answer:
             self._cannot_serve(str(self._answer["error"]))
             return
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         if not self._served and self._deaths >= MAX_STILLBORN:
             self._node.fatal(f"the job master cannot be started: it {how} each time")
             return

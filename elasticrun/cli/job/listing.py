@@ -26,6 +26,10 @@ POLL: Final = 1.0
 """Seconds between two questions of `events -f`."""
 
 
+SAME: Final = 2.0
+"""Seconds by which the master and the run folder differ at most about when something happened."""
+
+
 def stacks(argv: Sequence[str]) -> int:
     """The verb of this name."""
     made = parser("stacks", "Show where the ranks of a running job are, grouped by their stacks.")
@@ -147,13 +151,14 @@ def _print(rows: list[EventRow], ns: argparse.Namespace) -> None:
 
 def before(left: Sequence[EventRow], told: Sequence[EventRow]) -> list[EventRow]:
     """Those in the run folder that are older than all that its master tells: of masters before it,
-    of earlier starts, and those it has forgotten. Each master counts from 1."""
+    of earlier starts, and those it has forgotten. The ages of one event differ a little."""
     if not told:
         return list(left)
-    same = [at for at, row in enumerate(left) if row.number == told[0].number]
-    if same and left[same[-1]].text == told[0].text:
-        return list(left[: same[-1]])
-    return [row for row in left if row.age > told[0].age]
+    first = told[0]
+    alike = [at for at, row in enumerate(left) if row.text == first.text]
+    near = [(abs(left[at].age - first.age), at) for at in alike]
+    same = [(off, at) for off, at in near if off < SAME]
+    return list(left[: min(same)[1]]) if same else [row for row in left if row.age > told[0].age]
 
 
 def unseen(rows: Sequence[EventRow], last: int) -> list[EventRow]:
