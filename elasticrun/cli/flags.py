@@ -189,7 +189,13 @@ class Parser(argparse.ArgumentParser):
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         found: list[Any] = super()._get_option_tuples(option_string)
         contract = [match for match in found if match[0].dest in self.contract | {"help"}]
-        return contract or [match for match in found if match[0].dest in self.newer]
+        meant = contract or [match for match in found if match[0].dest in self.newer]
+        if len(meant) > 1 and len({match[0].dest for match in meant}) == 1:
+            # torchrun refuses it too: its two spellings are two flags to argparse
+            typed = option_string.partition("=")[0]
+            whole = next(name for name in meant[0][0].option_strings if name.startswith("--"))
+            self.error(f"ambiguous option: {typed}; did you mean {whole}?")
+        return meant
 
 
 def leave_word(sentence: str) -> None:
