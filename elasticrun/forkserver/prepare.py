@@ -153,7 +153,7 @@ class Preloader:
         if top in sys.builtin_module_names or top in sys.stdlib_module_names:
             return ""
         if spec is None or spec.origin is None:
-            return "there is no such module" if spec is None else "it has no file"
+            return "no installed package has this module" if spec is None else "it has no file"
         origin = os.path.realpath(spec.origin)
         if not any(origin.startswith(folder + os.sep) for folder in self._folders):
             return f"{origin} is not an installed package"
