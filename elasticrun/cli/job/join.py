@@ -62,6 +62,7 @@ ABOUT: Final = f"""\
 Make this machine a node of a running job. The first machine prints the line to paste,
 which is good for {JOIN_CODE_LIFE // 60} minutes. Script and flags come from there; FLAGS
 (--nproc-per-node=4, --local-addr=10.0.0.7, --tls-ca=ca.pem) are for this machine alone.
+Variables do not come from there: export here what the script needs.
 With - in place of CODE, the code is read from standard input.
 """
 
