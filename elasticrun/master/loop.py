@@ -106,6 +106,28 @@ class _Seldom(Generic[T]):
         return self._made
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listeners:
+    """Who is called with what the loop learns. Each call is made in the loop and must not block."""
+
+    on_over: Callable[[events.JobOver, Picture], object] = lambda *_: None
+    """How the job has ended, and all that is known of it."""
+    on_noted: Callable[[events.Note], object] = lambda _: None
+    """Each line about what has happened."""
+    on_formed: Callable[[], object] = lambda: None
+    """The ranks of the first round of this master are started."""
+    on_metrics: Callable[[m.Metrics], object] = lambda _: None
+    """What the first rank of the present round says of its steps."""
+    on_stepped: Callable[[int, int], object] = lambda *_: None
+    """The round's number and the newest step, where that is a newer one."""
+    on_filed: Callable[[IncidentRow], object] = lambda _: None
+    """Each record of an incident, as often as it changes."""
+    on_judged: Callable[[VerdictRow, bool], object] = lambda *_: None
+    """Each verdict on a job that stands still, and again (true) when it is over."""
+    on_slow: Callable[[events.FoundSlow], object] = lambda _: None
+    """Each node that is found slow and stays."""
+
+
 class Loop:
     """Feeds events to the brain in the order of `put` and performs what it asks for."""
 
@@ -117,27 +139,13 @@ class Loop:
         clock: Callable[[], float] = time.monotonic,
         store: FactStore | None = None,
         tracer: TraceWriter | None = None,
+        listeners: Listeners = Listeners(),
     ) -> None:
         self._brain = brain
         self._job_id = job_id
         self.name = ""
         """By which people know the job; "": by its id."""
-        self.on_over: Callable[[events.JobOver], object] = lambda _: None
-        """Called when the brain says how the job has ended."""
-        self.on_noted: Callable[[events.Note], object] = lambda _: None
-        """Called with each line about what has happened."""
-        self.on_formed: Callable[[], object] = lambda: None
-        """Called when the ranks of the first round of this master are started."""
-        self.on_metrics: Callable[[m.Metrics], object] = lambda _: None
-        """Called with what the first rank of the present round says of its steps."""
-        self.on_stepped: Callable[[int, int], object] = lambda *_: None
-        """Called with the round's number and the newest step, where that is a newer one."""
-        self.on_filed: Callable[[IncidentRow], object] = lambda _: None
-        """Called with each record of an incident, as often as it changes."""
-        self.on_judged: Callable[[VerdictRow, bool], object] = lambda *_: None
-        """Called with each verdict on a job that stands still, and again (true) when it is over."""
-        self.on_slow: Callable[[events.FoundSlow], object] = lambda _: None
-        """Called with each node that is found slow and stays."""
+        self._listeners = listeners
         self.figures = Figures(clock)
         self._clock = clock
         self._inbox: deque[events.JobEvent] = deque()
@@ -282,7 +290,7 @@ class Loop:
             event = self._inbox.popleft()
             if isinstance(event, events.Heard) and isinstance(event.report, m.Metrics):
                 if self.figures.told(event.report):  # nothing is decided by it
-                    self.on_metrics(event.report)
+                    self._listeners.on_metrics(event.report)
                 continue
             self._step(event, self._clock())
             if isinstance(event, events.Detached):
@@ -290,7 +298,7 @@ class Loop:
             elif isinstance(event, events.Heard):
                 newer = self.figures.heard(event.report)
                 if newer and isinstance(event.report, m.Steps):
-                    self.on_stepped(event.report.round.number, event.report.step)
+                    self._listeners.on_stepped(event.report.round.number, event.report.step)
                 if isinstance(event.report, m.Beat):  # says that this loop turns, as the Beat did
                     self._tell((event.session,), m.Echo(event.report.number, self._pace()))
         deadline, now = self._brain.next_deadline(), self._clock()
@@ -364,17 +372,17 @@ class Loop:
             case events.Note():
                 level = LEVELS.get(effect.level, logging.INFO)
                 logger.log(logging.INFO if effect.told else level, "%s", effect.text)
-                self.on_noted(effect)
+                self._listeners.on_noted(effect)
             case events.JobOver():
-                self.on_over(effect)
+                self._listeners.on_over(effect, self.last_picture())
             case events.Filed():
                 self.figures.filed(effect.incident)
-                self.on_filed(effect.incident)
+                self._listeners.on_filed(effect.incident)
             case events.Judged():
                 self.figures.judged(effect.verdict.klass, over=effect.over)
-                self.on_judged(effect.verdict, effect.over)
+                self._listeners.on_judged(effect.verdict, effect.over)
             case events.FoundSlow():
-                self.on_slow(effect)
+                self._listeners.on_slow(effect)
             case events.Replied():
                 self._reply(effect.number, effect.reply)
 
@@ -392,7 +400,7 @@ class Loop:
             order = replace(order, status_url=self.page_link(), clock_us=clock_us)
         elif isinstance(order, m.Start):
             if not self.figures.rounds:
-                self.on_formed()
+                self._listeners.on_formed()
             self.figures.started(order.round, order.group_world_size)
         try:
             data = protobuf.order_to_wire(order)
@@ -437,9 +445,10 @@ class Mailbox:
     would make a healthy node suspect.
     """
 
-    def __init__(self) -> None:
-        self.on_close: Callable[[], object] = lambda: None
-        """Called once by `close`: whoever empties the box limits how long that may take."""
+    def __init__(self, on_close: Callable[[], object] = lambda: None) -> None:
+        """`on_close`: called once by `close`, so that whoever empties the box limits how long that
+        may take."""
+        self._on_close = on_close
         self._orders: dict[str, bytes] = {}
         self._closed = False
         self._changed = asyncio.Event()
@@ -462,7 +471,7 @@ class Mailbox:
         if not self._closed:
             self._closed = True
             self._changed.set()
-            self.on_close()
+            self._on_close()
 
     async def take(self) -> bytes | None:
         """The next order, waiting for one; None when the box is closed and empty."""

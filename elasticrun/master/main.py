@@ -52,7 +52,7 @@ from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.sight.picture import Picture
 from elasticrun.master.joining import Joining
-from elasticrun.master.loop import BrainFault, Loop, RecordStuck
+from elasticrun.master.loop import BrainFault, Listeners, Loop, RecordStuck
 from elasticrun.master.outward.outward import Outward
 from elasticrun.master.page.http import StatusPage, reachable
 from elasticrun.master.page.readers import Readers
@@ -311,9 +311,7 @@ class Master:
         port = listen(server, config.host, config.port, pem)
         records = Records(config, hosted=self._hosted)
         brain = await self._remember(records, port, life)
-        loop = Loop(brain, job_id=config.job_id, store=records.store, tracer=records.trace)
-        loop.name = life.outward.job_name
-        self._acquaint(loop, life, port)
+        loop = self._loop(brain, records, life, port)
         # where the job has no token, its user on this host may still operate it, and nobody else
         operator = operator_token(config.token or secrets.token_hex(32))
         servicer = life.streams = Servicer(
@@ -352,18 +350,23 @@ class Master:
             if self._hosted and life.is_orphan(config.lifeline_fd):
                 await _anyway("removing the record", records.remove)
 
-    def _acquaint(self, loop: Loop, life: Lifetime, port: int) -> None:
-        """Tell the loop who listens to it, and what only the configuration knows."""
-        endpoint = f"{reachable(self._config.host)}:{port}"
-        loop.on_noted = life.outward.noted
-        loop.on_metrics = life.outward.metrics
-        loop.on_stepped = life.outward.stepped
-        loop.on_formed = lambda: life.outward.formed(endpoint)
-        loop.on_filed = life.outward.filed
-        loop.on_judged = life.outward.judged
-        loop.on_slow = life.outward.slow
-        loop.on_over = lambda outcome: life.over(outcome, loop.last_picture())
-        loop.sources = self._config.sources
+    def _loop(self, brain: Job, records: Records, life: Lifetime, port: int) -> Loop:
+        """The loop, with those who listen to it and what only the configuration knows."""
+        config, outward = self._config, life.outward
+        listeners = Listeners(
+            on_noted=outward.noted,
+            on_metrics=outward.metrics,
+            on_stepped=outward.stepped,
+            on_formed=partial(outward.formed, f"{reachable(config.host)}:{port}"),
+            on_filed=outward.filed,
+            on_judged=outward.judged,
+            on_slow=outward.slow,
+            on_over=life.over,
+        )
+        store, tracer = records.store, records.trace
+        loop = Loop(brain, job_id=config.job_id, store=store, tracer=tracer, listeners=listeners)
+        loop.name, loop.sources = outward.job_name, config.sources
+        return loop
 
     async def _serve(self, loop: Loop, records: Records, life: Lifetime) -> int:
         """Turn until the lifetime, the brain or the leadership is over; the exit code."""

@@ -284,7 +284,12 @@ class Servicer:
             reason = f"this master serves {MAX_SESSIONS} nodes already"
             raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
         session = next(self._sessions)
-        box = Mailbox()
+        limits: list[asyncio.TimerHandle] = []
+
+        def limit_writer() -> None:
+            limits.append(clock.call_later(FLUSH_LIMIT, writer.cancel))
+
+        box = Mailbox(limit_writer)
         clean = False
         self.broken.discard(hello.node)
         self._count(+1, hello.node)
@@ -293,8 +298,6 @@ class Servicer:
         allowance = Allowance()
         reader = asyncio.ensure_future(self._read(context, session, allowance))
         clock = asyncio.get_running_loop()
-        limits: list[asyncio.TimerHandle] = []
-        box.on_close = lambda: limits.append(clock.call_later(FLUSH_LIMIT, writer.cancel))
         try:
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
             if reader.done():

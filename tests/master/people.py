@@ -18,7 +18,7 @@ from elasticrun import __version__
 from elasticrun.core.events import Attached, Hangup, Heard, JobEffect, JobEvent, JobOver, Tell
 from elasticrun.core.sight.picture import Goodput, LedgerRow, Picture
 from elasticrun.master import server
-from elasticrun.master.loop import Loop
+from elasticrun.master.loop import Listeners, Loop
 from elasticrun.master.server import MAX_CALLS, Servicer
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import Pem
@@ -234,8 +234,8 @@ async def serving(
     with patch.multiple(server, **{"PROVE_LIMIT": LIMIT, **bounds}):
         brain = brain or Recorder()
         over: list[JobOver] = []
-        loop = Loop(brain, store=store)
-        loop.on_over = over.append
+        listeners = Listeners(on_over=lambda outcome, _: over.append(outcome))
+        loop = Loop(brain, store=store, listeners=listeners)
         servicer = Servicer(loop, "job", **options)
         methods = (servicer.attend, servicer.status, servicer.reach)
         more = (servicer.ask_for, servicer.operate, servicer.join)

@@ -142,8 +142,7 @@ def test_what_is_said_of_one_thing_is_no_word_about_another() -> None:
 async def test_a_mailbox_that_nobody_empties_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(master_loop, "MAX_ORDERS", 3)
     closed: list[str] = []
-    box = Mailbox()
-    box.on_close = lambda: closed.append("closed")
+    box = Mailbox(lambda: closed.append("closed"))
     for number in range(3):
         box.put(f"Holder {number}", b"")
     box.put("Holder 1", b"again")
