@@ -47,10 +47,17 @@ def pytest_configure(config: pytest.Config) -> None:
     nothing we ignore them no less, but what is exec'd has the default again."""
     for number in ignored_signals():
         signal.signal(number, lambda *_: None)
+    os.environ.pop("PYTHONUNBUFFERED", None)  # all jobs have one environment, so one warm process
     if not hasattr(config, "workerinput"):  # of xdist: its controller does it for all
         planted.plant()
         state = tempfile.mkdtemp(prefix="elasticrun-state-")  # run folders, for one
         config.stash[STATE] = os.environ["XDG_STATE_HOME"] = state
+
+
+def pytest_runtest_setup() -> None:
+    """torch sets this variable in a process that imports its compiler: the jobs of such a worker
+    would differ from those of all others, for which the run's warm process was made."""
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -141,7 +141,7 @@ class Records:
             f"the job is over already: {facts.outcome.reason} (remove {self._folder}, the record "
             "of its master, to run it again)"
         )
-        return replace(facts, outcome=replace(facts.outcome, reason=reason))
+        return replace(facts, outcome=replace(facts.outcome, reason=reason, code=None))
 
     async def distrust(self, why: str) -> None:
         """What was loaded cannot be used: begin an empty record."""

@@ -80,4 +80,5 @@ def test_any_wish_is_a_valid_manifest(
     ns = get_args_parser({}).parse_args(expanded(printed.container["args"], POD))
     assert [ns.training_script, *ns.training_script_args] == program
     got = {one["name"]: one["value"] for one in printed.container.get("env", ()) if "value" in one}
+    assert got.pop("ELASTICRUN_LAST_WORDS") == printed.container["terminationMessagePath"]
     assert dict(zip(got, expanded(list(got.values()), POD), strict=True)) == env
