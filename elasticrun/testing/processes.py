@@ -139,10 +139,11 @@ def command(pid: int) -> str:
 
 
 def signal_all(find: Callable[[], Iterable[int]], number: int) -> set[int]:
-    """Send a signal to all that `find` finds, again until it finds nobody new; who was sent it."""
+    """Send a signal to all that `find` finds, again until it finds nobody new; who was sent it.
+    Children before parents (by pid): a stopped master is woken by the death of its agent."""
     sent: set[int] = set()
     for _ in range(ROUNDS):
-        fresh = [pid for pid in find() if pid not in sent]
+        fresh = sorted((pid for pid in find() if pid not in sent), reverse=True)
         if not fresh:
             break
         for pid in fresh:
