@@ -182,7 +182,7 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
     )
     for rank in (0, 1):
         reader.until_text(f"[{rank}] rank {rank} is here\n", stream="stdout")
-    assert "had saved no step" in person.types("suspend", "prints")
+    assert "no step was saved as it ended" in person.types("suspend", "prints")
     assert reader.wait() == 0
     assert person.row("prints")["state"] == "suspended"
     assert "already (suspended)" in person.hears("submit", "--name", "prints", "--", script)[1]
