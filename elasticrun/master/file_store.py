@@ -28,6 +28,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from elasticrun.core.persisted import Facts, aged
+from elasticrun.runs.layout import replace_file
 from elasticrun.system.processes import boot_id
 from elasticrun.system.sandbox import start_thread
 from elasticrun.wire.types import dumps, loads
@@ -235,6 +236,8 @@ class _Disk:
     def open(self) -> Facts | None:
         """The facts in the file, if there are any that can be used. OSError."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for draft in self.folder.glob(f".{FILE}.*"):  # of a master that was killed as it wrote
+            draft.unlink(missing_ok=True)
         try:
             return self._load()
         except Damaged as wrong:
@@ -250,8 +253,6 @@ class _Disk:
     def put_aside(self) -> None:
         """Rename the file, so that no later master takes its facts for current."""
         self.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._draft)
         try:
             os.replace(self.path, f"{self.path}{ASIDE}")
         except FileNotFoundError:
@@ -279,18 +280,11 @@ class _Disk:
         """End; harmless when it is not open."""
         self._content = None
 
-    @property
-    def _draft(self) -> Path:
-        return self.path.with_suffix(".new")
-
     def _write(self, content: _Content) -> None:
         body = dumps(content).encode()
+        head = b"elasticrun record %d %08x" % (VERSION, zlib.crc32(body))
         try:
-            with open(self._draft, "wb", opener=_private) as file:
-                file.write(b"elasticrun record %d %08x\n%s\n" % (VERSION, zlib.crc32(body), body))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(self._draft, self.path)
+            replace_file(self.path, b"%s\n%s\n" % (head, body), sync=True)
         except FileNotFoundError:
             raise OSError(f"{self.folder} has been removed") from None
         self._content = content
@@ -333,10 +327,6 @@ def _parsed(data: bytes) -> _Content:
         return loads(body, _Content)
     except (ValueError, TypeError) as wrong:
         raise Damaged(f"its facts are of another version ({wrong})") from None
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _since_boot() -> float:

@@ -427,13 +427,17 @@ def hold(path: Path) -> int:
     return fd
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write it as a whole or not at all, also where others may write. OSError."""
+def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
+    """Write it as a whole or not at all, also where others may write; with `sync`, also where the
+    power fails. OSError."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
             file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(fd)
         os.replace(draft, path)
     except OSError:
         draft.unlink(missing_ok=True)

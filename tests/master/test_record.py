@@ -24,11 +24,12 @@ from elasticrun.master import file_store, records
 from elasticrun.master.file_store import FileStore
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, dumps
-from tests import aio
+from tests import aio, needs
 from tests.master.facts import facts
 from tests.master.people import LIMIT, ROUND, Recorder, hear, serving
 
 JOIN = m.Join(Endpoint("127.0.0.1", 1))
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -236,18 +237,35 @@ async def test_a_folder_that_is_gone_costs_one_line_and_the_record(
     assert "has been removed" in caplog.text
 
 
-async def test_a_full_disk_costs_the_record_and_leaves_no_stale_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with opened(tmp_path) as store:
+FULL = """
+import asyncio, sys
+from pathlib import Path
+from elasticrun.master import file_store
+from tests.master.test_record import facts, opened, _load, _written
+
+file_store.LOAD_LIMIT = file_store.GIVEN_UP = float(sys.argv[2])
+
+async def main(folder):
+    async with opened(folder) as store:
         await store.load()
         await _written(store, facts(1))
-        (tmp_path / "record.new").symlink_to("/dev/full")
-        await _written(store, facts(2, nodes=1000))
+        await _written(store, facts(2, nodes=10_000))
         await _written(store, facts(3))  # nobody waits for a disk any more
-    assert await _load(tmp_path) is None
-    assert (tmp_path / "record.aside").exists()
-    assert caplog.text.count("has no record any more: [Errno 28] No space left on device") == 1
+    print(await _load(folder), sorted(each.name for each in folder.iterdir()))
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_the_record_and_leaves_no_stale_one(tmp_path: Path) -> None:
+    command = [*needs.tmpfs(tmp_path, "64k"), sys.executable, "-c", FULL]
+    command += [str(tmp_path), str(LIMIT)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.stdout == "None ['record.aside']\n", done.stderr
+    assert done.stderr.count("has no record any more: [Errno 28] No space left on device") == 1
 
 
 async def test_a_disk_that_hangs_is_given_up_and_set_aside_when_it_answers(
@@ -403,6 +421,7 @@ def test_a_kill_at_any_moment_leaves_whole_facts(tmp_path: Path, after: int) -> 
                 writer.send_signal(signal.SIGKILL)
     found = aio.run(_load(tmp_path))
     assert found.number in (told, told + 1)
+    assert [each.name for each in tmp_path.iterdir()] == ["record"], "no draft is left behind"
     assert set(found.order) == {f"{found.number}-{i}" for i in range(50)}
 
 
