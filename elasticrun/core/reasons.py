@@ -1,12 +1,11 @@
-"""Why something is as it is: each decision, stop, end, loss, exclusion and failure has a reason.
+"""Typed reasons: every decision, stop, exit, loss, exclusion and failure carries one.
 
-`text` makes the sentence, for terminals, status, pages, incidents, Events and logs, and nobody
-reads it again: what follows from a reason is decided by its type. A sentence with figures that is
-made where they are measured (a verdict of the network check, what a rank died of) is a field here
-that nobody reads either.
+`text` renders a reason for terminals, status, pages, incidents, Kubernetes Events and logs. No code
+parses the result: decisions depend on the type of a reason. Evidence that is written where it is
+measured (a verdict of the network check, how a rank died) is a text field, and no code parses it.
 
-On a wire, and in the record of a job, a reason is its text beside a `ReasonCode`: the name of its
-type, and its fields as JSON. Who does not know the type has `Said` of the text.
+On the wire and in the job's record a reason is its text plus a `ReasonCode` (the name of its type,
+and its fields as JSON). A reader that does not know the type uses `Said(text)`.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ def _kind(name: str) -> str:
 
 
 class _Typed(Struct, frozen=True, tag_field="kind", tag=_kind):
-    """What all reasons are."""
+    """Base of all reasons; the tag names the type on the wire."""
 
 
 class Said(_Typed, frozen=True):
-    """Of a person, a script, another release; or of a reason that cannot be known any more."""
+    """Free text: from a person, a script or another release, or a reason whose type is unknown."""
 
     text: str
 
@@ -39,11 +38,12 @@ class Said(_Typed, frozen=True):
 
 
 class LostContact(_Typed, frozen=True):
-    """How an agent was lost sight of, and since when it is silent, where that was found too long.
-    `mute`: its connection stands. `unheard`: since the master came back."""
+    """How the master lost contact with an agent, and for how long the agent has been silent if that
+    was too long. `mute`: it is connected and says nothing. `unheard`: nothing came since the master
+    restarted."""
 
     how: Literal["closed", "broken", "mute", "unheard", "gone_before"]
-    silent: float = -1.0  # seconds; -1.0: it is not given up for that
+    silent: float = -1.0  # seconds; -1.0: silence is not the reason
     missed: bool = False  # ranks of other nodes lost it
 
 
@@ -52,26 +52,26 @@ class Dead(_Typed, frozen=True):
 
 
 class Suspect(_Typed, frozen=True):
-    """Its connection is gone, and its fate is open."""
+    """Its connection is gone; it may still be alive."""
 
 
 class Silent(_Typed, frozen=True):
-    """Its ranks are to stop, and nothing comes of that."""
+    """It was told to stop its ranks and does not answer."""
 
 
 class Replaced(_Typed, frozen=True):
-    """By a newer agent of its name."""
+    """A newer agent with the same node name took its place."""
 
 
 class Leaves(_Typed, frozen=True):
-    """What an agent says that goes by itself, for a signal or not (0)."""
+    """The agent leaves on its own. `signal`: the signal it received; 0: none."""
 
     words: str
     signal: int = 0
 
 
 class Excluded(_Typed, frozen=True):
-    """By a verdict: of the network check, of step times, or of a person."""
+    """Excluded by the network check, by step times, or by a person."""
 
     by: str  # failed, slow, asked
     verdict: str
@@ -82,8 +82,8 @@ class HasLeft(_Typed, frozen=True):
 
 
 class FirstToFail(_Typed, frozen=True):
-    """Ranks of this node were the first to fail in so many rounds in a row; in one, where it had
-    been left out before. `moved`: these were not always the same ranks."""
+    """Ranks of this node failed first in `rounds` consecutive rounds. `rounds` is 1 if the node was
+    in backoff before. `moved`: the node had other rank numbers in some of the rounds."""
 
     rounds: int
     moved: bool
@@ -91,7 +91,7 @@ class FirstToFail(_Typed, frozen=True):
 
 
 class BackedOff(_Typed, frozen=True):
-    """It waits, and the others go on."""
+    """The node is in backoff; the others continue without it."""
 
     why: FirstToFail
 
@@ -105,17 +105,17 @@ class NodeLost(_Typed, frozen=True):
 
 
 class Parked(_Typed, frozen=True):
-    """It is excluded, and stays without ranks."""
+    """Excluded, but its agent stays, without ranks (quarantine)."""
 
     why: Reason
 
 
 class WasParked(_Typed, frozen=True):
-    """Its agent has gone since."""
+    """It was parked, and its agent has gone since."""
 
 
 class NodesUnheard(_Typed, frozen=True):
-    """Of a round that was adopted."""
+    """Nodes of an adopted round have not reported."""
 
 
 class NodeExcluded(_Typed, frozen=True):
@@ -124,7 +124,7 @@ class NodeExcluded(_Typed, frozen=True):
 
 
 class Banned(_Typed, frozen=True):
-    """What an excluded node is told; when it comes again, with its name."""
+    """Sent to an excluded node. `node` and `host` are set when it tries to attach again."""
 
     how: Excluded
     seconds: float
@@ -133,13 +133,13 @@ class Banned(_Typed, frozen=True):
 
 
 class Superseded(_Typed, frozen=True):
-    """An agent is not let in: a newer one has its place."""
+    """An agent is refused: a newer agent has its place."""
 
     node: str
 
 
 class NodeTaken(_Typed, frozen=True):
-    """An agent is not let in: another one of its name is there."""
+    """An agent is refused: another agent holds its node name."""
 
     node: str
     host: str
@@ -158,20 +158,20 @@ class Joined(_Typed, frozen=True):
 
 
 class Scaled(_Typed, frozen=True):
-    """A round runs with more nodes than the job is to have."""
+    """The round has more nodes than the job was scaled to."""
 
     nodes: int
 
 
 class RanksStopped(_Typed, frozen=True):
-    """By their own agent, which was not told to."""
+    """A node's agent stopped its ranks without an order."""
 
     node: str
     over: bool  # they are gone already
 
 
 class ByOperator(_Typed, frozen=True):
-    """`done`: stopped, restarted, asked, included again, scaled to ..."""
+    """An operator's request. `done`: stopped, restarted, asked, included again, scaled to ..."""
 
     done: str
     who: str
@@ -179,13 +179,13 @@ class ByOperator(_Typed, frozen=True):
 
 
 class GivenUp(_Typed, frozen=True):
-    """This node, by the master. `later`: the job has gone on in another round."""
+    """The master has given up this node. `later`: the job continues in another round."""
 
     later: bool
 
 
 class OtherRound(_Typed, frozen=True):
-    """Than the one that runs here: it is newer, or has begun."""
+    """Another round than the one that runs here is newer, or has begun."""
 
     name: str
     begun: bool
@@ -196,7 +196,7 @@ class SnapshotUnusable(_Typed, frozen=True):
 
 
 class RankFailed(_Typed, frozen=True):
-    """`what` became of it; of a hang that is the whole verdict."""
+    """A rank failed. `what`: how; for a hang the whole verdict."""
 
     rank: int
     node: str  # "" where there is only one
@@ -205,7 +205,7 @@ class RankFailed(_Typed, frozen=True):
 
 
 class FailedElsewhere(_Typed, frozen=True):
-    """While another master served, who may have known why a peer had gone."""
+    """It failed while another master served, which may know why the peer was lost."""
 
     first: RankFailed
 
@@ -214,22 +214,23 @@ class FailedElsewhere(_Typed, frozen=True):
 
 
 class MasterIsNew(_Typed, frozen=True):
-    """Whom it waits for: nodes of the round that `runs`, of the `last` one, of one that `may_run`;
-    or `half` of the ranks may train elsewhere."""
+    """The master has restarted and waits for nodes of the round that `runs`, of the `last` round,
+    or of a round that `may_run`; `half`: half of the ranks or more may train elsewhere."""
 
     whom: Literal["runs", "last", "may_run", "half"]
 
 
 class AtDoor(_Typed, frozen=True):
-    """A round runs, and newcomers wait."""
+    """Pending: a round runs, and new nodes wait to join it."""
 
     until: Literal["finishing", "unheard", "no_more", "start", "returns", "probed", "cooldown"]
     cooldown: float = 0.0
 
 
 class Spare(_Typed, frozen=True):
-    """There is no place for it: the round is `full` with so many nodes (0: it is not, but nodes are
-    taken `unit` at a time). `silence`: seconds after which it takes the place of the only node."""
+    """The round has no place for this node. `full`: the size of a full round; 0: the round is not
+    full, but nodes join `unit` at a time. `silence`: seconds of silence of the only node after
+    which this one replaces it."""
 
     full: int
     unit: int
@@ -237,20 +238,20 @@ class Spare(_Typed, frozen=True):
 
 
 class Spares(_Typed, frozen=True):
-    """What spares wait for, for others."""
+    """The same, in a sentence about the spares."""
 
     nodes: tuple[str, ...]
     why: Spare
 
 
 class Survivors(_Typed, frozen=True):
-    """Of the last round: they are to stop their ranks and join."""
+    """Nodes of the last round have yet to stop their ranks and join."""
 
     alone: bool
 
 
 class Fence(_Typed, frozen=True):
-    """Ranks of the last round may live, and nobody can tell."""
+    """No node of the last round reports, so its ranks may still run."""
 
     seconds: float
 
@@ -270,7 +271,7 @@ class NodesNeeded(_Typed, frozen=True):
 
 
 class PeerLost(_Typed, frozen=True):
-    """All failures look like the loss of a peer that nobody has told of yet."""
+    """All failures look like a lost peer, and no report explains it yet."""
 
     alone: bool
 
@@ -280,32 +281,34 @@ class RestartDelayed(_Typed, frozen=True):
 
 
 class Checking(_Typed, frozen=True):
-    """The network check, in its own words."""
+    """The network check runs; `words` describes its stage."""
 
     words: str
 
 
 class LastSave(_Typed, frozen=True):
-    """The job is to end, and its last snapshot is being written; before (""), ranks are stopped."""
+    """The job ends once its last snapshot is written. `busy`: what is in progress; "": ranks are
+    being stopped."""
 
     busy: str = ""
 
 
 class CutOff(_Typed, frozen=True):
-    """Most nodes are silent at once: it may be the master. It gives nobody up for so long."""
+    """Most nodes fell silent at once, so the master may be cut off: it declares no node dead for
+    `seconds`."""
 
     seconds: float
 
 
 class NoAgentYet(_Typed, frozen=True):
-    """Nobody has attached to this master."""
+    """No agent has attached to this master."""
 
 
 # ---------------------------------------------------------------- why the job ends
 
 
 class Completed(_Typed, frozen=True):
-    """Every rank ended with 0, as far as they were heard of."""
+    """Every rank ended with 0. `heard_of_all`: and every rank reported."""
 
     heard_of_all: bool = True
 
@@ -318,13 +321,14 @@ class TooFewNodes(_Typed, frozen=True):
 
 
 class SaidFinal(_Typed, frozen=True):
-    """The script says that trying again cannot help."""
+    """The script says that a restart cannot help."""
 
     first: RankFailed
 
 
 class NoRestartsLeft(_Typed, frozen=True):
-    """`pattern`: what the last rounds together say; "" nothing."""
+    """The budget of restarts is spent. `pattern`: what the last failures have in common; "":
+    nothing."""
 
     first: RankFailed
     most: int
@@ -333,31 +337,31 @@ class NoRestartsLeft(_Typed, frozen=True):
 
 
 class AllLeft(_Typed, frozen=True):
-    """Each node was told to go."""
+    """Every node was told to leave."""
 
 
 class Unfit(_Typed, frozen=True):
-    """All nodes together missed what was asked of them."""
+    """The nodes together failed a check that the job requires."""
 
     verdict: str
 
 
 class Saved(_Typed, frozen=True):
-    """The end, and the step that is in storage."""
+    """Why the job ended, and the step that is in storage."""
 
     why: Reason
     step: int
 
 
 class NotSaved(_Typed, frozen=True):
-    """All is done, and the last checkpoint is not in storage."""
+    """The ranks are done, but the last checkpoint is not in storage."""
 
     why: Reason
     owed: str
 
 
 class Then(_Typed, frozen=True):
-    """And what came of it."""
+    """A reason and its consequence."""
 
     first: Reason
     then: Reason
@@ -367,7 +371,7 @@ class Then(_Typed, frozen=True):
 
 
 class StoreComing(_Typed, frozen=True):
-    """This node joins as soon as it has a store to offer."""
+    """This node joins once its store is ready."""
 
 
 class BeingProbed(_Typed, frozen=True):
@@ -383,7 +387,7 @@ class RanksDone(_Typed, frozen=True):
 
 
 class Departs(_Typed, frozen=True):
-    """As soon as its ranks have saved a step."""
+    """This node leaves once its ranks have saved a step."""
 
     signal: str
 
@@ -398,20 +402,21 @@ class OlderMaster(_Typed, frozen=True):
 
 
 class NoMaster(_Typed, frozen=True):
-    """None can be reached just now."""
+    """No master can be reached at the moment."""
 
     why: str
 
 
 class NoMasterFor(_Typed, frozen=True):
-    """None could be reached for so long. `done`: the ranks here were through."""
+    """No master could be reached for `seconds`. `done`: the ranks of this node had finished."""
 
     seconds: float
     done: bool = False
 
 
 class MasterUnmet(_Typed, frozen=True):
-    """None was ever reached. `why`: not by the first attempt, and this node dials on."""
+    """No master was ever reached. `why`: how the first attempt failed, while this node still
+    dials."""
 
     dial: str
     seconds: float
@@ -419,7 +424,7 @@ class MasterUnmet(_Typed, frozen=True):
 
 
 class StoresEnd(_Typed, frozen=True):
-    """Store hosts of this node, one after another."""
+    """The store hosts of this node end one after another."""
 
 
 class SpawnLate(_Typed, frozen=True):
@@ -427,7 +432,8 @@ class SpawnLate(_Typed, frozen=True):
 
 
 class Stuck(_Typed, frozen=True):
-    """Processes that the kernel does not let die; ranks where they were killed so long ago."""
+    """Processes that SIGKILL does not end. `seconds`: since ranks were killed; 0.0: other
+    processes."""
 
     left: str
     seconds: float = 0.0
@@ -499,7 +505,7 @@ Reason = (
 
 
 def text(reason: Reason | None) -> str:
-    """The sentence, or the clause of one; "" for no reason."""
+    """Render a reason as a sentence or a clause; "" for None."""
     return "" if reason is None else _TEXTS[type(reason)](reason)
 
 
@@ -507,11 +513,11 @@ _WITH_WORDS: Final = (
     Said, Leaves, Excluded, HasLeft, BackedOff, FirstToFail, Unfit, Checking, LastSave, Banned,
     Parked, BeingProbed, NoMaster, MasterUnmet, Stuck,
 )  # fmt: skip
-"""Kinds that hold what somebody has said, of which nothing is left without that."""
+"""Types that consist of quoted text: `brief` leaves nothing of them."""
 
 
 def brief(reason: Reason | None) -> str:
-    """The same without what a rank, a person or an agent has said, and without evidence."""
+    """Like `text`, without what a rank, a person or an agent said, and without evidence."""
     match reason:
         case RankFailed(hung=True):
             return "ranks stand still"
@@ -545,14 +551,14 @@ def brief(reason: Reason | None) -> str:
 
 
 def short(reason: NodesNeeded | MoreMayJoin) -> str:
-    """What the rendezvous waits for, where it is said already that it waits."""
+    """What the rendezvous waits for, for a sentence that already says that it waits."""
     if isinstance(reason, NodesNeeded):
         return f"{reason.here} of {some(reason.needed, 'node')}{_because(reason.why)}"
     return text(reason)
 
 
 def followed(reason: Reason, then: str) -> str:
-    """The sentence, and what came of it."""
+    """The sentence followed by its consequence."""
     said = text(reason)
     return f"{said}{'; ' if ': ' in said else ': '}{then}"
 
@@ -561,7 +567,7 @@ Whom = Literal["", "master", "node"]
 
 
 def out_of_reach(reason: Reason | None) -> Whom:
-    """Who could not be reached, which is why."""
+    """Who could not be reached, if that is the cause; else ""."""
     match reason:
         case NoMaster() | NoMasterFor() | MasterUnmet():
             return "master"
@@ -577,7 +583,7 @@ def out_of_reach(reason: Reason | None) -> Whom:
 
 
 def failure_in(reason: Reason | None) -> RankFailed | None:
-    """The failure of a rank that this reason is about."""
+    """The rank failure that this reason is about, or None."""
     match reason:
         case RankFailed():
             return reason
@@ -589,7 +595,7 @@ def failure_in(reason: Reason | None) -> RankFailed | None:
 
 
 def exclusion_in(reason: Reason | None) -> Banned | None:
-    """Of a node that ends because it is excluded."""
+    """The exclusion for which a node ends, or None."""
     match reason:
         case Banned():
             return reason
@@ -601,7 +607,7 @@ def exclusion_in(reason: Reason | None) -> Banned | None:
 
 
 def is_by_operator(reason: Reason | None) -> bool:
-    """Whether a person has ended the job."""
+    """Whether an operator ended the job."""
     while isinstance(reason, Saved | NotSaved):
         reason = reason.why
     return isinstance(reason, ByOperator)
@@ -707,7 +713,7 @@ def _too_few(it: TooFewNodes) -> str:
 
 
 def no_restarts_left(most: int, window: float) -> str:
-    """That the budget of restarts is spent."""
+    """The clause that says that the budget of restarts is spent."""
     if not most:
         return "no restarts left (--max-restarts is 0)"
     within = f" within {window:g} s" if window else ""
@@ -849,7 +855,7 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
 
 
 def code(reason: Reason | None) -> ReasonCode | None:
-    """What goes beside the text; None where the text says all, or its fields are too long."""
+    """The `ReasonCode` sent beside the text; None for `Said`, or if the fields exceed MAX_CODE."""
     if reason is None or isinstance(reason, Said):
         return None
     fields = msgspec.to_builtins(reason)
@@ -859,19 +865,19 @@ def code(reason: Reason | None) -> ReasonCode | None:
 
 
 def said(reason: Reason | None) -> tuple[str, ReasonCode | None]:
-    """Its text, and what goes beside it."""
+    """The text and the `ReasonCode` of a reason."""
     return text(reason), code(reason)
 
 
 def recorded(**reasons: Reason | None) -> dict[str, Any]:
-    """Fields of a record: the texts of these, and their codes as `NAME_code`."""
+    """Fields of a record: each text as NAME, and its `ReasonCode` as NAME_code."""
     fields: dict[str, Any] = {name: text(reason) for name, reason in reasons.items()}
     return fields | {f"{name}_code": code(reason) for name, reason in reasons.items()}
 
 
 def read(said: str, code: ReasonCode | None) -> Reason | None:
-    """The reason that was sent, or recorded, with this text; `Said` of it where it was none, or
-    one of another release."""
+    """Decode a reason from its text and code: `Said(text)` if the code is missing or unknown, None
+    if there is no text either."""
     if code is not None:
         try:
             fields = msgspec.json.decode(code.fields)
