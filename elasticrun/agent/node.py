@@ -305,7 +305,7 @@ class NodeAgent:
     def linked(self, event: fx.AgentEvent) -> None:
         """What the link says."""
         self._meeting.heard(event)
-        if isinstance(event, fx.LinkBack) and not self._brain.is_parked:  # held comes before said
+        if isinstance(event, fx.LinkBack):  # held comes before said
             self._snapshots.attached()
             self._sight.again()
             if self._brain.status().state is State.RUNNING:

@@ -22,7 +22,7 @@ from elasticrun.config import AgentConfig, LogPlan, RunPlan
 from elasticrun.core.words import nearest, some
 from elasticrun.detection.kubernetes import POD
 from elasticrun.wire import env
-from elasticrun.wire.messages import MAX_NODES, CheckSpec, JobSpec, SaveSpec, WatchSpec
+from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec, WatchSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 __all__ = ["Machine", "UsageError", "resolve"]
@@ -442,15 +442,7 @@ def checks(asked: Asked, conf: Mapping[str, str], min_nodes: int) -> CheckSpec:
         slow_for=times["straggler_time"],
         probe_limit=times["probe_timeout"],
         exclude_for=settings.seconds(str(asked.value("exclude_for")), "--exclude-for"),
-        quarantine=_quarantine(asked),
     )
-
-
-def _quarantine(asked: Asked) -> int:
-    most = asked.number("quarantine")
-    if not 0 <= most <= MAX_NODES:
-        raise UsageError(f"--quarantine={most} is not a number of nodes", config.EXIT_USAGE)
-    return most
 
 
 def precheck(asked: Asked) -> int:
@@ -484,11 +476,6 @@ def health_notes(asked: Asked, found: CheckSpec) -> list[str]:
         )
     if found.perf_floor and not found.perf:
         told.append("--comm-perf-threshold has no effect without --comm-perf-test")
-    if found.quarantine and not (found.network or found.exclude_stragglers):
-        told.append(
-            "--quarantine has no effect without --network-check or --exclude-straggler: nothing "
-            "excludes a node"
-        )
     if found.network and not asked.switch("network_check") and not asked.number("precheck"):
         told.append(
             f"--auto-config: the network is checked before training, as there are at least "

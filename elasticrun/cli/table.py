@@ -319,9 +319,6 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             "multiple of the others' median time on.", OURS),
         _flag("--exclude-for", _SECONDS, "SECONDS", config.EXCLUDE_FOR, "How long an excluded node "
             "is refused; then it is probed anew.", OURS),
-        _flag("--quarantine", _WHOLE, "NODES", 0, "So many excluded nodes at once stay parked, "
-            "without ranks, so that the scheduler cannot give their machines to replacements; they "
-            "end with the job, or after --exclude-for.", OURS),
         _flag("--accelerator", _TEXT, "NAME", "", "What probes use: nvidia, ascend or cpu (or "
             "dlrover-run's nvidia.com/gpu, ascend-npu); found by itself where none is given.",
             DLROVER),

@@ -104,16 +104,6 @@ class NodeLost(_Typed, frozen=True):
     how: Fate
 
 
-class Parked(_Typed, frozen=True):
-    """Excluded, but its agent stays, without ranks (quarantine)."""
-
-    why: Reason
-
-
-class WasParked(_Typed, frozen=True):
-    """It was parked, and its agent has gone since."""
-
-
 class NodesUnheard(_Typed, frozen=True):
     """Nodes of an adopted round have not reported."""
 
@@ -449,8 +439,6 @@ Reason = (
     | NodesUnheard
     | NodeExcluded
     | Banned
-    | Parked
-    | WasParked
     | Superseded
     | NodeTaken
     | MasterFull
@@ -511,7 +499,7 @@ def text(reason: Reason | None) -> str:
 
 _WITH_WORDS: Final = (
     Said, Leaves, Excluded, HasLeft, BackedOff, FirstToFail, Unfit, Checking, LastSave, Banned,
-    Parked, BeingProbed, NoMaster, MasterUnmet, Stuck,
+    BeingProbed, NoMaster, MasterUnmet, Stuck,
 )  # fmt: skip
 """Types that consist of quoted text: `brief` leaves nothing of them."""
 
@@ -601,8 +589,6 @@ def exclusion_in(reason: Reason | None) -> Banned | None:
             return reason
         case Then():
             return exclusion_in(reason.first)
-        case Parked():
-            return exclusion_in(reason.why)
     return None
 
 
@@ -774,8 +760,6 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
         f"{'leaving' if it.leaving else 'alive'}"
     ),
     MasterFull: lambda it: f"the master serves {it.most} nodes and takes no more",
-    Parked: lambda it: f"parked: {text(it.why)}",
-    WasParked: lambda it: "it is excluded, and was parked",
     Joined: lambda it: f"node{'s' * (len(it.nodes) > 1)} {names(it.nodes)} joined",
     Scaled: lambda it: f"the job is scaled to {some(it.nodes, 'node')}",
     RanksStopped: _ranks_stopped,

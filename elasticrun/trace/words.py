@@ -134,7 +134,6 @@ _FORMS: Final[dict[type, str]] = {
     m.End: "End {0.exit_code}: {0.reason}",
     m.Refused: "Refused {0.exit_code}: {0.reason}",
     m.Wait: "Wait: {0.reason}",
-    m.Park: "Park for {0.seconds:g} s: {0.reason}",
     m.Welcome: "Welcome: term {0.term}, a beat every {0.beat_interval:g} s",
     m.Echo: "Echo {0.number}",
     m.Join: "Join, with store {0.store}",

@@ -140,7 +140,6 @@ class CheckSpec(Struct, frozen=True):
     slow_for: float = 30.0  # and while training: for so many seconds
     probe_limit: Limit = 60.0  # seconds for one probe, after which it is ended
     exclude_for: float = 3600.0  # seconds for which an excluded node is refused
-    quarantine: NodesOrNone = 0  # --quarantine: so many excluded nodes at once stay parked
 
 
 class SaveSpec(Struct, frozen=True):
@@ -833,14 +832,6 @@ class Probe(Struct, frozen=True):
         _agree_on_place(self, where)
 
 
-class Park(Struct, frozen=True):
-    """This node is excluded and is to stay, without ranks, so that nobody is given its machine."""
-
-    reason: str
-    seconds: float  # after which it ends, if the job has not ended before
-    code: ReasonCode | None = None
-
-
 class Inspect(Struct, frozen=True):
     """Order: look at every rank of this node. Report back: Inspected, and Stacks where `stacks`.
     `dump`: write all that can be known of them to the log folder, as `hang-<dump>`; 0: do not.
@@ -977,7 +968,6 @@ Order = (
     | End
     | Echo
     | Probe
-    | Park
     | SaveOrder
     | Inspect
     | Warn
@@ -1005,7 +995,7 @@ class NodeStatus(Struct, frozen=True):
     node: Name
     host: NameOrEmpty
     address: NameOrEmpty
-    state: NameOrEmpty  # the membership word: alive, suspect, dead, left, parked
+    state: NameOrEmpty  # the membership word: alive, suspect, dead, left
     activity: NameOrEmpty  # joining, at-the-door, starting, running, stopping, finished, spare
     reason: str  # why it waits, empty if it does not
     group_rank: RankOrNone  # -1: has no place in the current round

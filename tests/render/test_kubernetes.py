@@ -52,14 +52,6 @@ def test_it_may_begin_with_fewer_pods_or_with_spares() -> None:
     assert render(*LEAST, "--nnodes", "2:4", "--pods", "6", *RUN).job["completions"] == 6
 
 
-def test_a_parked_pod_needs_a_spare() -> None:
-    words = (*LEAST, "--nnodes", "4", "--network-check", "--quarantine", "1")
-    printed = render(*words, *RUN)
-    assert "--quarantine=1" in printed.container["args"]
-    assert any("--pods above 4 has spares" in note for note in printed.notes)
-    assert not any("spares" in note for note in render(*words, "--pods", "5", *RUN).notes)
-
-
 def test_a_pod_has_the_time_that_its_node_needs_to_leave() -> None:
     def grace(*words: str) -> int:
         return int(render(*LEAST, *words, *RUN).job["template"]["spec"][FIELD])

@@ -6,7 +6,7 @@ After every event:
 * of the restart budget no more is spent than there was, at most one restart a round, and none for
   anything but a rank or a fork server that failed by itself: the loss of a node is free;
 * every node that waits has a reason, and the master a deadline by which the wait ends;
-* with the network check: no node that is excluded is taken in, and not too many stay parked;
+* with the network check: no node that is excluded is taken in;
 * a record says what it was made of when it is read, and a master that has it forgets no charge.
 Masters die between any two of their acts, and are followed by others with their record, with an
 older one, or without.
@@ -94,7 +94,6 @@ class Chaos:
                 slow_for=2.0,
                 probe_limit=rng.choice([1.0, 5.0]),
                 exclude_for=EXCLUDED_FOR,
-                quarantine=self.seed % 2,
             )
         unit = rng.choice([1, 1, 1, 2])
         low = rng.randint(1, 3) * unit
@@ -329,9 +328,6 @@ class Chaos:
         for node in status.nodes:
             if node.node in refused and node.state == "alive":
                 self._fault(f"{node.node} is excluded and was taken in")
-        parked = sum(node.state == "parked" for node in status.nodes)
-        if parked > self.spec.checks.quarantine:
-            self._fault(f"{parked} nodes are parked")
         if status.nodes and status.phase != "running" and master.job.next_deadline() is None:
             self._fault(f"no deadline while {status.phase}: {status.reason}")
 

@@ -91,7 +91,7 @@ class Master:
         told = f"{found.slot_seconds} slot-seconds in the ledger, {self._slot_seconds} were held"
         assert abs(found.slot_seconds - self._slot_seconds) < 1e-3 + 1e-9 * now, told
         status = self.job.status()
-        here = [one for one in status.nodes if one.state in ("alive", "suspect", "parked")]
+        here = [one for one in status.nodes if one.state in ("alive", "suspect")]
         over = status.phase == "ended"
         self._slots = 0 if over else sum(one.local_world_size for one in here)
         self._slots_at = now

@@ -131,8 +131,7 @@ class Node:
             return
         self.stream = self.world.new_stream(self, master)
         self.stream.hello(self.hello())
-        if not self.group.is_parked:
-            self.memory.attached()
+        self.memory.attached()
         self.feed(fx.LinkBack())
         self.world.insides.attached(self, self.group.status().round if self.ranks else None)
         self._beat(self.stream)

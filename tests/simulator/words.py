@@ -36,7 +36,7 @@ def in_short(message: m.Report | m.Order) -> str:
             return "Probed: ok" if message.ok else f"Probed: failed ({said})"
         case m.Steps():
             return f"Steps {message.round.number}: {message.own:g} of {message.seconds:g} s"
-        case m.Wait() | m.Refused() | m.Leaving() | m.Park():
+        case m.Wait() | m.Refused() | m.Leaving():
             return f"{kind}: {message.reason}"
         case m.Join() | m.Hello() | m.Welcome() | m.Beat() | m.Echo():
             return kind

@@ -56,20 +56,12 @@ def test_two_steps_of_one_job_at_once(slurm: Slurm) -> None:
     job.until_text("over 0\n")
 
 
-@further(
-    "test_a_step_whose_ranks_fail",
-    "health/test_exclusion::test_an_excluded_node_stays_until_the_job_ends",
-)
-@pytest.mark.parametrize(
-    ("park", "state", "code"), [("", "FAILED", "75:0"), ("--quarantine=1", "COMPLETED", "0:0")]
-)
-def test_a_node_is_excluded_and_the_job_is_done(
-    slurm: Slurm, park: str, state: str, code: str
-) -> None:
+@further("test_a_step_whose_ranks_fail")
+def test_a_node_is_excluded_and_the_job_is_done(slurm: Slurm) -> None:
     """srun ends with the highest code of its tasks, and the job with srun's: what Slurm shows of a
-    job that is done is the 75 of the node that was sent away, unless that one has stayed."""
+    job that is done is the 75 of the excluded node."""
     times = "--rdzv-conf=heartbeat_timeout=60,probe_timeout=240"  # the good ones may be slow
-    check = f"--node-id=$SLURMD_NODENAME --network-check {times} {park}"
+    check = f"--node-id=$SLURMD_NODENAME --network-check {times}"
     step = f"elasticrun --nnodes=2:3 {check} {PUPPET}"
     job = slurm.sbatch(
         f"srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 sh -c 'exec {step}'",
@@ -78,11 +70,11 @@ def test_a_node_is_excluded_and_the_job_is_done(
     )
     peers = slurm.world.hub.ranks(2, world_size=2)
     assert "n2" not in map(slurm.host_of, peers)
-    job.until_text("it stays parked until the job ends" if park else "exit code 75")
+    job.until_text("exit code 75")
     finish(peers)
     slurm.await_end(job)
-    assert slurm.told(job, "JobState") == state
-    assert slurm.told(job, "ExitCode") == code
+    assert slurm.told(job, "JobState") == "FAILED"
+    assert slurm.told(job, "ExitCode") == "75:0"
 
 
 @further("render/test_slurm", "render/test_goldens")

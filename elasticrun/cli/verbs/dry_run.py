@@ -170,8 +170,6 @@ def _health(config: AgentConfig) -> str:
         words.append(f"performance test{floor}")
     if checks.exclude_stragglers:
         words.append(f"nodes slower than {checks.slow_ratio:g} times the median are excluded")
-    if checks.quarantine:
-        words.append(f"{some(checks.quarantine, 'excluded node')} at most stay parked")
     if config.precheck:
         words.append("a failed check of this machine ends the agent")
     return ", ".join(words)

@@ -32,7 +32,6 @@ JOB_FLAGS: Final = (
     "exclude_straggler",
     "straggler_ratio",
     "exclude_for",
-    "quarantine",
     "save_at_breakpoint",
     "save_limit",
     "restore_step",

@@ -50,11 +50,6 @@ def of_pods(wanted: Pods) -> Iterator[str]:
             f"--grace {wanted.grace}: a node may need {wanted.needed_grace} s to save a step and "
             "leave (--departure-grace, --shutdown-timeout, and 5 s); then it is killed"
         )
-    if has(launch, "--quarantine") and wanted.replicas <= launch.max_nodes:
-        yield (
-            "--quarantine: a pod that stays parked keeps its index, and no pod takes its place: "
-            f"--pods above {launch.max_nodes} has spares"
-        )
     for word in launch.flags:
         flag, _, path = word.partition("=")
         is_local = flag == "--git" and path.startswith("/")

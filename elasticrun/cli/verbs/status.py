@@ -419,10 +419,9 @@ def _lines(page: JobStatus) -> list[str]:
 
 def _excluded(page: JobStatus) -> list[str]:
     """The nodes that the job refuses, a sentence each."""
-    parked = {node.node for node in page.nodes if node.state == "parked"}
     return [
         f"excluded: {one.node} on {one.host or 'an unknown host'} ({one.kind}, "
-        f"{'parked, ' * (one.node in parked)}for {one.remaining:.0f} s more): {one.reason}"
+        f"for {one.remaining:.0f} s more): {one.reason}"
         for one in page.excluded
     ]
 

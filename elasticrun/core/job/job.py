@@ -277,10 +277,7 @@ class Job:
         if is_news:
             self._snapshots.points.has_said_all(node)
         health = self._ctx.nodes[node].health
-        if health is Health.PARKED and isinstance(report, m.Leaving):
-            return True  # told when its stream ends
-        is_out = health in (Health.LEFT, Health.PARKED)
-        if is_out and isinstance(report, m.Join | m.Probed | m.Steps):
+        if health is Health.LEFT and isinstance(report, m.Join | m.Probed | m.Steps):
             return True  # an excluded node that has not read it yet
         if isinstance(report, _OF_A_ROUND):
             return self._heard_of_round(node, report) or is_news

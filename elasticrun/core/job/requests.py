@@ -9,9 +9,8 @@ from __future__ import annotations
 from elasticrun.core.context import JobContext
 from elasticrun.core.job.streams import Streams
 from elasticrun.core.nodes.admission import ASKED
-from elasticrun.core.nodes.node import Health
 from elasticrun.core.reasons import ByOperator, Excluded, text
-from elasticrun.core.rounds.failures import Ending, code_of
+from elasticrun.core.rounds.failures import Ending
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.wishes import EndJob, RecordSoon, Reopen, Wish
 from elasticrun.core.words import names, some
@@ -123,10 +122,6 @@ class OperatorRequests:
         if node in ctx.rdzv.backing_off:
             ctx.rdzv.backing_off.put(node, now, by)
         ctx.note(f"node {node} is {by}", "warning")
-        one = ctx.nodes.get(node)
-        if one is not None and one.health is Health.PARKED and one.session is not None:
-            why = f"this node was parked, and is {by}: its agent must be started again"
-            ctx.tell(one.session, m.Refused(why, code_of(Ending.EXCLUDED)))
         return f"node {node} may join again", RecordSoon()
 
 

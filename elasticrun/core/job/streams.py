@@ -24,10 +24,8 @@ from elasticrun.core.reasons import (
     GivenUp,
     Leaves,
     OtherRound,
-    Parked,
     Reason,
     Replaced,
-    WasParked,
     code,
     text,
 )
@@ -212,9 +210,6 @@ class Streams:
         node, window = member.id, ctx.restarts.window
         seen = self._rdzv.last.is_concerned(node) and window.reported_by_another(node)
         self._membership.detached(event, now, corroborated=seen)
-        if member.health is Health.PARKED:
-            self._membership.left(node, WasParked())
-            ctx.note(f"node {node} is parked no longer: its agent has gone")
         if member.health is Health.LEFT:
             why = text(member.reason)
             how = member.reason if isinstance(member.reason, Leaves | Excluded) else Leaves(why)
@@ -267,7 +262,7 @@ class Streams:
                 fx.JobOver(outcome.exit_code, outcome.reason, outcome.saved, outcome.code)
             )
 
-    # ------------------------------------------------------------ excluded, parked
+    # ------------------------------------------------------------ excluded
 
     def exclude(self, verdicts: list[tuple[str, Excluded]]) -> None:
         """These nodes are told to go, and are refused for a while: recorded first, then told."""
@@ -276,7 +271,7 @@ class Streams:
             ctx.exclusions.add(node, self._nodes[node].host, how, seconds=seconds, now=now)
             ctx.note(f"node {node} is excluded for {seconds:g} s: {how.verdict}", "warning")
         self._saving.going(node for node, _ in verdicts)
-        told = [(node, self._nodes[node].session, how) for node, how in verdicts]
+        told = [(self._nodes[node].session, how) for node, how in verdicts]
         for node, how in verdicts:
             self._membership.left(node, how)
             ctx.flaps.over(node)
@@ -284,46 +279,19 @@ class Streams:
             self.health.gone(node, "it is excluded")
             self.health.doubt(node)
         self._recorder.record()
-        for node, session, how in told:
+        for session, how in told:
             if session is not None:
-                banned = Banned(how, seconds)
-                if self._may_park(node):
-                    self._park(session, node, banned, seconds)
-                else:
-                    ctx.tell(session, refused(banned, Ending.EXCLUDED))
+                ctx.tell(session, refused(Banned(how, seconds), Ending.EXCLUDED))
 
     def _refuse_excluded(self, session: int, hello: m.Hello) -> bool:
-        """Whether this stream is an excluded node's: it has been refused, or is parked."""
-        ctx, node, host, now = self._ctx, hello.node, hello.host, self._ctx.now
-        refusal = ctx.exclusions.refusal(node, host, now)
+        """Whether this stream is an excluded node's, and has been refused."""
+        ctx = self._ctx
+        refusal = ctx.exclusions.refusal(hello.node, hello.host, ctx.now)
         if refusal is None:
             return False
-        if ctx.spec.checks.quarantine and ctx.outcome is not None:
-            ctx.tell(session, self._welcome())
-            ctx.tell(session, ctx.outcome)
-        elif not self._may_park(node):
-            ctx.tell(session, refused(refusal, Ending.EXCLUDED))
-            ctx.hang_up(session)
-        elif self._admit(session, hello) is not None:
-            ctx.tell(session, self._welcome())
-            self._park(session, node, refusal, ctx.exclusions.remaining(node, host, now))
+        ctx.tell(session, refused(refusal, Ending.EXCLUDED))
+        ctx.hang_up(session)
         return True
-
-    def _may_park(self, node: str) -> bool:
-        """Whether an excluded node is to stay, so that nobody is given its machine."""
-        most = self._ctx.spec.checks.quarantine
-        free = self._membership.parked(but=node) < most
-        if most and not free:
-            parked = f"{some(most, 'node')} {'is' if most == 1 else 'are'} parked already"
-            self._ctx.note(f"node {node} is not parked: {parked} (--quarantine)", "warning")
-        return free
-
-    def _park(self, session: int, node: str, why: Banned, seconds: float) -> None:
-        """It stays without ranks, for so many seconds at most. It has its place for as long as its
-        stream stands; when it dials again it is parked again, if there is room."""
-        self._membership.left(node, Parked(why), Health.PARKED)
-        self._ctx.note(f"node {node} stays parked until the job ends, for {seconds:.0f} s at most")
-        self._ctx.tell(session, m.Park(text(why), seconds, code(why)))
 
 
 def stop(round_: RoundName, why: Reason | None) -> m.Stop:

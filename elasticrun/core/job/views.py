@@ -96,13 +96,12 @@ def _node(ctx: JobContext, node: Node, reason: str, health: str) -> NodeStatus:
     here = ctx.rdzv.last.is_member(node.id)
     seat = ctx.round.members.get(node.id) if ctx.round and here else None
     ranks = seat.ranks if seat else 0
-    gone = node.health in (Health.PARKED, Health.DEAD)
     return NodeStatus(
         node=node.id,
         host=hello.host if hello else "",
         address=hello.address if hello else "",
         state=node.health.value,
-        activity="none" if gone else ctx.rdzv.activity(node.id),
+        activity="none" if node.health is Health.DEAD else ctx.rdzv.activity(node.id),
         reason=reason,
         group_rank=seat.group_rank if seat else -1,
         first_rank=seat.first_rank if seat else -1,

@@ -225,11 +225,6 @@ class Exclusions:
             return None
         return Banned(entry.how, entry.until - now, node, host)
 
-    def remaining(self, node: str, host: str, now: float) -> float:
-        """For how many seconds more this node is excluded; 0 if it is not."""
-        entry = self._entries.get((node, host))
-        return 0.0 if entry is None else max(0.0, entry.until - now)
-
     def may_be_slow(self, now: float) -> bool:
         """Whether one more node may be excluded for being slow."""
         return len(self.slow_ages(now)) < STRAGGLERS_PER_HOUR

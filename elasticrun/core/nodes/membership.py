@@ -279,10 +279,9 @@ class Membership:
                 node.corroborated = True
                 self._deadlines.arm(node.id, max(now, node.broke_at + self._patience(node)))
 
-    def left(self, node: str, reason: Reason, health: Health = Health.LEFT) -> None:
-        """The node says that it goes. Its stream may still stand while its ranks end; of one that
-        is PARKED it stands for as long as its agent stays."""
-        self._nodes[node].health, self._nodes[node].reason = health, reason
+    def left(self, node: str, reason: Reason) -> None:
+        """The node says that it goes. Its stream may still stand while its ranks end."""
+        self._nodes[node].health, self._nodes[node].reason = Health.LEFT, reason
         self._deadlines.disarm(node)
         self._has_gone(node)
 
@@ -291,11 +290,6 @@ class Membership:
         self.present.pop(node, None)
         self.moved.add(node)
         self.mass_silence.settled(node)
-
-    def parked(self, but: str = "") -> int:
-        """How many nodes are parked, not counting `but`."""
-        health = (one.health for node, one in self._nodes.items() if node != but)
-        return sum(one is Health.PARKED for one in health)
 
     def overslept(self, by: float, beat: float) -> None:
         """The listener was away for `by` seconds: no silence counts before one beat more."""

@@ -23,7 +23,6 @@ class Health(StrEnum):
     SUSPECT = "suspect"
     DEAD = "dead"
     LEFT = "left"
-    PARKED = "parked"  # it left because it is excluded, and stays attached without ranks
 
 
 @dataclass(slots=True)

@@ -291,8 +291,6 @@ class SlotLedger:
         slots = seat.ranks if seat is not None else 0
         if node.said is not None:
             slots = node.said.local_world_size
-        if node.health is Health.PARKED and node.session is not None:
-            return slots, (IDLE, "parked")
         if node.health not in (Health.ALIVE, Health.SUSPECT):
             return 0, ROUND
         if rdzv.phase is Phase.RUNNING and rdzv.last.is_member(name):

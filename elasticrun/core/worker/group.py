@@ -17,12 +17,11 @@ What it promises
   half of a fence: a master that hears nobody waits a little longer before it begins a new round.
 * The agent does not end while a snapshot of this node is being written out (HOLDING), for as long
   as the order gave it; a further death signal ends it at once. Its ranks get no second more.
-* A node that is excluded and told to stay (PARKED) has no ranks, and ends with its job at least.
 * Whatever was said while the link was down is said again when it is back (`LinkBack`): the round's
   failures, that it was stopped, that this node is ready. The master takes every report twice.
 
-Two parts have a state and rules of their own: `leaving` (signals, checkpoints that are written out,
-PARKED) and `probing`.
+Two parts have a state and rules of their own: `leaving` (signals, checkpoints that are written out)
+and `probing`.
 
 What the runtime owes: one `Tick` at the start (a fresh group has a deadline in the past: it asks
 for the first store), `RankExited` for every rank it was asked to start, also those that could not
@@ -67,11 +66,6 @@ from elasticrun.core.worker.states import (
 )
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
-
-UNKNOWN = reasons.Said("the new master does not know that it is excluded")
-
-CONFIRM = 10.0
-"""Seconds in which a new master says that this node is to stay parked; it does so at once."""
 
 SWEEP_GRACE = 5.0
 """Least time for descendants with sessions of their own after SIGTERM; wandb's helper needs up to
@@ -142,16 +136,11 @@ class WorkerGroup:
             why=why,
         )
 
-    @property
-    def is_parked(self) -> bool:
-        """Whether this node is excluded and stays, or is about to."""
-        return self.leaving.parked_until is not None
-
     def attached(self) -> m.RoundReport | None:
         """The last round this node had a place in, for Hello; what became of it follows on
-        LinkBack. None if it never had one, or will have none any more."""
+        LinkBack. None if it never had one."""
         start = self.start
-        if start is None or self.is_parked:
+        if start is None:
             return None
         return m.RoundReport(
             round=start.round,
@@ -205,10 +194,6 @@ class WorkerGroup:
                     self.leaving.due(now)
                 case "holding":
                     self.leaving.held_long_enough()
-                case "parked":
-                    self.leaving.park_ends(reasons.Said("it has been parked for long enough"))
-                case "confirm":
-                    self.leaving.park_ends(UNKNOWN)
 
     # ------------------------------------------------------------ stores
 
@@ -255,8 +240,6 @@ class WorkerGroup:
             self.note(f"{reason}: it is not obeyed", "warning")
             self._link_gone(fx.LinkLost(reason), now)
             return
-        if self.state is State.PARKED and order.term > self.term:
-            self.deadlines.arm("confirm", now + CONFIRM)
         is_new = 0 < self.term < order.term
         self.term = order.term
         self._obeying = True
@@ -275,9 +258,8 @@ class WorkerGroup:
 
     def _link_gone(self, event: fx.LinkLost, now: float) -> None:
         # who ends for a reason of its own needs no master any more
-        is_ending = self.state in ENDINGS and not self.is_parked
         lost = NoMaster(event.reason)
-        if not self._link_lost and not is_ending:
+        if not self._link_lost and self.state not in ENDINGS:
             goes_on = f"this node goes on for {self.master_lost_timeout:g} s"
             self.note(f"no master answers ({event.reason}); {goes_on}", "warning", lost)
             self.deadlines.arm("master-lost", now + self.master_lost_timeout)
@@ -287,9 +269,7 @@ class WorkerGroup:
     def _link_back(self, event: fx.LinkBack, now: float) -> None:
         """Say all that a master must know that may have heard none of it. That it is there to stay
         shows in its Welcome."""
-        if self.state is State.PARKED:
-            return
-        if self.state in ENDINGS and self.outcome is not None and not self.is_parked:
+        if self.state in ENDINGS and self.outcome is not None:
             self.say(m.Leaving(self.outcome.reason, self.outcome.signum))
         self._say_failures()
         match self.state:
@@ -309,9 +289,7 @@ class WorkerGroup:
 
     def _master_lost(self, now: float) -> None:
         waited = reasons.NoMasterFor(self.master_lost_timeout)
-        if self.is_parked:
-            self.leaving.park_ends(waited)
-        elif self.state is State.FINISHED:
+        if self.state is State.FINISHED:
             self.conclude(ending(EXIT_OK, replace(waited, done=True)), now)
         else:
             failures = cause_first(self.failures())
@@ -510,16 +488,10 @@ class WorkerGroup:
         if order.goodput:
             self.note(order.goodput, "notice")
         end = (read(order.reason, order.code), order.failures, order.saved)
-        self._told_to_end(ending(order.exit_code, *end), now)
+        self.conclude(ending(order.exit_code, *end), now)
 
     def _refused(self, order: m.Refused, now: float) -> None:
-        self._told_to_end(ending(order.exit_code, read(order.reason, order.code)), now)
-
-    def _told_to_end(self, outcome: fx.Exit, now: float) -> None:
-        if self.is_parked:
-            self.leaving.unpark(outcome)
-        else:
-            self.conclude(outcome, now)
+        self.conclude(ending(order.exit_code, read(order.reason, order.code)), now)
 
     def conclude(
         self, outcome: fx.Exit, now: float, signum: int = SIGTERM, grace: float | None = None
@@ -555,22 +527,10 @@ class WorkerGroup:
         self.note(text(self.reason))
 
     def over(self, outcome: fx.Exit) -> None:
-        """Nothing is left to be waited for: the agent exits, or is parked from now on."""
-        lost = self.deadlines.when("master-lost")
+        """Nothing is left to be waited for: the agent exits."""
         self.deadlines.clear()
-        if self.leaving.parked_until is None:
-            self.state = State.OVER
-            self.out.append(self._with_own(outcome))
-            return
-        self.deadlines.arm("parked", self.leaving.parked_until)
-        if lost is not None:
-            self.deadlines.arm("master-lost", lost)
-        self.outcome = outcome
-        if self.state is not State.PARKED:
-            self.state = State.PARKED
-            self.out += self.stores.clear()
-            self.note(f"{outcome.reason}; it stays parked until the job ends", "warning")
-        self.reason = reasons.Parked(why_of(outcome))
+        self.state = State.OVER
+        self.out.append(self._with_own(outcome))
 
     def _with_own(self, outcome: fx.Exit) -> fx.Exit:
         """With ranks of this node that have failed just as the first one did, which the master had
@@ -582,7 +542,6 @@ class WorkerGroup:
 
     def _give_up(self, code: int, why: Reason) -> None:
         """End at once, whatever lives here: nothing more can be done about it."""
-        self.leaving.parked_until = None
         self.say(m.Leaving(text(why), 0))
         self.over(ending(code, why, cause_first(self.failures())))
 
@@ -638,14 +597,10 @@ class WorkerGroup:
             (_ALIVE, (m.Welcome,), self._welcome),
             (_ALIVE, (m.End,), self._end),
             (_ALIVE, (m.Refused,), self._refused),
-            (_ALIVE, (m.Park,), leaving.park),
             (_HERE, (m.Wait,), self._wait),
-            (_STAYING, (fx.SpawnerLost,), leaving.saver_lost),
+            ((State.HOLDING,), (fx.SpawnerLost,), leaving.saver_lost),
             ((State.HOLDING,), (fx.Signalled,), leaving.signalled_holding),
-            (_STAYING, (m.Wait, m.Start, m.Stop), self._ignore),
-            ((State.PARKED,), (fx.Signalled,), leaving.signalled_parked),
-            ((State.PARKED,), (fx.StoreReady,), leaving.store_parked),
-            ((State.PARKED,), (fx.StoreLost,), self._ignore),
+            ((State.HOLDING,), (m.Wait, m.Start, m.Stop), self._ignore),
             (_ALIVE, (m.Persist,), leaving.persist),
             (_ALIVE, (m.PersistOver,), leaving.persist_over),
             (_ALIVE, (m.Warn,), self._warn),
@@ -678,7 +633,6 @@ _CALM = (*_IDLE, State.PROBING)
 _LIVE = (State.STARTING, State.RUNNING)
 _DYING = (State.STOPPING, State.ENDING)
 _SWEPT = (State.SWEEPING, State.CLEARING)
-_STAYING = (State.HOLDING, State.PARKED)
-_HERE = tuple(state for state in State if state not in (*_STAYING, State.OVER))
-_ALIVE = (*_HERE, *_STAYING)
+_HERE = tuple(state for state in State if state not in (State.HOLDING, State.OVER))
+_ALIVE = (*_HERE, State.HOLDING)
 _BUSY = tuple(state for state in _ALIVE if state not in _CALM)

@@ -1,4 +1,4 @@
-"""How this node goes: on a death signal, out of a checkpoint that it still writes, or parked.
+"""How this node goes: on a death signal, or out of a checkpoint that it still writes.
 
 A death signal means that this node leaves. Where its ranks have a Checkpointer it first *departs*:
 the master is told, names a step that all ranks of the round save, and the ranks here run on until
@@ -12,13 +12,6 @@ where another job takes the place: that is one signal.
 A scheduler may signal every process at once. Then ranks end by themselves once they have saved;
 what they have saved is waited for all the same, WAIT_FOR_SAVED at most, or until the master has
 begun to write it: from then on HOLDING sees to it.
-
-A node that is excluded and is to stay (--quarantine) is PARKED: no rank lives here, and the machine
-stays taken, so that no scheduler gives it to a replacement. Ranks and snapshots that are still here
-are ended and written out first, as before an end. A parked node ends with the job and its exit
-code; else, with that of a bad node, at a refusal, at a death signal, when its time is over, or when
-no master answers for too long. A master that is new has to say so again (`group.CONFIRM`): one
-without a record knows of no exclusion.
 """
 
 from __future__ import annotations
@@ -35,11 +28,9 @@ from elasticrun.core.reasons import (
     NoMaster,
     Reason,
     Said,
-    Then,
-    read,
     text,
 )
-from elasticrun.core.rounds.failures import Ending, code_for, code_of
+from elasticrun.core.rounds.failures import Ending, code_for
 from elasticrun.core.worker.ranks import SIGTERM
 from elasticrun.core.worker.states import ENDINGS, State
 from elasticrun.wire import messages as m
@@ -112,8 +103,6 @@ class Draining:
         may hold the only copy of a shard. One begins with Persist and ends with PersistOver, with
         the time that the order gave it, or when another master takes over."""
         self._no_master_since: float | None = None
-        self.parked_until: float | None = None
-        """This node is excluded, and is to stay until then, or is parked already."""
 
     def new_round(self) -> None:
         self._cut_short = False
@@ -202,12 +191,11 @@ class Draining:
         if event.death and not self._is_said_again(event, now):
             does = "this node does not wait any longer"
             self._group.note(f"received {event.name}: {does}", "warning")
-            self.parked_until = None
             self.writes.clear()
             self._go_if_free()
 
     def saver_lost(self, event: fx.SpawnerLost, now: float) -> None:
-        """HOLDING or PARKED: the process that was writing is gone with its spawner; the runtime
+        """HOLDING: the process that was writing is gone with its spawner; the runtime
         tells the master, which calls the attempt over or begins another one."""
         self._group.stores.lose_spawner()
 
@@ -226,12 +214,10 @@ class Draining:
     # ------------------------------------------------------------ signals and departures
 
     def signalled(self, event: fx.Signalled, now: float) -> None:
-        """Any state but HOLDING, PARKED and OVER."""
+        """Any state but HOLDING and OVER."""
         group = self._group
         may_wait = self.cause is None and self._grace > 0
         group.ranks.signalled(event.signum, now)
-        if event.death and self.parked_until is not None:
-            self.park_ends(Leaves(f"received {event.name}", event.signum), event.signum)
         if not event.death or group.state in (State.ENDING, State.CLEARING):
             if group.ranks.live:
                 group.signal(event.signum)
@@ -339,42 +325,3 @@ class Draining:
             waited = f"no step was saved within {self._grace:g} s"
             self._group.note(f"{waited}: this node leaves without", "warning")
         self.leave_unsaved(self.cause, now)
-
-    # ------------------------------------------------------------ parked
-
-    def park(self, order: m.Park, now: float) -> None:
-        """Any state but OVER."""
-        group = self._group
-        if group.state in ENDINGS and self.parked_until is None:
-            return  # it ends for a reason of its own
-        outcome = ending(code_of(Ending.EXCLUDED), read(order.reason, order.code))
-        self.parked_until = now + order.seconds
-        if group.state is State.PARKED:
-            group.over(outcome)
-        else:
-            group.conclude(outcome, now)
-
-    def unpark(self, outcome: fx.Exit) -> None:
-        """It is to end: at once, or as soon as what is still here has ended."""
-        self.parked_until = None
-        self._group.outcome = outcome
-        if self._group.state is State.PARKED:
-            self._group.exit(outcome)
-
-    def park_ends(self, why: Reason, signum: int = 0) -> None:
-        """It need not, or cannot, stay any longer. While ranks are still ended here: not after."""
-        outcome = self._group.outcome
-        assert outcome is not None
-        if self._group.state is State.PARKED:
-            self._group.say(m.Leaving(text(why), signum))
-        ended = ending(outcome.code, Then(why_of(outcome), why), outcome.failures, outcome.saved)
-        self.unpark(replace(ended, signum=signum))
-
-    def signalled_parked(self, event: fx.Signalled, now: float) -> None:
-        """PARKED: a death signal ends it."""
-        if event.death:
-            self.park_ends(Leaves(f"received {event.name}", event.signum), event.signum)
-
-    def store_parked(self, event: fx.StoreReady, now: float) -> None:
-        """PARKED: one that was on its way, which no round will use."""
-        self._group.out.append(fx.ReleaseStore(event.store))

@@ -148,11 +148,6 @@ class StoreSlot:
         old, self.hosted = self.hosted, None
         return [] if old is None else [ReleaseStore(old)]
 
-    def clear(self) -> list[AgentEffect]:
-        """No round will need a store of this node."""
-        old, self.offer = self.offer, None
-        return [*self.release(), *([] if old is None else [ReleaseStore(old)])]
-
     def use(self, *, host: bool) -> None:
         """A round begins; `host`: with the store that we offered."""
         self._losses = 0

@@ -26,7 +26,6 @@ class State(StrEnum):
     ENDING = "ending"  # ranks have been told to end; then the agent ends
     CLEARING = "clearing"  # every rank has ended; after the sweep the agent ends
     HOLDING = "holding"  # as before its end, but a snapshot of this node is still being written out
-    PARKED = "parked"  # excluded, and no rank lives here; it stays until the job ends
     OVER = "over"  # the agent was told to exit
 
 

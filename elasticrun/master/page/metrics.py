@@ -13,7 +13,7 @@ from elasticrun.master.loop import Loop
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-STATES: Final = ("alive", "suspect", "dead", "left", "parked")
+STATES: Final = ("alive", "suspect", "dead", "left")
 PHASES: Final = ("gathering", "running", "stopping", "ended")
 
 

@@ -134,7 +134,6 @@ class CheckSpec(_message.Message):
     SLOW_FOR_FIELD_NUMBER: _builtins.int
     PROBE_LIMIT_FIELD_NUMBER: _builtins.int
     EXCLUDE_FOR_FIELD_NUMBER: _builtins.int
-    QUARANTINE_FIELD_NUMBER: _builtins.int
     network: _builtins.bool
     perf: _builtins.bool
     perf_floor: _builtins.float
@@ -143,7 +142,6 @@ class CheckSpec(_message.Message):
     slow_for: _builtins.float
     probe_limit: _builtins.float
     exclude_for: _builtins.float
-    quarantine: _builtins.int
     def __init__(
         self,
         *,
@@ -155,11 +153,10 @@ class CheckSpec(_message.Message):
         slow_for: _builtins.float = ...,
         probe_limit: _builtins.float = ...,
         exclude_for: _builtins.float = ...,
-        quarantine: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exclude_for", b"exclude_for", "exclude_stragglers", b"exclude_stragglers", "network", b"network", "perf", b"perf", "perf_floor", b"perf_floor", "probe_limit", b"probe_limit", "quarantine", b"quarantine", "slow_for", b"slow_for", "slow_ratio", b"slow_ratio"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exclude_for", b"exclude_for", "exclude_stragglers", b"exclude_stragglers", "network", b"network", "perf", b"perf", "perf_floor", b"perf_floor", "probe_limit", b"probe_limit", "slow_for", b"slow_for", "slow_ratio", b"slow_ratio"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1757,32 +1754,6 @@ class Wait(_message.Message):
 Global___Wait: _TypeAlias = Wait  # noqa: Y015
 
 @_typing.final
-class Park(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REASON_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
-    CODE_FIELD_NUMBER: _builtins.int
-    reason: _builtins.str
-    seconds: _builtins.float
-    @_builtins.property
-    def code(self) -> Global___ReasonCode: ...
-    def __init__(
-        self,
-        *,
-        reason: _builtins.str = ...,
-        seconds: _builtins.float = ...,
-        code: Global___ReasonCode | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "reason", b"reason", "seconds", b"seconds"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Park: _TypeAlias = Park  # noqa: Y015
-
-@_typing.final
 class Start(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2338,7 +2309,6 @@ class Order(_message.Message):
     HOLDER_FIELD_NUMBER: _builtins.int
     SAVE_AT_FIELD_NUMBER: _builtins.int
     REPLICATE_FIELD_NUMBER: _builtins.int
-    PARK_FIELD_NUMBER: _builtins.int
     INSPECT_FIELD_NUMBER: _builtins.int
     WARN_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
@@ -2375,8 +2345,6 @@ class Order(_message.Message):
     @_builtins.property
     def replicate(self) -> Global___Replicate: ...
     @_builtins.property
-    def park(self) -> Global___Park: ...
-    @_builtins.property
     def inspect(self) -> Global___Inspect: ...
     @_builtins.property
     def warn(self) -> Global___Warn: ...
@@ -2401,16 +2369,15 @@ class Order(_message.Message):
         holder: Global___Holder | None = ...,
         save_at: Global___SaveAt | None = ...,
         replicate: Global___Replicate | None = ...,
-        park: Global___Park | None = ...,
         inspect: Global___Inspect | None = ...,
         warn: Global___Warn | None = ...,
         recovery: Global___Recovery | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate", "park", "inspect", "warn", "recovery"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate", "inspect", "warn", "recovery"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
