@@ -32,8 +32,8 @@ from rows import last
 from stage import COMMANDS, ELASTICRUN, MARK, SCRIPTS, Job, TookTooLong, free_port, job
 
 from elasticrun.core.events import Heard
+from elasticrun.master.trace.replay import Step, read
 from elasticrun.testing.processes import Deadline, Waiter
-from elasticrun.trace.replay import Step, read
 from elasticrun.wire.messages import Probed
 
 BAR = 2.0

@@ -31,8 +31,8 @@ TOKEN = "t" * 64
 
 OPERATOR = f"""
 import sys, msgspec
-from elasticrun.cli.jobs import operator
-from elasticrun.operator import controller
+from elasticrun.jobs.verbs import operator
+from elasticrun.jobs.operator import controller
 from elasticrun.wire.messages import NodeStatus
 ask = controller.get_status
 placed = tuple(NodeStatus(f"n{{i}}", "", "", "alive", "", "", i, i, 1, ()) for i in range(NODES))

@@ -26,7 +26,7 @@ import rows
 from stage import ELASTICRUN, TORCHRUN, Fact, Job, job
 
 from elasticrun.agent import warm
-from elasticrun.system.processes import start_time
+from elasticrun.host.system.processes import start_time
 from elasticrun.wire.env import WARM_SERVER
 
 matplotlib.use("Agg")

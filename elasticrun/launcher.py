@@ -18,9 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from elasticrun.caller.agent_process import AgentProcess, signals_passed_on
-from elasticrun.caller.consoles import log_words
-from elasticrun.caller.function_spawner import FunctionSpawner
 from elasticrun.cli.devices import this_machine
 from elasticrun.cli.resolve import resolve
 from elasticrun.cli.settings import UsageError
@@ -28,6 +25,9 @@ from elasticrun.cli.trust import withdraw
 from elasticrun.config import CHILD_EXIT_TIMEOUT, AgentConfig
 from elasticrun.core.events import Exit
 from elasticrun.errors import LaunchError, child_failed_error, signal_exception
+from elasticrun.forkserver.functions.agent_process import AgentProcess, signals_passed_on
+from elasticrun.forkserver.functions.consoles import log_words
+from elasticrun.forkserver.functions.function_spawner import FunctionSpawner
 from elasticrun.wire import env
 from elasticrun.wire.types import EntryKind, Entrypoint
 

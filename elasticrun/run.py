@@ -28,7 +28,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from elasticrun.caller.consoles import specs_of
 from elasticrun.cli import flags, settings
 from elasticrun.cli.devices import this_machine
 from elasticrun.cli.main import check_program, say
@@ -36,6 +35,7 @@ from elasticrun.cli.resolve import resolve
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.trust import withdraw
 from elasticrun.config import AgentConfig
+from elasticrun.forkserver.functions.consoles import specs_of
 from elasticrun.launcher import LaunchConfig, elastic_launch, run_program
 from elasticrun.wire.types import EntryKind
 

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from elasticrun.cli.job.checkpoints import CheckpointRow
-from elasticrun.cli.jobs.nodes import HostRow
 from elasticrun.core.sight.picture import EventRow, IncidentRow, Picture, StackRow
+from elasticrun.host.runs.layout import JobRecord, KeptEvent, RunResult
+from elasticrun.jobs.manage.nodes import HostRow
 from elasticrun.jobs.rows import DoneRow, JobPage, JobRow, NodeRow
-from elasticrun.runs.layout import JobRecord, KeptEvent, RunResult
+from elasticrun.jobs.running.checkpoints import CheckpointRow
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "schema.json"
 

@@ -82,6 +82,7 @@ def test_the_architecture_names_what_is_there() -> None:
         "wire/pb/",
         "wire/rpc/",
         "cli/verbs/",
+        "jobs/kube/",
         "forkserver/warm/",
     }  # in their folder's line
     assert not folders - named - parts

@@ -12,7 +12,7 @@ import pytest
 
 SCRIPT = """
 import logging
-from elasticrun import operator_log as o
+from elasticrun.host import log as o
 writer = o.set_up()
 o.logger.info("detail")
 o.logger.log(o.NOTICE, "node %s joined", "b")

@@ -18,7 +18,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from elasticrun.monitor import monitor  # noqa: E402
+from elasticrun.training.monitor import monitor  # noqa: E402
 
 WARM_UP = 200
 """Steps that do not count."""

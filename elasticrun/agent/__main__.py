@@ -17,7 +17,7 @@ import sys
 import threading
 
 from elasticrun.config import EXIT_USAGE, MAX_CONFIG_BYTES, AgentConfig
-from elasticrun.system.title import AGENT, set_title
+from elasticrun.host.system.title import AGENT, set_title
 from elasticrun.wire.types import dumps, loads
 
 

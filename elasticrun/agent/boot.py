@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun.agent.warm import WarmChild, can_be_warm, fork_server
 from elasticrun.config import AgentConfig
-from elasticrun.operator_log import logger
-from elasticrun.system import sandbox
-from elasticrun.system.processes import below, everybody
+from elasticrun.host.log import logger
+from elasticrun.host.system import sandbox
+from elasticrun.host.system.processes import below, everybody
 from elasticrun.wire import env, frames
 from elasticrun.wire.spawning import Configure, start_server
 
@@ -198,7 +198,7 @@ class Reaper:
         Returns the pids that are still there after `limit` seconds: the kernel keeps them."""
         import asyncio  # an agent starts its fork server before it has that
 
-        from elasticrun.system.sweep import kill_group
+        from elasticrun.host.system.sweep import kill_group
 
         loop = asyncio.get_running_loop()
         end = loop.time() + limit

@@ -1,4 +1,4 @@
-"""What is wrong with this machine (`elasticrun.doctor`), looked for beside the agent's start.
+"""What is wrong with this machine (`elasticrun.host.doctor`), looked for beside the agent's start.
 
 Nothing waits for it, but with --precheck: then a failed finding ends the agent before it joins.
 What only the job's master can tell is asked much later, when nodes have joined and ranks run; it
@@ -21,9 +21,9 @@ from elasticrun import __version__
 from elasticrun.agent.link.trust import trust_of
 from elasticrun.agent.runtime import Tasks, in_thread
 from elasticrun.config import AgentConfig
-from elasticrun.doctor.verdict import failures, in_a_line
-from elasticrun.operator_log import logger
-from elasticrun.system.network import names_this_host_only
+from elasticrun.host.doctor.verdict import failures, in_a_line
+from elasticrun.host.log import logger
+from elasticrun.host.system.network import names_this_host_only
 from elasticrun.wire import auth
 from elasticrun.wire.auth import TlsError, reader_token
 from elasticrun.wire.messages import MAX_RANKS
@@ -31,8 +31,8 @@ from elasticrun.wire.rpc.channel import LinkError, reach_me
 from elasticrun.wire.types import Endpoint, Finding, Level
 
 if TYPE_CHECKING:
-    from elasticrun.doctor.checkup import Subject
-    from elasticrun.doctor.reach import Answer
+    from elasticrun.host.doctor.checkup import Subject
+    from elasticrun.host.doctor.reach import Answer
 
 ASK_AFTER: Final = 3.0
 """Seconds from the master's welcome to our question to it: the first round forms without us."""
@@ -106,21 +106,21 @@ class Checkup:
 
 def look(config: AgentConfig) -> list[Finding]:
     """What this machine shows to an agent with this configuration. Blocks, for a while at most."""
-    from elasticrun.doctor import checkup
+    from elasticrun.host.doctor import checkup
 
     return checkup.run(checkup.checks(subject(config)))
 
 
 def _judged(answers: list[Answer], dialled: str) -> list[Finding]:
-    from elasticrun.doctor import checkup
+    from elasticrun.host.doctor import checkup
 
     return checkup.of_the_master(answers, dialled)
 
 
 def subject(config: AgentConfig) -> Subject:
     """What an agent with this configuration wants of its machine."""
-    from elasticrun.doctor import disk
-    from elasticrun.doctor.checkup import Subject
+    from elasticrun.host.doctor import disk
+    from elasticrun.host.doctor.checkup import Subject
 
     spec = config.spec
     several = spec.max_nodes > 1 and config.rendezvous.kind != "standalone"
@@ -153,8 +153,8 @@ async def ask(
 
     `reader`: a reader's token; `name`: what its certificate must bear. LinkError, TlsError;
     OSError where no port can be opened, RuntimeError where no thread can be started."""
-    from elasticrun.doctor import reach
-    from elasticrun.doctor.reach import Answer
+    from elasticrun.host.doctor import reach
+    from elasticrun.host.doctor.reach import Answer
 
     pem = None if files is None else await in_thread(lambda: auth.read_pem(files), name="tls")
     answers = []

@@ -27,9 +27,9 @@ from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_OK, EXIT_SAVED, Agen
 from elasticrun.core.events import Exit
 from elasticrun.core.reasons import code as code_of_reason, out_of_reach
 from elasticrun.core.rounds.failures import ended_before, is_alike, what_happened
-from elasticrun.operator_log import NOTICE, StderrWriter, last_word, logger
-from elasticrun.runs.last_word import LastWord, leave
-from elasticrun.system.sweep import end_at_once
+from elasticrun.host.log import NOTICE, StderrWriter, last_word, logger
+from elasticrun.host.runs.last_word import LastWord, leave
+from elasticrun.host.system.sweep import end_at_once
 from elasticrun.wire import env
 from elasticrun.wire.messages import Failure, FailureKind, Start
 

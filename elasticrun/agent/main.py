@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from elasticrun import operator_log
 from elasticrun.agent.boot import Reaper, SpawnerProcess, misplanted, start_spawner
 from elasticrun.agent.link.trust import unusable, with_trust
 from elasticrun.agent.warm import leave_behind
 from elasticrun.config import EXIT_FAILED, EXIT_USAGE, AgentConfig
-from elasticrun.runs.last_word import LastWord, leave
-from elasticrun.system import debugger
-from elasticrun.system.network import no_loopback
-from elasticrun.system.processes import become_subreaper
-from elasticrun.system.sandbox import refused
+from elasticrun.host import log as operator_log
+from elasticrun.host.runs.last_word import LastWord, leave
+from elasticrun.host.system.network import no_loopback
+from elasticrun.host.system.processes import become_subreaper
+from elasticrun.host.system.sandbox import refused
+from elasticrun.wire import debugger
 from elasticrun.wire.spawning import ignored_signals, is_kept_ignored
 
 if TYPE_CHECKING:

@@ -54,8 +54,8 @@ from elasticrun.core.rounds.failures import ECHOES, Ending, code_of, root_cause
 from elasticrun.core.worker.group import WorkerGroup
 from elasticrun.core.worker.leaving import ending
 from elasticrun.core.worker.states import GroupStatus, State
-from elasticrun.operator_log import LEVELS, NOTICE, StderrWriter, logger, name_speaker
-from elasticrun.system.sandbox import NoThread
+from elasticrun.host.log import LEVELS, NOTICE, StderrWriter, logger, name_speaker
+from elasticrun.host.system.sandbox import NoThread
 from elasticrun.wire import env, messages as m
 from elasticrun.wire.types import Endpoint, mint_incarnation
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from elasticrun.config import EXIT_FAILED, AgentConfig
 from elasticrun.core import events as fx
-from elasticrun.operator_log import StderrWriter, logger
-from elasticrun.system.sandbox import NoThread, start_thread
+from elasticrun.host.log import StderrWriter, logger
+from elasticrun.host.system.sandbox import NoThread, start_thread
 from elasticrun.wire.frames import Connection
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from typing import Final, Protocol
 from elasticrun.agent.boot import SpawnerProcess, configure_message, start_spawner
 from elasticrun.agent.runtime import NodeContext, Once, Patience, Tasks, Timer, keep_sending
 from elasticrun.agent.warm import WarmChild
-from elasticrun.operator_log import logger
-from elasticrun.system.processes import how_silent
+from elasticrun.host.log import logger
+from elasticrun.host.system.processes import how_silent
 from elasticrun.wire import spawning
 from elasticrun.wire.frames import Connection, FrameError, HungUp
 

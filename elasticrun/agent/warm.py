@@ -25,12 +25,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.operator_log import NOTICE, logger
-from elasticrun.system import debugger
-from elasticrun.system.processes import boot_id
-from elasticrun.wire import env, frames, spawning
+from elasticrun.host.log import NOTICE, logger
+from elasticrun.host.system.processes import boot_id
+from elasticrun.host.user_folder import user_folder
+from elasticrun.wire import debugger, env, frames, spawning
 from elasticrun.wire.types import EntryKind
-from elasticrun.wire.user_folder import user_folder
 
 if TYPE_CHECKING:
     import asyncio

@@ -1,8 +1,8 @@
 """How many accelerators and cores this node has, found out without importing torch here.
 
-What the words of --nproc-per-node count. GPUs are asked of `elasticrun.accelerators`; what torch
-alone knows is asked of torch in a throw-away child with a time limit, because loading it into the
-agent would cost memory for the life of the job.
+It resolves the words of --nproc-per-node. `host.accelerators` counts GPUs; what only torch knows is
+asked of torch in a short-lived child with a time limit, because torch in the agent would cost
+memory for the life of the job.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from elasticrun.accelerators.asking import NoAnswer, json_of
-from elasticrun.accelerators.base import cores as all_cores, torch_build
-from elasticrun.accelerators.nvidia import Nvidia
 from elasticrun.cli.rendezvous import SHARED_VARIABLE
 from elasticrun.cli.settings import NotHere
-from elasticrun.system.processes import user_name
-from elasticrun.wire.user_folder import network_file_system
+from elasticrun.host.accelerators.asking import NoAnswer, json_of
+from elasticrun.host.accelerators.base import cores as all_cores, torch_build
+from elasticrun.host.accelerators.nvidia import Nvidia
+from elasticrun.host.system.processes import user_name
+from elasticrun.host.user_folder import network_file_system
 
 if TYPE_CHECKING:
-    from elasticrun.detection.found import HostFacts
+    from elasticrun.cli.detection.found import HostFacts
 
 TORCH_LIMIT: Final = 120.0
 """Seconds for importing torch in a child and asking it; shared file systems are slow."""
@@ -97,7 +97,7 @@ def shared_folder(folder: str, environ: Mapping[str, str]) -> str:
 def facts(environ: Mapping[str, str]) -> HostFacts:
     """What the environment does not say. The full host name is looked up in pods only, where the
     kubelet has written it into /etc/hosts: elsewhere a name server may take its time."""
-    from elasticrun.detection.found import HostFacts
+    from elasticrun.cli.detection.found import HostFacts
 
     try:
         terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -111,7 +111,7 @@ def facts(environ: Mapping[str, str]) -> HostFacts:
 def cores(say: Callable[[str], None], quota: float | None = None) -> int:
     """Cores that ranks may fill: those that torch counts, or as many as the container's CPU time
     (`quota`, in cores; looked up where none is given) is enough for, which is said."""
-    from elasticrun.doctor.resources import cpu_quota
+    from elasticrun.host.doctor.resources import cpu_quota
 
     counted = all_cores()
     quota = quota or cpu_quota()

@@ -201,7 +201,7 @@ class Parser(argparse.ArgumentParser):
 def leave_word(sentence: str) -> None:
     """Why this launch cannot begin, for whoever has named a file for that."""
     if LAST_WORDS in os.environ:  # late: others have no need of it
-        from elasticrun.runs.last_word import LastWord, leave
+        from elasticrun.host.runs.last_word import LastWord, leave
 
         leave(LastWord(sentence))
 

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, Final
 
 from elasticrun.cli import settings
@@ -92,30 +93,30 @@ OF_CLUSTERS: Final = (
 """Verbs for jobs in Kubernetes as well."""
 
 _AT: Final = {
-    "status": "verbs.status",
-    "join": "job.join",
-    "doctor": "verbs.doctor",
-    "replay": "verbs.replay",
-    "render": "verbs.render",
-    "warm": "verbs.warm",
-    "logs": "job.logs",
-    "top": "job.top",
-    "stacks": "job.listing:stacks",
-    "events": "job.listing:events",
-    "incidents": "job.incidents",
-    "ckpt": "job.checkpoints",
-    "list": "jobs.listing",
-    "prune": "jobs.listing:prune",
-    "submit": "jobs.submit",
-    "exec": "jobs.jobs:execute",
-    "convert": "jobs.convert",
-    "operator": "jobs.operator",
-    "completion": "jobs.completion",
-    **dict.fromkeys(ORDERS, "job.orders"),
-    **dict.fromkeys(OF_A_SUBMITTED, "jobs.jobs"),
+    "doctor": "cli.verbs.doctor",
+    "replay": "cli.verbs.replay",
+    "warm": "cli.verbs.warm",
+    "join": "jobs.hosts.join",
+    "status": "jobs.running.status",
+    "logs": "jobs.running.logs",
+    "top": "jobs.running.top",
+    "stacks": "jobs.running.listing:stacks",
+    "events": "jobs.running.listing:events",
+    "incidents": "jobs.running.incidents",
+    "ckpt": "jobs.running.checkpoints",
+    "list": "jobs.manage.listing",
+    "prune": "jobs.manage.listing:prune",
+    "submit": "jobs.manage.submit",
+    "exec": "jobs.manage.jobs:execute",
+    "render": "jobs.verbs.render",
+    "convert": "jobs.verbs.convert",
+    "operator": "jobs.verbs.operator",
+    "completion": "jobs.verbs.completion",
+    **dict.fromkeys(ORDERS, "jobs.running.orders"),
+    **dict.fromkeys(OF_A_SUBMITTED, "jobs.manage.jobs"),
 }
-"""The module of each verb, below this folder, which is imported when it is asked for; and its
-function, where that is not `main`."""
+"""The module of each verb, imported on use, and its function where that is not `main`. Nothing else
+names a module of `elasticrun/jobs` from outside that folder."""
 
 _HEARD: Final = ("submit", "render", "convert", "warm", "join")
 """Verbs whose functions are told how to say something to the user."""
@@ -227,8 +228,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
 
     environ = withdraw(*(GIT_SECRETS if ns.git else ()))
     if ns.git:
-        from elasticrun.cli.jobs import code
-
+        code = _jobs("manage.code")
         _be_mortal()
         words = code.with_commit(words, ns, environ)
     if ns.srun:
@@ -236,9 +236,8 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
 
         return _printed(lambda: become_srun(words, ns.dry_run, environ, say))
     if ns.hosts or ns.hostfile:
-        from elasticrun.cli.verbs.hosts import launch
-
-        return launch(words, Asked(ns, environ), environ, say)
+        launched: int = _jobs("hosts.launching").launch(words, Asked(ns, environ), environ, say)
+        return launched
     machine = this_machine(say=say)._replace(facts=lambda: facts(environ))
     try:
         config = resolve(ns, environ, machine)
@@ -290,7 +289,7 @@ def _already(config: AgentConfig) -> str:
         return ""
     from pathlib import Path
 
-    from elasticrun.runs.opening import RankProgram, RunRefused, already
+    from elasticrun.host.runs.opening import RankProgram, RunRefused, already
 
     try:
         return already(
@@ -341,32 +340,12 @@ def _master(words: Sequence[str]) -> int:
     return run_master(config)
 
 
-def _in_cluster(verb: str, words: Sequence[str]) -> int | None:
-    """One that is about jobs in Kubernetes; None where it is not."""
-    from elasticrun.jobs.backend import NotDone
-    from elasticrun.jobs.choosing import is_in_cluster
-
-    plan = verb == "scale" and any(word in ("-f", "--file") for word in words)
-    if plan:
-        from elasticrun.cli.kube.verbs import of_a_plan
-
-        words = of_a_plan(words, say)
-    others = int(verb in ("exclude", "include"))
-    try:
-        is_there = is_in_cluster(words, os.environ, others=others)
-    except NotDone as wrong:
-        raise UsageError(str(wrong), EXIT_USAGE) from None
-    if not is_there:
-        return _printed(lambda: _function_of(verb)(words)) if plan else None
-    from elasticrun.cli.kube import verbs
-
-    return (_read if verb == "exec" else _printed)(lambda: verbs.main(verb, words))
-
-
 def _verb(verb: str, words: Sequence[str]) -> int:
     """One that prints."""
-    if verb in OF_CLUSTERS and (code := _in_cluster(verb, words)) is not None:
-        return code
+    if verb in OF_CLUSTERS:
+        words, run_there = _jobs("placing").placed(verb, words, say)
+        if run_there is not None:
+            return (_read if verb == "exec" else _printed)(run_there)
     run = _function_of(verb)
     if verb == "operator" or (verb == "join" and "--new" not in words):
         return run(words)
@@ -375,10 +354,27 @@ def _verb(verb: str, words: Sequence[str]) -> int:
     return _printed(lambda: run(words))
 
 
+def _jobs(module: str) -> ModuleType:
+    """A module of `elasticrun/jobs`, imported by name: a launcher without that folder still runs.
+    UsageError if it is not installed."""
+    try:
+        return importlib.import_module(f"elasticrun.jobs.{module}")
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("elasticrun.jobs", f"elasticrun.jobs.{module}"):
+            raise
+        raise UsageError(
+            "this installation has no elasticrun.jobs: install elasticrun again"
+        ) from None
+
+
 def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
     """What does it with the words behind it."""
-    module, _, name = _AT[verb].partition(":")
-    does = getattr(importlib.import_module(f"elasticrun.cli.{module}"), name or "main")
+    folder, _, rest = _AT[verb].partition(".")
+    module, _, name = rest.partition(":")
+    found = (
+        _jobs(module) if folder == "jobs" else importlib.import_module(f"elasticrun.{_AT[verb]}")
+    )
+    does = getattr(found, name or "main")
     if verb in (*ORDERS, *OF_A_SUBMITTED):
         return partial(does, verb)
     more: dict[str, Any] = {"say": say} if verb in _HEARD else {}

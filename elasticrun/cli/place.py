@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.cli import settings
+from elasticrun.cli.detection.detect import detect
+from elasticrun.cli.detection.found import Found, Given, HostFacts, amount, number, port_of_name
+from elasticrun.cli.detection.slurm import PTY, step_of
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.rendezvous import ELASTIC_WORDS, MEETING_FLAGS
 from elasticrun.cli.settings import NOWHERE, UsageError, Whereabouts
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import some
-from elasticrun.detection.detect import detect
-from elasticrun.detection.found import Found, Given, HostFacts, amount, number, port_of_name
-from elasticrun.detection.slurm import PTY, step_of
 from elasticrun.wire.messages import MAX_NODES
 from elasticrun.wire.types import Endpoint
 

@@ -12,15 +12,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from elasticrun import accelerators, config
+from elasticrun import config
 from elasticrun.cli import rendezvous, settings, table, trust
+from elasticrun.cli.detection.kubernetes import POD
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import TORCHRUN
 from elasticrun.cli.rendezvous import Meeting, find_meeting
 from elasticrun.cli.settings import Asked, NotHere, NothingToDo, UsageError
 from elasticrun.config import AgentConfig, LogPlan, RunPlan
 from elasticrun.core.words import nearest, some
-from elasticrun.detection.kubernetes import POD
+from elasticrun.host import accelerators
 from elasticrun.wire import env
 from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec, WatchSpec
 from elasticrun.wire.types import EntryKind, Entrypoint

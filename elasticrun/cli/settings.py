@@ -22,8 +22,8 @@ from elasticrun.wire.messages import MAX_NODES, CheckSpec, JobSpec, SaveSpec, Wa
 from elasticrun.wire.types import MAX_NAME, MAX_SECONDS
 
 if TYPE_CHECKING:
+    from elasticrun.cli.detection.found import Found, Given
     from elasticrun.cli.devices import Machine
-    from elasticrun.detection.found import Found, Given
 
 
 C10D_PORT: Final = 29400

@@ -8,7 +8,7 @@ from typing import Final
 
 from elasticrun.cli.settings import Asked, NotHere, UsageError
 from elasticrun.config import MasterPlace, Tls
-from elasticrun.system.network import names_this_host_only
+from elasticrun.host.system.network import names_this_host_only
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 
 TOKEN_VARIABLE: Final = "ELASTICRUN_TOKEN"

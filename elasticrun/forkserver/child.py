@@ -24,9 +24,9 @@ from typing import Any, NoReturn
 from elasticrun.forkserver.helpers.helper import environment
 from elasticrun.forkserver.lazy_imports import GUARDED, Baseline, Stash
 from elasticrun.forkserver.program import BecomeRank, Program
-from elasticrun.monitor import monitor, recorder
-from elasticrun.system import processes
-from elasticrun.system.title import become_program
+from elasticrun.host.system import processes
+from elasticrun.host.system.title import become_program
+from elasticrun.training.monitor import monitor, recorder
 from elasticrun.wire.spawning import SpawnRank, command
 
 PAGE_BYTES = 16 * 1024

@@ -25,7 +25,7 @@ from elasticrun.forkserver.helpers.helper import (
 )
 from elasticrun.forkserver.prepare import Prepared
 from elasticrun.forkserver.program import BecomeRank
-from elasticrun.system import processes
+from elasticrun.host.system import processes
 from elasticrun.wire.env import OMP_NUM_THREADS
 from elasticrun.wire.spawning import (
     Execed,

@@ -21,9 +21,9 @@ from elasticrun.forkserver.children import Children
 from elasticrun.forkserver.helpers.stopped import STOPPED_LIMIT, StoppedStores
 from elasticrun.forkserver.lazy_imports import Baseline
 from elasticrun.forkserver.prepare import Poisoned, Prepared, prepare
-from elasticrun.system import processes, sweep
-from elasticrun.system.processes import memory_file
-from elasticrun.system.title import FORK_SERVER, forget_words, set_title
+from elasticrun.host.system import processes, sweep
+from elasticrun.host.system.processes import memory_file
+from elasticrun.host.system.title import FORK_SERVER, forget_words, set_title
 from elasticrun.wire.frames import Connection, FrameBuffer, FrameError, NotRead, encode, peer_of
 from elasticrun.wire.spawning import (
     SHIELDED,

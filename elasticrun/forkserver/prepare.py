@@ -24,7 +24,7 @@ from elasticrun.forkserver.child import Birth
 from elasticrun.forkserver.lazy_imports import Stash
 from elasticrun.forkserver.program import hides_frames
 from elasticrun.forkserver.renew import Walked, environment_watch
-from elasticrun.system import processes
+from elasticrun.host.system import processes
 from elasticrun.wire.env import PYTHON_EXEC, RANK_VARIABLES
 from elasticrun.wire.spawning import Configure
 from elasticrun.wire.types import EntryKind

@@ -21,7 +21,7 @@ from typing import Any, Final
 from elasticrun.forkserver.lazy_imports import GUARDED
 from elasticrun.forkserver.program import absolute, is_archive, script_folder
 from elasticrun.forkserver.renew import read_by_c
-from elasticrun.system import processes
+from elasticrun.host.system import processes
 from elasticrun.wire.env import PLACEMENT_VARIABLES, PYTHON_EXEC
 from elasticrun.wire.types import EntryKind, Entrypoint
 

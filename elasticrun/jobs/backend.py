@@ -18,8 +18,7 @@ from typing import Final, Protocol
 import msgspec
 from msgspec import Struct
 
-from elasticrun.jobs.rows import JobRow
-from elasticrun.runs.layout import (
+from elasticrun.host.runs.layout import (
     ENDED,
     MAX_BYTES,
     SUBMITTED,
@@ -28,6 +27,7 @@ from elasticrun.runs.layout import (
     RunFolder,
     replace_file,
 )
+from elasticrun.jobs.rows import JobRow
 from elasticrun.wire.messages import Reply, Request
 
 TOKEN: Final = "token"

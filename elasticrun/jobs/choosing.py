@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.core.words import nearest
+from elasticrun.host.runs.index import NoRun, all_runs, find, runs_root
+from elasticrun.host.runs.layout import ENDED, RunFolder
 from elasticrun.jobs.backend import Backend, NotDone, submission
 from elasticrun.jobs.kubernetes import KubernetesJobs
 from elasticrun.jobs.local import LocalJobs
 from elasticrun.jobs.rows import JobRow, row_of
 from elasticrun.jobs.slurm import SlurmJobs
 from elasticrun.jobs.ssh import SshJobs
-from elasticrun.runs.index import NoRun, all_runs, find, runs_root
-from elasticrun.runs.layout import ENDED, RunFolder
 from elasticrun.wire.env import ON
 
 PLACES: Final = ("local", "ssh", "slurm", "k8s")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from elasticrun.host.runs.layout import ENDED, RunFolder, RunResult
 from elasticrun.jobs.backend import NotDone, Submission, submission, write_submission
 from elasticrun.jobs.rows import JobRow
-from elasticrun.runs.layout import ENDED, RunFolder, RunResult
 
 if TYPE_CHECKING:
     from elasticrun.jobs.kube.api import KubeApi

@@ -15,14 +15,14 @@ import msgspec
 
 from elasticrun.config import Tls
 from elasticrun.core.sight.picture import Picture
+from elasticrun.host.runs import index
+from elasticrun.host.runs.layout import RunFolder
+from elasticrun.host.system.processes import user_name
+from elasticrun.host.user_folder import Published, published, user_folder
 from elasticrun.jobs.backend import token
-from elasticrun.runs import index
-from elasticrun.runs.layout import RunFolder
-from elasticrun.system.processes import user_name
 from elasticrun.wire import auth
 from elasticrun.wire.messages import Reply, Request, Role
 from elasticrun.wire.types import Endpoint, WireError
-from elasticrun.wire.user_folder import Published, published, user_folder
 
 ANSWER_LIMIT: Final = 20.0
 """Seconds to wait for an answer: longer than the master itself waits for the ranks."""

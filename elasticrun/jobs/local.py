@@ -21,6 +21,8 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from elasticrun.core.words import names, some
+from elasticrun.host.runs.layout import CONSOLE, ENDED, LAST_WORD, LocalAgent, RunFolder, RunResult
+from elasticrun.host.system.processes import ProcessId
 from elasticrun.jobs.backend import (
     NotDone,
     Submission,
@@ -30,8 +32,6 @@ from elasticrun.jobs.backend import (
     write_submission,
 )
 from elasticrun.jobs.rows import SUSPENDED, JobRow, row_of
-from elasticrun.runs.layout import CONSOLE, ENDED, LAST_WORD, LocalAgent, RunFolder, RunResult
-from elasticrun.system.processes import ProcessId
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES, LAST_WORDS
 from elasticrun.wire.messages import Reply, Request
 

@@ -10,7 +10,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from elasticrun.runs.layout import ENDED, JobRecord, RunFolder
+from elasticrun.host.runs.layout import ENDED, JobRecord, RunFolder
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.types import Endpoint
 

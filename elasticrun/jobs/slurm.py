@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from elasticrun.core.words import some
+from elasticrun.host.runs.layout import ENDED, RunFolder, RunResult, replace_file
 from elasticrun.jobs.backend import NotDone, Submission, submission, write_submission
 from elasticrun.jobs.rows import JobRow
-from elasticrun.runs.layout import ENDED, RunFolder, RunResult, replace_file
 from elasticrun.wire.messages import Reply, Request
 
 SCRIPT: Final = "batch.sh"

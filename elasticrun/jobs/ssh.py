@@ -14,11 +14,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from elasticrun.core.words import names
+from elasticrun.host.runs.layout import RunFolder
+from elasticrun.host.system.network import is_this_host
 from elasticrun.jobs.backend import NotDone, Submission, submission
 from elasticrun.jobs.local import LocalJobs, living
 from elasticrun.jobs.rows import JobRow
-from elasticrun.runs.layout import RunFolder
-from elasticrun.system.network import is_this_host
 from elasticrun.wire.messages import Reply, Request
 
 

@@ -12,7 +12,7 @@ if __name__ == "__main__":
     # Before the imports below, which take long enough for a Ctrl-C.
     for number in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, number), signal.SIG_IGN)
-    from elasticrun.system.processes import die_with_parent
+    from elasticrun.host.system.processes import die_with_parent
 
     # One that is stopped at the end of its agent wakes up, and reads what follows for it.
     die_with_parent(signal.SIGCONT)

@@ -28,9 +28,9 @@ from typing import Final, TypeVar
 import msgspec
 
 from elasticrun.core.persisted import Facts, aged
-from elasticrun.runs.layout import replace_file
-from elasticrun.system.processes import boot_id
-from elasticrun.system.sandbox import start_thread
+from elasticrun.host.runs.layout import replace_file
+from elasticrun.host.system.processes import boot_id
+from elasticrun.host.system.sandbox import start_thread
 from elasticrun.wire.types import dumps, loads
 
 FILE: Final = "record"

@@ -32,7 +32,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from elasticrun import operator_log
 from elasticrun.config import (
     EXIT_FAILED,
     EXIT_NOT_LEADING,
@@ -51,6 +50,11 @@ from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.sight.picture import Picture
+from elasticrun.host import log as operator_log, user_folder
+from elasticrun.host.runs.opening import RunRefused
+from elasticrun.host.system import title
+from elasticrun.host.system.processes import ProcessId, set_name
+from elasticrun.host.system.sandbox import NoThread, raise_file_limit, refused, start_thread
 from elasticrun.master.joining import Joining
 from elasticrun.master.loop import BrainFault, Listeners, Loop, RecordStuck
 from elasticrun.master.outward.outward import Outward
@@ -58,12 +62,8 @@ from elasticrun.master.page.http import StatusPage, reachable
 from elasticrun.master.page.readers import Readers
 from elasticrun.master.records import Records, StoreRefused
 from elasticrun.master.server import MAX_CALLS, METHODS, Servicer
-from elasticrun.runs.opening import RunRefused
-from elasticrun.system import title
-from elasticrun.system.processes import ProcessId, set_name
-from elasticrun.system.sandbox import NoThread, raise_file_limit, refused, start_thread
-from elasticrun.trace.writer import Life
-from elasticrun.wire import auth, user_folder
+from elasticrun.master.trace.writer import Life
+from elasticrun.wire import auth
 from elasticrun.wire.auth import TlsError, operator_token, reader_token
 from elasticrun.wire.messages import MAX_NODES, End, JobSpec
 from elasticrun.wire.rpc.channel import ListenError, listen, make_server, server_options

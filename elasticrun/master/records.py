@@ -17,10 +17,11 @@ from msgspec.structs import replace
 
 from elasticrun.config import EXIT_USAGE, MasterConfig
 from elasticrun.core.persisted import Facts
+from elasticrun.host import user_folder
+from elasticrun.host.system.sandbox import NoThread, start_thread
 from elasticrun.master.file_store import FileStore
-from elasticrun.system.sandbox import NoThread, start_thread
-from elasticrun.trace.writer import Life, TraceWriter
-from elasticrun.wire import env, user_folder
+from elasticrun.master.trace.writer import Life, TraceWriter
+from elasticrun.wire import env
 
 TRACE_END: Final = 1.0
 """Seconds that the last lines of the trace may take to reach the disk."""

@@ -26,9 +26,9 @@ from elasticrun.config import BEAT_INTERVAL, MAX_SESSIONS
 from elasticrun.core.events import Attached, Detached, Heard
 from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.core.rounds.failures import Ending, code_of
+from elasticrun.host.system.network import mtu_to
 from elasticrun.master.joining import Joining
 from elasticrun.master.loop import Loop, Mailbox
-from elasticrun.system.network import mtu_to
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import OPERATOR_WANTED, Denied, Doorkeeper, OutOfTurn
 from elasticrun.wire.rpc import protobuf

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from elasticrun.system.processes import state
+from elasticrun.host.system.processes import state
+from elasticrun.host.user_folder import Published, published
 from elasticrun.wire.messages import JobStatus
-from elasticrun.wire.user_folder import Published, published
 
 ANSWER_LIMIT: Final = 60.0
 """Seconds a page may take: for the first visit a master imports what serves it, on a machine that

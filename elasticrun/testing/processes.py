@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from elasticrun.system.inotify import IN_MODIFY, Inotify
-from elasticrun.system.processes import Process, ProcessId, boot_id, everybody
-from elasticrun.system.title import FORK_SERVER, MASTER
+from elasticrun.host.system.inotify import IN_MODIFY, Inotify
+from elasticrun.host.system.processes import Process, ProcessId, boot_id, everybody
+from elasticrun.host.system.title import FORK_SERVER, MASTER
 
 MARK: Final = "ELASTICRUN_TEST_NODE"
 """Variable by which every process of a node is known; its value names the job and the node."""

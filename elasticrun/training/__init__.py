@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from elasticrun.training.telling import progress, quiet
 
 if TYPE_CHECKING:
-    from elasticrun.checkpointing.checkpointer import Checkpointer, Keep
+    from elasticrun.training.checkpointing.checkpointer import Checkpointer, Keep
 
 __all__ = ["Checkpointer", "Keep", "progress", "quiet"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("Checkpointer", "Keep"):
-        from elasticrun.checkpointing import checkpointer
+        from elasticrun.training.checkpointing import checkpointer
 
         return getattr(checkpointer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

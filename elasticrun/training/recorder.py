@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from elasticrun.monitor.recorders import CPU, FlightRecorder, Row, groups, recorders
+from elasticrun.training.monitor.recorders import CPU, FlightRecorder, Row, groups, recorders
 from elasticrun.wire import env
 from elasticrun.wire.progress import Own
 

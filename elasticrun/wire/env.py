@@ -121,7 +121,7 @@ STATE_DIR: Final = "ELASTICRUN_STATE_DIR"
 
 LAST_WORDS: Final = "ELASTICRUN_LAST_WORDS"
 """File that a pod's termination message is read from. `elasticrun master` leaves the job's result
-there, every other launcher why it ended (`runs/last_word.py`)."""
+there, every other launcher why it ended (`host/runs/last_word.py`)."""
 
 CLUSTER_NODE: Final = "ELASTICRUN_CLUSTER_NODE"
 """In a pod: the cluster's node that it is on, which its successor need not be on."""

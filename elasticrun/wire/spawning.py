@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
-from elasticrun.system import debugger
+from elasticrun.wire import debugger
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 # ---------------------------------------------------------------- to the spawner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.accelerators import ascend, nvidia
+from elasticrun.host.accelerators import ascend, nvidia
 from tests.harness import LIMIT
 
 

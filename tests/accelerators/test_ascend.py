@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.accelerators import ascend
-from elasticrun.accelerators.ascend import Ascend, parse, visible
-from elasticrun.accelerators.asking import NoAnswer
+from elasticrun.host.accelerators import ascend
+from elasticrun.host.accelerators.ascend import Ascend, parse, visible
+from elasticrun.host.accelerators.asking import NoAnswer
 from elasticrun.wire.types import Finding, Level
 from tests.accelerators.standins import bare, npu_smi
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticrun import accelerators
-from elasticrun.accelerators.ascend import Ascend
-from elasticrun.accelerators.base import Build, installed, torch_build
+from elasticrun.host import accelerators
+from elasticrun.host.accelerators.ascend import Ascend
+from elasticrun.host.accelerators.base import Build, installed, torch_build
 from tests.accelerators.standins import bare, gpu, nvml
 
 
@@ -78,7 +78,7 @@ def test_npus_are_found_where_torch_can_use_them(
     monkeypatch.setattr(accelerators, "torch_build", lambda: Build())
     monkeypatch.setattr(accelerators, "Ascend", lambda: Ascend(str(tmp_path)))
     assert accelerators.of("", bare()).name == "cpu"  # torch_npu is not installed
-    monkeypatch.setattr("elasticrun.accelerators.ascend.installed", lambda name: "2.5.1")
+    monkeypatch.setattr("elasticrun.host.accelerators.ascend.installed", lambda name: "2.5.1")
     assert accelerators.of("", bare()).name == "ascend"
     hidden = bare() | {"ASCEND_RT_VISIBLE_DEVICES": ""}
     assert accelerators.of("", hidden).name == "cpu"
@@ -118,7 +118,7 @@ def test_installed_distributions() -> None:
 def test_finding_out_imports_neither_torch_nor_a_driver() -> None:
     code = (
         "import os, sys\n"
-        "from elasticrun import accelerators\n"
+        "from elasticrun.host import accelerators\n"
         "accelerators.of('', os.environ).examine(2, os.environ)\n"
         "print(sorted({'torch', 'torch_npu', 'pynvml', 'grpc'} & set(sys.modules)))\n"
     )

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from elasticrun import accelerators
-from elasticrun.accelerators import nvidia, nvidia_child
-from elasticrun.accelerators.base import descends_from_us
-from elasticrun.accelerators.nvidia import Nvidia, visible
+from elasticrun.host import accelerators
+from elasticrun.host.accelerators import nvidia, nvidia_child
+from elasticrun.host.accelerators.base import descends_from_us
+from elasticrun.host.accelerators.nvidia import Nvidia, visible
 from elasticrun.wire.types import Finding, Level
 from tests.accelerators.standins import PYNVML, bare, gpu, library, nvml
 from tests.harness import LIMIT

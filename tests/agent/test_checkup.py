@@ -13,9 +13,9 @@ import pytest
 from elasticrun.agent import checkup as own
 from elasticrun.agent.checkup import Checkup, subject
 from elasticrun.config import EXIT_BAD_NODE, MasterPlace
-from elasticrun.doctor import checkup
-from elasticrun.doctor.checkup import Checks
-from elasticrun.doctor.verdict import failed, ok, warning
+from elasticrun.host.doctor import checkup
+from elasticrun.host.doctor.checkup import Checks
+from elasticrun.host.doctor.verdict import failed, ok, warning
 from elasticrun.master import server
 from elasticrun.wire.auth import reader_token
 from elasticrun.wire.types import Endpoint, Finding

@@ -21,8 +21,8 @@ from elasticrun.agent.logs.output import RankOutput
 from elasticrun.agent.workers.exits import describe
 from elasticrun.config import EXIT_FAILED, EXIT_SAVED, LogPlan
 from elasticrun.core.events import Exit
+from elasticrun.host.log import NOTICE
 from elasticrun.master.main import _anyway
-from elasticrun.operator_log import NOTICE
 from elasticrun.wire.messages import Failure, FailureKind
 
 

@@ -15,7 +15,7 @@ elasticrun.agent.link.master_process"
     ("imported", "too_soon"),
     [
         (AGENT, ("asyncio", "grpc", "google.protobuf", "ssl", "torch", "numpy")),
-        ("elasticrun.saver.saver", ("torch", "numpy", "asyncio", "grpc")),
+        ("elasticrun.snapshots.saver.saver", ("torch", "numpy", "asyncio", "grpc")),
     ],
     ids=["an-agent", "a-saver"],
 )

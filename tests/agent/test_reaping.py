@@ -18,7 +18,7 @@ import pytest
 from elasticrun.agent.boot import SpawnerProcess
 from elasticrun.agent.main import SignalInbox
 from elasticrun.agent.spawner import Spawner
-from elasticrun.system.processes import below
+from elasticrun.host.system.processes import below
 from elasticrun.wire import frames
 from elasticrun.wire.spawning import Notice
 from tests.harness import program
@@ -31,7 +31,7 @@ def in_child(tmp_path: Path, body: str) -> dict[str, object]:
         textwrap.dedent("""
             import asyncio, json, os, signal, subprocess, sys
             from elasticrun.agent.boot import Reaper
-            from elasticrun.system.processes import become_subreaper, below
+            from elasticrun.host.system.processes import become_subreaper, below
             SLEEP = [sys.executable, "-c", "import signal; signal.pause()"]
             def started(code):
                 process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

@@ -60,7 +60,7 @@ def test_a_job_that_does_without_it(world: World, rules: str) -> None:
 
 
 def test_memfd_create_names_itself() -> None:
-    code = "from elasticrun.system.processes import memory_file; memory_file('x')"
+    code = "from elasticrun.host.system.processes import memory_file; memory_file('x')"
     done = sandboxed("memfd_create=EPERM", "--", sys.executable, "-c", code)
     assert "memfd_create: Operation not permitted" in done.stderr
 
@@ -68,7 +68,7 @@ def test_memfd_create_names_itself() -> None:
 def test_a_saver_without_threads_says_so() -> None:
     """A piece of work fails with the reason, and the saver goes on."""
     code = """
-from elasticrun.saver.pool import Inbox, WorkerPool, WorkItem
+from elasticrun.snapshots.saver.pool import Inbox, WorkerPool, WorkItem
 inbox = Inbox(lambda: None)
 pool = WorkerPool("disk", 1, inbox.post)
 for _ in range(2):

@@ -17,9 +17,9 @@ from elasticrun.agent.link import identity, master_process
 from elasticrun.agent.runtime import AgentLoop, Tasks, in_thread, own_defect
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core import events as fx
-from elasticrun.operator_log import StderrWriter
-from elasticrun.system.sandbox import NoThread
-from elasticrun.wire import user_folder
+from elasticrun.host import user_folder
+from elasticrun.host.log import StderrWriter
+from elasticrun.host.system.sandbox import NoThread
 from tests.agent.configs import agent_config, node_context
 from tests.harness import LIMIT
 

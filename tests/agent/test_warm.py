@@ -12,7 +12,7 @@ import pytest
 
 from elasticrun.agent import warm
 from elasticrun.agent.warm import hear, socket_path
-from elasticrun.operator_log import NOTICE, logger
+from elasticrun.host.log import NOTICE, logger
 from elasticrun.wire import frames, spawning
 
 

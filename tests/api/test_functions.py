@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from elasticrun.caller.function_spawner import FunctionSpawner
+from elasticrun.forkserver.functions.function_spawner import FunctionSpawner
+from elasticrun.host.system.title import AGENT
 from elasticrun.launcher import LaunchConfig, elastic_launch
-from elasticrun.system.title import AGENT
 from elasticrun.testing.processes import command
 from elasticrun.wire.frames import FrameBuffer
 from elasticrun.wire.spawning import FromSpawner, Notice

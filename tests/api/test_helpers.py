@@ -17,11 +17,11 @@ from typing import TypeVar, cast
 
 import pytest
 
-from elasticrun.caller.agent_process import AgentProcess
-from elasticrun.caller.function_spawner import FunctionSpawner
-from elasticrun.caller.helpers import Helpers
-from elasticrun.shm.segment import VERSION
-from elasticrun.system.processes import below
+from elasticrun.forkserver.functions.agent_process import AgentProcess
+from elasticrun.forkserver.functions.function_spawner import FunctionSpawner
+from elasticrun.forkserver.functions.helpers import Helpers
+from elasticrun.host.system.processes import below
+from elasticrun.snapshots.shm.segment import VERSION
 from elasticrun.wire import spawning as sp
 from elasticrun.wire.snapshots import SaverHere
 from tests.api import functions

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from elasticrun.checkpointing import checkpointer, choosing, line
 from elasticrun.training import Checkpointer
+from elasticrun.training.checkpointing import checkpointer, choosing, line
 from tests.checkpointing.played import PlayedAgent, playing
 from tests.harness import LIMIT
 

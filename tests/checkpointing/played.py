@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticrun.shm.segment import Segment, begin, segment_bytes
+from elasticrun.snapshots.shm.segment import Segment, begin, segment_bytes
 from elasticrun.wire import snapshots as s
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.progress import address, mint_name, place

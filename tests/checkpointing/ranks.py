@@ -34,7 +34,7 @@ def _rank(body: Body, env: Mapping[str, str], answer: Any, args: tuple[Any, ...]
     import torch
     import torch.distributed as dist
 
-    from elasticrun.checkpointing import choosing
+    from elasticrun.training.checkpointing import choosing
 
     choosing.LOOK_LIMIT = LIMIT  # a machine that stands still is no storage
     torch.set_num_threads(1)
@@ -116,7 +116,7 @@ def fork_server(*more: str) -> Iterator[None]:
             "torch",
             "torch.distributed.fsdp",
             "torch.distributed.tensor",
-            "elasticrun.checkpointing.checkpointer",
+            "elasticrun.training.checkpointing.checkpointer",
             *more,
         ]
     )

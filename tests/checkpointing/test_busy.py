@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from elasticrun.checkpointing.line import AgentLine, own_place
-from elasticrun.shm.segment import NONE
+from elasticrun.snapshots.shm.segment import NONE
 from elasticrun.training import Checkpointer
+from elasticrun.training.checkpointing.line import AgentLine, own_place
 from elasticrun.wire import snapshots as s
 from tests.agent.snapshots.test_snapshots import at_most
 from tests.checkpointing.played import PlayedAgent

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from elasticrun.checkpointing.capture import Mapped
-from elasticrun.checkpointing.line import ConflictError
-from elasticrun.checkpointing.parts import StateError
-from elasticrun.checkpointing.state import TrainingState
 from elasticrun.core.rounds.failures import cut
-from elasticrun.dcp.items import pieces
-from elasticrun.storage.writing import StorageError
+from elasticrun.snapshots.dcp.items import pieces
+from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep, progress
+from elasticrun.training.checkpointing.capture import Mapped
+from elasticrun.training.checkpointing.line import ConflictError
+from elasticrun.training.checkpointing.parts import StateError
+from elasticrun.training.checkpointing.state import TrainingState
 from elasticrun.wire import snapshots as s
 from tests.checkpointing.played import PlayedAgent
 from tests.checkpointing.ranks import USUAL

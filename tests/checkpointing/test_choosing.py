@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from elasticrun.checkpointing.choosing import Board, NotThere, RankOptions, RestoreChoice
-from elasticrun.storage.folder import MARKER, Folder
+from elasticrun.snapshots.storage.folder import MARKER, Folder
+from elasticrun.training.checkpointing.choosing import Board, NotThere, RankOptions, RestoreChoice
 
 ALL, NO_OTHER = (60, 80, 100), ()
 SECONDS = timedelta(seconds=20)

@@ -6,9 +6,9 @@ from typing import cast
 
 import pytest
 
-from elasticrun.checkpointing import line
-from elasticrun.checkpointing.line import AgentLine, Departure, PutOff
-from elasticrun.shm.segment import NONE
+from elasticrun.snapshots.shm.segment import NONE
+from elasticrun.training.checkpointing import line
+from elasticrun.training.checkpointing.line import AgentLine, Departure, PutOff
 from elasticrun.wire.snapshots import FromRank, StepMissed
 from tests.harness import program
 
@@ -65,8 +65,8 @@ def test_what_could_not_be_saved_counts_as_missed() -> None:
 
 SCRIPT = """
 import os, signal, sys
-from elasticrun.checkpointing import line
-from elasticrun.checkpointing.line import Departure, PutOff
+from elasticrun.training.checkpointing import line
+from elasticrun.training.checkpointing.line import Departure, PutOff
 
 class Line:
     def say(self, message): print(message, flush=True)
@@ -292,7 +292,7 @@ newer.close()
 WITH_AN_AGENT = """
 import os, signal, threading
 from dataclasses import replace
-from elasticrun.checkpointing import backends
+from elasticrun.training.checkpointing import backends
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import AwaitRoom
 from tests.checkpointing.played import NOTHING, playing

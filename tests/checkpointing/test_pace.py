@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from elasticrun.checkpointing.pace import FLOOR, Due, Pace, Schedule
+from elasticrun.training.checkpointing.pace import FLOOR, Due, Pace, Schedule
 
 
 class Words:

@@ -20,18 +20,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticrun.checkpointing import restore
-from elasticrun.checkpointing.capture import Taker
-from elasticrun.checkpointing.line import AgentLine
-from elasticrun.checkpointing.parts import StateError, state_of, unflatten
-from elasticrun.checkpointing.restore import Recall, asking_order
-from elasticrun.checkpointing.state import Known, TrainingState
-from elasticrun.dcp.garbage import no_collection
-from elasticrun.dcp.image import arrange
-from elasticrun.dcp.items import Flat, flatten
-from elasticrun.dcp.restoring import Cover
-from elasticrun.shm.layout import Item, ItemKind, Layout, decode, lay_out
-from elasticrun.shm.segment import VERSION
+from elasticrun.snapshots.dcp.garbage import no_collection
+from elasticrun.snapshots.dcp.image import arrange
+from elasticrun.snapshots.dcp.items import Flat, flatten
+from elasticrun.snapshots.dcp.restoring import Cover
+from elasticrun.snapshots.shm.layout import Item, ItemKind, Layout, decode, lay_out
+from elasticrun.snapshots.shm.segment import VERSION
+from elasticrun.training.checkpointing import restore
+from elasticrun.training.checkpointing.capture import Taker
+from elasticrun.training.checkpointing.line import AgentLine
+from elasticrun.training.checkpointing.parts import StateError, state_of, unflatten
+from elasticrun.training.checkpointing.restore import Recall, asking_order
+from elasticrun.training.checkpointing.state import Known, TrainingState
 from elasticrun.wire.snapshots import RankHere, Resume, WantShard
 from elasticrun.wire.types import RoundName
 from tests.checkpointing.played import playing
@@ -88,7 +88,7 @@ def test_names_cost_no_import_of_the_compiler() -> None:
     """That takes half a second, of every life of every rank."""
     text = (
         "import sys, torch\n"
-        "from elasticrun.checkpointing.state import Known, TrainingState\n"
+        "from elasticrun.training.checkpointing.state import Known, TrainingState\n"
         "model = torch.nn.Linear(2, 2)\n"
         "state = TrainingState({'model': model}, 0)\n"
         "assert len(state.take().tensors) == 2\n"

@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from elasticrun.checkpointing.capture import Mapped
-from elasticrun.checkpointing.choosing import Board, NotAgreed
-from elasticrun.checkpointing.line import ConflictError
-from elasticrun.storage.folder import CheckpointFault, Folder
-from elasticrun.storage.writing import StorageError
+from elasticrun.snapshots.storage.folder import CheckpointFault, Folder
+from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep
+from elasticrun.training.checkpointing.capture import Mapped
+from elasticrun.training.checkpointing.choosing import Board, NotAgreed
+from elasticrun.training.checkpointing.line import ConflictError
 from elasticrun.wire.snapshots import Committed, NeedSegment, Remark, Restored, WantShard
 from tests.checkpointing.played import playing
 from tests.checkpointing.ranks import USUAL, Ranks, fork_server, life

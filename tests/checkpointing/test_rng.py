@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from elasticrun.checkpointing.parts import StateError
-from elasticrun.checkpointing.state import RNG, RandomPart
 from elasticrun.training import Checkpointer
+from elasticrun.training.checkpointing.parts import StateError
+from elasticrun.training.checkpointing.state import RNG, RandomPart
 from elasticrun.wire.snapshots import NeedSegment, Remark
 from tests.checkpointing.played import PlayedAgent, playing
 from tests.checkpointing.ranks import USUAL, fork_server, life

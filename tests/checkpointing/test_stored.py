@@ -19,13 +19,13 @@ import torch
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
-from elasticrun.checkpointing import choosing
-from elasticrun.checkpointing.choosing import SpoiledError, UnreadableError
-from elasticrun.storage import manifest as manifests
-from elasticrun.storage.folder import Folder
-from elasticrun.storage.manifest import FileEntry, Manifest
-from elasticrun.storage.writing import StorageError
+from elasticrun.snapshots.storage import manifest as manifests
+from elasticrun.snapshots.storage.folder import Folder
+from elasticrun.snapshots.storage.manifest import FileEntry, Manifest
+from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training import Checkpointer
+from elasticrun.training.checkpointing import choosing
+from elasticrun.training.checkpointing.choosing import SpoiledError, UnreadableError
 from elasticrun.wire.snapshots import Remark
 from elasticrun.wire.types import RoundName
 from tests import hanging

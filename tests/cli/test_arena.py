@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.cli.jobs.arena import ROWS, translated
 from elasticrun.cli.settings import UsageError
-from elasticrun.render.checks import Invalid
+from elasticrun.jobs.manage.arena import ROWS, translated
+from elasticrun.jobs.render.checks import Invalid
 
 
 def ours(where: str, *words: str) -> list[str]:

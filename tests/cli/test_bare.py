@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.cli.detection.found import HostFacts
 from elasticrun.cli.devices import Machine, shared_folder
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.rendezvous import for_others
@@ -15,7 +16,6 @@ from elasticrun.cli.resolve import resolve
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.verbs.dry_run import describe
 from elasticrun.config import AgentConfig, JoinCommand, MasterPlace
-from elasticrun.detection.found import HostFacts
 
 LOCAL: Mapping[str, str] = {}
 

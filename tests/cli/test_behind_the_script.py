@@ -10,9 +10,9 @@ import pytest
 from elasticrun.cli.flags import NEWER, TORCHRUN, get_args_parser
 from elasticrun.cli.place import srun_command
 from elasticrun.cli.table import FLAGS
-from elasticrun.cli.verbs import render
-from elasticrun.cli.verbs.render import split
-from elasticrun.cli.verbs.render_flags import parser as render_parser
+from elasticrun.jobs.verbs import render
+from elasticrun.jobs.verbs.render import split
+from elasticrun.jobs.verbs.render_flags import parser as render_parser
 
 MEGATRON: Final = """
     --save --save-interval --save-retain-interval --load --no-save-optim --no-save-rng --no-load-rng

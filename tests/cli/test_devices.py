@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticrun.accelerators.base import Build
 from elasticrun.cli import devices
 from elasticrun.cli.devices import count_accelerators
 from elasticrun.cli.settings import UsageError
+from elasticrun.host.accelerators.base import Build
 from tests.accelerators.standins import gpu, nvml
 
 pytestmark = pytest.mark.slow  # it imports torch

@@ -21,7 +21,7 @@ from elasticrun import __version__
 from elasticrun.cli.place import settle
 from elasticrun.cli.settings import NOWHERE, Asked
 from elasticrun.cli.verbs import doctor as own
-from elasticrun.cli.verbs.status import Question, parse_endpoint
+from elasticrun.cli.verbs.masters import Question, parse_endpoint
 from elasticrun.testing.hosts import NETNS, Lab
 from elasticrun.wire import auth
 from elasticrun.wire.auth import TOKEN_WANTED

@@ -16,11 +16,11 @@ import pytest
 
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.settings import Asked, UsageError
-from elasticrun.cli.verbs.hosts import plan_of
-from elasticrun.hosts import far, fleet
-from elasticrun.hosts.fleet import HostsPlan, Screen
-from elasticrun.hosts.hostfile import HostsError, NamedHost, in_file, listed
-from elasticrun.hosts.ssh import command
+from elasticrun.jobs.hosts import far, fleet
+from elasticrun.jobs.hosts.fleet import HostsPlan, Screen
+from elasticrun.jobs.hosts.hostfile import HostsError, NamedHost, in_file, listed
+from elasticrun.jobs.hosts.launching import plan_of
+from elasticrun.jobs.hosts.ssh import command
 from tests.compat.live import PUPPET
 from tests.harness import ELASTICRUN, LIMIT, World, clean_environment
 
@@ -86,7 +86,11 @@ def test_what_is_started_on_each_host() -> None:
     assert "s" * 32 not in repr(plan)
     assert 20_000 <= plan.port < 29_000
     assert command(plan.hosts[0], plan.ssh)[0] == "ssh"
-    assert command(NamedHost("localhost"), plan.ssh)[1:] == ["-P", "-m", "elasticrun.hosts.far"]
+    assert command(NamedHost("localhost"), plan.ssh)[1:] == [
+        "-P",
+        "-m",
+        "elasticrun.jobs.hosts.far",
+    ]
 
 
 def test_what_was_said_is_kept() -> None:

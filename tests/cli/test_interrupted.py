@@ -23,7 +23,7 @@ MOMENTS = (
     "elasticrun.cli.devices",
     "elasticrun.cli.resolve",
     "elasticrun.agent.main",
-    "elasticrun.operator_log",
+    "elasticrun.host.log",
     "elasticrun.agent.main",
 )
 """What is being imported when the signal comes."""

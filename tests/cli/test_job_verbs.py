@@ -12,17 +12,18 @@ from typing import Any
 import jsonschema
 import pytest
 
-from elasticrun.cli.job import asking, listing, top
 from elasticrun.cli.main import main
 from elasticrun.core.events import JobOver
 from elasticrun.core.sight.picture import EventRow, Picture, RankRow, StackRow
+from elasticrun.host import user_folder
+from elasticrun.host.runs import index
+from elasticrun.host.runs.layout import JobRecord, RunFolder, RunResult
+from elasticrun.host.system.processes import ProcessId
 from elasticrun.jobs import line
 from elasticrun.jobs.rows import DoneRow, live_row, page_of
+from elasticrun.jobs.running import asking, listing, top
 from elasticrun.master.outward.record import result_of
-from elasticrun.runs import index
-from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
-from elasticrun.system.processes import ProcessId
-from elasticrun.wire import auth, user_folder
+from elasticrun.wire import auth
 from elasticrun.wire.types import Endpoint
 from tests.master.people import status
 from tests.master.pictures import hung

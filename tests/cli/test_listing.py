@@ -12,18 +12,17 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from elasticrun.cli.job import incidents
-from elasticrun.cli.job.asking import NotAnswered, find
-from elasticrun.cli.job.listing import events
-from elasticrun.cli.jobs import listing, nodes
 from elasticrun.cli.main import main
 from elasticrun.cli.settings import UsageError
-from elasticrun.cli.verbs import status
+from elasticrun.host import user_folder
+from elasticrun.host.runs.index import make_run
+from elasticrun.host.runs.layout import JobRecord, RunFolder, RunResult
+from elasticrun.host.system.processes import ProcessId, boot_id, pid_namespace, start_time
+from elasticrun.jobs.manage import listing, nodes
 from elasticrun.jobs.rows import JobRow
-from elasticrun.runs.index import make_run
-from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
-from elasticrun.system.processes import ProcessId, boot_id, pid_namespace, start_time
-from elasticrun.wire import user_folder
+from elasticrun.jobs.running import incidents, status
+from elasticrun.jobs.running.asking import NotAnswered, find
+from elasticrun.jobs.running.listing import events
 from tests.master.people import serving, told
 
 

@@ -18,7 +18,7 @@ from elasticrun.cli.settings import UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.verbs.master import configure
 from elasticrun.config import EXIT_USAGE
-from elasticrun.wire import user_folder
+from elasticrun.host import user_folder
 from elasticrun.wire.messages import CheckSpec, SaveSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.harness import clean_environment

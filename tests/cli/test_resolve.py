@@ -11,13 +11,13 @@ import pytest
 from msgspec import structs
 
 from elasticrun import config
+from elasticrun.cli.detection.found import Given
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import UsageError, resolve
 from elasticrun.cli.settings import Asked, sources
 from elasticrun.cli.table import NOTHING_YET
 from elasticrun.config import AgentConfig, LogPlan, MasterPlace, RunPlan
-from elasticrun.detection.found import Given
 from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
 

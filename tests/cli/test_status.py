@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from elasticrun.cli.verbs import status as verb
-from elasticrun.runs import index
-from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
-from elasticrun.system.processes import ProcessId, start_time
-from elasticrun.wire import auth, user_folder
+from elasticrun.cli.verbs import columns, masters
+from elasticrun.host import user_folder
+from elasticrun.host.runs import index
+from elasticrun.host.runs.layout import JobRecord, RunFolder, RunResult
+from elasticrun.host.system.processes import ProcessId, start_time
+from elasticrun.jobs.running import status as verb
+from elasticrun.wire import auth
 from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, reader_token
 from elasticrun.wire.messages import ExcludedNode
 from elasticrun.wire.types import Endpoint
@@ -38,7 +40,7 @@ async def _status(*words: str, **variables: str) -> tuple[int, str, str]:
     """The verb in a process of its own, which has time: the master is this process, that stands
     still now and then."""
     code = (
-        "import sys; from elasticrun.cli.verbs import status; "
+        "import sys; from elasticrun.jobs.running import status; "
         f"status.ANSWER_LIMIT = {LIMIT}; sys.exit(status.main(sys.argv[1:]))"
     )
     return await told(sys.executable, "-c", code, *words, **{**os.environ, **variables})
@@ -136,7 +138,7 @@ def test_the_list_fits_80_columns_and_breaks_no_name() -> None:
     )
     rows = [verb.running(shown, "h:1"), verb.running(page(job_id="b"), "h:2")]
     assert verb.running(page(phase="gathering"), "h:1")[1] == "waiting"  # as `list` has it
-    lines = verb.lines(verb.TITLES, rows, 80)
+    lines = columns.lines(verb.TITLES, rows, 80)
     assert max(map(len, lines)) <= 80
     assert lines[1] == long
     assert lines[2].split() == ["running", "1/2", "1234567", "3s", "2/3", "2d07h"]
@@ -274,16 +276,16 @@ def test_a_process_of_the_same_pid_is_not_the_master(home: Path) -> None:
     ("text", "host", "port"),
     [
         ("h:1", "h", 1),
-        ("h", "h", verb.DEFAULT_PORT),
+        ("h", "h", masters.DEFAULT_PORT),
         ("[::1]:5", "::1", 5),
-        ("[::1]", "::1", verb.DEFAULT_PORT),
+        ("[::1]", "::1", masters.DEFAULT_PORT),
     ],
 )
 def test_endpoints(text: str, host: str, port: int) -> None:
-    assert verb.parse_endpoint(text) == Endpoint(host, port)
+    assert masters.parse_endpoint(text) == Endpoint(host, port)
 
 
 @pytest.mark.parametrize("text", ["", ":1", "h:x", "h:0", "h:70000", "h:-1", "a/b"])
 def test_what_is_no_endpoint(text: str) -> None:
-    with pytest.raises(verb.NoStatus, match="host:port"):
-        verb.parse_endpoint(text)
+    with pytest.raises(masters.NoStatus, match="host:port"):
+        masters.parse_endpoint(text)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from elasticrun.config import EXIT_SAVED
-from elasticrun.shm.segment import SegmentError
-from elasticrun.system.processes import state
+from elasticrun.host.system.processes import state
+from elasticrun.snapshots.shm.segment import SegmentError
 from elasticrun.testing import processes
 from tests.compat.live import PUPPET, finish, summing
 from tests.containers.conftest import Box

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from elasticrun.cli.settings import UsageError
-from elasticrun.convert.command import convert
-from elasticrun.convert.document import NotConvertible, documents
-from elasticrun.convert.sources import scale_plan
+from elasticrun.jobs.convert.command import convert
+from elasticrun.jobs.convert.document import NotConvertible, documents
+from elasticrun.jobs.convert.sources import scale_plan
 from tests import needs
 
 needs.packages("yaml")
@@ -108,7 +108,7 @@ def converted(
     text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
 ) -> tuple[str, list[str]]:
     """What is printed, and what is said."""
-    from elasticrun.cli.jobs import convert as verb
+    from elasticrun.jobs.verbs import convert as verb
 
     said: list[str] = []
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode("latin-1"))))

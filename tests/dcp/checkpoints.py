@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elasticrun.saver import parts as saver_parts
-from elasticrun.saver.written import PartWritten
-from elasticrun.storage.folder import Folder
+from elasticrun.snapshots.saver import parts as saver_parts
+from elasticrun.snapshots.saver.written import PartWritten
+from elasticrun.snapshots.storage.folder import Folder
 from elasticrun.wire.snapshots import PartOf, PersistParts
 from tests.dcp.slots import NAMED, HandMade
 

@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 
-from elasticrun.dcp.image import envelope, write_envelopes
-from elasticrun.saver.hashing import digest
-from elasticrun.shm.layout import PAGE, Item, ItemKind, Layout, lay_out
-from elasticrun.shm.segment import HASHES_AT, Segment, begin, block_of, hashes_page, segment_bytes
+from elasticrun.snapshots.dcp.image import envelope, write_envelopes
+from elasticrun.snapshots.saver.hashing import digest
+from elasticrun.snapshots.shm.layout import PAGE, Item, ItemKind, Layout, lay_out
+from elasticrun.snapshots.shm.segment import (
+    HASHES_AT,
+    Segment,
+    begin,
+    block_of,
+    hashes_page,
+    segment_bytes,
+)
 from elasticrun.wire.types import RoundName
 
 ROUND = RoundName(1, 3, "aabbccdd")

@@ -7,10 +7,10 @@ import io
 import pytest
 import torch
 
-from elasticrun.dcp.image import arrange, envelope, trusted, views, write_envelopes
-from elasticrun.dcp.items import pieces
-from elasticrun.dcp.restoring import copy_all
-from elasticrun.shm.layout import PAGE, decode
+from elasticrun.snapshots.dcp.image import arrange, envelope, trusted, views, write_envelopes
+from elasticrun.snapshots.dcp.items import pieces
+from elasticrun.snapshots.dcp.restoring import copy_all
+from elasticrun.snapshots.shm.layout import PAGE, decode
 
 TENSORS = {
     "matrix": torch.arange(12, dtype=torch.float64).reshape(3, 4),

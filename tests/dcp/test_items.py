@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from elasticrun.dcp.items import flatten, in_order, is_array, pieces, serialise
-from elasticrun.dcp.loading import deserialise
-from elasticrun.shm.layout import ItemKind
+from elasticrun.snapshots.dcp.items import flatten, in_order, is_array, pieces, serialise
+from elasticrun.snapshots.dcp.loading import deserialise
+from elasticrun.snapshots.shm.layout import ItemKind
 
 
 def many() -> dict[str, Any]:

@@ -23,11 +23,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from elasticrun.checkpointing.choosing import UnreadableError
-from elasticrun.checkpointing.parts import StateError
-from elasticrun.dcp.items import serialise
-from elasticrun.dcp.loading import NotAllowed, deserialise, read_metadata
+from elasticrun.snapshots.dcp.items import serialise
+from elasticrun.snapshots.dcp.loading import NotAllowed, deserialise, read_metadata
 from elasticrun.training import Checkpointer
+from elasticrun.training.checkpointing.choosing import UnreadableError
+from elasticrun.training.checkpointing.parts import StateError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from elasticrun.dcp.metadata import MetadataError, PartFile, build
-from elasticrun.shm.layout import Layout, items_of
-from elasticrun.storage.folder import Folder
+from elasticrun.snapshots.dcp.metadata import MetadataError, PartFile, build
+from elasticrun.snapshots.shm.layout import Layout, items_of
+from elasticrun.snapshots.storage.folder import Folder
 from tests.dcp.checkpoints import bits, load, same, save
 from tests.dcp.slots import HandMade, renamed
 from tests.harness import program

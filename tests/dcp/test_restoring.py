@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from elasticrun.dcp.image import arrange
-from elasticrun.dcp.items import Piece
-from elasticrun.dcp.restoring import Cover, RestoreError, copy, overlap
-from elasticrun.shm.layout import Item, ItemKind, Layout
+from elasticrun.snapshots.dcp.image import arrange
+from elasticrun.snapshots.dcp.items import Piece
+from elasticrun.snapshots.dcp.restoring import Cover, RestoreError, copy, overlap
+from elasticrun.snapshots.shm.layout import Item, ItemKind, Layout
 
 Place = tuple[int, ...]
 

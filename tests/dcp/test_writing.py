@@ -7,8 +7,8 @@ import io
 import pytest
 import torch
 
-from elasticrun.dcp.writing import write_data
-from elasticrun.shm.layout import items_of
+from elasticrun.snapshots.dcp.writing import write_data
+from elasticrun.snapshots.shm.layout import items_of
 from tests.dcp.checkpoints import bits, saved
 from tests.dcp.slots import HandMade
 

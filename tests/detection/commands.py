@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from elasticrun.cli.detection.found import HostFacts
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import resolve
 from elasticrun.cli.settings import Asked, Whereabouts, look
 from elasticrun.cli.verbs.dry_run import describe
 from elasticrun.config import AgentConfig
-from elasticrun.detection.found import HostFacts
 
 NOT_A_POD = HostFacts(hostname="node3", fqdn="node3")
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from elasticrun.detection.slurm import MAX_NAMES, BadHostlist, expand
+from elasticrun.cli.detection.slurm import MAX_NAMES, BadHostlist, expand
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.detection.found import port_of_number
+from elasticrun.cli.detection.found import port_of_number
 from tests.compat.live import PUPPET, finish
 from tests.detection.environments import BATCH, CROWD, POD, SRUN
 from tests.harness import ELASTICRUN, PATIENT, World

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import pytest
 
+from elasticrun.cli.detection.detect import detect
+from elasticrun.cli.detection.found import HostFacts, port_of_name
 from elasticrun.cli.settings import NothingToDo
 from elasticrun.config import MasterPlace
-from elasticrun.detection.detect import detect
-from elasticrun.detection.found import HostFacts, port_of_name
 from tests.detection.commands import NOT_A_POD, pod, resolved
 from tests.detection.environments import (
     ARRAY,

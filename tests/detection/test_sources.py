@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from elasticrun.cli.detection.found import PORTS, port_of_name, port_of_number
 from elasticrun.cli.place import explain
 from elasticrun.cli.settings import UsageError
-from elasticrun.detection.found import PORTS, port_of_name, port_of_number
 from tests.detection.commands import dry_run, pod, seen
 from tests.detection.environments import (
     ARRAY,

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from elasticrun.doctor import checkup
-from elasticrun.doctor.checkup import Checks, Subject
-from elasticrun.doctor.disk import JobFolder
-from elasticrun.doctor.verdict import amount, failures, in_a_line, ok
+from elasticrun.host.doctor import checkup
+from elasticrun.host.doctor.checkup import Checks, Subject
+from elasticrun.host.doctor.disk import JobFolder
+from elasticrun.host.doctor.verdict import amount, failures, in_a_line, ok
 from elasticrun.wire.types import Finding, Level
 
 

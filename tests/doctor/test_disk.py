@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.doctor import disk
-from elasticrun.doctor.disk import JobFolder
-from elasticrun.doctor.verdict import GIB, MIB
+from elasticrun.host.doctor import disk
+from elasticrun.host.doctor.disk import JobFolder
+from elasticrun.host.doctor.verdict import GIB, MIB
 from elasticrun.wire.types import Level
 from tests.doctor.child import found
 
 LOOK = """
-from elasticrun.doctor.disk import JobFolder, examine
+from elasticrun.host.doctor.disk import JobFolder, examine
 found = examine(JobFolder("log", {place!r}, {little}, {none}, needed={needed}))
 """
 
@@ -62,7 +62,7 @@ def test_a_folder_of_data(tmp_path: Path, setup: str, state: Level, said: str) -
     place = tmp_path / "data"
     place.mkdir()
     code = f"""
-from elasticrun.doctor.disk import examine_data
+from elasticrun.host.doctor.disk import examine_data
 found = examine_data("corpus", {str(place)!r})
 """
     first = f"mount -t tmpfs -o size=1m tmpfs '{place}'\n" + setup.format(place=place)

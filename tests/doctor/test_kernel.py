@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.doctor import kernel
+from elasticrun.host.doctor import kernel
 from elasticrun.wire.types import Level
 
 NOW = 200_000.0

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.doctor import names
+from elasticrun.host.doctor import names
 from elasticrun.wire.types import Finding, Level
 from tests.doctor.child import found, one
 from tests.master.people import status
 
 LOOK = """
-from elasticrun.doctor.names import examine, reverse
+from elasticrun.host.doctor.names import examine, reverse
 found = [*examine({several}, {environ}), *reverse()]
 """
 

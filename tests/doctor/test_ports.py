@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.doctor import reach
-from elasticrun.doctor.reach import Answer
-from elasticrun.system.network import mtu_to
+from elasticrun.host.doctor import reach
+from elasticrun.host.doctor.reach import Answer
+from elasticrun.host.system.network import mtu_to
 from elasticrun.wire.messages import Reached
 from elasticrun.wire.types import Level
 

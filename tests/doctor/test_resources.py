@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.doctor import resources
-from elasticrun.doctor.resources import LOCKED, OPEN_FILES
+from elasticrun.host.doctor import resources
+from elasticrun.host.doctor.resources import LOCKED, OPEN_FILES
 from elasticrun.wire.types import Finding, Level
 from tests.doctor.child import found, one
 
 LOOK = """
 from pathlib import Path
-from elasticrun.doctor.resources import examine_cores, examine_limits, examine_shm
+from elasticrun.host.doctor.resources import examine_cores, examine_limits, examine_shm
 found = {call}
 """
 

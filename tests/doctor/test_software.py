@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.accelerators.base import Build
-from elasticrun.doctor import software
+from elasticrun.host.accelerators.base import Build
+from elasticrun.host.doctor import software
 from elasticrun.wire.types import Level
 
 DRIVER = (

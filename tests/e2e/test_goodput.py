@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.runs.index import runs_root
+from elasticrun.host.runs.index import runs_root
 from tests.harness import free_port
 
 SCRIPTS = {

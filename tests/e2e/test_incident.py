@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from elasticrun.runs.index import runs_root
+from elasticrun.host.runs.index import runs_root
 
 SCRIPT = """
 import os

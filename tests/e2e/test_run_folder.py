@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from elasticrun.runs.index import all_runs, runs_root
-from elasticrun.runs.layout import RunFolder
+from elasticrun.host.runs.index import all_runs, runs_root
+from elasticrun.host.runs.layout import RunFolder
 from tests.harness import await_true, free_port
 
 pytestmark = pytest.mark.slow

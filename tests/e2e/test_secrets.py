@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from elasticrun.config import EXIT_FAILED
+from elasticrun.host import user_folder
 from elasticrun.testing import processes
-from elasticrun.wire import user_folder
 from elasticrun.wire.auth import TOKEN_WANTED, reader_token
 from elasticrun.wire.rpc.channel import LinkError, get_status
 from elasticrun.wire.types import Endpoint

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.system.processes import state
+from elasticrun.host.system.processes import state
 from tests import needs
 from tests.counting import Counting, let_pass, rank_on, times
 from tests.further import further

@@ -581,7 +581,7 @@ def test_tools_see_the_script(server: Driver, tmp_path: Path, length: int) -> No
 
 FALLBACK = """
 import sys
-from elasticrun.system import title
+from elasticrun.host.system import title
 title._PR_SET_MM_MAP = 99  # an old kernel
 words = [w.encode() for w in sys.argv[2:]]
 assert not title.set_command_line(words, [b"A=1"])
@@ -606,7 +606,7 @@ def test_an_old_kernel_shows_a_title(words: list[str]) -> None:
 
 TITLE = """
 import sys
-from elasticrun.system import title
+from elasticrun.host.system import title
 before = open("/proc/self/environ", "rb").read()
 title._PR_SET_MM_MAP = int(sys.argv[1]) or title._PR_SET_MM_MAP
 title.set_title(b"elasticrun: store")

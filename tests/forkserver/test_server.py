@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from elasticrun.forkserver.helpers.stopped import STOPPED_LIMIT, StoppedStores
-from elasticrun.system.processes import let_trace, state
+from elasticrun.host.system.processes import let_trace, state
 from elasticrun.wire import spawning as sp
 from elasticrun.wire.frames import (
     LENGTH_BYTES,

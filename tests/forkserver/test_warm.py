@@ -189,7 +189,7 @@ ASK = (
     "import logging, os, pathlib, sys\n"
     "logging.basicConfig(level='INFO', stream=sys.stdout, format='%(message)s', force=True)\n"
     "from elasticrun.agent import warm\n"
-    "from elasticrun.operator_log import logger\n"
+    "from elasticrun.host.log import logger\n"
     "logger.setLevel('INFO'); logger.propagate = True\n"
     "print('served' if warm.ask(pathlib.Path(sys.argv[1]), os.environ, ()) else 'refused')\n"
 )

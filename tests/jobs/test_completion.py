@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.runs.index import make_run
-from elasticrun.runs.layout import JobRecord, RunFolder
+from elasticrun.host.runs.index import make_run
+from elasticrun.host.runs.layout import JobRecord, RunFolder
 from tests.harness import LIMIT, World, ran
 
 pytestmark = pytest.mark.slow

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from elasticrun.host.runs.index import make_run
+from elasticrun.host.runs.layout import JobRecord, RunFolder
 from elasticrun.jobs.backend import NotDone
 from elasticrun.jobs.choosing import is_in_cluster
 from elasticrun.jobs.kube.api import KubeApi
@@ -22,8 +24,6 @@ from elasticrun.jobs.kube.pod_logs import LogWish, chosen
 from elasticrun.jobs.kube.room import quantity
 from elasticrun.jobs.kube.seen import STOPPED, ClusterJob, SeenPod
 from elasticrun.jobs.line import who
-from elasticrun.runs.index import make_run
-from elasticrun.runs.layout import JobRecord, RunFolder
 from elasticrun.testing.hosts import Lab
 from tests.further import further
 from tests.harness import await_true, ran

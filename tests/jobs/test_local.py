@@ -15,11 +15,11 @@ from typing import Any
 import pexpect
 import pytest
 
+from elasticrun.host.runs.index import make_run, runs_root
+from elasticrun.host.runs.layout import JobRecord, LocalAgent, RunFolder, RunResult, hold
+from elasticrun.host.system.processes import ProcessId
 from elasticrun.jobs import local
 from elasticrun.jobs.backend import NotDone, Submission, make_token, write_submission
-from elasticrun.runs.index import make_run, runs_root
-from elasticrun.runs.layout import JobRecord, LocalAgent, RunFolder, RunResult, hold
-from elasticrun.system.processes import ProcessId
 from tests import needs
 from tests.accelerators.standins import gpu, nvml
 from tests.harness import LIMIT, World, await_true, ran, until_file

@@ -31,6 +31,11 @@ from elasticrun.core.sight.picture import (
     StackRow,
     VerdictRow,
 )
+from elasticrun.host.log import NOTICE
+from elasticrun.host.runs.layout import JobRecord, RunFolder
+from elasticrun.host.runs.opening import OpenRun
+from elasticrun.host.system import processes
+from elasticrun.host.system.sandbox import NoThread
 from elasticrun.master.outward import appended, notify, tensorboard
 from elasticrun.master.outward.appended import Appended, ProgressFile, ProgressRow
 from elasticrun.master.outward.notify import Notifier
@@ -38,11 +43,6 @@ from elasticrun.master.outward.outward import Outward
 from elasticrun.master.outward.record import git_commit, result_of
 from elasticrun.master.outward.report import NOTHING, error_page, page, table, verdict
 from elasticrun.master.outward.run_files import RunFiles, read
-from elasticrun.operator_log import NOTICE
-from elasticrun.runs.layout import JobRecord, RunFolder
-from elasticrun.runs.opening import OpenRun
-from elasticrun.system import processes
-from elasticrun.system.sandbox import NoThread
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 from tests import needs

@@ -20,8 +20,9 @@ import pytest
 from msgspec import structs
 
 from elasticrun.config import EXIT_FAILED, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
-from elasticrun.runs.index import all_runs, runs_root
-from elasticrun.wire import messages as m, user_folder
+from elasticrun.host import user_folder
+from elasticrun.host.runs.index import all_runs, runs_root
+from elasticrun.wire import messages as m
 from elasticrun.wire.rpc.channel import attend, get_status, open_channel
 from elasticrun.wire.types import Endpoint, dumps
 from tests import aio

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from elasticrun.doctor.reach import open_port
+from elasticrun.host.doctor.reach import open_port
+from elasticrun.host.system.network import mtu_to
 from elasticrun.master import server
 from elasticrun.master.server import peer_address, reach
-from elasticrun.system.network import mtu_to
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, Guest, reader_token
 from elasticrun.wire.rpc.channel import REACH, LinkError, grpc, open_channel, reach_me

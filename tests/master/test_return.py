@@ -15,9 +15,9 @@ import psutil
 import pytest
 from inotify_simple import INotify, flags
 
-from elasticrun.system.processes import start_time
-from elasticrun.wire import user_folder as published
-from elasticrun.wire.user_folder import PREFIX
+from elasticrun.host import user_folder as published
+from elasticrun.host.system.processes import start_time
+from elasticrun.host.user_folder import PREFIX
 from tests import needs
 from tests.certificates import Authority
 from tests.compat.live import agents, allreduce, finish, job

@@ -26,10 +26,10 @@ from elasticrun.core.events import (
     Tick,
 )
 from elasticrun.core.sight.picture import IncidentRow, PhaseRow, VerdictRow
-from elasticrun.trace import writer as trace_writer
-from elasticrun.trace.chrome import ChromeTrace
-from elasticrun.trace.words import effect_in_words, event_from_plain, event_to_plain
-from elasticrun.trace.writer import Life, TraceWriter
+from elasticrun.master.trace import writer as trace_writer
+from elasticrun.master.trace.chrome import ChromeTrace
+from elasticrun.master.trace.words import effect_in_words, event_from_plain, event_to_plain
+from elasticrun.master.trace.writer import Life, TraceWriter
 from elasticrun.wire import messages as m
 from tests.master.facts import facts
 from tests.master.people import LIMIT, ROUND, SPEC, hello

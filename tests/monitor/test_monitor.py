@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elasticrun.agent.sight.asking import Asking
-from elasticrun.monitor.recorder import signature
+from elasticrun.training.monitor.recorder import signature
 from elasticrun.wire.progress import GroupSays, RankSays
 from elasticrun.wire.spawning import SendSignal
 from elasticrun.wire.types import EntryKind, Entrypoint
@@ -93,7 +93,7 @@ import json, os, sys, threading
 threads = lambda: len(os.listdir("/proc/self/task"))
 seen = []
 os.register_at_fork(before=lambda: seen.append(threads()))  # hears of a fork after the monitor
-from elasticrun.monitor import monitor
+from elasticrun.training.monitor import monitor
 
 monitor.start(sys.argv[1])
 
@@ -273,7 +273,7 @@ def test_it_ends_before_each_fork_and_answers_again() -> None:
 def test_an_older_torch_is_told_to_keep_collectives() -> None:
     """Once for each version, in a process of its own; what the user has set stands."""
     code = (
-        "import os, sys; from elasticrun.monitor.recorder import keep\n"
+        "import os, sys; from elasticrun.training.monitor.recorder import keep\n"
         "for version in sys.argv[1:]:\n"
         " os.unsetenv('TORCH_FR_BUFFER_SIZE'); keep(version)\n"
         " os.system('echo $TORCH_FR_BUFFER_SIZE,')\n"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from elasticrun.monitor import recorder
-from elasticrun.monitor.recorders import FlightRecorder, TorchGroup, recorders
+from elasticrun.training.monitor import recorder
+from elasticrun.training.monitor.recorders import FlightRecorder, TorchGroup, recorders
 from elasticrun.wire.progress import GroupSays
 from tests import needs
 from tests.harness import SCRIPTS
@@ -100,7 +100,7 @@ HOOKED = """
 import json, sys
 sys.path.append(sys.argv[1])
 import stored, torch, torch.distributed as dist
-from elasticrun.monitor import recorder
+from elasticrun.training.monitor import recorder
 
 class Looks(stored.Stored):
     def broadcast(self, tensors, options):

@@ -10,7 +10,7 @@ import jsonschema
 import msgspec
 import pytest
 
-from elasticrun.operator import crd, objects, plan
+from elasticrun.jobs.operator import crd, objects, plan
 
 ONE = {"name": "train", "image": "i"}
 TEMPLATE = {"spec": {"containers": [ONE]}}

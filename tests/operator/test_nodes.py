@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.operator import controller
-from elasticrun.operator.crd import GROUP
+from elasticrun.jobs.operator import controller
+from elasticrun.jobs.operator.crd import GROUP
 from elasticrun.wire.messages import JobStatus, Reply
 from tests.kubernetes.cluster import StandIn
 from tests.kubernetes.real import standin_only

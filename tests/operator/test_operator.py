@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from elasticrun.operator import cluster as api, controller
-from elasticrun.operator.deployment import NEEDED
+from elasticrun.jobs.operator import cluster as api, controller
+from elasticrun.jobs.operator.deployment import NEEDED
 from tests.further import further
 from tests.harness import LIMIT
 from tests.kubernetes.cluster import Client, StandIn

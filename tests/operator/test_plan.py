@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from elasticrun.core.reasons import Banned, Excluded, code, text
-from elasticrun.operator import plan
-from elasticrun.operator.plan import GAVE_UP, LONGEST_WAIT, PAUSE, RUN_ENDS, SETTLE
-from elasticrun.runs.last_word import LastWord
-from elasticrun.runs.layout import RunResult
+from elasticrun.host.runs.last_word import LastWord
+from elasticrun.host.runs.layout import RunResult
+from elasticrun.jobs.operator import plan
+from elasticrun.jobs.operator.plan import GAVE_UP, LONGEST_WAIT, PAUSE, RUN_ENDS, SETTLE
 from tests.operator.world import Cluster, excluded, page, placed
 
 

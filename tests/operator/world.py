@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from elasticrun.operator import objects, plan
-from elasticrun.operator.crd import ElasticStatus
-from elasticrun.operator.objects import INDEX, OwnedPod, stamp
-from elasticrun.operator.plan import Discard, Make, Remove, Resize, Seen, ToDo
+from elasticrun.jobs.operator import objects, plan
+from elasticrun.jobs.operator.crd import ElasticStatus
+from elasticrun.jobs.operator.objects import INDEX, OwnedPod, stamp
+from elasticrun.jobs.operator.plan import Discard, Make, Remove, Resize, Seen, ToDo
 from elasticrun.wire.messages import ExcludedNode, JobStatus, NodeStatus
 
 BEGAN = 1_800_000_000.0

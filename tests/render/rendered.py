@@ -13,7 +13,7 @@ import yaml
 from kubernetes_validate import utils as schemas
 from referencing import Registry, Resource
 
-from elasticrun.cli.verbs.render import main
+from elasticrun.jobs.verbs.render import main
 from tests.render import crds
 
 VERSIONS = ("1.31", "1.34", "1.36", "1.37")

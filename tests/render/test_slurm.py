@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
+from elasticrun.cli.detection.found import PORTS, port_of_number
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.detection.found import PORTS, port_of_number
 from tests.render.cases import CASES
 from tests.render.rendered import render
 

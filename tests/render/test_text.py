@@ -12,7 +12,7 @@ import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
 
-from elasticrun.render.text import as_json, as_yaml
+from elasticrun.jobs.render.text import as_json, as_yaml
 
 TRAPS = (
     "", "y", "N", "yes", "No", "on", "OFF", "true", "null", "~", "1e3", "12e45", "0o17", "017",

@@ -16,9 +16,9 @@ import pytest
 
 from elasticrun.agent import warm
 from elasticrun.cli.verbs import warm as verb
-from elasticrun.runs.claim import Claimed, claimed
-from elasticrun.system.processes import INITIAL_PID_NAMESPACE, ProcessId, pid_namespace
-from elasticrun.wire.user_folder import FAR_LIMIT, Published, publish, published, renew, was_killed
+from elasticrun.host.runs.claim import Claimed, claimed
+from elasticrun.host.system.processes import INITIAL_PID_NAMESPACE, ProcessId, pid_namespace
+from elasticrun.host.user_folder import FAR_LIMIT, Published, publish, published, renew, was_killed
 from tests import needs
 from tests.harness import LIMIT
 
@@ -40,7 +40,7 @@ def there() -> Iterator[ProcessId]:
     """A process in a PID namespace below ours, as it writes itself down."""
     needs.namespaces("--pid", "--mount-proc")
     code = (
-        "import dataclasses, json; from elasticrun.system.processes import ProcessId;"
+        "import dataclasses, json; from elasticrun.host.system.processes import ProcessId;"
         "print(json.dumps(dataclasses.asdict(ProcessId.own())), flush=True); input()"
     )
     with subprocess.Popen(
@@ -54,7 +54,7 @@ def there() -> Iterator[ProcessId]:
 
 def _says(place: tuple[str, ...], about: ProcessId) -> str:
     """What a process in another place believes of this one: True, False or None."""
-    code = f"from elasticrun.system.processes import ProcessId; print({about!r}.is_alive())"
+    code = f"from elasticrun.host.system.processes import ProcessId; print({about!r}.is_alive())"
     words = [*place, sys.executable, "-c", code]
     return subprocess.run(
         words, capture_output=True, text=True, check=True, timeout=LIMIT

@@ -11,7 +11,7 @@ import pytest
 
 from elasticrun.core import reasons
 from elasticrun.core.reasons import NoRestartsLeft, RankFailed, Said
-from elasticrun.runs.last_word import MOST, LastWord, leave, read
+from elasticrun.host.runs.last_word import MOST, LastWord, leave, read
 from elasticrun.wire import env
 
 

@@ -9,9 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from elasticrun.runs.index import all_runs, prune
-from elasticrun.runs.layout import JobRecord, RunFolder, RunResult
-from elasticrun.runs.opening import OpenRun, RankProgram, RunRefused, already, open_named, open_new
+from elasticrun.host.runs.index import all_runs, prune
+from elasticrun.host.runs.layout import JobRecord, RunFolder, RunResult
+from elasticrun.host.runs.opening import (
+    OpenRun,
+    RankProgram,
+    RunRefused,
+    already,
+    open_named,
+    open_new,
+)
 from tests.doctor.child import found
 
 
@@ -138,8 +145,8 @@ def test_one_that_was_submitted_is_the_same_job(tmp_path: Path) -> None:
 
 FULL = """
 from pathlib import Path
-from elasticrun.doctor.verdict import ok
-from elasticrun.runs.layout import RunFolder, RunResult, hold
+from elasticrun.host.doctor.verdict import ok
+from elasticrun.host.runs.layout import RunFolder, RunResult, hold
 folder = RunFolder(Path({place!r}))
 held = hold(folder.path)
 try:

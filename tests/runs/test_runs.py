@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from elasticrun.runs import index
-from elasticrun.runs.claim import Claimed, claimed
-from elasticrun.runs.index import (
+from elasticrun.host.runs import index
+from elasticrun.host.runs.claim import Claimed, claimed
+from elasticrun.host.runs.index import (
     NoRun,
     SeveralRuns,
     all_runs,
@@ -25,9 +25,9 @@ from elasticrun.runs.index import (
     prune,
     runs_root,
 )
-from elasticrun.runs.last_word import LastWord
-from elasticrun.runs.layout import JobRecord, LocalAgent, RunFolder, RunResult, Starting
-from elasticrun.system.processes import ProcessId
+from elasticrun.host.runs.last_word import LastWord
+from elasticrun.host.runs.layout import JobRecord, LocalAgent, RunFolder, RunResult, Starting
+from elasticrun.host.system.processes import ProcessId
 
 ME = ProcessId.own()
 ELSEWHERE = {"boot_id": "another", "host": "elsewhere"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.storage.folder import Folder
+from elasticrun.snapshots.storage.folder import Folder
 from tests.forkserver.conftest import server
 
 __all__ = ["server"]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from elasticrun.shm.segment import Segment
+from elasticrun.snapshots.shm.segment import Segment
 from elasticrun.wire import snapshots as s
 from elasticrun.wire.spawning import Exited, SpawnSaver
 from tests.dcp.checkpoints import ordered

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from elasticrun.saver import attempts as module, pool, work
-from elasticrun.saver.attempts import Attempts
-from elasticrun.saver.pool import Inbox, WorkerPool
-from elasticrun.saver.work import Outcome
+from elasticrun.snapshots.saver import attempts as module, pool, work
+from elasticrun.snapshots.saver.attempts import Attempts
+from elasticrun.snapshots.saver.pool import Inbox, WorkerPool
+from elasticrun.snapshots.saver.work import Outcome
 from elasticrun.wire.snapshots import FromSaver, PartsDone, PersistParts, Remark
 from tests.harness import LIMIT
 from tests.saver.play import part, persist

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from elasticrun.saver import transfer
+from elasticrun.snapshots.saver import transfer
 from elasticrun.wire.frames import FrameError, encode, length_of
 
 NONCES = ("aa", "bb")

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticrun.saver import parts
-from elasticrun.saver.written import PartError, PartWritten
-from elasticrun.shm.segment import Segment
-from elasticrun.storage import retention
-from elasticrun.storage.folder import Folder
-from elasticrun.storage.writing import Calls, StorageError
+from elasticrun.snapshots.saver import parts
+from elasticrun.snapshots.saver.written import PartError, PartWritten
+from elasticrun.snapshots.shm.segment import Segment
+from elasticrun.snapshots.storage import retention
+from elasticrun.snapshots.storage.folder import Folder
+from elasticrun.snapshots.storage.writing import Calls, StorageError
 from elasticrun.wire.snapshots import PartOf
 from elasticrun.wire.types import RoundName
 from tests.dcp.checkpoints import commit, load, ordered, save

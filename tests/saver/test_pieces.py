@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.saver import hashing, transfer
-from elasticrun.saver.hashing import Bad, Gone, OpenSegment
-from elasticrun.saver.pool import Inbox, WorkerPool, WorkItem
-from elasticrun.saver.transfer import PeerLink, Served
-from elasticrun.shm.segment import Snapshot, round_key
-from elasticrun.system.reasons import reason_of
+from elasticrun.host.system.reasons import reason_of
+from elasticrun.snapshots.saver import hashing, transfer
+from elasticrun.snapshots.saver.hashing import Bad, Gone, OpenSegment
+from elasticrun.snapshots.saver.pool import Inbox, WorkerPool, WorkItem
+from elasticrun.snapshots.saver.transfer import PeerLink, Served
+from elasticrun.snapshots.shm.segment import Snapshot, round_key
 from elasticrun.wire.frames import encode
 from tests.dcp.slots import ROUND
 from tests.forkserver.driver import LIMIT

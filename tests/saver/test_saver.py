@@ -16,7 +16,7 @@ import torch
 from inotify_simple import INotify, flags
 from torch.distributed.checkpoint import load
 
-from elasticrun.storage.folder import Folder
+from elasticrun.snapshots.storage.folder import Folder
 from elasticrun.wire import snapshots as s
 from elasticrun.wire.spawning import SHIELDED, Keepalive, Notice, Quit, SendSignal
 from elasticrun.wire.types import EntryKind, Entrypoint, RoundName

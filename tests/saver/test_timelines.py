@@ -11,11 +11,11 @@ from typing import Any
 import fsspec
 import pytest
 
-from elasticrun.saver import parts
-from elasticrun.saver.written import PartWritten
-from elasticrun.storage import retention
-from elasticrun.storage.folder import Folder
-from elasticrun.storage.writing import Calls, StorageError
+from elasticrun.snapshots.saver import parts
+from elasticrun.snapshots.saver.written import PartWritten
+from elasticrun.snapshots.storage import retention
+from elasticrun.snapshots.storage.folder import Folder
+from elasticrun.snapshots.storage.writing import Calls, StorageError
 from elasticrun.wire.snapshots import PartOf, PersistParts
 from tests.dcp.checkpoints import commit, ordered, save
 from tests.dcp.slots import NAMED, HandMade

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from elasticrun.saver import peers, transfer
-from elasticrun.saver.peers import MAX_PEERS, Peers, listen
-from elasticrun.saver.pool import Inbox, WorkerPool
-from elasticrun.shm.segment import Segment, begin, segment_bytes
+from elasticrun.snapshots.saver import peers, transfer
+from elasticrun.snapshots.saver.peers import MAX_PEERS, Peers, listen
+from elasticrun.snapshots.saver.pool import Inbox, WorkerPool
+from elasticrun.snapshots.shm.segment import Segment, begin, segment_bytes
 from elasticrun.wire import snapshots as s
 from elasticrun.wire.frames import encode
 from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from elasticrun.shm import layout
-from elasticrun.shm.layout import LINE, PAGE, Item, ItemKind, LayoutError, decode, lay_out
+from elasticrun.snapshots.shm import layout
+from elasticrun.snapshots.shm.layout import LINE, PAGE, Item, ItemKind, LayoutError, decode, lay_out
 
 
 def tensor(name: str, *sizes: int, own: bool = False, head: int = 704, tail: int = 873) -> Item:

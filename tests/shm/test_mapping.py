@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.shm.memory import LARGE, map_shared
+from elasticrun.snapshots.shm.memory import LARGE, map_shared
 
 
 def mapped_here(name: str) -> int:

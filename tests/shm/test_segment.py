@@ -12,8 +12,8 @@ import time
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from elasticrun.shm.layout import PAGE, Item, ItemKind, lay_out
-from elasticrun.shm.segment import (
+from elasticrun.snapshots.shm.layout import PAGE, Item, ItemKind, lay_out
+from elasticrun.snapshots.shm.segment import (
     COMMIT_AT,
     HASHES_AT,
     NONE,

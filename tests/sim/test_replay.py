@@ -14,10 +14,10 @@ from elasticrun.core.events import JobEffect, JobEvent, Tick
 from elasticrun.core.job.job import Job
 from elasticrun.core.nodes.membership import Death, Membership
 from elasticrun.core.persisted import Facts
-from elasticrun.trace import writer as trace_writer
-from elasticrun.trace.replay import DIFFERS, SAME, Wanted, replay
-from elasticrun.trace.words import event_from_plain
-from elasticrun.trace.writer import Life, TraceWriter
+from elasticrun.master.trace import writer as trace_writer
+from elasticrun.master.trace.replay import DIFFERS, SAME, Wanted, replay
+from elasticrun.master.trace.words import event_from_plain
+from elasticrun.master.trace.writer import Life, TraceWriter
 from elasticrun.wire.messages import JobSpec
 from elasticrun.wire.types import plain
 from tests.further import cases

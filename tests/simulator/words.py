@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import elasticrun.wire.messages as m
-from elasticrun.trace.words import in_words
+from elasticrun.master.trace.words import in_words
 
 
 def in_short(message: m.Report | m.Order) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elasticrun.shm.segment import Segment
+from elasticrun.snapshots.shm.segment import Segment
 from elasticrun.testing import plugin, processes
 from elasticrun.testing.job import ElasticJob
 from elasticrun.testing.steps import World

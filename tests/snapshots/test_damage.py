@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from elasticrun.agent.rendezvous.claims import NAME
-from elasticrun.shm.segment import Segment
+from elasticrun.snapshots.shm.segment import Segment
 from elasticrun.testing import processes
 from tests import hanging, needs
 from tests.further import further

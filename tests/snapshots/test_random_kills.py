@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 import psutil
 import pytest
 
-from elasticrun.shm.segment import Segment
+from elasticrun.snapshots.shm.segment import Segment
 from elasticrun.testing import processes
 from elasticrun.testing.processes import Deadline, Waiter
 from tests import needs

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from elasticrun.storage.writing import Calls
+from elasticrun.snapshots.storage.writing import Calls
 
 
 def refusal(number: int) -> OSError:

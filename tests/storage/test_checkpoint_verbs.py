@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.cli.job import checkpoints
 from elasticrun.cli.main import main
-from elasticrun.runs.index import make_run
-from elasticrun.runs.layout import JobRecord, RunFolder
-from elasticrun.storage.folder import Folder
-from elasticrun.storage.timeline import Timeline
+from elasticrun.host.runs.index import make_run
+from elasticrun.host.runs.layout import JobRecord, RunFolder
+from elasticrun.jobs.running import checkpoints
+from elasticrun.snapshots.storage.folder import Folder
+from elasticrun.snapshots.storage.timeline import Timeline
 from tests.storage.test_folder import DATA, entry, flip, save
 
 FIRST, SECOND = entry(0).name, entry(1).name

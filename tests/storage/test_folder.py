@@ -12,10 +12,10 @@ import fsspec
 import pytest
 import xxhash
 
-from elasticrun.storage import manifest as manifests
-from elasticrun.storage.folder import Folder
-from elasticrun.storage.manifest import FileEntry, Manifest
-from elasticrun.storage.writing import StorageError
+from elasticrun.snapshots.storage import manifest as manifests
+from elasticrun.snapshots.storage.folder import Folder
+from elasticrun.snapshots.storage.manifest import FileEntry, Manifest
+from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.wire.types import RoundName
 
 BLOCK = 4096
@@ -212,7 +212,7 @@ def test_storage_that_is_away_is_no_verdict(
 
     folder = Folder(str(tmp_path))
     save(folder, 5)
-    monkeypatch.setattr("elasticrun.storage.places.io.FileIO", Sick)
+    monkeypatch.setattr("elasticrun.snapshots.storage.places.io.FileIO", Sick)
     if verdict:
         assert f"is spoiled: {entry(0).name} cannot be read whole" in folder.verify(5)
     else:

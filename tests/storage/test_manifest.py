@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError, decode, encode
+from elasticrun.snapshots.storage.manifest import FileEntry, Manifest, ManifestError, decode, encode
 from elasticrun.wire.types import RoundName
 
 ENTRY = FileEntry("__0_3.1.a.distcp", 0, True, 77, 10_000, 8192, 4096, (1, 2**64 - 1, 3))

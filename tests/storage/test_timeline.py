@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.storage.timeline import (
+from elasticrun.snapshots.storage.timeline import (
     PERIODIC,
     Listed,
     Timeline,

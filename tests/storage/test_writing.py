@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.storage.folder import Folder
-from elasticrun.storage.writing import PIECE, Calls, Sink, StorageError, is_gcsfuse
+from elasticrun.snapshots.storage.folder import Folder
+from elasticrun.snapshots.storage.writing import PIECE, Calls, Sink, StorageError, is_gcsfuse
 from tests import needs
 from tests.storage.stand_ins import Bucket, LateDirect, Poor, refusal
 

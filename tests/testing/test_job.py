@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.system.processes import state
+from elasticrun.host.system.processes import state
 from elasticrun.testing import processes
 from elasticrun.testing.job import ElasticJob, JobError
 from tests.harness import SCRIPTS

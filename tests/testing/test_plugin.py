@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.system.processes import state
+from elasticrun.host.system.processes import state
 from elasticrun.testing import processes
 from tests.further import further
 from tests.harness import SCRIPTS

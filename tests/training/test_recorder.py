@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.monitor.recorders import FlightRecorder
+from elasticrun.training.monitor.recorders import FlightRecorder
 from elasticrun.training.recorder import (
     ACCELERATORS,
     SMALL_RING,

@@ -17,8 +17,8 @@ from typing import Any, Final
 import pytest
 
 from elasticrun.core.persisted import Facts
-from elasticrun.saver import transfer
-from elasticrun.trace.words import in_words
+from elasticrun.master.trace.words import in_words
+from elasticrun.snapshots.saver import transfer
 from elasticrun.wire import frames, messages as m, progress, snapshots, spawning
 from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.rpc.etcd_place import Leader, leader_from_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.system.network import (
+from elasticrun.host.system.network import (
     is_loopback,
     is_ours,
     mtu_to,

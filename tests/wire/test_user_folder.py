@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.system.processes import ProcessId
-from elasticrun.wire import user_folder
-from elasticrun.wire.user_folder import (
+from elasticrun.host import user_folder
+from elasticrun.host.system.processes import ProcessId
+from elasticrun.host.user_folder import (
     DEAD_KEPT,
     PREFIX,
     Published,
@@ -142,7 +142,7 @@ def test_a_sweep_removes_what_nobody_holds(environ: dict[str, str]) -> None:
 
 HOLDER = """
 import os, sys
-from elasticrun.wire.user_folder import make
+from elasticrun.host.user_folder import make
 print(make(dict(os.environ)).path, flush=True)
 sys.stdin.read()
 """

@@ -13,10 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from elasticrun.system.network import is_loopback, names_this_host_only, routed_address, source_of
-from elasticrun.system.processes import boot_id
+from elasticrun.host.system.network import (
+    is_loopback,
+    names_this_host_only,
+    routed_address,
+    source_of,
+)
+from elasticrun.host.system.processes import boot_id
+from elasticrun.host.user_folder import user_folder
 from elasticrun.wire.env import CLUSTER_NODE
-from elasticrun.wire.user_folder import user_folder
 
 MAX_SLOTS: Final = 4096
 """Agents of one job on one host; beyond it something else is wrong."""

@@ -21,7 +21,7 @@ from elasticrun.agent.runtime import Tasks, first_of, in_thread
 from elasticrun.config import EXIT_FAILED, HEARTBEAT_TIMEOUT
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.core.rounds.failures import Ending, code_of
-from elasticrun.operator_log import logger
+from elasticrun.host.log import logger
 from elasticrun.wire import auth
 from elasticrun.wire.messages import Hello, Leaving, Refused, Report, Welcome
 from elasticrun.wire.rpc.channel import LinkError, Unproved

@@ -23,14 +23,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from elasticrun.agent.boot import Reaper
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
-from elasticrun.operator_log import logger
-from elasticrun.system import debugger, sandbox
-from elasticrun.system.processes import cpu_ticks, how_silent, is_stopped
-from elasticrun.system.sandbox import NoThread, start_thread
-from elasticrun.wire import user_folder
+from elasticrun.host import user_folder
+from elasticrun.host.log import logger
+from elasticrun.host.system import sandbox
+from elasticrun.host.system.processes import cpu_ticks, how_silent, is_stopped
+from elasticrun.host.system.sandbox import NoThread, start_thread
+from elasticrun.host.user_folder import LaunchFolder
+from elasticrun.wire import debugger
 from elasticrun.wire.spawning import SHIELDED
 from elasticrun.wire.types import Endpoint, dumps
-from elasticrun.wire.user_folder import LaunchFolder
 
 if TYPE_CHECKING:
     import asyncio

@@ -23,7 +23,7 @@ from enum import Enum
 from typing import Final, Protocol
 
 from elasticrun.config import CONSOLE_QUEUE_LINES
-from elasticrun.operator_log import columns_of, cut_to, open_line
+from elasticrun.host.log import columns_of, cut_to, open_line
 
 QUEUE_BYTES: Final = 8 * 1024 * 1024
 """The queue holds no more than this either, however long the lines are."""

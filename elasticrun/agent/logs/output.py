@@ -33,7 +33,7 @@ from elasticrun.agent.logs.last_lines import last_lines
 from elasticrun.agent.logs.tail import LineFilter, Reader, Tail
 from elasticrun.agent.logs.whereabouts import LogNotes
 from elasticrun.config import LogPlan
-from elasticrun.operator_log import logger
+from elasticrun.host.log import logger
 from elasticrun.wire import env
 
 PREFIX: Final = "torchelastic_"

@@ -23,8 +23,8 @@ from typing import Final
 from elasticrun.agent.logs.console import ConsoleWriter, Text
 from elasticrun.agent.logs.folded import FoldedConsole
 from elasticrun.config import LOG_DRAIN
-from elasticrun.operator_log import logger
-from elasticrun.system.inotify import Inotify
+from elasticrun.host.log import logger
+from elasticrun.host.system.inotify import Inotify
 
 MAX_LINE_BYTES: Final = 64 * 1024
 """No more of a line that has not ended is held; what is there is passed on as a line of its own."""

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.core.words import index_of, names, nearest
-from elasticrun.runs.layout import AGENTS, replace_file
-from elasticrun.system.processes import ProcessId
+from elasticrun.host.runs.layout import AGENTS, replace_file
+from elasticrun.host.system.processes import ProcessId
+from elasticrun.host.user_folder import user_folder
 from elasticrun.wire.messages import MAX_NODES
 from elasticrun.wire.types import dumps, loads
-from elasticrun.wire.user_folder import user_folder
 
 MOST_RUNS: Final = 100
 """Runs that are remembered; a new one takes the place of the oldest."""

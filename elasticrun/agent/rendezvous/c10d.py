@@ -38,10 +38,15 @@ from elasticrun.agent.link.master_process import (
 from elasticrun.agent.runtime import NodeContext, Tasks, in_thread
 from elasticrun.config import AgentConfig
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
-from elasticrun.operator_log import logger
-from elasticrun.system import debugger
-from elasticrun.system.network import is_loopback, is_ours, names_this_host_only, routed_address
-from elasticrun.wire import user_folder
+from elasticrun.host import user_folder
+from elasticrun.host.log import logger
+from elasticrun.host.system.network import (
+    is_loopback,
+    is_ours,
+    names_this_host_only,
+    routed_address,
+)
+from elasticrun.wire import debugger
 from elasticrun.wire.messages import End, Refused
 from elasticrun.wire.types import Endpoint
 

@@ -39,9 +39,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from elasticrun.agent.runtime import Once, Tasks, in_thread, threadsafe
-from elasticrun.operator_log import logger
-from elasticrun.system.processes import ProcessId, boot_id
-from elasticrun.system.sandbox import start_thread
+from elasticrun.host.log import logger
+from elasticrun.host.system.processes import ProcessId, boot_id
+from elasticrun.host.system.sandbox import start_thread
 
 T = TypeVar("T")
 

@@ -37,7 +37,7 @@ from elasticrun.agent.rendezvous.c10d import (
 from elasticrun.agent.runtime import NodeContext, Tasks, Timer, in_thread
 from elasticrun.config import CANDIDATE_TTL, ETCD_CALL_LIMIT, Tls
 from elasticrun.core.events import AgentEvent, Ordered
-from elasticrun.operator_log import logger
+from elasticrun.host.log import logger
 from elasticrun.wire.messages import End
 from elasticrun.wire.rpc import etcd, protobuf
 from elasticrun.wire.rpc.etcd_place import Keys, leader_from_bytes, parse_place

@@ -42,11 +42,11 @@ from elasticrun.agent.rendezvous.finding import FoundJob, on_file, place_of
 from elasticrun.agent.runtime import NodeContext, Tasks, in_thread, threadsafe
 from elasticrun.config import FIRST_PORT, JoinCommand
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
-from elasticrun.operator_log import logger
+from elasticrun.host.log import logger
+from elasticrun.host.user_folder import LaunchFolder
 from elasticrun.wire.auth import JOIN_CODE_LIFE, join_code
 from elasticrun.wire.messages import End, Refused
 from elasticrun.wire.types import Endpoint
-from elasticrun.wire.user_folder import LaunchFolder
 
 CLOSE_LIMIT: Final = 5.0
 """Seconds to leave the file as it should be left."""

@@ -39,8 +39,8 @@ from elasticrun.agent.runtime import first_of, in_thread, threadsafe
 from elasticrun.agent.story import directed
 from elasticrun.config import AgentConfig
 from elasticrun.core.reasons import Whom
-from elasticrun.operator_log import logger
-from elasticrun.system.network import is_loopback, is_ours, routed_address
+from elasticrun.host.log import logger
+from elasticrun.host.system.network import is_loopback, is_ours, routed_address
 from elasticrun.wire import auth
 from elasticrun.wire.auth import reader_token
 from elasticrun.wire.rpc.channel import LinkError, get_status

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from elasticrun.system import processes
+from elasticrun.host.system import processes
 from elasticrun.wire.messages import Being
 
 POLLERS: Final = frozenset({"gloo_tcp_loop"})

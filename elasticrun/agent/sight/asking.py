@@ -1,4 +1,4 @@
-"""Questions to the threads that answer in the local ranks (`elasticrun.monitor`), and the answers.
+"""Questions to the answering threads of the local ranks (`training.monitor`), and their answers.
 
 One socket for each life of the ranks. Whose answer it is, the address tells that it comes from: a
 name of that life, of a process of this user. What comes too late has no question any more.

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.agent.sight.stacks import Frame
-from elasticrun.runs.layout import LOGS
+from elasticrun.host.runs.layout import LOGS
+from elasticrun.host.user_folder import published, user_folder
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint
-from elasticrun.wire.user_folder import published, user_folder
 
 MAX_DUMP: Final = 256 * 1024
 """Bytes of one rank's file; the stacks come first after the rank's own lines."""

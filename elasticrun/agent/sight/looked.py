@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from elasticrun.accelerators import Load
 from elasticrun.agent.logs.folded import fold_texts
 from elasticrun.agent.logs.masks import moment_of
 from elasticrun.agent.sight import dump, outside
@@ -16,6 +15,7 @@ from elasticrun.agent.sight.activity import Activity
 from elasticrun.agent.sight.outside import Threads
 from elasticrun.agent.sight.pulse import RankBeat
 from elasticrun.agent.sight.stacks import Frame, group_stacks, place_of
+from elasticrun.host.accelerators import Load
 from elasticrun.wire import messages as m
 from elasticrun.wire.progress import MAX_GROUPS_SAID, GroupSays, RankSays
 from elasticrun.wire.types import MAX_SECONDS, MAX_TEXT, RoundName, write_ranges

@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from elasticrun.agent.sight.stacks import Frame
-from elasticrun.system import processes
+from elasticrun.host.system import processes
 
 TRIES: Final = 3
 """A process that runs Python changes its stack while it is read: then it is read again."""

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from elasticrun import accelerators
-from elasticrun.accelerators import Load
 from elasticrun.agent.logs.last_lines import LIMIT
 from elasticrun.agent.runtime import NodeContext, Once, Tasks, in_thread
 from elasticrun.agent.sight import dump, looked
@@ -22,8 +20,10 @@ from elasticrun.agent.sight.asking import Asking
 from elasticrun.agent.sight.pulse import PULSE_EVERY, LocalQuiet, RankBeat
 from elasticrun.agent.workers.progress import Progress
 from elasticrun.agent.workers.ranks import Ranks
-from elasticrun.operator_log import logger
-from elasticrun.system.sandbox import NoThread
+from elasticrun.host import accelerators
+from elasticrun.host.accelerators import Load
+from elasticrun.host.log import logger
+from elasticrun.host.system.sandbox import NoThread
 from elasticrun.wire import messages as m
 
 PULSE_LIMIT: Final = 1.0

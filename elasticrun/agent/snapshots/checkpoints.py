@@ -18,8 +18,8 @@ from elasticrun.agent.snapshots.fetching import MAX_REASON, Shards
 from elasticrun.agent.snapshots.inventory import Local
 from elasticrun.agent.snapshots.saver import SaverGone
 from elasticrun.agent.snapshots.segments import Held
-from elasticrun.operator_log import logger
-from elasticrun.shm.segment import Snapshot
+from elasticrun.host.log import logger
+from elasticrun.snapshots.shm.segment import Snapshot
 from elasticrun.wire.messages import CommitCheckpoint, Persist, Persisted, PersistOver
 from elasticrun.wire.snapshots import PartOf, PersistParts
 

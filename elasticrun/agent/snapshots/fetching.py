@@ -24,9 +24,9 @@ from elasticrun.agent.snapshots.inventory import Local
 from elasticrun.agent.snapshots.peers import Peer, one_line
 from elasticrun.agent.snapshots.saver import SaverGone
 from elasticrun.agent.snapshots.segments import Held, Sizes
-from elasticrun.operator_log import logger
-from elasticrun.shm.memory import NoRoom
-from elasticrun.shm.segment import MIN_SLOTS, Snapshot
+from elasticrun.host.log import logger
+from elasticrun.snapshots.shm.memory import NoRoom
+from elasticrun.snapshots.shm.segment import MIN_SLOTS, Snapshot
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import RoundName
 

@@ -23,8 +23,8 @@ from typing import Any, Final
 
 from elasticrun import config
 from elasticrun.agent.runtime import Tasks, Timer, in_thread
-from elasticrun.operator_log import logger
-from elasticrun.shm.segment import round_key
+from elasticrun.host.log import logger
+from elasticrun.snapshots.shm.segment import round_key
 from elasticrun.wire.messages import Restore, Start
 from elasticrun.wire.types import RoundName, typed
 

@@ -23,7 +23,7 @@ from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Held
 from elasticrun.config import AgentConfig
 from elasticrun.core.events import Signalled
-from elasticrun.shm.segment import NONE, VERSION, Snapshot
+from elasticrun.snapshots.shm.segment import NONE, VERSION, Snapshot
 from elasticrun.wire import env, messages as m, snapshots as s
 from elasticrun.wire.messages import MAX_MARGIN, Start
 

@@ -24,8 +24,8 @@ from elasticrun.agent.runtime import Timer
 from elasticrun.agent.snapshots.folder import LocalRound
 from elasticrun.agent.snapshots.saver import Savers
 from elasticrun.agent.snapshots.segments import Held, Segments
-from elasticrun.operator_log import logger
-from elasticrun.shm.segment import NONE, Snapshot, round_key
+from elasticrun.host.log import logger
+from elasticrun.snapshots.shm.segment import NONE, Snapshot, round_key
 from elasticrun.wire import messages as m
 from elasticrun.wire.snapshots import RankHere, Restored
 from elasticrun.wire.types import RoundName

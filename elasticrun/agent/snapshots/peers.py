@@ -15,7 +15,7 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.agent.runtime import Once, keep_sending
-from elasticrun.operator_log import logger
+from elasticrun.host.log import logger
 from elasticrun.wire.frames import Connection, FrameError, NotRead, peer_of
 from elasticrun.wire.progress import address, mint_name
 from elasticrun.wire.snapshots import FromPeer, RankHere, SaverHere, ToPeer

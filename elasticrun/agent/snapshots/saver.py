@@ -20,9 +20,9 @@ from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Held
 from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.config import AgentConfig
-from elasticrun.operator_log import logger
-from elasticrun.shm.segment import VERSION, Snapshot
-from elasticrun.system.processes import how_silent
+from elasticrun.host.log import logger
+from elasticrun.host.system.processes import how_silent
+from elasticrun.snapshots.shm.segment import VERSION, Snapshot
 from elasticrun.wire import env, snapshots as s
 from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnFailed, SpawnSaver
 from elasticrun.wire.types import RoundName

@@ -30,11 +30,12 @@ from elasticrun.agent.snapshots.folder import (
     SegmentFolder,
     take,
 )
-from elasticrun.operator_log import logger
-from elasticrun.shm import memory
-from elasticrun.shm.layout import MAX_LAYOUT_BYTES, MAX_SIZE, PAGE
-from elasticrun.shm.memory import NoRoom, in_words
-from elasticrun.shm.segment import (
+from elasticrun.host.log import logger
+from elasticrun.host.system.sandbox import NoThread
+from elasticrun.snapshots.shm import memory
+from elasticrun.snapshots.shm.layout import MAX_LAYOUT_BYTES, MAX_SIZE, PAGE
+from elasticrun.snapshots.shm.memory import NoRoom, in_words
+from elasticrun.snapshots.shm.segment import (
     MAX_SLOTS,
     MIN_SLOTS,
     Segment,
@@ -43,7 +44,6 @@ from elasticrun.shm.segment import (
     begin,
     segment_bytes,
 )
-from elasticrun.system.sandbox import NoThread
 from elasticrun.wire import env
 
 OPEN_LIMIT: Final = 5.0

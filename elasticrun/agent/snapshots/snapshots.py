@@ -35,9 +35,9 @@ from elasticrun.agent.snapshots.peers import Peer, PeerServer, one_line
 from elasticrun.agent.snapshots.saver import Hashing, Savers
 from elasticrun.agent.snapshots.segments import Segments, Sizes
 from elasticrun.agent.spawner import Spawners
-from elasticrun.operator_log import logger
-from elasticrun.shm.memory import NoRoom
-from elasticrun.shm.segment import NONE, round_key
+from elasticrun.host.log import logger
+from elasticrun.snapshots.shm.memory import NoRoom
+from elasticrun.snapshots.shm.segment import NONE, round_key
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.messages import Start
 from elasticrun.wire.progress import place

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from elasticrun.system.processes import die_with_parent, memory_file
+from elasticrun.host.system.processes import die_with_parent, memory_file
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 
 GIT_LIMIT: Final = 600.0

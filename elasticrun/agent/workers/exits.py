@@ -51,7 +51,7 @@ class Killers:
 
     async def look(self, failure: Failure) -> None:
         """Tell what the log says of this rank, which a SIGKILL ended that nobody here has sent."""
-        from elasticrun.doctor import kernel  # only where a rank was killed
+        from elasticrun.host.doctor import kernel  # only where a rank was killed
 
         def read() -> kernel.Word:
             return kernel.of_a_kill(failure.pid, self._root)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from elasticrun.accelerators.asking import NoAnswer, json_of
 from elasticrun.config import AgentConfig
+from elasticrun.host.accelerators.asking import NoAnswer, json_of
 
 NVML_LIMIT: Final = 10.0
 """Seconds that the child which asks NVML may take; a driver in trouble hangs for minutes."""

@@ -14,8 +14,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-from elasticrun import accelerators
-from elasticrun.accelerators import Accelerator
 from elasticrun.agent.runtime import NodeContext, Tasks, Timer, in_thread
 from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.agent.workers import numa
@@ -23,7 +21,9 @@ from elasticrun.agent.workers.ranks import probe_environment
 from elasticrun.config import PROBE_LOAD_CPU, PROBE_LOAD_GPU, ProbeLoad
 from elasticrun.core.events import ProbeEnded
 from elasticrun.core.health.words import duration
-from elasticrun.operator_log import logger
+from elasticrun.host import accelerators
+from elasticrun.host.accelerators import Accelerator
+from elasticrun.host.log import logger
 from elasticrun.wire import env, spawning
 from elasticrun.wire.messages import Probe, Probed, ProbePhase, Transfer
 

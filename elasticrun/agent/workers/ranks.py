@@ -32,10 +32,9 @@ from elasticrun.config import AgentConfig
 from elasticrun.core.events import RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.core.reasons import text
 from elasticrun.core.rounds.failures import ECHOES, reason_of
-from elasticrun.operator_log import NOTICE, logger
-from elasticrun.system import debugger
-from elasticrun.system.sandbox import NoThread
-from elasticrun.wire import env, spawning
+from elasticrun.host.log import NOTICE, logger
+from elasticrun.host.system.sandbox import NoThread
+from elasticrun.wire import debugger, env, spawning
 from elasticrun.wire.messages import Failure, FailureKind, Start
 from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint
 

@@ -16,7 +16,7 @@ from typing import Final
 from elasticrun.agent.runtime import NodeContext, Once, Timer
 from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.core.events import StoreLost, StoreReady
-from elasticrun.operator_log import logger
+from elasticrun.host.log import logger
 from elasticrun.wire import spawning
 from elasticrun.wire.types import Endpoint
 

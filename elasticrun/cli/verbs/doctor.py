@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
 from elasticrun.cli import resolve, settings, trust
+from elasticrun.cli.detection.found import amount
 from elasticrun.cli.flags import Parser, add_group
 from elasticrun.cli.place import PLACE_FLAGS, explain
 from elasticrun.cli.settings import Asked, Setting, UsageError, Whereabouts, look, setting
 from elasticrun.cli.table import FLAGS, TRUST
-from elasticrun.cli.verbs import status
-from elasticrun.detection.found import amount
-from elasticrun.doctor import checkup, disk, names
-from elasticrun.doctor.checkup import Subject
-from elasticrun.doctor.verdict import failed, failures, ok
-from elasticrun.system.network import names_this_host_only
+from elasticrun.cli.verbs import masters
+from elasticrun.cli.verbs.columns import print_table, width
+from elasticrun.cli.verbs.masters import NoStatus, Question
+from elasticrun.host.doctor import checkup, disk, names
+from elasticrun.host.doctor.checkup import Subject
+from elasticrun.host.doctor.verdict import failed, failures, ok
+from elasticrun.host.system.network import names_this_host_only
 from elasticrun.wire.messages import MAX_RANKS
 from elasticrun.wire.types import Finding, Level
 
@@ -94,15 +96,15 @@ def parser(environ: Mapping[str, str]) -> Parser:
     return made
 
 
-def _master(asked: Asked, where: str) -> status.Question:
+def _master(asked: Asked, where: str) -> Question:
     try:
-        return status.question(status.parse_endpoint(where), trust.token(asked), trust.tls(asked))
-    except status.NoStatus as wrong:
+        return masters.question(masters.parse_endpoint(where), trust.token(asked), trust.tls(asked))
+    except NoStatus as wrong:
         raise UsageError(f"--rdzv-endpoint: {wrong}") from None
 
 
 def _subject(
-    asked: Asked, place: Whereabouts, checkpoints: str, master: status.Question | None
+    asked: Asked, place: Whereabouts, checkpoints: str, master: Question | None
 ) -> Subject:
     from elasticrun.cli.devices import this_machine
     from elasticrun.cli.resolve import ranks_per_node
@@ -150,7 +152,7 @@ def _settings(asked: Asked, place: Whereabouts) -> list[Setting]:
     return [setting(asked, dest) for dest in (*ALWAYS, *given)]
 
 
-async def examine(subject: Subject, master: status.Question | None) -> list[Finding]:
+async def examine(subject: Subject, master: Question | None) -> list[Finding]:
     """What this machine shows, and what the master says of it."""
     # Late: grpc takes longer to import than everything else here together.
     from elasticrun.agent.runtime import in_thread
@@ -160,7 +162,7 @@ async def examine(subject: Subject, master: status.Question | None) -> list[Find
     return [*await local, *asked]
 
 
-async def _asked(master: status.Question) -> list[Finding]:
+async def _asked(master: Question) -> list[Finding]:
     from elasticrun.agent.checkup import ask
     from elasticrun.agent.runtime import in_thread
     from elasticrun.wire import auth
@@ -171,7 +173,7 @@ async def _asked(master: status.Question) -> list[Finding]:
         answers, dialled = await ask(where, master.reader, files)
         pem = None if files is None else auth.read_pem(files)
         page = await get_status(
-            where, status.ANSWER_LIMIT, token=master.reader, tls=pem, version=__version__
+            where, masters.ANSWER_LIMIT, token=master.reader, tls=pem, version=__version__
         )
     except LinkError as wrong:
         return [await _no_answer(master, wrong)]
@@ -187,7 +189,7 @@ async def _asked(master: status.Question) -> list[Finding]:
     ]
 
 
-async def _no_answer(master: status.Question, wrong: LinkError) -> Finding:
+async def _no_answer(master: Question, wrong: LinkError) -> Finding:
     """The finding about a master that does not answer; one side without TLS is told apart."""
     from elasticrun.agent.link.answering import PortAnswer, probe
 
@@ -195,7 +197,7 @@ async def _no_answer(master: status.Question, wrong: LinkError) -> Finding:
     if wrong.rejected:
         todo = "check --rdzv-endpoint and the token"
         return failed(MASTER, f"the master at {where} refuses to answer: {wrong}", todo)
-    answer, why = await probe(where, status.ANSWER_LIMIT, master.files)
+    answer, why = await probe(where, masters.ANSWER_LIMIT, master.files)
     if answer is PortAnswer.INSECURE:
         todo = "give the doctor the --tls-ca, --tls-cert and --tls-key of the job's nodes, or none"
         return failed(MASTER, f"the master at {where} refuses to answer: {why}", todo)
@@ -210,7 +212,7 @@ def _show(findings: Sequence[Finding], settings: Sequence[Setting]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, width=status.width())
+    console = Console(highlight=False, width=width())
     # Text, not markup: what was seen may hold square brackets.
     rows = [
         [
@@ -219,11 +221,11 @@ def _show(findings: Sequence[Finding], settings: Sequence[Setting]) -> None:
         ]
         for one in findings
     ]
-    status.print_table(console, _table(("state", "check", "seen", "what to do"), rows))
+    print_table(console, _table(("state", "check", "seen", "what to do"), rows))
     if settings:
         print()
         shown = [tuple(map(Text, one)) for one in settings]
-        status.print_table(console, _table(("setting", "value", "source"), shown))
+        print_table(console, _table(("setting", "value", "source"), shown))
     counts = [(state, sum(f.state is state for f in findings)) for state in Level]
     words = ", ".join(f"{count} {state.value}" for state, count in counts)
     print(f"\n{socket.gethostname()}, elasticrun {__version__}: {words}")

@@ -13,7 +13,8 @@ from elasticrun.cli.resolve import conf_keys, job_spec, shutdown_timeout
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS, TRUST
 from elasticrun.config import EXIT_USAGE, MasterConfig, MasterPlace, RunPlan
-from elasticrun.wire import env, user_folder
+from elasticrun.host import user_folder
+from elasticrun.wire import env
 
 JOB_FLAGS: Final = (
     "nnodes",

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """`elasticrun replay` with its own arguments; raises UsageError."""
     asked = parser().parse_args(argv)
     # Late: the brain is needed here alone.
-    from elasticrun.trace.replay import NoTrace, Wanted, replay
+    from elasticrun.master.trace.replay import NoTrace, Wanted, replay
 
     wanted = Wanted(node=asked.node, since=asked.since, everything=asked.all)
     try:

@@ -15,8 +15,8 @@ from elasticrun.agent import warm
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from elasticrun.host.user_folder import user_folder
 from elasticrun.wire import env, frames, spawning
-from elasticrun.wire.user_folder import user_folder
 
 ANSWER_LIMIT: Final = 5.0
 """Seconds for a warm process to say what it is."""

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn
 
 from elasticrun.forkserver.helpers import probe, store
-from elasticrun.system import processes
-from elasticrun.system.processes import memory_file
-from elasticrun.system.title import set_title
+from elasticrun.host.system import processes
+from elasticrun.host.system.processes import memory_file
+from elasticrun.host.system.title import set_title
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
 from elasticrun.wire.spawning import (
     SHIELDED,
@@ -317,7 +317,7 @@ def enter(kind: str, order_fd: int, says_fd: int, parent: int) -> NoReturn:
                 os._exit(1)
             os._exit(0)  # no destructor of a library may hang now
         case order:
-            from elasticrun.saver import saver
+            from elasticrun.snapshots.saver import saver
 
             assert isinstance(order, SpawnSaver)
             try:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
-from elasticrun.system.sandbox import raise_file_limit
+from elasticrun.host.system.sandbox import raise_file_limit
 from elasticrun.wire.spawning import FromSpawner, Notice, SpawnFailed, SpawnStore, StoreListening
 
 BACKLOG: Final = 4096

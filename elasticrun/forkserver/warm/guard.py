@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NoReturn
 
-from elasticrun.system import processes, sweep
-from elasticrun.system.title import set_command_line
+from elasticrun.host.system import processes, sweep
+from elasticrun.host.system.title import set_command_line
 from elasticrun.wire.frames import encode, peer_of
 from elasticrun.wire.spawning import SHIELDED, Forked, Over
 

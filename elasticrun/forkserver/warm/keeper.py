@@ -26,8 +26,8 @@ from elasticrun.forkserver.life import options
 from elasticrun.forkserver.prepare import Poisoned, Preloader, installed_folders
 from elasticrun.forkserver.warm import surroundings
 from elasticrun.forkserver.warm.guard import become_guard
-from elasticrun.system import processes
-from elasticrun.system.title import set_command_line
+from elasticrun.host.system import processes
+from elasticrun.host.system.title import set_command_line
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode, peer_of
 from elasticrun.wire.spawning import (
     DESCRIPTORS,

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 from elasticrun.core.words import nearest
+from elasticrun.host.runs.index import first_of
 from elasticrun.jobs.backend import Forbidden, Missing, NotDone
 from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS, KubeApi
 from elasticrun.jobs.kube.seen import OURS, STOPPED, ClusterJob, SeenPod, in_order
-from elasticrun.operator.cluster import PODS
-from elasticrun.operator.crd import Json
-from elasticrun.operator.objects import stamp
-from elasticrun.runs.index import first_of
+from elasticrun.jobs.operator.cluster import PODS
+from elasticrun.jobs.operator.crd import Json
+from elasticrun.jobs.operator.objects import stamp
 
 MARGIN: Final = 60.0
 """Seconds beside a pod's grace in which a job should have let go of all of its pods."""

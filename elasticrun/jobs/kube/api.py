@@ -20,8 +20,8 @@ except ImportError:
     raise NotDone("jobs in Kubernetes need the extra k8s: pip install 'elasticrun[k8s]'") from None
 
 from elasticrun.jobs.kube.kubeconfig import settings
-from elasticrun.operator.cluster import JOBS, SECRETS, code_of
-from elasticrun.operator.crd import API_VERSION, KIND, Json
+from elasticrun.jobs.operator.cluster import JOBS, SECRETS, code_of
+from elasticrun.jobs.operator.crd import API_VERSION, KIND, Json
 
 ELASTIC_JOBS: Final = JOBS
 INDEXED_JOBS: Final[Any] = create_namespaced_resource("batch", "v1", "Job", "jobs")

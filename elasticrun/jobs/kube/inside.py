@@ -14,8 +14,8 @@ from elasticrun.jobs.backend import NotDone
 from elasticrun.jobs.kube import acts
 from elasticrun.jobs.kube.api import KubeApi
 from elasticrun.jobs.kube.seen import OURS, ClusterJob, SeenPod, seen_pod
-from elasticrun.operator.cluster import PODS
-from elasticrun.operator.objects import MASTER, volume_at
+from elasticrun.jobs.operator.cluster import PODS
+from elasticrun.jobs.operator.objects import MASTER, volume_at
 
 
 async def on_node(api: KubeApi, job: ClusterJob, node: str, command: Sequence[str]) -> list[str]:

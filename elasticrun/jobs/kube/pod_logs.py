@@ -15,8 +15,8 @@ from elasticrun.jobs.backend import NotDone
 from elasticrun.jobs.kube.acts import find_again, pods
 from elasticrun.jobs.kube.api import MOST_BREAKS, KubeApi
 from elasticrun.jobs.kube.seen import ClusterJob, SeenPod, in_order, seen_pod
-from elasticrun.operator.cluster import PODS
-from elasticrun.operator.objects import MASTER
+from elasticrun.jobs.operator.cluster import PODS
+from elasticrun.jobs.operator.objects import MASTER
 
 LAST_WORDS: Final = 10.0
 """Seconds that streams of a job that is over have to end by themselves."""

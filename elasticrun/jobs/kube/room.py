@@ -7,9 +7,9 @@ from typing import Final
 
 from elasticrun.jobs.backend import Forbidden, NotDone
 from elasticrun.jobs.kube.api import EVERYWHERE, NODES, USE_OF_NODES, KubeApi
+from elasticrun.jobs.operator.cluster import PODS
+from elasticrun.jobs.operator.crd import Json
 from elasticrun.jobs.rows import NodeRow
-from elasticrun.operator.cluster import PODS
-from elasticrun.operator.crd import Json
 
 GPU_WORDS: Final = ("gpu", "npu", "ascend", "gaudi", "tpu", "mig-")
 """A resource with one of them in its name behind the slash is a GPU or its like."""

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Final
 
 from elasticrun.core.words import index_of
-from elasticrun.jobs.rows import JobRow
-from elasticrun.operator.crd import GROUP, KIND, Json
-from elasticrun.operator.objects import (
+from elasticrun.host.runs import last_word
+from elasticrun.jobs.operator.crd import GROUP, KIND, Json
+from elasticrun.jobs.operator.objects import (
     INDEX,
     JOB,
     MASTER,
@@ -25,8 +25,8 @@ from elasticrun.operator.objects import (
     volume_at,
     words_of,
 )
-from elasticrun.render.pods import CONTAINER, JOB_LABEL
-from elasticrun.runs import last_word
+from elasticrun.jobs.render.pods import CONTAINER, JOB_LABEL
+from elasticrun.jobs.rows import JobRow
 
 STOPPED: Final = f"{GROUP}/stopped"
 """Annotation of a job that a person has ended: suspended like others, but meant to stay so."""

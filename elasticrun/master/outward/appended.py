@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from elasticrun.runs.layout import replace_file
+from elasticrun.host.runs.layout import replace_file
 from elasticrun.wire.messages import MAX_METRICS
 
 MOST_PROGRESS: Final = 16 * 1024 * 1024

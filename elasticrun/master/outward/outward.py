@@ -13,6 +13,8 @@ import msgspec
 from elasticrun.config import MasterConfig
 from elasticrun.core.events import FoundSlow, JobOver, Note
 from elasticrun.core.sight.picture import IncidentRow, Picture, VerdictRow
+from elasticrun.host.runs.layout import RunResult
+from elasticrun.host.runs.opening import OpenRun, RunRefused
 from elasticrun.master.outward.record import (
     last_words,
     name_of,
@@ -23,8 +25,6 @@ from elasticrun.master.outward.record import (
     where,
 )
 from elasticrun.master.outward.run_files import RunFiles
-from elasticrun.runs.layout import RunResult
-from elasticrun.runs.opening import OpenRun, RunRefused
 from elasticrun.wire.messages import Metrics
 
 if TYPE_CHECKING:

@@ -20,12 +20,19 @@ from elasticrun.config import EXIT_OK, EXIT_SAVED, MasterConfig
 from elasticrun.core.events import JobOver
 from elasticrun.core.reasons import failure_in, is_by_operator, read
 from elasticrun.core.sight.picture import Picture
+from elasticrun.host import user_folder
+from elasticrun.host.runs.index import run_path, runs_root
+from elasticrun.host.runs.layout import JobRecord, RunFolder, RunResult, ShortRow
+from elasticrun.host.runs.opening import (
+    OpenRun,
+    RankProgram,
+    RunRefused,
+    already,
+    open_named,
+    open_new,
+)
+from elasticrun.host.system.processes import ProcessId, user_name
 from elasticrun.master.outward.report import lasted
-from elasticrun.runs.index import run_path, runs_root
-from elasticrun.runs.layout import JobRecord, RunFolder, RunResult, ShortRow
-from elasticrun.runs.opening import OpenRun, RankProgram, RunRefused, already, open_named, open_new
-from elasticrun.system.processes import ProcessId, user_name
-from elasticrun.wire import user_folder
 
 GIT_LIMIT: Final = 1.0
 """Seconds for each question to git."""

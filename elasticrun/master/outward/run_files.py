@@ -1,5 +1,5 @@
-"""The master's part of the job's run folder (`elasticrun.runs`): what runs, what happened, records
-of incidents as `0007.json` and, for people, `0007.md`, what failed first, and the result.
+"""The master's part of the job's run folder (`host.runs`): what runs, what happened, records of
+incidents as `0007.json` and, for people, `0007.md`, what failed first, and the result.
 
 A thread writes. A disk that hangs or is full costs files and nothing else; people are told once.
 """
@@ -22,13 +22,13 @@ from msgspec.structs import replace
 from elasticrun.core.events import Note
 from elasticrun.core.sight.causes import FAILURES
 from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.host.log import NOTICE
+from elasticrun.host.runs import layout
+from elasticrun.host.runs.layout import KeptEvent, RunResult, replace_file
+from elasticrun.host.runs.opening import OpenRun
 from elasticrun.master.outward.appended import NUMBER, Appended, ProgressFile, ProgressRow
 from elasticrun.master.outward.record import git_commit, versions
 from elasticrun.master.outward.report import error_page, line, page
-from elasticrun.operator_log import NOTICE
-from elasticrun.runs import layout
-from elasticrun.runs.layout import KeptEvent, RunResult, replace_file
-from elasticrun.runs.opening import OpenRun
 from elasticrun.wire.messages import MAX_METRIC_ROWS, MAX_METRICS, Metrics
 
 MAX_QUEUED: Final = 1024

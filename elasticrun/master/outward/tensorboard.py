@@ -18,9 +18,9 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from elasticrun.operator_log import NOTICE
-from elasticrun.system.processes import die_with_parent
-from elasticrun.system.sandbox import start_thread
+from elasticrun.host.log import NOTICE
+from elasticrun.host.system.processes import die_with_parent
+from elasticrun.host.system.sandbox import start_thread
 
 _URL: Final = re.compile(r"http://\S+/")
 MOST_LINE: Final = 4096

@@ -11,7 +11,7 @@ import pytest
 
 from elasticrun.agent.link import identity
 from elasticrun.agent.link.identity import host_id, identify, offered_address
-from elasticrun.system.network import routed_address
+from elasticrun.host.system.network import routed_address
 from elasticrun.wire.env import CLUSTER_NODE
 
 

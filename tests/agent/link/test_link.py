@@ -20,7 +20,7 @@ from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.master_process import MasterProcess
 from elasticrun.core import events
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
-from elasticrun.operator_log import logger
+from elasticrun.host.log import logger
 from elasticrun.wire.messages import Hello, Join, Leaving, Missed, Refused, Start, Welcome
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.agent.configs import agent_config

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.agent.link import port_proxy_child
-from elasticrun.system.processes import state
+from elasticrun.host.system.processes import state
 from elasticrun.wire import messages as m
 from elasticrun.wire.rpc.channel import get_status
 from elasticrun.wire.types import Endpoint

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.agent.logs.output import LogPlan, RankOutput
-from elasticrun.operator_log import OpenLine, StderrWriter
+from elasticrun.host.log import OpenLine, StderrWriter
 from tests.agent.logs.test_logs import make_envs
 from tests.harness import LIMIT
 

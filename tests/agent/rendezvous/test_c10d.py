@@ -9,7 +9,7 @@ import pytest
 
 from elasticrun.agent.rendezvous import c10d
 from elasticrun.config import MasterPlace
-from elasticrun.system.network import routed_address
+from elasticrun.host.system.network import routed_address
 from elasticrun.wire.types import Endpoint
 from tests.agent.configs import agent_config
 from tests.harness import free_port

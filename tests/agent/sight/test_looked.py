@@ -54,7 +54,7 @@ def test_stacks_fit_into_a_message_the_rarest_first() -> None:
 
 
 def test_a_path_that_is_no_text_is_read() -> None:
-    from elasticrun.monitor.monitor import _utf8
+    from elasticrun.training.monitor.monitor import _utf8
 
     frame = (_utf8("/u/\udce9.py"), 3, "main")
     said = RankSays(1, (), (ThreadSays("main", (frame,)),))

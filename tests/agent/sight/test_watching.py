@@ -15,7 +15,7 @@ import pytest
 from elasticrun.agent.sight import pulse, watching
 from elasticrun.agent.sight.activity import Activities
 from elasticrun.agent.sight.watching import LocalSight
-from elasticrun.system import processes
+from elasticrun.host.system import processes
 from elasticrun.wire import messages as m
 from elasticrun.wire.rpc.protobuf import report_from_wire, report_to_wire
 from elasticrun.wire.spawning import SendSignal

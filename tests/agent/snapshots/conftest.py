@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.operator_log import logger
+from elasticrun.host.log import logger
 from tests.agent.snapshots.played import Node, opened
 
 

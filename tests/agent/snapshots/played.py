@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from elasticrun.agent.snapshots.snapshots import LocalSnapshots
 from elasticrun.agent.spawner import Child, Owner
-from elasticrun.shm.layout import PAGE, Item, ItemKind, Layout, lay_out
-from elasticrun.shm.segment import VERSION, Segment
+from elasticrun.snapshots.shm.layout import PAGE, Item, ItemKind, Layout, lay_out
+from elasticrun.snapshots.shm.segment import VERSION, Segment
 from elasticrun.wire import snapshots as s
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.messages import Holdings, Persist, Report, Restore, SaveSpec, Start

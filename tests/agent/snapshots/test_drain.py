@@ -19,8 +19,8 @@ from elasticrun.agent.snapshots.generation import (
 )
 from elasticrun.agent.snapshots.segments import Held, Sizes
 from elasticrun.config import AgentConfig
-from elasticrun.shm.layout import PAGE
-from elasticrun.shm.segment import NONE, Segment, begin, segment_bytes
+from elasticrun.snapshots.shm.layout import PAGE
+from elasticrun.snapshots.shm.segment import NONE, Segment, begin, segment_bytes
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.agent.configs import agent_config as made_config

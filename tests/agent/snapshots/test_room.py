@@ -11,9 +11,9 @@ import pytest
 
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Segments, Sizes
-from elasticrun.shm import memory
-from elasticrun.shm.memory import LARGE, NoRoom
-from elasticrun.shm.segment import NONE
+from elasticrun.snapshots.shm import memory
+from elasticrun.snapshots.shm.memory import LARGE, NoRoom
+from elasticrun.snapshots.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
 from tests.agent.snapshots.played import LAYOUT, ONE, Node
 from tests.harness import LIMIT

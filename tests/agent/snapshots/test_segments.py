@@ -21,10 +21,10 @@ from elasticrun.agent.snapshots import segments as segments_module
 from elasticrun.agent.snapshots.folder import LocalRound, take
 from elasticrun.agent.snapshots.segments import Held, Segments, Sizes
 from elasticrun.config import ORPHAN_GRACE
-from elasticrun.shm import memory
-from elasticrun.shm.layout import PAGE
-from elasticrun.shm.memory import NoRoom
-from elasticrun.shm.segment import NONE
+from elasticrun.snapshots.shm import memory
+from elasticrun.snapshots.shm.layout import PAGE
+from elasticrun.snapshots.shm.memory import NoRoom
+from elasticrun.snapshots.shm.segment import NONE
 from elasticrun.wire import snapshots as s
 from tests import needs
 from tests.agent.snapshots.played import BOTH, CONTENT, LAYOUT, LIMIT, ONE, Node

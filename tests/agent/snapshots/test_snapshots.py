@@ -22,8 +22,8 @@ from elasticrun.agent.snapshots import (
     saver as savers_module,
     snapshots as snapshots_module,
 )
-from elasticrun.shm import memory
-from elasticrun.shm.segment import NONE, VERSION
+from elasticrun.snapshots.shm import memory
+from elasticrun.snapshots.shm.segment import NONE, VERSION
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.progress import address, read_place
 from elasticrun.wire.spawning import Exited, SpawnFailed
@@ -523,7 +523,7 @@ async def test_another_user_is_not_listened_to(node: Node, caplog) -> None:
 SPEAK = """
 import os, socket, sys
 from elasticrun.wire.frames import FrameBuffer, encode
-from elasticrun.shm.segment import VERSION
+from elasticrun.snapshots.shm.segment import VERSION
 from elasticrun.wire.snapshots import RankHere, ToPeer
 sock = socket.socket(socket.AF_UNIX)
 sock.connect("\\0" + sys.argv[1])

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from elasticrun.agent.snapshots.folder import LocalRound
-from elasticrun.shm.segment import NONE
+from elasticrun.snapshots.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import RoundName
 from tests.agent.snapshots.played import BOTH, LAYOUT, ONE, Node, Rank, opened

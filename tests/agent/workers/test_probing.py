@@ -18,7 +18,7 @@ from elasticrun.agent.workers.ranks import probe_environment
 from elasticrun.agent.workers.stores import Stores
 from elasticrun.config import EXIT_USAGE
 from elasticrun.core.events import AgentEvent, ProbeEnded, StoreReady
-from elasticrun.system.processes import below
+from elasticrun.host.system.processes import below
 from elasticrun.wire import env
 from elasticrun.wire.messages import Probe, Probed, ProbePhase
 from elasticrun.wire.spawning import FromSpawner, ProbeSaid

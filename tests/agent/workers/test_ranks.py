@@ -21,7 +21,7 @@ from elasticrun.agent.workers import ranks as ranks_module
 from elasticrun.agent.workers.ranks import BadEnvironment, Ranks, rank_entry, rank_environment
 from elasticrun.config import AgentConfig, LogPlan, MasterPlace
 from elasticrun.core.events import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
-from elasticrun.system.sandbox import NoThread
+from elasticrun.host.system.sandbox import NoThread
 from elasticrun.wire.env import RANK_VARIABLES
 from elasticrun.wire.messages import FailureKind
 from elasticrun.wire.spawning import Exited, Spawned, SpawnFailed, SpawnRank, SweepOrder, Swept

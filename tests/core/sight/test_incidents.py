@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from elasticrun.core import events as fx
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.master.outward import report
-from elasticrun.trace.words import incident_in_words
+from elasticrun.master.trace.words import incident_in_words
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import SPEC, Master, failure, hello

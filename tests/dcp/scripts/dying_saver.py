@@ -12,9 +12,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from elasticrun.storage import retention
-from elasticrun.storage.folder import Folder
-from elasticrun.storage.writing import Calls
+from elasticrun.snapshots.storage import retention
+from elasticrun.snapshots.storage.folder import Folder
+from elasticrun.snapshots.storage.writing import Calls
 from tests.dcp.checkpoints import load, save
 from tests.dcp.slots import HandMade
 

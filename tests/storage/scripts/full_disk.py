@@ -4,8 +4,8 @@ import errno
 import os
 import sys
 
-from elasticrun.storage.folder import Folder
-from elasticrun.storage.writing import Calls, StorageError
+from elasticrun.snapshots.storage.folder import Folder
+from elasticrun.snapshots.storage.writing import Calls, StorageError
 
 
 class Blind(Calls):

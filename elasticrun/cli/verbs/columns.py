@@ -1,0 +1,58 @@
+"""Tables for the terminal. A name is never cut: one that leaves no room for the rest gets its own
+line, as in `df`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Row = tuple[str, ...]
+
+
+def duration(seconds: float) -> str:
+    """`45s`, `12m`, `3h05m`, `2d04h`."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole // 60 % 60:02d}m"
+    return f"{whole // 86400}d{whole // 3600 % 24:02d}h"
+
+
+def lines(titles: Row, rows: Sequence[Row], columns: int) -> list[str]:
+    """The table, no wider than `columns` but for a name that is wider by itself."""
+    table = [titles, *rows]
+    most = [max(len(row[at]) for row in table) for at in range(1, len(titles))]
+    room = columns - sum(width + 2 for width in most)
+    wide = max((len(row[0]) for row in table if len(row[0]) <= room), default=0)
+    drawn = []
+    for row in table:
+        if len(row[0]) > wide:
+            drawn.append(row[0])
+        name = row[0] if len(row[0]) <= wide else ""
+        rest = (word.ljust(width) for word, width in zip(row[1:], most, strict=True))
+        drawn.append("  ".join((name.ljust(wide), *rest)).rstrip())
+    return drawn
+
+
+def width() -> int | None:
+    """Columns of a table in a pipe or a file; None for a terminal, which knows its own."""
+    columns = os.environ.get("COLUMNS", "")
+    if sys.stdout.isatty():
+        return None
+    return int(columns) if columns.isdecimal() and int(columns) >= 40 else 100
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print it without the blanks that fill up its last column."""
+    with console.capture() as drawn:
+        console.print(table)
+    print(*(line.rstrip() for line in drawn.get().splitlines()), sep="\n")

@@ -1,0 +1,377 @@
+"""The spawner of ranks whose program is a function: the caller itself, in its own thread.
+
+Speaks `wire.spawning` with the agent, as the fork server does, and starts ranks by multiprocessing
+with the start method that was asked for. One loop, woken by the agent, by ends of processes and by
+results; nothing in it waits for one rank alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing
+import os
+import pickle
+import selectors
+import signal
+import socket
+import string
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn
+
+from elasticrun.config import STUCK_AFTER
+from elasticrun.forkserver.functions.agent_process import AgentProcess
+from elasticrun.forkserver.functions.helpers import Helpers
+from elasticrun.forkserver.functions.rank_process import FunctionRank, RankPlan, Sparing, run_rank
+from elasticrun.forkserver.helpers.helper import ProbeHelper, SaverHelper
+from elasticrun.host.system import processes
+from elasticrun.host.system.sweep import MOST_TOLD, Sweep, SweepStage, end_at_once, kill_group
+from elasticrun.wire import debugger, env, spawning
+from elasticrun.wire.frames import Connection, FrameError, NotRead
+
+MAX_UNSENT: Final = 1024 * 1024
+"""Bytes of reports that wait for the agent to read them. A report has some hundred bytes, so an
+agent that leaves so many unread has not listened for thousands of them."""
+
+logger = logging.getLogger("elasticrun")
+
+
+class FunctionSpawner:
+    """Starts ranks that call `function(*args)`, on the agent's orders."""
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], start_method: str, mark: bytes
+    ) -> None:
+        """`mark` is `NAME=value` as it stands in the ranks' environment and in nobody else's.
+
+        Raises ValueError for a start method that does not exist here."""
+        self._function = function
+        self._args = args
+        self._method = start_method
+        self._context: Any = multiprocessing.get_context(start_method)
+        self._mark = mark
+        self.handlers: Mapping[int, Any] = {}
+        """Signal handlers that forked ranks put back (see `signals_passed_on`)."""
+        self._sparing = Sparing()
+        ours, self.agents_end = socket.socketpair()
+        self._line = Connection(ours, spawning.ToSpawner, most_bytes=MAX_UNSENT)
+        self._selector = selectors.DefaultSelector()
+        self._ranks: dict[int, FunctionRank] = {}
+        fork = self._fork if start_method == "fork" else None
+        self._helpers = Helpers(self._selector, self._say, fork)
+        self._last_lives: dict[int, FunctionRank] = {}
+        self._pids: dict[int, int] = {}  # key -> pid, until swept
+        self._sweep: tuple[tuple[int, ...], Sweep] | None = None
+        self._waiting_sweeps: list[spawning.SweepOrder] = []
+        self._lingers = False
+        self._keepalive_until: float | None = None
+        self._talking = True
+
+    # ---------------------------------------------------------------- for the launcher
+
+    def serve(self, agent: AgentProcess) -> None:
+        """Follow the agent's orders until it has ended; then nothing of ours is left."""
+        self.agents_end.close()
+        self._selector.register(self._line, selectors.EVENT_READ, self._converse)
+        listening = True
+
+        def hear_end() -> None:
+            nonlocal listening
+            if not agent.hear():
+                listening = False
+                self._selector.unregister(agent)
+
+        self._agent = agent
+        self._selector.register(agent, selectors.EVENT_READ, hear_end)
+        try:
+            self._helpers.start_spare_store()
+            while listening:
+                self._turn()
+        finally:
+            self._end_all()
+
+    def results(self) -> dict[int, Any]:
+        """What the function returned in the last life, by global rank. None for a rank that ended
+        well without returning (sys.exit, os._exit). Raises what unpickling raises."""
+        found = {}
+        for life in sorted(self._last_lives.values(), key=lambda life: life.rank):
+            payload = life.payload()
+            found[life.rank] = None if payload is None else pickle.loads(payload)
+        return found
+
+    # ---------------------------------------------------------------- the loop
+
+    def _turn(self) -> None:
+        timeout = None
+        deadlines = [self._keepalive_until] if self._keepalive_until is not None else []
+        if self._sweep is not None:
+            deadlines.append(self._sweep[1].deadline)
+        if deadlines:
+            timeout = max(0.0, min(deadlines) - time.monotonic())
+        for key, _ in self._selector.select(timeout):
+            if self._selector.get_map().get(key.fd) is key:  # an earlier one may have removed it
+                key.data()
+        self._overdue()
+
+    def _overdue(self) -> None:
+        now = time.monotonic()
+        if self._keepalive_until is not None and now >= self._keepalive_until:
+            self._keepalive_until = None
+            logger.error("the agent does not answer: its ranks are ended")
+            self._kill_all()
+        if self._sweep is not None and now >= self._sweep[1].deadline:
+            before = list(self._sweep[1].watch)
+            stuck = self._sweep[1].overdue()
+            self._tell_lingering(*self._sweep)
+            if stuck:
+                for pidfd in before:
+                    self._selector.unregister(pidfd)
+                self._swept(stuck)
+
+    def _converse(self) -> None:
+        self._line.flush()
+        self._watch()
+        try:
+            messages = self._line.receive()
+        except OSError:
+            self._hang_up()
+            return
+        try:
+            for message in messages or ():
+                self._obey(message)
+        except FrameError as error:
+            logger.error("the agent said what cannot be understood: %s", error)
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """The conversation is over: the agent has gone or is going; ranks do not outlive it."""
+        if self._talking:
+            self._talking = False
+            self._selector.unregister(self._line)
+            self._line.close()
+            self._kill_all()
+            self._helpers.kill(SaverHelper)
+
+    def _kill_all(self) -> None:
+        for key in self._ranks:
+            kill_group(self._pids[key], signal.SIGKILL)
+        self._helpers.kill(ProbeHelper)
+
+    def _say(self, message: spawning.FromSpawner) -> None:
+        if not self._talking:
+            return
+        try:
+            self._line.send(message)
+        except NotRead:
+            logger.error("the agent does not read what it is told: its ranks are ended")
+            self._hang_up()
+            return
+        self._watch()
+
+    def _watch(self) -> None:
+        """The loop calls again when the agent takes more of what waits for it."""
+        write = selectors.EVENT_WRITE if self._line.unsent else 0
+        self._selector.modify(self._line, selectors.EVENT_READ | write, self._converse)
+
+    def _obey(self, message: spawning.ToSpawner) -> None:
+        match message:
+            case spawning.Configure():
+                mode = "fork" if self._method == "fork" else "exec"
+                torch = sys.modules.get("torch")
+                version = str(getattr(torch, "__version__", ""))
+                self._say(spawning.SpawnerReady(os.getpid(), mode, "", version, 0.0))
+            case spawning.SpawnRank():
+                self._start_rank(message)
+            case spawning.SpawnStore() | spawning.SpawnProbe() | spawning.SpawnSaver():
+                self._helpers.start(message)
+            case spawning.SendSignal(key, signum, alone):
+                if key in self._ranks:
+                    kill_group(self._pids[key], signum, alone=alone)
+                self._helpers.send_signal(key, signum)
+            case spawning.SweepOrder():
+                self._waiting_sweeps.append(message)
+                self._next_sweep()
+            case spawning.CloseStore(key):
+                self._helpers.send_signal(key, signal.SIGKILL)
+            case spawning.Keepalive(limit):
+                self._keepalive_until = time.monotonic() + limit
+            case spawning.Quit():
+                self._hang_up()
+
+    # ---------------------------------------------------------------- ranks
+
+    def _start_rank(self, order: spawning.SpawnRank) -> None:
+        fill = string.Template.safe_substitute
+        args = tuple(
+            fill(string.Template(arg), local_rank=order.local_rank) if isinstance(arg, str) else arg
+            for arg in self._args
+        )
+        forked = self._method == "fork"
+        plan = RankPlan(
+            env=order.env,
+            unset=order.unset,
+            stdout=order.stdout,
+            stderr=order.stderr,
+            error_file=order.error_file,
+            cpus=order.cpus,
+            # A rank of the start method forkserver is the child of multiprocessing's own server.
+            parent=0 if self._method == "forkserver" else os.getpid(),
+            agent=self._agent.process.pid,
+            monitor=order.monitor,
+            handlers=dict(self.handlers) if forked else {},
+        )
+        reader, writer = self._context.Pipe()
+        close = self._close_in_fork if forked else None
+        process = self._context.Process(
+            target=run_rank,
+            args=(plan, writer, self._function, args, close),
+            name=f"rank {order.env.get(env.RANK, order.local_rank)}",
+        )
+        try:
+            with self._sparing.forking():
+                process.start()
+        except Exception as error:  # what cannot be pickled raises anything; no memory: OSError
+            reader.close()
+            writer.close()
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self._say(spawning.SpawnFailed(order.key, f"the function cannot be started: {reason}"))
+            return
+        writer.close()
+        os.set_blocking(reader.fileno(), False)
+        rank = int(order.env.get(env.RANK, order.local_rank))
+        of = int(order.env.get(env.LOCAL_WORLD_SIZE, 1))
+        life = FunctionRank(order.key, order.local_rank, rank, of, process, reader)
+        self._ranks[order.key] = life
+        self._pids[order.key] = process.pid
+        if order.local_rank in self._last_lives:  # the first of the next life
+            self._last_lives.clear()
+        self._last_lives[order.local_rank] = life
+        self._selector.register(reader, selectors.EVENT_READ, lambda: self._read_result(life))
+        self._selector.register(
+            process.sentinel, selectors.EVENT_READ, lambda: self._rank_ended(life)
+        )
+        self._say(spawning.Spawned(order.key, process.pid, True))
+
+    def _read_result(self, life: FunctionRank) -> None:
+        if not life.read():
+            self._selector.unregister(life.results)
+        self._maybe_let_end()
+
+    def _maybe_let_end(self) -> None:
+        """As torch's own children, a rank whose function has returned stays until all local ones
+        have: who ends takes its connections along, and others may still be using them."""
+        lives = self._last_lives.values()
+        if all(len(lives) == life.of and life.has_returned() for life in lives):
+            for life in lives:
+                life.let_end()
+
+    def _rank_ended(self, life: FunctionRank) -> None:
+        self._selector.unregister(life.process.sentinel)
+        life.process.join()
+        code = life.process.exitcode
+        while life.results.fileno() in self._selector.get_map():  # what still lies in the pipe
+            before = len(life.received)
+            if not life.read() or len(life.received) == before:
+                self._selector.unregister(life.results)
+        life.results.close()
+        life.ended_well = code == 0
+        self._maybe_let_end()
+        del self._ranks[life.key]
+        pid = self._pids[life.key]
+        life.process.close()
+        now_us = time.time_ns() // 1000
+        self._say(spawning.Exited(life.key, pid, 1 if code is None else code, now_us))
+        self._maybe_swept()
+
+    def _close_in_fork(self) -> None:
+        """In a fork: let go of what would keep the agent from noticing our end."""
+        self._sparing.in_fork()
+        self._line.close()
+        self._agent.close()
+        self._selector.close()
+        for life in self._ranks.values():
+            life.results.close()
+        self._helpers.let_go()
+
+    def _fork(self, become: Callable[[], NoReturn]) -> int:
+        """A fork that becomes that. It never leaves this block (see `Sparing`)."""
+        with self._sparing.forking(), debugger.escaped():
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    self._close_in_fork()
+                    become()
+                finally:
+                    os._exit(1)
+        return pid
+
+    # ---------------------------------------------------------------- sweeps
+
+    def _next_sweep(self) -> None:
+        if self._sweep is not None or not self._waiting_sweeps:
+            return
+        order = self._waiting_sweeps.pop(0)
+        pids = [self._pids[key] for key in order.keys if key in self._pids]
+        for pid in pids if order.linger <= 0 else ():
+            kill_group(pid, signal.SIGKILL)
+        now, linger = time.monotonic(), order.linger
+        sweep = Sweep(
+            pids, self._mark, grace=order.grace, patience=STUCK_AFTER, now=now, linger=linger
+        )
+        self._sweep = (order.keys, sweep)
+        self._lingers = linger > 0
+        self._watch_sweep(sweep)
+
+    def _tell_lingering(self, keys: tuple[int, ...], sweep: Sweep) -> None:
+        """Of those that might go on for a while: that they run, and when they are ended."""
+        if self._lingers and sweep.watch and sweep.stage in (SweepStage.TOLD, SweepStage.ASKED):
+            pids = tuple(sorted(sweep.watch.values())[:MOST_TOLD])
+            commands, ending = tuple(map(processes.command, pids)), sweep.stage is SweepStage.ASKED
+            self._say(spawning.Lingering(keys, pids, commands, ending))
+
+    def _watch_sweep(self, sweep: Sweep) -> None:
+        for pidfd in sweep.watch:
+            if pidfd not in self._selector.get_map():
+                self._selector.register(
+                    pidfd, selectors.EVENT_READ, functools.partial(self._one_gone, pidfd)
+                )
+        self._maybe_swept()
+
+    def _maybe_swept(self) -> None:
+        if self._sweep is None or self._sweep[1].watch:
+            return
+        if not any(key in self._ranks for key in self._sweep[0]):  # killed, and reaped by now
+            self._swept(())
+
+    def _one_gone(self, pidfd: int) -> None:
+        assert self._sweep is not None
+        self._selector.unregister(pidfd)
+        self._sweep[1].gone(pidfd)
+        self._watch_sweep(self._sweep[1])
+
+    def _swept(self, stuck: tuple[int, ...]) -> None:
+        assert self._sweep is not None
+        keys, _ = self._sweep
+        self._sweep = None
+        for key in keys:
+            self._pids.pop(key, None)
+        self._say(spawning.Swept(keys, stuck))
+        self._next_sweep()
+
+    # ---------------------------------------------------------------- the end
+
+    def _end_all(self) -> None:
+        """Kill and reap everything that is still there."""
+        self._hang_up()
+        for life in self._ranks.values():
+            kill_group(self._pids[life.key], signal.SIGKILL)
+            life.process.join(STUCK_AFTER)
+            life.results.close()
+        self._helpers.close()
+        if self._sweep is not None:
+            self._sweep[1].close()
+        if self._pids:
+            end_at_once(self._pids.values(), self._mark, STUCK_AFTER)
+        self._selector.close()

@@ -1,0 +1,235 @@
+"""A rank whose program is a function: its process around the call, and what its caller sees of it.
+
+Runs in a child of the caller, made by multiprocessing with the start method that was asked for. The
+caller is a program of the user's, with objects of any kind. The end of some waits for a thread of
+the caller (a gloo process group's does), and in a fork that thread is not there: the fork hangs, or
+crashes. Two things end objects in a fork: the garbage collector, and Python's own fork, which drops
+what other threads keep for themselves (DTensor keeps a cache in each thread that holds device
+meshes, and they their process groups). `Sparing` keeps both from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+from elasticrun.forkserver.program import write_error_file
+from elasticrun.host.system.processes import die_with_parent, let_trace
+from elasticrun.training.monitor import monitor, recorder
+
+MODULE = "torch.distributed"
+"""Objects of its types are not destroyed in a fork that a thread among several makes."""
+
+LENGTH_BYTES: Final = 8
+"""A result is its length, then itself: whoever inherited the pipe may hold it open for ever."""
+
+LET_END: Final = b"e"
+"""What a rank is sent, once it has sent its result, when all local ranks have done so."""
+
+READ_BYTES: Final = 256 * 1024
+
+
+class Sparing:
+    """Around a fork: the collector rests from before it until `in_fork`, in the child, and what is
+    not to be destroyed has a holder: here for as long as the fork takes, in the child to its end,
+    since that never leaves the block."""
+
+    def __init__(self) -> None:
+        self._collects = True
+        self._spared: list[object] = []
+
+    @contextmanager
+    def forking(self) -> Iterator[None]:
+        """The caller forks in this block."""
+        self._collects = gc.isenabled()
+        gc.disable()
+        try:
+            if MODULE in sys.modules and len(sys._current_frames()) > 1:
+                self._spared = _objects()
+            yield
+        finally:
+            self._spared = []
+            if self._collects:
+                gc.enable()
+
+    def in_fork(self) -> None:
+        """In the child: collect again, but never what the caller has made."""
+        gc.freeze()
+        if self._collects:
+            gc.enable()
+
+
+def _objects() -> list[object]:
+    """Looks at every object that the collector knows: some 20 ms where torch is imported."""
+    known: dict[type, bool] = {}
+    found = []
+    for one in gc.get_objects():
+        kind = type(one)
+        ours = known.get(kind)
+        if ours is None:
+            ours = known[kind] = str(kind.__module__).startswith(MODULE)
+        if ours:
+            found.append(one)
+    return found
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """How this rank differs from the caller. Plain data: it is pickled where ranks are spawned."""
+
+    env: Mapping[str, str]
+    unset: tuple[str, ...]
+    stdout: str  # as in wire.spawning.SpawnRank
+    stderr: str
+    error_file: str
+    cpus: tuple[int, ...]
+    parent: int  # pid whose death ends this rank, 0 where the kernel cannot watch it
+    agent: int  # its pid
+    monitor: str  # where it answers its agent (wire.progress), "" nowhere
+    handlers: Mapping[int, Any]  # to restore; empty where the rank did not inherit ours
+
+
+def run_rank(
+    plan: RankPlan,
+    results: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    close_inherited: Callable[[], None] | None = None,
+) -> None:
+    """Become the rank, call the function, send back what it returned, and stay until it may end:
+    its end would break connections that other ranks are still using.
+
+    An exception is described in the error file, as `@record` does, and goes on upwards, where
+    multiprocessing prints it and ends the process with 1."""
+    _become_a_rank(plan)
+    if close_inherited is not None:
+        close_inherited()
+    if plan.monitor:
+        recorder.keep(getattr(sys.modules.get("torch"), "__version__", ""))
+        monitor.start(plan.monitor)
+
+    def call() -> bytes:
+        return pickle.dumps(function(*args), pickle.HIGHEST_PROTOCOL)
+
+    payload = _recorded(call, plan.error_file)
+    _send(results, pickle.dumps(None) if payload is None else payload)
+
+
+def _become_a_rank(plan: RankPlan) -> None:
+    for signum, handler in plan.handlers.items():
+        signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+    with contextlib.suppress(PermissionError):  # it leads a group already
+        os.setsid()
+    if plan.parent:
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != plan.parent:  # it died before the kernel was asked
+            os._exit(1)
+    let_trace(plan.agent)  # the caller is our ancestor, and the agent is not
+    for name in plan.unset:
+        os.environ.pop(name, None)
+    os.environ.update(plan.env)
+    if plan.cpus:
+        os.sched_setaffinity(0, plan.cpus)
+    for fd, path, name in ((1, plan.stdout, "stdout"), (2, plan.stderr, "stderr")):
+        if path:
+            _redirect(fd, path, name)
+
+
+def _redirect(fd: int, path: str, name: str) -> None:
+    stream = getattr(sys, name)
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        stream.flush()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+    os.dup2(file, fd)
+    os.close(file)
+    same = False
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        same = stream.fileno() == fd
+    if not same:  # a notebook or a test had put something else in its place
+        setattr(sys, name, open(fd, "w", buffering=1, closefd=False, errors="replace"))  # noqa: SIM115
+
+
+def _recorded(call: Callable[[], bytes], error_file: str) -> bytes | None:
+    """`call()`, with its exception described in the error file; None for SystemExit(0)."""
+    if "torch" in sys.modules:  # then its own, with whatever error handler the user has put in
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        payload: bytes | None = record(call)()
+        return payload
+    faulthandler.enable(all_threads=True)
+    try:
+        return call()
+    except SystemExit as ending:
+        if ending.code == 0:
+            return None
+        raise
+    except Exception as error:
+        if error_file:
+            write_error_file(error_file, error)
+        raise
+
+
+def _send(results: Connection, payload: bytes) -> None:
+    rest = memoryview(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
+    while rest:
+        rest = rest[os.write(results.fileno(), rest) :]
+    with contextlib.suppress(OSError):  # the caller has died
+        os.read(results.fileno(), len(LET_END))
+    results.close()
+
+
+@dataclass(eq=False)
+class FunctionRank:
+    """One process that runs the function, and as much of its result as has come."""
+
+    key: int
+    local_rank: int
+    rank: int
+    of: int  # how many local ranks there are in this life
+    process: BaseProcess
+    results: Connection
+    received: bytearray = field(default_factory=bytearray)
+    ended_well: bool = False
+
+    def read(self) -> bool:
+        """Take in what it has sent; false when there is no more to come."""
+        try:
+            data = os.read(self.results.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.received += data
+        return bool(data)
+
+    def payload(self) -> bytes | None:
+        """The pickled result, None if it did not come whole."""
+        end = self._end()
+        return bytes(self.received[LENGTH_BYTES:end]) if self._is_whole() else None
+
+    def _end(self) -> int:
+        return LENGTH_BYTES + int.from_bytes(self.received[:LENGTH_BYTES], "big")
+
+    def _is_whole(self) -> bool:
+        return len(self.received) >= LENGTH_BYTES and len(self.received) >= self._end()
+
+    def has_returned(self) -> bool:
+        """Whether its function is over, or the process without a word, but well."""
+        return self.ended_well or self._is_whole()
+
+    def let_end(self) -> None:
+        """Its process waits for this after its function has returned."""
+        if not self.results.closed:
+            with contextlib.suppress(OSError):  # it has ended in another way
+                os.write(self.results.fileno(), LET_END)

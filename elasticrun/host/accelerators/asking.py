@@ -1,0 +1,117 @@
+"""A question to a throw-away child: its answer, or why there is none, within a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from subprocess import Popen
+
+MAX_ANSWER: Final = 256 * 1024
+"""Bytes of an answer that are kept, the last ones; a table of 64 devices has a tenth of them."""
+
+PIECE: Final = 64 * 1024
+"""Bytes read at a time, which is what a pipe holds."""
+
+KILL_GRACE: Final = 1.0
+"""Seconds that a killed child may take to go. One whose driver call cannot be interrupted stays
+until the driver lets go of it, and nobody waits for that."""
+
+
+class NoAnswer(Exception):
+    """The child said nothing of use; the text is a clause that says why."""
+
+
+def text_of(command: Sequence[str], environ: Mapping[str, str], limit: float) -> str:
+    """What the command prints, if that comes within `limit` seconds. Raises NoAnswer."""
+    out, err = _run(command, environ, limit)
+    if not out.strip():
+        raise NoAnswer(_last_line(err) or "it printed nothing")
+    return out
+
+
+def json_of(command: Sequence[str], environ: Mapping[str, str], limit: float) -> dict[str, object]:
+    """The JSON object in the command's last line. Raises NoAnswer."""
+    import json
+
+    out, err = _run(command, environ, limit)
+    # Not by the exit code: in an agent, whose reaper collects every child, there may be none.
+    try:
+        answer = json.loads(_last_line(out))
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise NoAnswer(_last_line(err)[:200] or "it printed no answer")
+    return answer
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> tuple[str, str]:
+    import subprocess
+    import time
+
+    from elasticrun.wire import debugger
+
+    try:
+        with debugger.escaped():
+            child = subprocess.Popen(
+                command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+    except OSError as error:
+        raise NoAnswer(f"{command[0]} cannot be started: {error.strerror}") from None
+    try:
+        out, err = _read(child, time.monotonic() + limit)
+    except (subprocess.TimeoutExpired, TimeoutError):
+        _abandon(child)
+        raise NoAnswer(f"no answer within {limit:g} s") from None
+    except BaseException:
+        _abandon(child)
+        raise
+    return (out.decode(errors="replace"), err.decode(errors="replace"))
+
+
+def _read(child: Popen[bytes], end: float) -> tuple[bytearray, bytearray]:
+    """The last of what the child prints on its two pipes, once it has ended; by hand, because
+    `communicate` keeps all of it. TimeoutError, TimeoutExpired after `end`."""
+    import os
+    import selectors
+    import time
+
+    assert child.stdout is not None
+    assert child.stderr is not None
+    out, err = bytearray(), bytearray()
+    with child.stdout, child.stderr, selectors.PollSelector() as pipes:
+        pipes.register(child.stdout, selectors.EVENT_READ, out)
+        pipes.register(child.stderr, selectors.EVENT_READ, err)
+        while pipes.get_map():
+            left = end - time.monotonic()
+            ready = pipes.select(left) if left > 0 else []
+            if not ready:
+                raise TimeoutError
+            for key, _ in ready:
+                piece = os.read(key.fd, PIECE)
+                if not piece:
+                    pipes.unregister(key.fileobj)
+                key.data.extend(piece)
+                del key.data[:-MAX_ANSWER]
+    child.wait(timeout=max(0.0, end - time.monotonic()))
+    return out, err
+
+
+def _abandon(child: Popen[bytes]) -> None:
+    """Kill the child and what it has started; wait for a moment only (see KILL_GRACE)."""
+    import contextlib
+    import os
+    import signal
+    import subprocess
+
+    with contextlib.suppress(OSError):
+        os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=KILL_GRACE)
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

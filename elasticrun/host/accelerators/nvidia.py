@@ -1,0 +1,250 @@
+"""NVIDIA GPUs, as NVML sees them (asked in a child, see `nvidia_child`)."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from elasticrun.host.accelerators.asking import NoAnswer, json_of
+from elasticrun.host.accelerators.base import Accelerator, Load, enough, in_use
+from elasticrun.wire.types import Finding, Level
+
+NVML_LIMIT: Final = 20.0
+"""Seconds for asking NVML; a node of eight GPUs without persistence mode takes about ten."""
+
+ORPHAN_LIMIT: Final = 30.0
+"""Seconds by which the child's own limit comes later than ours: who ends before we have given it up
+seems to have said nothing."""
+
+MIB: Final = 1024 * 1024
+
+_CHILD: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "nvidia_child.py")
+
+_DRIVER_FILES: Final = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
+
+
+class Nvidia(Accelerator):
+    """GPUs under CUDA and NCCL."""
+
+    name = "nvidia"
+    device = "cuda"
+    backend = "nccl"
+    visible_variable = "CUDA_VISIBLE_DEVICES"
+
+    def count(self, environ: Mapping[str, str]) -> int | None:
+        """Visible GPUs by NVML; 0 without a driver, None where only CUDA itself can tell."""
+        listed = environ.get(self.visible_variable)
+        if listed is not None and not listed.strip():
+            return 0
+        try:
+            answer = _ask("count", environ)
+        except NoAnswer:
+            return None if has_driver() else 0
+        uuids = answer.get("uuids")
+        if not isinstance(uuids, list) or answer.get("mig"):
+            return None
+        seen = visible(listed, [str(uuid) for uuid in uuids])
+        return None if seen is None else len(seen)
+
+    def loads(self, environ: Mapping[str, str], limit: float) -> tuple[Load, ...]:
+        """By NVML's utilisation; none of MIG instances."""
+        if not has_driver():
+            return ()
+        try:
+            answer: Any = _ask("loads", environ, limit)
+            ours = visible(environ.get(self.visible_variable), answer["uuids"])
+            found = [Load(int(percent), used // MIB) for percent, used in answer["loads"]]
+        except (NoAnswer, KeyError, TypeError, ValueError):
+            return ()
+        return tuple(found[index] for index in ours) if ours and not answer.get("mig") else ()
+
+    def examine(self, wanted: int, environ: Mapping[str, str]) -> tuple[Finding, ...]:
+        """Number, memory, ECC, pages, clocks and NVLinks of the visible GPUs; bad ones by name."""
+        try:
+            answer = _ask("examine", environ)
+            driver, gpus = str(answer.get("driver")), _gpus(answer)
+        except NoAnswer as why:
+            return (_unasked(str(why)),)
+        listed = environ.get(self.visible_variable)
+        ours = visible(listed, [gpu.uuid for gpu in gpus])
+        seen = gpus if ours is None else [gpus[index] for index in ours]
+        findings = [_number(seen, wanted, driver, counted=ours is not None)]
+        answering = [gpu for gpu in seen if not gpu.error]
+        for name, judge, fine in _CHECKS if answering else ():
+            bad = [found for gpu in answering if (found := judge(gpu)) is not None]
+            findings += bad or [Finding(name, Level.OK, fine)]
+        return (*findings, *(_silent(gpu) for gpu in seen if gpu.error))
+
+
+def has_driver() -> bool:
+    """Whether a driver is loaded, or its device node handed into this container."""
+    return any(os.path.exists(path) for path in _DRIVER_FILES)
+
+
+def visible(listed: str | None, uuids: Sequence[str]) -> list[int] | None:
+    """Which of these GPUs CUDA_VISIBLE_DEVICES leaves, as CUDA reads it, in its order.
+
+    The list ends at the first entry that names no device, and a device named twice empties it.
+    None where it names MIG instances, which NVML's list of GPUs does not have.
+    """
+    if listed is None:
+        return list(range(len(uuids)))
+    seen: list[int] = []
+    for entry in (item.strip() for item in listed.split(",")):
+        if entry.startswith("MIG-"):
+            return None
+        index = _device_index(entry, uuids)
+        if index is None:
+            break
+        if index in seen:
+            return []
+        seen.append(index)
+    return seen
+
+
+def _device_index(entry: str, uuids: Sequence[str]) -> int | None:
+    """The GPU that one entry names: by the number it begins with, or the start of its UUID."""
+    if entry.startswith("GPU-"):
+        matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(entry)]
+        return matches[0] if len(matches) == 1 else None
+    number = re.match(r"\+?([0-9]+)", entry)
+    if number is None or int(number[1]) >= len(uuids):
+        return None
+    return int(number[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """One GPU as the child saw it; None is what this GPU or its driver does not tell."""
+
+    index: int  # NVML's and nvidia-smi's
+    error: str = ""  # it does not answer: the rest is not known
+    uuid: str = ""
+    name: str = ""
+    mig: bool = False
+    used: int = 0  # bytes
+    total: int = 0
+    processes: tuple[tuple[int, int | None], ...] = ()  # pid, bytes
+    uncorrected: int | None = None  # ECC errors since the driver was loaded
+    retiring: int | None = None  # 1: pages wait to be retired
+    remapping: int | None = None  # 1: rows wait to be remapped
+    remap_failed: int | None = None
+    slowed: tuple[str, ...] = ()
+    temperature: int | None = None  # °C
+    links: tuple[int, ...] = ()  # 1 up, 0 down
+
+    @property
+    def title(self) -> str:
+        return f"GPU {self.index}"
+
+
+def _ask(what: str, environ: Mapping[str, str], limit: float = 0.0) -> dict[str, object]:
+    """`limit`: seconds; 0.0 for NVML_LIMIT."""
+    limit = limit or NVML_LIMIT
+    command = [sys.executable, "-P", _CHILD, what, str(limit + ORPHAN_LIMIT)]
+    return json_of(command, environ, limit)
+
+
+def _gpus(answer: Mapping[str, Any]) -> list[_Gpu]:
+    try:
+        return [
+            _Gpu(
+                **gpu
+                | {name: tuple(gpu.get(name, ())) for name in ("slowed", "links")}
+                | {"processes": tuple((pid, held) for pid, held in gpu.get("processes", ()))}
+            )
+            for gpu in answer["gpus"]
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise NoAnswer("its answer is not what was asked for") from None
+
+
+def _number(seen: Sequence[_Gpu], wanted: int, driver: str, *, counted: bool) -> Finding:
+    names = ", ".join(sorted({gpu.name for gpu in seen if gpu.name}))
+    more = "; ".join(part for part in (names, f"driver {driver}" if driver else "") if part)
+    if not counted or any(gpu.mig for gpu in seen):
+        told = f"GPUs are shared out by MIG, whose instances only CUDA counts ({more})"
+        return Finding("GPU count", Level.OK, told)
+    usable = sum(not gpu.error for gpu in seen)
+    return enough("GPU count", "GPU", usable, wanted, more, Nvidia.visible_variable)
+
+
+def _unasked(why: str) -> Finding:
+    if has_driver():
+        seen = f"NVML could not be asked: {why}"
+        todo = (
+            "see whether nvidia-smi answers, and look for Xid messages in the kernel log; a driver "
+            "that hangs needs a reboot"
+        )
+    else:
+        seen = f"there is no NVIDIA driver on this node ({why})"
+        todo = "load it, hand the devices into this container, or say --accelerator=cpu"
+    return Finding("GPU count", Level.FAILED, seen, todo)
+
+
+def _silent(gpu: _Gpu) -> Finding:
+    todo = "look for Xid messages in the kernel log; reset the GPU or reboot"
+    seen = f"{gpu.title} does not answer: {gpu.error}"
+    return Finding("GPU count", Level.FAILED, seen, todo)
+
+
+def _memory(gpu: _Gpu) -> Finding | None:
+    return in_use("GPU memory", gpu.title, gpu.used, gpu.total, gpu.processes)
+
+
+def _ecc(gpu: _Gpu) -> Finding | None:
+    if not gpu.uncorrected:
+        return None
+    seen = f"{gpu.title}: {gpu.uncorrected} uncorrected memory errors since the driver was loaded"
+    todo = f"{_reset(gpu)}; have it replaced if they come again"
+    return Finding("GPU ECC", Level.FAILED, seen, todo)
+
+
+def _pages(gpu: _Gpu) -> Finding | None:
+    if gpu.remap_failed:
+        seen = f"{gpu.title}: a bad row of its memory could not be remapped"
+        return Finding("GPU pages", Level.FAILED, seen, "have it replaced")
+    if not gpu.remapping and not gpu.retiring:
+        return None
+    what = "rows wait to be remapped" if gpu.remapping else "pages wait to be retired"
+    seen = f"{gpu.title}: bad {what}, and until then are in use"
+    return Finding("GPU pages", Level.WARNING, seen, _reset(gpu))
+
+
+def _reset(gpu: _Gpu) -> str:
+    return f"reset it (nvidia-smi --gpu-reset -i {gpu.index}) or reboot"
+
+
+def _clocks(gpu: _Gpu) -> Finding | None:
+    if not gpu.slowed:
+        return None
+    heat = f" at {gpu.temperature} °C" if gpu.temperature is not None else ""
+    seen = f"{gpu.title} runs slower than it could{heat}: {', '.join(gpu.slowed)}"
+    todo = "look at the cooling and the power supply of this node (nvidia-smi -q -d PERFORMANCE)"
+    return Finding("GPU clocks", Level.WARNING, seen, todo)
+
+
+def _nvlink(gpu: _Gpu) -> Finding | None:
+    down = sum(state == 0 for state in gpu.links)
+    if not down or down == len(gpu.links):
+        return None
+    seen = f"{gpu.title}: {down} of its {len(gpu.links)} NVLinks are down"
+    todo = (
+        f"compare nvidia-smi nvlink -s -i {gpu.index} with a good node's; normal only where a "
+        "bridge was never fitted"
+    )
+    return Finding("NVLink", Level.WARNING, seen, todo)
+
+
+_CHECKS: Final[tuple[tuple[str, Callable[[_Gpu], Finding | None], str], ...]] = (
+    ("GPU memory", _memory, "nobody else holds memory of the GPUs"),
+    ("GPU ECC", _ecc, "no uncorrected memory errors since the driver was loaded"),
+    ("GPU pages", _pages, "no bad memory waits to be replaced"),
+    ("GPU clocks", _clocks, "no GPU is slowed down by heat or power"),
+    ("NVLink", _nvlink, "no GPU has some of its links down"),
+)
+"""Checks of every GPU, and the sentence where all pass."""

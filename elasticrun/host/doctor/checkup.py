@@ -1,0 +1,135 @@
+"""All checks side by side, each bounded in time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticrun.host.doctor import disk, kernel, names, reach, resources, software
+from elasticrun.host.doctor.disk import JobFolder
+from elasticrun.host.doctor.reach import Answer
+from elasticrun.host.doctor.verdict import warning
+from elasticrun.wire.types import Finding, Level
+
+LIMIT: Final = 10.0
+"""Seconds for one check; a resolver gives up after five, or after ten with two name servers."""
+
+ACCELERATOR_LIMIT: Final = 45.0
+"""Drivers are asked in children with limits of their own, which this one only backs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """One family of checks. `late`: how it counts that it has not ended in time."""
+
+    name: str
+    look: Callable[[], Iterable[Finding]]
+    limit: float = LIMIT
+    late: Level = Level.WARNING
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a machine is looked at for.
+
+    nproc: ranks on this node, 0: not known. ranks: of the whole job at its largest, as far as is
+    known. several: whether the job has more nodes than this one. accelerator: its name, "" for the
+    one that is found. data: folders by the names of --data. starts: an agent starts now, to which
+    processes that the kernel has killed before are no matter."""
+
+    nproc: int = 0
+    ranks: int = 1
+    several: bool = False
+    folders: tuple[JobFolder, ...] = ()
+    data: Mapping[str, str] = field(default_factory=dict)
+    accelerator: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    starts: bool = False
+
+
+def checks(subject: Subject) -> list[Checks]:
+    """Those that need nobody but this machine."""
+    environ = subject.environ
+    return [
+        Checks(software.CHECK, software.examine),
+        *(_disk(folder) for folder in subject.folders),
+        *(_data(name, path) for name, path in subject.data.items()),
+        Checks(resources.SHM, lambda: resources.examine_shm(subject.nproc)),
+        Checks("limits", lambda: resources.examine_limits(subject.ranks)),
+        Checks(resources.CORES, lambda: resources.examine_cores(subject.nproc, environ)),
+        Checks(names.CHECK, lambda: names.examine(subject.several, environ)),
+        Checks(names.REVERSE, names.reverse),
+        Checks(kernel.CHECK, lambda: kernel.examine(starts=subject.starts)),
+        Checks("accelerator", lambda: _accelerator(subject), ACCELERATOR_LIMIT, Level.FAILED),
+    ]
+
+
+def _disk(folder: JobFolder) -> Checks:
+    # A rank that touches a hanging file system cannot even be killed.
+    late = Level.FAILED if folder.needed else Level.WARNING
+    return Checks(folder.check, lambda: disk.examine(folder), late=late)
+
+
+def _data(name: str, path: str) -> Checks:
+    return Checks(f"data, {name}", lambda: disk.examine_data(name, path), late=Level.FAILED)
+
+
+def _accelerator(subject: Subject) -> Iterable[Finding]:
+    # Late, and so in this check's own thread: nobody else has to wait for it.
+    from elasticrun.host import accelerators
+
+    kind = accelerators.of(subject.accelerator, subject.environ)
+    return kind.examine(subject.nproc, subject.environ)
+
+
+def of_the_master(answers: Sequence[Answer], dialled: str) -> list[Finding]:
+    """What follows from its answers to a ReachMe; `dialled`: its address in numbers."""
+    if not answers:
+        return []
+    return [
+        *reach.examine_clock(answers),
+        *reach.examine_ports(answers, dialled),
+        *reach.examine_mtu(answers[0].reached, dialled),
+    ]
+
+
+def run(wanted: Sequence[Checks]) -> list[Finding]:
+    """What the checks find, in their order. Blocks until each has ended or its limit is over; a
+    thread that hangs in the kernel is left to itself."""
+    done: queue.SimpleQueue[tuple[int, list[Finding]]] = queue.SimpleQueue()
+    began = time.monotonic()
+    for place, check in enumerate(wanted):
+        name = f"elasticrun-check-{place}"
+        threading.Thread(target=_look, args=(place, check, done), name=name, daemon=True).start()
+    found: dict[int, list[Finding]] = {}
+    missing = dict(enumerate(wanted))
+    while missing:
+        end = began + min(check.limit for check in missing.values())
+        try:
+            place, findings = done.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            over = [p for p, check in missing.items() if began + check.limit <= end]
+            found |= {p: [_late(missing.pop(p))] for p in over}
+            continue
+        if missing.pop(place, None) is not None:
+            found[place] = findings
+    return [finding for place in sorted(found) for finding in found[place]]
+
+
+def _look(place: int, check: Checks, done: queue.SimpleQueue[tuple[int, list[Finding]]]) -> None:
+    try:
+        findings = list(check.look())
+    except Exception as wrong:  # a machine on which a check of ours fails can still train
+        seen = f"the check itself failed: {type(wrong).__name__}: {wrong}"
+        findings = [warning(check.name, seen, "report it to elasticrun's makers")]
+    done.put((place, findings))
+
+
+def _late(check: Checks) -> Finding:
+    seen = f"no answer within {check.limit:g} s"
+    todo = "look for what hangs: a file system that is gone, a name server, a driver"
+    return Finding(check.name, check.late, seen, todo)

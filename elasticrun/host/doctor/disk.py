@@ -1,0 +1,143 @@
+"""Room in the folders that a job writes to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from elasticrun.host.doctor.verdict import GIB, MIB, amount, failed, ok, warning
+from elasticrun.host.user_folder import network_file_system
+from elasticrun.wire.types import Finding
+
+BLOCK: Final = 4096
+"""Bytes written to see whether the folder takes any: a quota shows nowhere else."""
+
+FEW_INODES: Final = 10_000
+"""Fewer files than this may still be made: a job's logs and a cache of compiled code take some
+hundreds a rank."""
+
+NO_INODES: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class JobFolder:
+    """A folder of a job. `little`: free bytes below which there is a warning; `none`: below which
+    no rank should be started. `needed`: ranks fail where nothing can be written there. `made`:
+    whoever needs it makes it."""
+
+    role: str
+    path: str
+    little: int = GIB
+    none: int = 64 * MIB
+    needed: bool = True
+    made: bool = True
+
+    @property
+    def check(self) -> str:
+        """The name of its finding."""
+        return f"disk, {self.role} folder"
+
+
+_SET_BY: Final = {
+    "log": "--log-dir",
+    "temporary": "TMPDIR",
+    "user's": "XDG_RUNTIME_DIR",
+    "checkpoint": "the script's own setting",
+}
+
+
+def folders(
+    environ: Mapping[str, str], *, log_dir: str | None = None, checkpoints: str = ""
+) -> list[JobFolder]:
+    """Those of a job that is started with these settings. `log_dir`: None for one below the
+    temporary folder."""
+    try:
+        temporary = environ.get("TMPDIR") or tempfile.gettempdir()
+    except FileNotFoundError:  # none can be written to: the last that Python tries is this one
+        temporary = os.getcwd()
+    found = [JobFolder("temporary", temporary, made=False)]
+    if log_dir and log_dir != os.devnull:
+        found.append(JobFolder("log", log_dir))
+    if checkpoints:
+        found.append(JobFolder("checkpoint", checkpoints, little=10 * GIB, none=GIB))
+    own = environ.get("XDG_RUNTIME_DIR", "")
+    if not os.path.isdir(own):
+        own = os.path.join("~", ".cache")
+    # The master's record is here: a few megabytes, and a job runs without it.
+    run = os.path.join(own, "elasticrun")
+    return [*found, JobFolder("user's", run, little=64 * MIB, none=0, needed=False)]
+
+
+def examine(folder: JobFolder) -> list[Finding]:
+    """Whether a job can write there, and how much. Blocks as long as the file system does."""
+    todo = f"give a folder that this user can write to ({_SET_BY[folder.role]})"
+    bad = failed if folder.needed else warning
+    try:
+        path = Path(folder.path).expanduser().absolute()
+    except RuntimeError:
+        seen = f"{folder.path} cannot be found: this user has no home folder"
+        return [bad(folder.check, seen, todo)]
+    place = _existing(path)
+    if place != path and not folder.made:
+        return [warning(folder.check, f"there is no folder {path}", todo)]
+    where = str(path) if place == path else f"{path} (to be made in {place})"
+    refusal = _refusal(place)
+    if refusal:
+        seen = f"nothing can be written to {where}: {refusal}"
+        return [bad(folder.check, seen, todo)]
+    found = os.statvfs(place)
+    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    seen = f"{amount(free)} of {amount(total)} are free in {where}"
+    # Root may use what is kept back for it, and btrfs, among others, counts no inodes at all.
+    inodes = found.f_favail if found.f_files else None
+    if inodes is not None:
+        seen += f", and room for {inodes} files"
+    todo = f"make room there, or use another folder ({_SET_BY[folder.role]})"
+    if free < folder.none or (folder.needed and inodes is not None and inodes < NO_INODES):
+        return [failed(folder.check, seen, todo)]
+    if free < folder.little or (inodes is not None and inodes < FEW_INODES):
+        return [warning(folder.check, seen, todo)]
+    return [ok(folder.check, seen)]
+
+
+def examine_data(name: str, path: str) -> list[Finding]:
+    """Whether a folder of --data can be read here, and who else sees it. Blocks as long as the file
+    system does."""
+    check, todo = f"data, {name}", "mount it on this host, or name another folder (--data)"
+    if not os.path.isdir(path):
+        return [failed(check, f"there is no folder {path}", todo)]
+    if not os.access(path, os.R_OK | os.X_OK):
+        return [failed(check, f"{path} may not be read", "let this user read it")]
+    with os.scandir(path) as inside:
+        if next(inside, None) is None:
+            return [warning(check, f"{path} is empty", todo)]
+    found, network = os.statvfs(path), network_file_system(Path(path))
+    may = "written to" if os.access(path, os.W_OK) else "read, not written to"
+    seen = f"{path} may be {may}; {amount(found.f_bavail * found.f_frsize)} are free; "
+    whose = f"on {network}" if network else "on a disk of this host: other nodes have their own"
+    return [ok(check, seen + whose)]
+
+
+def _existing(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that can be seen."""
+    # Not path.exists(), which raises where a folder above may not be searched.
+    while not os.path.exists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _refusal(place: Path) -> str:
+    """Why nothing can be written there, "" if something can; leaves nothing behind."""
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(bytes(BLOCK))
+            file.flush()
+    except OSError as wrong:
+        full = wrong.errno in (errno.ENOSPC, errno.EDQUOT)
+        return "it is full" if full else (wrong.strerror or str(wrong)).lower()
+    return ""

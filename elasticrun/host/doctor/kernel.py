@@ -1,0 +1,179 @@
+"""The kernel's log: processes it killed for want of memory, and what the GPU driver reported."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from elasticrun.host.doctor.verdict import ok, warning
+from elasticrun.wire.types import Finding
+
+CHECK: Final = "kernel log"
+
+SINCE: Final = 24 * 3600.0
+"""Seconds; what is older is no news."""
+
+JUST_NOW: Final = 60.0
+"""Seconds; a process that was killed for want of memory within them may explain a death of now."""
+
+MAX_BYTES: Final = 16 * 1024 * 1024
+"""Most that is read of a log; the kernel's own default is a quarter of a megabyte."""
+
+RECORD: Final = 8192
+"""The kernel hands out one record a read, and refuses a buffer that does not hold it."""
+
+APPLICATION: Final = frozenset({13, 31, 43, 45, 68, 69, 109})
+"""Xids that a program's own fault raises as a rule (NVIDIA's Xid catalogue)."""
+
+_LINE: Final = re.compile(r"\d+,\d+,(\d+),[^;]*;(.*)")
+_OOM: Final = re.compile(r"(?:Out of memory|out of memory).*?Killed process (\d+) \(([^)]*)\)")
+_XID: Final = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
+_MCE: Final = re.compile(r"\[Hardware Error\]: (?:Machine check|event severity: fatal)")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLine:
+    """One line of the log and its age in seconds."""
+
+    age: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What the log says of a process that was killed. `clear`: nothing is left to look for."""
+
+    text: str
+    clear: bool
+
+
+def examine(
+    root: Path = Path("/"), now: float | None = None, *, starts: bool = False
+) -> list[Finding]:
+    """What stands in the log of the last day. `starts`: for an agent that starts now, to which
+    processes that were killed before are no matter. `now`: seconds since boot."""
+    try:
+        records = list(read(root / "dev/kmsg", now))
+    except OSError as wrong:
+        return [ok(CHECK, f"it cannot be read here: {_why(wrong)}")]
+    recent = [record for record in records if record.age <= SINCE]
+    killed = [ok(CHECK, one.seen) if starts else one for one in _killed(recent)]
+    found = [*killed, *_xids(recent), *_machine_checks(recent)]
+    return found or [ok(CHECK, "no process killed for memory and no Xid in the last 24 hours")]
+
+
+def of_a_kill(pid: int, root: Path = Path("/"), now: float | None = None) -> Word:
+    """What the log says of a process that was killed just now, by nobody of ours."""
+    try:
+        records = list(read(root / "dev/kmsg", now))
+    except OSError as wrong:
+        cannot = f"the kernel's log cannot be read here ({_why(wrong)})"
+        return Word(
+            f"who killed it is not known: no count says that memory was short, and {cannot}; "
+            "look there as root, with dmesg",
+            clear=False,
+        )
+    kills = list(_kills([record for record in records if record.age <= JUST_NOW]))
+    if not kills:
+        return Word("it was killed by a signal, and not for want of memory", clear=True)
+    age, killed, name = min(kills, key=lambda kill: (kill[1] != str(pid), kill[0]))
+    return Word(
+        f"the kernel killed a process for want of memory {_ago(age)} ({name}, pid {killed})",
+        clear=False,
+    )
+
+
+def _why(wrong: OSError) -> str:
+    return (wrong.strerror or str(wrong)).lower()
+
+
+def read(path: Path, now: float | None) -> Iterator[KernelLine]:
+    """The records that are there now; never waits for more. `now`: seconds since boot. OSError."""
+    now = time.monotonic() if now is None else now
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        text = b"".join(_pieces(fd)).decode(errors="replace")
+    finally:
+        os.close(fd)
+    for line in text.splitlines():
+        if parts := _LINE.match(line):
+            yield KernelLine(max(0.0, now - int(parts[1]) / 1e6), parts[2])
+
+
+def _pieces(fd: int) -> Iterator[bytes]:
+    size = 0
+    while size < MAX_BYTES:
+        try:
+            piece = os.read(fd, RECORD)
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # what we were about to read has just been overwritten
+            size += RECORD  # a kernel that writes faster than we read must not hold us for ever
+            continue
+        if not piece:
+            return
+        size += len(piece)
+        yield piece
+
+
+def _kills(records: list[KernelLine]) -> Iterator[tuple[float, str, str]]:
+    """Age, process id and name of each process that was killed for want of memory."""
+    for record in records:
+        if m := _OOM.search(record.text):
+            yield record.age, m[1], m[2]
+
+
+def _killed(records: list[KernelLine]) -> Iterator[Finding]:
+    kills = list(_kills(records))
+    if kills:
+        age, pid, name = min(kills)
+        yield warning(
+            CHECK,
+            f"{_times(len(kills))} in the last 24 hours a process was killed for want of memory, "
+            f"the last one {_ago(age)} ({name}, pid {pid})",
+            "give the job more memory, or use less: fewer data loader workers, smaller batches",
+        )
+
+
+def _xids(records: list[KernelLine]) -> Iterator[Finding]:
+    """One finding for each GPU and Xid, at most sixteen."""
+    latest: dict[tuple[str, int], list[float]] = {}
+    for record in records:
+        if m := _XID.search(record.text):
+            latest.setdefault((m[1], int(m[2])), []).append(record.age)
+    for (device, xid), ages in list(latest.items())[:16]:
+        own = xid in APPLICATION
+        yield warning(
+            CHECK,
+            f"the GPU driver reported Xid {xid} of {device} {_times(len(ages))} in the last 24 "
+            f"hours, the last one {_ago(min(ages))}",
+            "a program's own fault raises it as a rule: look at what ran there"
+            if own
+            else f"look Xid {xid} up in NVIDIA's catalogue; reset the GPU or drain the node",
+        )
+
+
+def _machine_checks(records: list[KernelLine]) -> Iterator[Finding]:
+    ages = [record.age for record in records if _MCE.search(record.text)]
+    if ages:
+        yield warning(
+            CHECK,
+            f"the hardware reported an error {_times(len(ages))} in the last 24 hours, the last "
+            f"one {_ago(min(ages))}",
+            "look at the log (dmesg, rasdaemon); drain the node if it comes again",
+        )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _ago(age: float) -> str:
+    if age < 120:
+        return f"{age:.0f} s ago"
+    return f"{age / 60:.0f} min ago" if age < 7200 else f"{age / 3600:.0f} h ago"

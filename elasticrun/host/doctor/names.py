@@ -1,0 +1,105 @@
+"""Whether this host's name means this host, to itself and in its job."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final
+
+from elasticrun.host.doctor.verdict import ok, warning
+from elasticrun.host.system.network import is_loopback, is_ours, routed_address
+from elasticrun.wire.types import Finding
+
+if TYPE_CHECKING:
+    from elasticrun.wire.messages import JobStatus
+
+CHECK: Final = "host name"
+REVERSE: Final = "reverse name"
+TWICE: Final = "host name in the job"
+
+SLOW: Final = 2.0
+"""Seconds that a name server may take; several libraries ask it while a rank starts."""
+
+MAX_SAME: Final = 8
+"""Addresses of nodes with our name that are looked at; each may have to be resolved."""
+
+
+def examine(several: bool, environ: Mapping[str, str]) -> list[Finding]:
+    """The own name's addresses. `several`: the job has more nodes than this one. Blocks as long as
+    the resolver does."""
+    name = socket.gethostname()
+    todo = f"let {name} resolve to this host's address (/etc/hosts, DNS)"
+    gloo = "gloo offers the address of this name to other nodes"
+    if environ.get("GLOO_SOCKET_IFNAME"):
+        several = False  # then gloo does not ask for the name
+    else:
+        todo += ", or set GLOO_SOCKET_IFNAME"
+    began = time.monotonic()
+    addresses = resolve(name)
+    took = time.monotonic() - began
+    if not addresses:
+        seen = f"the name of this host, {name}, does not resolve"
+        return [warning(CHECK, f"{seen}; {gloo}", todo) if several else ok(CHECK, seen)]
+    seen = f"{name} resolves to {', '.join(addresses)}"
+    foreign = [address for address in addresses if not is_ours(address)]
+    if foreign:
+        return [warning(CHECK, f"{seen}; {foreign[0]} is no address of this host", todo)]
+    if several and all(is_loopback(address) for address in addresses):
+        return [warning(CHECK, f"{seen}, which is loopback alone; {gloo}", todo)]
+    if took > SLOW:
+        return [warning(CHECK, f"{seen}, after {took:.1f} s", "look at /etc/resolv.conf")]
+    return [ok(CHECK, seen)]
+
+
+def reverse() -> list[Finding]:
+    """The name of the default route's address, and back. Blocks as long as the resolver does."""
+    address = routed_address()
+    if not address:
+        return [ok(REVERSE, "this host has no address beyond loopback")]
+    began = time.monotonic()
+    try:
+        name = socket.gethostbyaddr(address)[0]
+    except OSError:
+        name = ""
+    took = time.monotonic() - began
+    seen = f"{address} has the name {name}" if name else f"{address} has no name"
+    if took > SLOW:
+        seen = f"{seen}; the name server took {took:.1f} s"
+        return [warning(REVERSE, seen, "look at /etc/resolv.conf: each look-up waits as long")]
+    if name and (there := resolve(name)) and address not in there:
+        seen = f"{seen}, which resolves to {', '.join(there)}"
+        return [warning(REVERSE, seen, "make both directions agree (/etc/hosts, DNS)")]
+    return [ok(REVERSE, seen)]
+
+
+def resolve(name: str) -> list[str]:
+    """Addresses of a name in numbers; none if it does not resolve."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def twice(page: JobStatus, names: Iterable[str]) -> list[Finding]:
+    """Whether another host of the job has one of these `names`, which should be ours alone. Blocks
+    as long as the resolver does where --local-addr is a name."""
+    ours = set(names)
+    same = {
+        node.address: node.host
+        for node in page.nodes
+        if node.host in ours and node.state in ("alive", "suspect")
+    }
+    others = [address for address in list(same)[:MAX_SAME] if _is_elsewhere(address)]
+    if not others:
+        return [ok(TWICE, f"no other host of job {page.job_id!r} has this host's name")]
+    seen = f"{same[others[0]]} is also the name of the host at {others[0]}"
+    todo = "give every host a name of its own: logs and gloo take them for one"
+    return [warning(TWICE, seen, todo)]
+
+
+def _is_elsewhere(address: str) -> bool:
+    """Whether what a node offers as its address is another host's; not if that is not known."""
+    known = resolve(address) if address else []
+    return bool(known) and not any(map(is_ours, known))

@@ -1,0 +1,170 @@
+"""What the master's answer to a ReachMe shows: whether its host can dial this one (ranks and stores
+listen on ports that the kernel chooses, and a firewall that lets only the master's port through is
+found here and not by a hang), packet sizes on the two ends of the way, this host's clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from elasticrun.host.doctor.verdict import failed, ok, warning
+from elasticrun.host.system.network import is_loopback, is_ours, mtu_to
+from elasticrun.wire.messages import NONCE_BYTES, Reached, ReachMe
+from elasticrun.wire.types import Finding
+
+PORTS: Final = "ports"
+
+TRIES: Final = 2
+"""Ports that are tried; the kernel chooses them, from the range that it gives to ranks as well."""
+
+MAX_VISITS: Final = 16
+"""Connections that one open port answers; the master makes one."""
+
+SEND_LIMIT: Final = 2.0
+"""Seconds for a nonce to leave; it always fits into the kernel's buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the master said to one try, and this host's clock before and after, in microseconds."""
+
+    port: int
+    reached: Reached
+    sent_us: int
+    received_us: int
+
+
+@contextlib.contextmanager
+def open_port() -> Iterator[ReachMe]:
+    """A port of this host that shows a nonce to whoever dials it, for as long as the context lasts.
+    OSError."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    with _listening() as listener:
+        port = listener.getsockname()[1]
+        name = f"elasticrun-port-{port}"
+        threading.Thread(target=_show, args=(listener, nonce), name=name, daemon=True).start()
+        try:
+            yield ReachMe(port=port, nonce=nonce)
+        finally:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing does not
+
+
+def _listening() -> socket.socket:
+    """On all addresses: which of them the master sees, only it can say."""
+    six = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if six else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=4, dualstack_ipv6=six)
+
+
+def _show(listener: socket.socket, nonce: bytes) -> None:
+    for _ in range(MAX_VISITS):
+        try:
+            visitor, _ = listener.accept()
+        except OSError:  # the context is over
+            return
+        with visitor, contextlib.suppress(OSError):
+            visitor.settimeout(SEND_LIMIT)
+            visitor.sendall(nonce)
+
+
+def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/")) -> list[Finding]:
+    """`dialled`: the master's address in numbers."""
+    if not answers:
+        return []
+    low, high = _range(root)
+    reached = answers[0].reached
+    span, ports = "", "the TCP ports"
+    if high:
+        span, ports = f" (of {low} to {high})", f"TCP ports {low} to {high}"
+    tried = " and ".join(str(answer.port) for answer in answers)
+    todo = f"open {ports} of this host to the others (firewall, security group)"
+    if not straight(reached, dialled):
+        seen = (
+            f"the master sees this host as {reached.address or 'no address'}, by way of a door or "
+            "a proxy, so it cannot be seen whether ports of this host are open"
+        )
+        return [ok(PORTS, seen)]
+    broken = [answer for answer in answers if not answer.reached.ok]
+    if broken:
+        seen = (
+            f"the master's host {reached.host} cannot dial port {broken[0].port}{span} "
+            f"of this host at {reached.address}: {broken[0].reached.reason}"
+        )
+        return [failed(PORTS, seen, todo)]
+    port = "ports" if len(answers) > 1 else "port"
+    seen = f"the master's host {reached.host} has dialled {port} {tried}{span} of this host"
+    return [ok(PORTS, seen if dialled != reached.address else f"{seen} (it is this host)")]
+
+
+def straight(reached: Reached, dialled: str) -> bool:
+    """Whether what the master saw and dialled was this host. Behind the door of a job with a master
+    port it sees its own loopback, and behind NAT or a proxy an address of those."""
+    if is_loopback(reached.address):
+        return is_ours(dialled)
+    return is_ours(reached.address)
+
+
+def _range(root: Path) -> tuple[int, int]:
+    """The ports that the kernel chooses from; zeros where it does not tell."""
+    try:
+        low, high = (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        return int(low), int(high)
+    except (OSError, ValueError):
+        return 0, 0
+
+
+PACKET_SIZE: Final = "packet size"
+
+
+def examine_mtu(reached: Reached, dialled: str) -> list[Finding]:
+    """`dialled`: the master's address in numbers; "" if it is not known."""
+    own = mtu_to(dialled) if dialled else 0
+    if not own or not reached.mtu or not straight(reached, dialled):
+        return [ok(PACKET_SIZE, "it is not known on both ends of the way to the master")]
+    if own == reached.mtu:
+        seen = f"packets of {own} bytes (MTU) on both ends of the way to the master"
+        return [ok(PACKET_SIZE, seen)]
+    seen = (
+        f"this host sends packets of {own} bytes (MTU) to the master's host {reached.host}, which "
+        f"sends {reached.mtu}"
+    )
+    todo = "give all interfaces of one network the same MTU: large messages hang where they differ"
+    return [warning(PACKET_SIZE, seen, todo)]
+
+
+CLOCK: Final = "clock"
+
+MOST_APART: Final = 1.0
+"""Seconds that clocks may differ: logs of several nodes are still in order for the eye. Nothing of
+elasticrun's depends on it, but certificates and file systems do."""
+
+
+def examine_clock(answers: Sequence[Answer]) -> list[Finding]:
+    """From the quickest of some answers, since half of what an answer takes is what the result may
+    be wrong by."""
+    if not answers:
+        return []
+    best = min(answers, key=lambda answer: answer.received_us - answer.sent_us)
+    middle = (best.sent_us + best.received_us) / 2
+    ahead = (middle - best.reached.clock_us) / 1e6
+    doubt = (best.received_us - best.sent_us) / 2e6
+    side = "ahead of" if ahead > 0 else "behind"
+    seen = (
+        f"this host's clock is {_amount(abs(ahead))} {side} that of the master's host "
+        f"{best.reached.host} (to within {_amount(doubt)})"
+    )
+    if abs(ahead) - doubt > MOST_APART:
+        return [warning(CLOCK, seen, "set both by NTP (chronyc tracking, timedatectl)")]
+    return [ok(CLOCK, seen)]
+
+
+def _amount(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"

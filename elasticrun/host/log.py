@@ -1,0 +1,266 @@
+"""The operator's lines: what agent and master say on stderr, as `elasticrun: text`, and in a job of
+several nodes as `elasticrun[NODE]: text`. With LOGLEVEL=DEBUG they have the shape of torchrun's
+(glog) instead, with time and place: `W1121 02:57:27.668000 PID elasticrun/agent/node.py:9] text`.
+
+A line of level NOTICE tells the story of the job (who came, what was lost, what it cost) and is
+shown by default; INFO and DEBUG are for who asks by LOGLEVEL.
+
+A terminal that is frozen (Ctrl-S, a pager) blocks whoever writes to it, so lines go through a
+bounded queue to a thread; what does not fit is dropped and counted, and the count is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Final
+
+from elasticrun.host.system.sandbox import NoThread, start_thread
+from elasticrun.wire import env
+
+QUEUE_LINES: Final = 2000
+"""Lines held for a frozen terminal; we say little, so more would only be repetition."""
+
+NOTICE: Final = 25
+"""The level of the story, between INFO and WARNING."""
+
+LEVELS: Final = {"info": logging.INFO, "notice": NOTICE, "warning": 30, "error": 40}
+"""The words that brains use for levels."""
+
+logger = logging.getLogger("elasticrun")
+
+_LETTERS = {"DEBUG": "V", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
+_COLOURS = {NOTICE: "36", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
+_PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def _text(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    text = record.getMessage()
+    return f"{text}\n{formatter.formatException(record.exc_info)}" if record.exc_info else text
+
+
+class GlogFormatter(logging.Formatter):
+    """Level letter, date, time with microseconds, pid, place in our source, text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        letter = _LETTERS.get(record.levelname, "I")
+        stamp = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
+        micros = int(record.created % 1 * 1e6)
+        place = os.path.relpath(record.pathname, _PACKAGE_ROOT)
+        head = f"{letter}{stamp}.{micros:06d} {record.process} {place}:{record.lineno}]"
+        return f"{head} {_text(self, record)}"
+
+
+class PlainFormatter(logging.Formatter):
+    """Who speaks, and the text; who speaks in colour where that is wanted."""
+
+    def __init__(self, *, colour: bool) -> None:
+        super().__init__()
+        self.who = "elasticrun"
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = _text(self, record)
+        code = _COLOURS.get(record.levelno, "") if self._colour else ""
+        return f"\x1b[{code}m{self.who}:\x1b[0m {text}" if code else f"{self.who}: {text}"
+
+
+class OpenLine:
+    """The line without an end on one terminal or pipe (a prompt, a progress bar), shared by all
+    writers of this process. Whoever writes something else there ends it first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: object = None
+        self._shown = b""
+        self._broken: dict[object, bytes] = {}
+        """Lines without an end that others have cut off, by whose they are."""
+
+    def then(self, owner: object, data: bytes, *, ends: bool = True, columns: int = 0) -> bytes:
+        """The bytes to write so that `data`, the whole line of `owner` so far, is shown next.
+
+        `ends`: it has a line break. `columns`: of a terminal where a line that fits can be written
+        over; 0: it cannot be."""
+        with self._lock:
+            before = self._broken.pop(owner, None)
+            if before is not None and data.rstrip(b"\n") == before:  # it stands there already
+                if not ends:
+                    self._broken[owner] = before
+                return b""
+            last, shown = self._owner, self._shown
+            self._owner, self._shown = (None, b"") if ends else (owner, data)
+            if last is None:
+                return data
+            if last != owner:
+                self._broken[last] = shown
+                return b"\n" + data
+        if data.startswith(shown):
+            return data[len(shown) :]
+        if len(shown.decode(errors="replace")) >= columns:
+            return b"\n" + data
+        return b"\r" + data.rstrip(b"\n") + _TO_END_OF_LINE + (b"\n" if ends else b"")
+
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+_TO_END_OF_LINE = b"\x1b[K"
+"""Clears what an earlier, longer text has left of the line."""
+
+_open_lines: dict[tuple[int, int, int], OpenLine] = {}
+
+
+def columns_of(fd: int) -> int:
+    """How wide the terminal is, if it can write over a line; else 0."""
+    if os.environ.get("TERM", "dumb") == "dumb":
+        return 0
+    try:
+        return os.get_terminal_size(fd).columns or 80
+    except OSError:
+        return 0
+
+
+def cut_to(text: bytes, columns: int) -> bytes:
+    """As much as one line of the terminal takes, so that it can be written over; escape sequences,
+    which may be cut in two, go then."""
+    bare = _ESCAPES.sub("", text.decode(errors="replace"))
+    return text if not columns or len(bare) < columns else bare[: columns - 1].encode()
+
+
+def open_line(fd: int) -> OpenLine:
+    """Of the terminal, pipe or file behind this descriptor."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return OpenLine()
+    return _open_lines.setdefault((found.st_dev, found.st_ino, found.st_rdev), OpenLine())
+
+
+class StderrWriter:
+    """One thread that writes to a file descriptor what others hand it; never blocks them."""
+
+    def __init__(self, fd: int = 2) -> None:
+        self._fd = fd
+        self._queue: queue.Queue[bytes | threading.Event] = queue.Queue(QUEUE_LINES)
+        self._dropped = 0
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> None:
+        """Queue `text` as it is; dropped when the queue is full."""
+        try:
+            self._start()
+        except NoThread:  # what is said of that is worth a wait
+            with suppress(OSError):
+                os.write(self._fd, text.encode(errors="backslashreplace"))
+            return
+        try:
+            self._queue.put_nowait(text.encode(errors="backslashreplace"))
+        except queue.Full:
+            self._dropped += 1
+
+    def flush(self, limit: float) -> bool:
+        """Wait until all that was queued has been written, `limit` seconds at most."""
+        if self._thread is None:
+            return True
+        written = threading.Event()
+        try:
+            self._queue.put(written, timeout=limit)
+        except queue.Full:
+            return False
+        return written.wait(limit)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = start_thread(self._run, "stderr")
+
+    def _run(self) -> None:
+        while True:
+            item = self._queue.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            if self._dropped:
+                item = b"elasticrun: %d lines were dropped\n" % self._dropped + item
+                self._dropped = 0
+            item = open_line(self._fd).then(self, item)
+            try:
+                while item:
+                    item = item[os.write(self._fd, item) :]
+            except OSError:  # nobody reads it any more; the job does not depend on it
+                pass
+
+
+class WriterHandler(logging.Handler):
+    """A logging handler in front of a StderrWriter."""
+
+    def __init__(self, writer: StderrWriter, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.writer = writer
+        self.setFormatter(formatter)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.writer.write(self.format(record) + "\n")
+
+
+def level_from(word: str) -> int:
+    """A word or number as a level of `logging`; WARNING if it is not understood."""
+    word = word.strip().upper()
+    if word.isdecimal():
+        return int(word)
+    level = LEVELS.get(word.lower()) or logging.getLevelName(word)
+    return level if isinstance(level, int) else logging.WARNING
+
+
+def set_up(default: int = NOTICE) -> StderrWriter:
+    """Send the package's log lines to stderr, from LOGLEVEL (or `default`) on; the writer it
+    returns takes other text as well."""
+    if (handler := _handler()) is not None:
+        return handler.writer
+    fd = sys.stderr.fileno() if _has_fileno() else 2
+    word = os.environ.get(env.LOGLEVEL, "")
+    level = level_from(word) if word.strip() else default
+    plain = PlainFormatter(colour=_wants_colour(fd))
+    handler = WriterHandler(StderrWriter(fd), GlogFormatter() if level <= logging.DEBUG else plain)
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False
+    return handler.writer
+
+
+def name_speaker(who: str) -> None:
+    """Lines begin with this from now on: `elasticrun[a]`."""
+    handler = _handler()
+    if handler is not None and isinstance(handler.formatter, PlainFormatter):
+        handler.formatter.who = who
+
+
+def last_word(sentence: str, at: int = logging.ERROR) -> None:
+    """A line that is written whatever LOGLEVEL says: why this process ends."""
+    handler = _handler()
+    if handler is not None:
+        handler.handle(logger.makeRecord(logger.name, at, __file__, 0, sentence, (), None))
+
+
+def _handler() -> WriterHandler | None:
+    return next((one for one in logger.handlers if isinstance(one, WriterHandler)), None)
+
+
+def _wants_colour(fd: int) -> bool:
+    """On a terminal, unless its user has said no (https://no-color.org) or it can show none."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    return os.isatty(fd)
+
+
+def _has_fileno() -> bool:
+    try:
+        return sys.stderr.fileno() >= 0
+    except (AttributeError, OSError, ValueError):
+        return False

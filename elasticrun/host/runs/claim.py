@@ -1,0 +1,78 @@
+"""One process at a time starts, scales or removes a job of a name.
+
+A claim is a symbolic link beside the run folders, whose text says whose it is: of several that make
+one at the same moment, on NFS too, the file system lets one. A claim whose process was killed is in
+nobody's way: the next one has a higher number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from elasticrun.host.system.processes import ProcessId
+
+FAR_LIMIT: Final = 600.0
+"""Seconds for which a claim is believed whose process cannot be seen from here: it belongs to
+another host or PID namespace."""
+
+
+class Claimed(Exception):
+    """Another process is at it; the text is a sentence."""
+
+
+@contextlib.contextmanager
+def claimed(root: Path, name: str) -> Iterator[None]:
+    """Within it no other process starts, scales or removes a job of this name. Claimed. Where
+    nothing can be written below `root`, all may."""
+    stem = f".{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-claim-"
+    before = _claims(root, stem)
+    own = root / f"{stem}{max(before, default=0) + 1}"
+    _refuse_others(before, name)
+    with contextlib.suppress(OSError):
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    me = ProcessId.own()
+    whose = f"{me.pid} {me.started} {me.namespace} {me.boot} {me.host}"
+    try:
+        own.symlink_to(whose)
+    except FileExistsError:
+        raise _taken(name) from None
+    except OSError:
+        yield
+        return
+    try:
+        after = _claims(root, stem)
+        _refuse_others({number: path for number, path in after.items() if path != own}, name)
+        yield
+    finally:
+        for path in (*before.values(), own):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _claims(root: Path, stem: str) -> dict[int, Path]:
+    numbers = re.compile(re.escape(stem) + r"(\d{1,9})")
+    with contextlib.suppress(OSError):
+        found = [(numbers.fullmatch(name), name) for name in os.listdir(root)]
+        return {int(number[1]): root / name for number, name in found if number}
+    return {}
+
+
+def _refuse_others(claims: dict[int, Path], name: str) -> None:
+    for path in claims.values():
+        with contextlib.suppress(OSError, ValueError):  # it is let go of at this moment
+            pid, started, namespace, boot, host = os.readlink(path).split(" ", 4)
+            lives = ProcessId(int(pid), int(started), boot, int(namespace), host).is_alive()
+            if lives is None:
+                lives = time.time() - path.lstat().st_mtime < FAR_LIMIT
+            if lives:
+                raise _taken(name, f" (process {pid} of {host})")
+
+
+def _taken(name: str, whose: str = "") -> Claimed:
+    return Claimed(f"another elasticrun{whose} changes a job {name} at this moment")

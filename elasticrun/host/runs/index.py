@@ -1,0 +1,231 @@
+"""All run folders of a user on this host: where they are, which one is meant, and removing them.
+
+One that a person has placed elsewhere (`--run-dir`) is a link here: it is found like the others,
+and removing it removes the link alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from elasticrun.core.words import nearest
+from elasticrun.host.runs.layout import ENDED, JOB, RunFolder
+from elasticrun.host.system.processes import home
+from elasticrun.wire import env
+
+MAX_RUNS: Final = 4096
+"""Folders looked at, the newest."""
+
+MOST_ENDED: Final = 200
+"""Folders of ended jobs that are kept; a new job takes the place of the oldest."""
+
+MAX_WORD: Final = 64
+"""Characters of a job's name in the name of its folder."""
+
+MOST_NAMED: Final = 8
+"""Jobs that a sentence lists."""
+
+FINISHED: Final = tuple(state for state in ENDED if state != "saved")
+"""States of jobs that nobody goes on with."""
+
+_OURS: Final = re.compile(r".+-[0-9a-f]{8}")
+
+
+T = TypeVar("T")
+
+
+class NoRun(Exception):
+    """No job is meant, or several are; the text is a sentence."""
+
+
+class SeveralRuns(NoRun):
+    """Several jobs have the name that was given."""
+
+
+class Named(NamedTuple, Generic[T]):
+    """A job that a word may mean."""
+
+    job: T
+    names: tuple[str, ...]  # as in `RunFolder.names`; its own name is the last
+    stem: str  # as in `RunFolder`
+    lives: bool  # it runs, is to run, or is suspended
+    label: str  # that tells it from others of the same name
+
+
+def named(folder: RunFolder, job: T) -> Named[T]:
+    """The job of a run folder, as `job`."""
+    record, state = folder.job(), "suspended" if folder.is_suspended() else folder.state()
+    began = time.strftime(" since %F %H:%M", time.localtime(record.began)) if record else ""
+    return Named(job, folder.names, folder.stem, folder.is_live(), f"{folder.id} ({state}{began})")
+
+
+def runs_root(environ: Mapping[str, str]) -> Path:
+    """$ELASTICRUN_RUNS, else $XDG_STATE_HOME/elasticrun/runs, else ~/.local/state/elasticrun/runs.
+    OSError where this user has no home."""
+    if own := environ.get(env.RUNS, ""):
+        return Path(own).absolute()
+    base = Path(environ.get("XDG_STATE_HOME", ""))
+    if not base.is_absolute():
+        base = home() / ".local" / "state"
+    return base / "elasticrun" / "runs"
+
+
+def run_path(root: Path, name: str, launch: str) -> Path:
+    """The folder below `root` of this launch (8 hexadecimal digits) of a job of this name."""
+    return root / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:MAX_WORD] or 'job'}-{launch}"
+
+
+def make_run(root: Path, name: str, launch: str, at: Path | None = None) -> Path:
+    """Make `run_path`, or the folder `at` and a link to it there; where it is there already, that
+    one. OSError where the folder cannot be made; without the link the job is not listed, and no
+    more."""
+    own = run_path(root, name, launch)
+    (at or own).mkdir(mode=0o700, parents=True, exist_ok=True)
+    if at is None:
+        return own
+    with contextlib.suppress(OSError):
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target = at.resolve()
+        if not any(path.resolve() == target for path in _paths(root)):
+            own.symlink_to(target, target_is_directory=True)
+    return at
+
+
+def all_runs(root: Path) -> list[RunFolder]:
+    """Those that are there, the newest first; what is none of ours is left out. OSError."""
+    began = [
+        (job.began, folder)
+        for folder in map(RunFolder, _paths(root))
+        if (job := folder.job()) is not None
+    ]
+    return [folder for _, folder in sorted(began, key=lambda each: each[0], reverse=True)]
+
+
+def find(root: Path, wanted: str, *, whole: str = "", newest: bool = False) -> RunFolder:
+    """The run that is meant: by the folder itself, or as in `pick`. NoRun, OSError."""
+    runs = [named(folder, folder) for folder in all_runs(root)]
+    if is_folder(wanted, [one.names for one in runs]):
+        at = Path(wanted).resolve()
+        listed = next((one.job for one in runs if one.job.path.resolve() == at), None)
+        if whole and listed is None:
+            raise NoRun(f"{wanted} is in no list of yours: remove that folder by hand")
+        return listed or RunFolder(at)
+    if (folder := pick(wanted, runs, whole=whole, newest=newest)) is not None:
+        return folder
+    known = {one.names[-1] for one in runs}
+    hint = nearest(wanted, known) or (f"; there is {first_of(known)}" if known else "")
+    raise NoRun(f"no job {wanted} has a run folder in {root}{hint}")
+
+
+def is_folder(wanted: str, known: Iterable[Sequence[str]]) -> bool:
+    """Whether a run folder is named by its path, and no job by a name of its own."""
+    is_name = any(wanted in names for names in known)
+    return bool(wanted) and not is_name and os.path.isfile(os.path.join(wanted, JOB))
+
+
+def pick(
+    wanted: str, known: Sequence[Named[T]], *, whole: str = "", newest: bool = False
+) -> T | None:
+    """The job that has this name or id; else one that was named after it, else one whose name
+    begins so, unless jobs of different stems do. Of several the one that lives. Where none lives,
+    the newest, for verbs that only look (`newest`); else SeveralRuns. `known`: the newest first.
+
+    `whole`: the verb, where a beginning is not enough and no choice is made among several, since
+    what it does cannot be undone. None: no name begins so. NoRun."""
+    meant = [one for one in known if wanted in one.names]
+    if not meant and not whole:
+        meant = [one for one in known if wanted == one.stem]
+    if not meant:
+        meant = [one for one in known if any(name.startswith(wanted) for name in one.names)]
+        called = {one.names[-1] for one in meant}
+        if whole and meant:
+            raise NoRun(f"{whole} cannot be undone and takes a whole name; "
+                        f"there is {first_of(called)}")  # fmt: skip
+        if len({one.stem for one in meant}) > 1:
+            raise NoRun(f"several jobs are meant by {wanted}: {first_of(called)}; name one")
+    if len(meant) < 2:
+        return meant[0].job if meant else None
+    live = [one for one in meant if one.lives]
+    if len(live) == 1 and not whole:
+        return live[0].job
+    if newest and not live:
+        return meant[0].job
+    labels = [one.label for one in (live if live and not whole else meant)]
+    shown = ", ".join(labels[:MOST_NAMED]) + (", ..." if len(labels) > MOST_NAMED else "")
+    raise SeveralRuns(f"{len(labels)} jobs are called {wanted}: {shown}; name one by its id")
+
+
+def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dict[str, Path | None]:
+    """Remove the folders of jobs that have ended so many seconds ago or more. `only`: of these,
+    with those that have saved a step to go on from it. By name; of one that is a link, which is
+    all that goes, with the folder that stays. OSError."""
+    now = time.time()
+    removed: dict[str, Path | None] = {}
+    for folder in all_runs(root):
+        if only is not None and folder.path not in only:
+            continue
+        states = FINISHED if only is None else ENDED
+        if folder.state() in states and now - _ended(folder) >= since:
+            stays = folder.place if folder.path.is_symlink() else None
+            _remove(folder.path)
+            removed[folder.path.name] = stays
+    return removed
+
+
+def keep_newest(root: Path) -> None:
+    """Remove the oldest folders of ended jobs where there are more than MOST_ENDED. OSError."""
+    paths = _paths(root)
+    if len(paths) <= MOST_ENDED:
+        return
+    runs = [(path, RunFolder(path)) for path in paths]
+    ours = [(path, run) for path, run in runs if path.is_symlink() or run.job() is not None]
+    ended = [path for path, run in ours if run.state() in FINISHED]
+    for path in ended[MOST_ENDED:]:
+        with contextlib.suppress(OSError):  # the others go all the same
+            _remove(path)
+
+
+def _paths(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    ours = [path for path in root.iterdir() if _OURS.fullmatch(path.name)]
+    return sorted(ours, key=_changed, reverse=True)[:MAX_RUNS]
+
+
+def _changed(path: Path) -> float:
+    with contextlib.suppress(OSError):  # another prune was faster
+        return path.lstat().st_mtime
+    return 0.0
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another prune was faster
+        if path.is_symlink():
+            path.unlink()
+            return
+        try:
+            shutil.rmtree(path)
+        except OSError as wrong:
+            what = f"cannot be removed: {wrong.strerror}"
+            raise OSError(wrong.errno, what, str(path)) from None
+
+
+def _ended(folder: RunFolder) -> float:
+    if result := folder.result():
+        return result.ended
+    with contextlib.suppress(OSError):  # of a lost one: when anything was written last
+        return max(path.stat().st_mtime for path in (folder.path, folder.path / JOB))
+    return 0.0
+
+
+def first_of(names: Iterable[str]) -> str:
+    """The first few, for a sentence."""
+    known = sorted(names)
+    return ", ".join(known[:MOST_NAMED]) + (", ..." if len(known) > MOST_NAMED else "")

@@ -1,0 +1,185 @@
+"""A job begins in its run folder: a fresh one, or one that was there before.
+
+A master holds a lock on a file in it for as long as it lives: a folder that a person has named
+(`--run-dir`) belongs to one live job at a time. What an earlier run has left there is gone on with,
+or, with `--fresh`, moved into `previous/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from itertools import zip_longest
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
+
+from elasticrun.core.words import plain
+from elasticrun.host.runs import layout
+from elasticrun.host.runs.index import keep_newest, make_run
+from elasticrun.host.runs.layout import JobRecord, RunFolder, hold
+from elasticrun.wire.types import EntryKind
+
+FILES: Final = (EntryKind.SCRIPT, EntryKind.RUN_PATH)
+"""Kinds of programs whose target is a file: it may be written in several ways."""
+
+MOST_SHOWN: Final = 200
+"""Characters of a word that differs."""
+
+
+class RunRefused(Exception):
+    """The folder cannot be used for this job; the text is a sentence."""
+
+
+class OpenRun:
+    """The run folder of a job that has begun, held until `close`."""
+
+    def __init__(self, folder: RunFolder, job: JobRecord, lock: int = -1) -> None:
+        self.folder = folder
+        self.job = job
+        self._lock = lock
+
+    def change(self, job: JobRecord) -> None:
+        """Write more that is known of the job. OSError."""
+        self.folder.write_job(job)
+        self.job = job
+
+    def close(self) -> None:
+        """Let another job have it."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class RankProgram(NamedTuple):
+    """What each rank runs."""
+
+    words: tuple[str, ...] = ()
+    """As in `JobRecord.program`."""
+
+    workdir: str = ""
+
+    def file(self) -> str:
+        """The path of its script, however it was written."""
+        return os.path.realpath(os.path.join(self.workdir, self.words[1]))
+
+
+UNKNOWN: Final = RankProgram()
+
+
+def already(at: Path, program: RankProgram = UNKNOWN) -> str:
+    """What is said in place of running a job again that has succeeded in this folder; "" where none
+    has. RunRefused where that job was another program than `program`."""
+    folder = RunFolder(at)
+    result, job = folder.result(), folder.job()
+    if result is None or result.state != "succeeded":
+        return ""
+    name = job.name if job else result.job
+    if job is not None and (other := _difference(RankProgram(job.program, job.workdir), program)):
+        raise RunRefused(
+            f"job {name} has already succeeded in {at}, and was another program: {other}; begin "
+            "anew there (--fresh), or name another folder (--run-dir)"
+        )
+    step = f" at step {result.step}" if result.step >= 0 else ""
+    return f"job {name} has already succeeded{step} (in {at}); --fresh runs it again"
+
+
+def _difference(before: RankProgram, now: RankProgram) -> str:
+    """How the program of the job in a folder differs from this one; "": it is the same, or one of
+    them is not known."""
+    if not (before.words and now.words):
+        return ""
+    (was, target, *had), (kind, wanted, *has) = before.words, now.words
+    if was != kind:
+        return f"it ran the {was} {_short(target)}, this is the {kind} {_short(wanted)}"
+    if kind in FILES:
+        files = before.file(), now.file()
+        target, wanted = files if target == wanted or files[0] == files[1] else (target, wanted)
+    if target != wanted:
+        return f"it ran the {was} {_short(target)}, this is {_short(wanted)}"
+    for at, (one, other) in enumerate(zip_longest(had, has), start=1):
+        if one != other:
+            return f"its argument {at} was {_argument(one)}, here it is {_argument(other)}"
+    return ""
+
+
+def _argument(word: str | None) -> str:
+    return "none" if word is None else _short(repr(word))
+
+
+def _short(text: str) -> str:
+    return plain(text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}...")
+
+
+def open_new(root: Path, job: JobRecord, launch: str, stem: str = "") -> OpenRun:
+    """A folder below `root` of this launch: of its first master, or of one after that. Its name
+    begins with `stem`, else with the job's. OSError."""
+    folder, lock = RunFolder(make_run(root, stem or job.name, launch)), -1
+    with contextlib.suppress(BlockingIOError):  # a master before this one dies hard
+        lock = hold(folder.path)
+    opened = _begin(folder, job, lock, goes_on=True)
+    with contextlib.suppress(OSError):
+        keep_newest(root)
+    return opened
+
+
+def open_named(
+    root: Path, job: JobRecord, launch: str, at: Path, *, stem: str = "", fresh: bool, goes_on: bool
+) -> OpenRun:
+    """The folder `at`, listed below `root`, as in `open_new`. `goes_on`: another master of this
+    very job was here before. RunRefused while another job runs in it, OSError where it cannot be
+    used."""
+    make_run(root, stem or job.name, launch, at)
+    folder = RunFolder(at)
+    before = folder.job()
+    try:
+        lock = hold(at)
+    except BlockingIOError:
+        who = f"job {before.name} (process {before.pid} of {before.host})" if before else "a job"
+        raise RunRefused(
+            f"{who} runs in {at}: stop it first, or name another folder (--run-dir)"
+        ) from None
+    try:
+        if fresh and not (goes_on or _same_launch(before, job)):
+            put_away(at)
+        return _begin(folder, job, lock, goes_on=goes_on)
+    except OSError:
+        os.close(lock)
+        raise
+
+
+def _same_launch(before: JobRecord | None, job: JobRecord) -> bool:
+    """Whether a master of the same process was here before."""
+    return before is not None and before.process == job.process
+
+
+def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool = False) -> OpenRun:
+    before = folder.job()
+    if before is not None:
+        if (
+            goes_on or _same_launch(before, job) or not before.pid
+        ):  # a master after another, or one that was submitted
+            known = (
+                "began", "first_began", "attempt", "formed", "git_commit", "versions", "endpoint",
+            )  # fmt: skip
+            job = replace(job, **{name: getattr(before, name) for name in known})
+        else:
+            job = folder.next_start(before, job)
+    opened = OpenRun(folder, job, lock)
+    opened.change(job)
+    return opened
+
+
+def put_away(at: Path) -> None:
+    """What an earlier run has left goes to `previous/N`. OSError."""
+    if not (at / layout.JOB).exists():
+        return  # nobody has run here
+    place = at / layout.PREVIOUS
+    place.mkdir(exist_ok=True)
+    numbers = [int(path.name) for path in place.iterdir() if path.name.isdecimal()]
+    into = place / str(max(numbers, default=0) + 1)
+    into.mkdir()
+    for name in layout.OF_A_RUN:
+        if os.path.lexists(at / name):
+            (at / name).rename(into / name)

@@ -1,0 +1,176 @@
+"""What `ps -ef` and psutil show of a process: its command line, and its variables."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import struct
+from collections.abc import Sequence
+from typing import Any, Final
+
+from elasticrun.host.system.processes import stat_fields
+
+FORK_SERVER: Final = b"elasticrun: fork server"
+MASTER: Final = "elasticrun: master of {}"
+AGENT: Final = b"elasticrun: agent"
+"""Of a caller of the Python API; an agent that a user has started keeps what was typed."""
+
+_PR_SET_MM = 35
+_PR_SET_MM_MAP = 14
+
+_NO_FILE = 0xFFFFFFFF
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.sbrk.restype = ctypes.c_void_p
+_libc.malloc.restype = ctypes.c_void_p
+_libc.malloc.argtypes = [ctypes.c_size_t]
+_libc.free.argtypes = [ctypes.c_void_p]
+
+
+_AREAS: Final = (
+    *("start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack"),
+    *("arg_start", "arg_end", "env_start", "env_end"),
+)
+
+
+class _MemoryMap(ctypes.Structure):
+    """struct prctl_mm_map of <linux/prctl.h>."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in _AREAS),
+        ("auxv", ctypes.c_uint64),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    ]
+
+
+def set_command_line(argv: Sequence[bytes], environ: Sequence[bytes] | None = None) -> bool:
+    """Show `argv` and `environ` as ours in /proc/self/cmdline and /proc/self/environ; without
+    `environ`, the environment as before.
+
+    The kernel is told where the two areas lie (no privilege needed since Linux 3.18 with
+    CONFIG_CHECKPOINT_RESTORE, which distributions have). Where it refuses, the words are written
+    over the old ones as one title, cut to their length. False for the latter.
+    """
+    return bool(_show(_strings(argv), None if environ is None else _strings(environ)))
+
+
+def become_program(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:
+    """The same, and C code of this process finds `environ` where the kernel would have put it at an
+    exec: behind the words. What sets a title (setproctitle) looks for the words there and writes
+    over both. False where the kernel refuses; no title can be set there."""
+    words = _strings(argv)
+    at = _show(words, _strings(environ))
+    if not at:
+        return False
+    pointers, where = [], at + len(words)
+    for each in environ:
+        pointers.append(where)
+        where += len(each) + 1
+    array = struct.pack(f"{len(pointers) + 1}P", *pointers, 0)
+    ctypes.c_void_p.in_dll(_libc, "environ").value = _for_ever(array)
+    return True
+
+
+def set_title(title: bytes) -> None:
+    """Show `title` as our command line, and our environment as before: for processes of ours, in
+    the place of what they were started or forked from."""
+    _show(title + b"\0", None)
+
+
+def _strings(words: Sequence[bytes]) -> bytes:
+    return b"".join(word + b"\0" for word in words)
+
+
+def _show(arguments: bytes, environ: bytes | None) -> int:
+    """Where `arguments` lie from now on, `environ` directly behind; 0 where the kernel refuses."""
+    # by their numbers in proc(5)
+    fields = {number: int(word) for number, word in enumerate(stat_fields("self")[1:], start=4)}
+    at = _for_ever(arguments + (environ or b""))
+    behind = at + len(arguments)
+    variables = (fields[50], fields[51]) if environ is None else (behind, behind + len(environ))
+    if _lay_out(fields, (at, behind), variables):
+        return at
+    _libc.free(at)
+    first, room = fields[48], fields[49] - fields[48]
+    title = arguments[:-1].replace(b"\0", b" ")
+    if first and room > 1:  # a last byte that is not NUL tells the kernel that this is a title
+        ctypes.memmove(first, title[: room - 2].ljust(room - 1, b"\0") + b".", room)
+    return 0
+
+
+def _lay_out(fields: dict[int, int], arguments: tuple[int, int], environ: tuple[int, int]) -> bool:
+    """Tell the kernel where the two areas lie; False where it refuses."""
+    layout = _MemoryMap(
+        start_code=fields[26],
+        end_code=fields[27],
+        start_data=fields[45],
+        end_data=fields[46],
+        start_brk=fields[47],
+        brk=_libc.sbrk(0),
+        start_stack=fields[28],
+        arg_start=arguments[0],
+        arg_end=arguments[1],
+        env_start=environ[0],
+        env_end=environ[1],
+        exe_fd=_NO_FILE,
+    )
+    size = ctypes.c_ulong(ctypes.sizeof(layout))
+    done: int = _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(layout), size, 0)
+    return done == 0
+
+
+def _for_ever(content: bytes) -> int:
+    """The address of a copy that is never freed: C reads it while the interpreter ends."""
+    at: int | None = _libc.malloc(len(content) or 1)
+    if not at:
+        raise MemoryError
+    ctypes.memmove(at, content, len(content))
+    return at
+
+
+def forget_words() -> None:
+    """Have Py_GetArgcArgv find no words in this process and its forks.
+
+    It would find those that this process was started with, and what sets a title in a fork (see
+    `become_program`) would look for so many; it finds none, so it counts those in
+    /proc/self/cmdline. The interpreter has no function for that: its variables are searched for the
+    pair that Py_GetArgcArgv returns. Nothing is done where that is not there exactly once."""
+    count, words = ctypes.c_int(), ctypes.c_void_p()
+    find: Any = ctypes.pythonapi.Py_GetArgcArgv
+    find(ctypes.byref(count), ctypes.byref(words))
+    if not words.value:
+        return
+    pair = struct.pack("nP", count.value, words.value)
+    places = []
+    for start, size in _variables_beside(ctypes.cast(find, ctypes.c_void_p)):
+        held, at = ctypes.string_at(start, size), -1
+        while (at := held.find(pair, at + 1)) >= 0:
+            places.append(start + at)
+    if len(places) == 1:
+        ctypes.c_ssize_t.from_address(places[0]).value = 0
+
+
+_ELF = struct.Struct("=4sB27xQ14xHH")
+"""Of an ELF header: magic, class, where the program headers are, how large and how many."""
+
+_SEGMENT = struct.Struct("=IIQQQQQQ")
+"""A program header: type, flags, offset, address, -, bytes in the file, bytes in memory, -."""
+
+_LOADED, _WRITABLE, _64_BITS = 1, 2, 2
+
+
+def _variables_beside(function: ctypes.c_void_p) -> list[tuple[int, int]]:
+    """Addresses and sizes of the writable memory of the program or library that has this
+    function."""
+    about = (ctypes.c_void_p * 4)()  # Dl_info
+    base = about[1] if _libc.dladdr(function, about) else None
+    if not base:
+        return []
+    magic, bits, offset, size, count = _ELF.unpack(ctypes.string_at(base, _ELF.size))
+    if magic != b"\x7fELF" or bits != _64_BITS or size != _SEGMENT.size:
+        return []
+    headers = ctypes.string_at(base + offset, size * count)
+    loaded = [each for each in _SEGMENT.iter_unpack(headers) if each[0] == _LOADED]
+    shift = base - min(each[3] for each in loaded) // mmap.PAGESIZE * mmap.PAGESIZE
+    return [(shift + each[3], each[6]) for each in loaded if each[1] & _WRITABLE]

@@ -1,0 +1,385 @@
+"""The user's own folder on this host, and where a master keeps its record.
+
+Running masters, as small files: a master writes one when it serves and removes it when it
+ends; `elasticrun status` without an endpoint reads them. A file whose process is gone shows that a
+master was killed, and the agents of its host go by it (`agent.rendezvous`): whoever finds one,
+`status` too, marks it as dead and leaves it for DEAD_KEPT more seconds. The folder may be shared
+with other hosts and PID namespaces, whose processes cannot be seen: such a file counts as alive for
+as long as its master renews it. Nothing there is needed for a job to run.
+
+A record lies on a disk of this very host. A hosted master's folder belongs to the launch of its
+agent. Agent and master hold a shared lock on it for as long as they live; whoever ends last removes
+it, and a folder that nobody holds is stale and is removed by whoever finds it. A folder that a
+person named (`elasticrun master --state-dir`) stays; there the lock is the master's alone, so that
+no two masters write one record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from elasticrun.host.system.processes import ProcessId, home
+from elasticrun.wire.types import Endpoint, dumps, loads
+
+if TYPE_CHECKING:
+    pass
+
+MAX_FILE_BYTES: Final = 16 * 1024
+"""A longer file is not one of ours."""
+
+MAX_FILES: Final = 4096
+"""Files looked at; nobody has that many jobs on one host."""
+
+DEAD_KEPT: Final = 600.0
+"""Seconds for which a file is kept after its master was first found dead: an agent of a busy host
+has noticed the silence by then. A host's clock that jumps makes that longer or shorter."""
+
+RENEWED: Final = 60.0
+"""Seconds after which a master renews its file's time, and writes it again where it is gone."""
+
+FAR_LIMIT: Final = 600.0
+"""Seconds since it was renewed for which a file is believed whose process cannot be seen from here.
+Where clocks differ by more, the file is marked as dead and its master writes another one."""
+
+LIVING, DEAD = "master-*.json", "dead-master-*.json"
+"""Names of the files as masters write them, and once somebody has found their masters dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One running master.
+
+    `reader` proves that somebody may read its status (`auth.reader_token`; "" for a job without a
+    token), `operator` that he may end it (`auth.operator_token`): the folder is this user's alone,
+    and neither lets a node in."""
+
+    job_id: str
+    host: str
+    port: int
+    status_url: str
+    process: ProcessId
+    reader: str = field(default="", repr=False)
+    operator: str = field(default="", repr=False)
+    tls: bool = False
+    began: float = 0.0  # when the job did on this host, in seconds since 1970; 0.0: not known
+    run: str = ""  # its run folder
+    name: str = ""  # by which people know the job
+
+    @property
+    def pid(self) -> int:
+        """Of its process, in its own PID namespace."""
+        return self.process.pid
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where `GetStatus` is answered."""
+        return Endpoint(self.host, self.port)
+
+
+def user_folder(environ: Mapping[str, str]) -> Path:
+    """$XDG_RUNTIME_DIR/elasticrun, or ~/.cache/elasticrun where that is not set or not usable;
+    made with mode 0700. OSError if there is none that is ours alone."""
+    base = Path(environ.get("XDG_RUNTIME_DIR", ""))
+    if not (base.is_absolute() and base.is_dir() and os.access(base, os.W_OK)):
+        base = home() / ".cache"
+    folder = base / "elasticrun"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise OSError(f"{folder} is not a folder of this user")
+    folder.chmod(0o700)
+    return folder
+
+
+def publish(folder: Path, master: Published) -> Path:
+    """Write the file of a master; returns its path. Files that dead masters of its job have left at
+    its port go: it has taken their place. OSError if that cannot be done."""
+    path = folder / _name(master.process)
+    _write(path, master)
+    for left, before in _of(folder, master.job_id, master.port):
+        if left != path and not _lives(left, before):
+            with contextlib.suppress(OSError):  # another master's start was faster
+                left.unlink()
+    return path
+
+
+def renew(path: Path, master: Published) -> None:
+    """Show that this master, whose file is at `path`, still runs. OSError."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:  # somebody marked it as dead, or emptied the folder
+        _write(path, master)
+
+
+def _name(process: ProcessId) -> str:
+    """Unique among all hosts and PID namespaces that share the folder."""
+    where = f"{process.boot} {process.namespace} {process.host}".encode()
+    return f"master-{process.pid}-{process.started}-{hashlib.sha256(where).hexdigest()[:8]}.json"
+
+
+def published(folder: Path) -> list[Published]:
+    """The masters that run now, those of this host and PID namespace first, in order of job id;
+    what is left of dead ones is cleared away."""
+    living = []
+    for path in _files(folder, LIVING):
+        if (master := _read(path)) and _lives(path, master):
+            living.append(master)
+        else:
+            with contextlib.suppress(OSError):  # another reader was faster
+                os.utime(path)
+                path.rename(path.with_name(f"dead-{path.name}"))
+    now = time.time()
+    for path in _files(folder, DEAD):
+        with contextlib.suppress(OSError):
+            if now - path.stat().st_mtime > DEAD_KEPT:
+                path.unlink()
+    return sorted(living, key=lambda one: (not one.process.is_local, one.job_id, one.pid))
+
+
+def began_before(folder: Path, job_id: str, port: int) -> float:
+    """When a job began whose master here was killed, before its file is removed; 0.0: unknown."""
+    began = [master.began for _, master in _of(folder, job_id, port) if master.began > 0]
+    return min(began, default=0.0)
+
+
+def was_killed(folder: Path, job_id: str, port: int) -> bool:
+    """Whether a master of this job ended here without taking its file away: one that did its work
+    has, and its job is over."""
+    lives = [_lives(path, master) for path, master in _of(folder, job_id, port)]
+    return bool(lives) and not any(lives)
+
+
+def _of(folder: Path, job_id: str, port: int) -> list[tuple[Path, Published]]:
+    files = _files(folder, LIVING) + _files(folder, DEAD)
+    found = [(path, master) for path in files if (master := _read(path))]
+    return [(path, own) for path, own in found if (own.job_id, own.port) == (job_id, port)]
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return sorted(folder.glob(pattern))[:MAX_FILES]
+
+
+def _lives(path: Path, master: Published) -> bool:
+    lives = master.process.is_alive()
+    if lives is not None:
+        return lives
+    with contextlib.suppress(OSError):
+        renewed = time.time() - path.stat().st_mtime < FAR_LIMIT
+        return renewed and not path.name.startswith("dead-")
+    return False
+
+
+def _read(path: Path) -> Published | None:
+    """What such a file says; None if it is gone or none of ours."""
+    try:
+        with path.open() as file:
+            return loads(file.read(MAX_FILE_BYTES), Published)
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: Path, record: Published) -> None:
+    """As a whole or not at all. OSError."""
+    draft = path.with_suffix(".new")
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(dumps(record))
+    draft.rename(path)
+
+
+# ---------------------------------------------------------------- where a record may lie
+
+PREFIX: Final = "elasticrun-record-"
+"""How the folders of launches are called; the rest of the name is random."""
+
+MAX_SWEPT: Final = 256
+"""Folders looked at in one sweep."""
+
+ROOM: Final = 1024 * 1024
+"""Bytes that must be free where a record is begun; it stays below that for 1,000 nodes."""
+
+MAX_TRIES: Final = 8
+"""New folders that a sweep may remove before we have locked one."""
+
+SHARED_MEMORY: Final = "/dev/shm"
+"""The last resort: it is on this host for certain, but may be small."""
+
+NETWORK_FILE_SYSTEMS: Final[Mapping[int, str]] = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFE534D42: "SMB",
+    0xFF534D42: "CIFS",
+    0x65735546: "FUSE",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x01021997: "9p",
+    0x00C36400: "CephFS",
+    0x19830326: "BeeGFS",
+    0x5346414F: "AFS",
+    0x6B414653: "AFS",
+    0x73757245: "Coda",
+    0x7461636F: "OCFS2",
+    0x01161970: "GFS2",
+    0xAAD7AAEA: "PanFS",
+    0x20030528: "OrangeFS",
+    0xBACBACBC: "VMware's shared folders",
+    0x786F4256: "VirtualBox's shared folders",
+}
+"""f_type of statfs(2), from its manual page, <linux/magic.h> and the clients' sources. SQLite's
+write-ahead log needs shared memory between its users, which none of these give over hosts; of
+what may lie behind FUSE nothing is known."""
+
+
+class Unusable(OSError):
+    """A folder cannot hold a record; the text is a sentence."""
+
+
+def network_file_system(folder: Path) -> str:
+    """The name of the network file system that `folder` stands on, "" for one of this host's.
+    OSError if the folder cannot be asked."""
+    return NETWORK_FILE_SYSTEMS.get(_file_system_type(folder) & 0xFFFFFFFF, "")
+
+
+def _file_system_type(folder: Path) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    answer = ctypes.create_string_buffer(512)  # struct statfs has 120 bytes, and begins with f_type
+    if libc.statfs(os.fsencode(folder), answer):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), str(folder))
+    return int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
+
+
+# ---------------------------------------------------------------- the folder of a launch
+
+
+@dataclass
+class LaunchFolder:
+    """A folder that this process holds."""
+
+    path: Path
+    fd: int
+
+    def release(self) -> None:
+        """Let go of it; others may hold it yet."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def remove(self) -> None:
+        """Remove it with all that it holds, and let go."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+
+def make(environ: Mapping[str, str]) -> LaunchFolder:
+    """A new private folder, locked, in the user's folder or, where that is no disk of this host
+    or full, in $TMPDIR or shared memory. Unusable, with a sentence, if there is no such place."""
+    reasons = []
+    for place in _places(environ):
+        try:
+            _check(place)
+            return _make_in(place)
+        except OSError as wrong:
+            reasons.append(str(wrong) if isinstance(wrong, Unusable) else f"{place}: {wrong}")
+    raise Unusable("; ".join(reasons) or "this user has no folder on this host")
+
+
+def sweep(environ: Mapping[str, str]) -> int:
+    """Remove folders of launches of which no process lives; how many those were."""
+    swept = 0
+    for place in _places(environ):
+        with contextlib.suppress(OSError):
+            for path in sorted(place.glob(f"{PREFIX}*"))[:MAX_SWEPT]:
+                swept += _remove_if_stale(path)
+    return swept
+
+
+def hold(path: Path, *, alone: bool = False) -> int:
+    """A descriptor that holds this folder until it is closed or this process ends; `alone`: it must
+    not be held by anybody else, BlockingIOError if it is. OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _places(environ: Mapping[str, str]) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        yield user_folder(environ)
+    with contextlib.suppress(OSError):
+        yield Path(tempfile.gettempdir())
+    if os.path.isdir(SHARED_MEMORY):
+        yield Path(SHARED_MEMORY)
+
+
+def _check(place: Path) -> None:
+    network = network_file_system(place)
+    if network:
+        raise Unusable(f"{place} is on a network file system ({network})")
+    room = os.statvfs(place)
+    if room.f_bavail * room.f_frsize < ROOM:
+        raise Unusable(f"{place} is full")
+
+
+def _make_in(place: Path) -> LaunchFolder:
+    for _ in range(MAX_TRIES):
+        path = place / f"{PREFIX}{secrets.token_hex(8)}"
+        path.mkdir(mode=0o700)
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # a sweep was faster
+            made = LaunchFolder(path, hold(path))
+            if path.exists():
+                return made
+            made.release()
+    raise Unusable(f"{place}: what is made there is removed at once")
+
+
+def _remove_if_stale(path: Path) -> bool:
+    try:
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return False
+        fd = hold(path, alone=True)
+    except OSError:
+        return False
+    LaunchFolder(path, fd).remove()
+    return True
+
+
+# ---------------------------------------------------------------- a folder that a person named
+
+
+def prepare(path: Path) -> None:
+    """Make a named folder fit for a record. Unusable with a sentence if it cannot be."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        network = network_file_system(path)
+    except OSError as wrong:
+        raise Unusable(f"{path} cannot be used: {wrong.strerror or wrong}") from None
+    if network:
+        raise Unusable(
+            f"{path} is on a network file system ({network}), on which the record could be torn; "
+            "name a folder on a disk of this host"
+        )
+    try:
+        probe = path / f"{PREFIX}{secrets.token_hex(8)}"
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        probe.unlink()
+    except OSError as wrong:
+        raise Unusable(f"{path} cannot be written to: {wrong.strerror or wrong}") from None
+    _check(path)

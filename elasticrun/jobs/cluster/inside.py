@@ -1,0 +1,102 @@
+"""Verbs that kubectl carries out in a pod of a job: `exec` on a node, and where its master is what
+that alone can answer or do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from elasticrun.cli.flags import PROG, Parser
+from elasticrun.cli.trust import withdraw
+from elasticrun.jobs.cluster.meant import add_cluster, remembered
+from elasticrun.jobs.line import who
+from elasticrun.jobs.manage.jobs import exec_parser, exec_words, finished
+from elasticrun.jobs.manage.listing import add_output
+from elasticrun.jobs.running.incidents import meant
+
+if TYPE_CHECKING:
+    import argparse
+
+    from elasticrun.jobs.kube.api import KubeApi
+    from elasticrun.jobs.kube.seen import ClusterJob
+
+    Worded = Callable[[KubeApi, ClusterJob], Awaitable[list[str]]]
+
+OWN: Final = {
+    "events": "--follow", "incidents": "", "stacks": "--rank", "top": "--once",
+    "restart": "--reason", "exclude": "--reason", "include": "--reason",
+}  # fmt: skip
+"""What a job's master is asked, and the flag that each has beside those that all have."""
+
+
+def ask_master(verb: str, words: Sequence[str]) -> int:
+    """One of OWN; its exit code there."""
+    does = f"`{PROG} {verb}` of a job in a cluster: kubectl asks where the job's master is."
+    made = Parser(prog=f"{PROG} {verb}", description=does)
+    of_a_node, flag = verb in ("exclude", "include"), OWN[verb]
+    if of_a_node:
+        text = "its index, or the name of its pod, its host, or the cluster's node"
+        made.add_argument("node", metavar="NODE", help=text)
+    text = "its name, or the beginning of it; not needed for the only one"
+    text += "; and the number of one incident" * (not flag)
+    made.add_argument("words", metavar="JOB" if flag else "JOB N", nargs="*", help=text)
+    if flag:
+        takes: dict[str, Any] = {"action": "store_true"}
+        if flag in ("--rank", "--reason"):
+            takes = {"metavar": flag[2:].upper(), "default": ""}
+        text = "as of a job on this host"
+        made.add_argument(*["-f"] * (flag == "--follow"), flag, help=text, **takes)
+    add_cluster(made)
+    add_output(made)
+    ns = made.parse_args(words)
+    if len(ns.words) > 2 - bool(flag) or (len(ns.words) == 2 and not ns.words[1].isdecimal()):
+        made.error(f"{' '.join(ns.words)}: one job is wanted{', and a number' * (not flag)}")
+    ns.job, number = (" ".join(ns.words), 0) if flag else meant(ns.words)
+
+    asked = [PROG, verb, f"--output={ns.output}", *[str(number)] * bool(number)]
+    if flag == "--reason":  # who asks there is the container's user
+        ns.reason = ": ".join(filter(None, (f"for {who()}", ns.reason)))
+    if flag and (value := getattr(ns, flag[2:])):
+        asked.append(flag if value is True else f"{flag}={value}")
+
+    async def worded(api: KubeApi, job: ClusterJob) -> list[str]:
+        from elasticrun.jobs.kube import inside
+
+        ends = verb in ("top", "events")  # by ^C, which only a terminal passes on
+        node = ns.node if of_a_node else ""
+        return await inside.by_master(api, job, asked, node=node, terminal=ends)
+
+    return finished(lambda: _run(ns, worded, ours=True), made.prog)
+
+
+def execute(words: Sequence[str]) -> int:
+    """`exec JOB [--node X] -- command`: with the command's exit code."""
+    made = exec_parser(
+        "Run a command in a pod of a job, by kubectl.",
+        "its index, or the name of its pod or of the cluster's node [default: the first]",
+    )
+    add_cluster(made)
+    ns, command = exec_words(made, words)
+
+    async def worded(api: KubeApi, job: ClusterJob) -> list[str]:
+        from elasticrun.jobs.kube import inside
+
+        return await inside.on_node(api, job, ns.node, command)
+
+    return finished(lambda: _run(ns, worded), made.prog)
+
+
+def _run(ns: argparse.Namespace, worded: Worded, *, ours: bool = False) -> int:
+    """Find the job, and what runs the command in a pod of it; then run that. NotDone."""
+    exact = remembered(ns) is not None
+    # Late: a client library takes a while to import, and is an extra.
+    from elasticrun.jobs.kube import acts, inside
+    from elasticrun.jobs.kube.api import KubeApi
+
+    async def where() -> list[str]:
+        async with KubeApi(ns.context, ns.namespace) as api:
+            return await worded(api, await acts.find(api, ns.job, exact=exact))
+
+    return inside.handed_over(asyncio.run(where()), withdraw(), ours=ours)

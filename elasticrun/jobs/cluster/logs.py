@@ -1,0 +1,148 @@
+"""What the pods of a job have printed, as `elasticrun logs` shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from elasticrun.agent.logs.whereabouts import runs_of
+from elasticrun.cli.flags import PROG, Parser
+from elasticrun.cli.settings import UsageError
+from elasticrun.cli.trust import withdraw
+from elasticrun.config import EXIT_OK, EXIT_USAGE
+from elasticrun.jobs.backend import NotDone
+from elasticrun.jobs.manage.listing import span
+from elasticrun.jobs.running import logs as files
+
+if TYPE_CHECKING:
+    import argparse
+
+    from elasticrun.jobs.kube.api import KubeApi
+    from elasticrun.jobs.kube.pod_logs import LogWish
+    from elasticrun.jobs.kube.seen import ClusterJob, SeenPod
+
+TAIL: Final = 20
+"""Lines of a pod's log where nobody says how many."""
+
+
+def add_flags(made: Parser) -> None:
+    """What of a log is wanted."""
+    text = "go on with what is printed, also by pods that come later, until the job is over"
+    made.add_argument("-f", "--follow", action="store_true", help=text)
+    text = f"the last N lines of each pod, 0 for all [{TAIL}; with --all: 0]"
+    made.add_argument("-t", "--tail", metavar="N", type=int, default=None, help=text)
+    text = "only what was printed in that time: 90s, 5m, 12h, 7d"
+    made.add_argument("--since", metavar="AGE", default="", help=text)
+    text = "lines of this rank; of several on a node those that carry its number (--tee, --run-dir)"
+    made.add_argument("--rank", metavar="R", type=int, default=-1, help=text)
+    text = "of this node: its index, or the name of its pod or of the cluster's node"
+    made.add_argument("-i", "--node", "--instance", metavar="X", default="", help=text)
+    made.add_argument("--all", action="store_true", help="of all pods, also of earlier ones")
+    text = "only lines in which this regular expression is found"
+    made.add_argument("--grep", metavar="RE", default="", help=text)
+
+
+async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
+    """Print what is asked for; the exit code. NotDone where there is nothing."""
+    from elasticrun.jobs.kube.pod_logs import show
+
+    wish = _of_rank(job, _wish(ns))
+    several = wish.several
+    if wish.follow and job.state == "suspended":
+        print(f"{PROG} logs: job {job.name} is suspended: waiting for its resume", file=sys.stderr)
+    last = ""
+
+    def write(pod: SeenPod, line: str) -> None:
+        nonlocal last
+        if ns.output == "json":
+            line = json.dumps({"pod": pod.name, "node": pod.index, "line": line})
+        elif several and wish.follow:
+            line = f"[{pod.name}] {line}"
+        elif pod.uid != last and (several or pod.has_failed or last):
+            print(f"== {pod.name}{', ' * bool(pod.says)}{pod.says} ==")
+        last = pod.uid
+        print(line, flush=wish.follow)
+
+    there = await show(api, job, wish, write)
+    if wish.rank >= 0 and there and not last:
+        why = ": pods print what all of their ranks write; `--tee 3` of submit has each line say "
+        why = "" if "--tee" in job.words or job.run_dir else f"{why}whose it is"
+        raise NotDone(f"no line carries the number of rank {ns.rank}{why}")
+    if there:
+        return EXIT_OK
+    if ns.node and wish.index:
+        raise NotDone(f"rank {ns.rank} has its place on node {wish.index}, and there is no pod of "
+                      f"that which is called {ns.node}")  # fmt: skip
+    if (code := await _kept(api, job, ns)) is not None:
+        return code
+    raise NotDone(_without_pods(job, wish))
+
+
+async def _kept(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int | None:
+    """Show what its run folder has kept, if this host or a pod that runs has it; else None."""
+    where = job.run_dir
+    if not where or job.state in ("submitted", "waiting"):
+        return None
+    wished = {"--tail": ns.tail, "--since": ns.since, "--node": ns.node, "--grep": ns.grep,
+              "--rank": None if ns.rank < 0 else ns.rank, "--output": ns.output}  # fmt: skip
+    words = [f"{flag}={one}" for flag, one in wished.items() if one not in (None, "")]
+    words = [where, *["--all"] * ns.all, *words]
+    if any(job.name in run.job_id and job.uid[:8] in run.job_id for run in runs_of(Path(where))):
+        return files.main(words)
+    from elasticrun.jobs.kube import inside
+
+    reading = await inside.by_a_reader(api, job, where, [PROG, "logs", *words])
+    return None if reading is None else inside.handed_over(reading, withdraw(), ours=True)
+
+
+def _wish(ns: argparse.Namespace) -> LogWish:
+    from elasticrun.jobs.kube.pod_logs import LogWish
+
+    tail = (0 if ns.all else TAIL) if ns.tail is None else ns.tail
+    if tail < 0:
+        raise UsageError(f"--tail={tail}: a number of lines is wanted", EXIT_USAGE)
+    try:
+        grep = re.compile(ns.grep) if ns.grep else None
+    except re.error as wrong:
+        raise UsageError(f"--grep={ns.grep}: no regular expression: {wrong}", EXIT_USAGE) from None
+    since = round(span(ns.since, "--since")) if ns.since else 0
+    return LogWish(ns.follow, tail, since, ns.all, ns.node, rank=ns.rank, grep=grep)
+
+
+def _of_rank(job: ClusterJob, wish: LogWish) -> LogWish:
+    """The node of the rank that is meant, and its number there, which its lines carry."""
+    if wish.rank < 0:
+        return wish
+    ranks = job.ranks_a_node
+    if not ranks or "--log-line-prefix-template" in job.words:
+        why = "the job's command leaves open which ranks a node has"
+        print(f"{PROG} logs: {why}: shown is what has number {wish.rank} before it in any pod",
+              file=sys.stderr)  # fmt: skip
+        return wish
+    index, number = divmod(wish.rank, ranks)
+    if index >= job.nodes:
+        raise NotDone(f"the job has {job.nodes * ranks} ranks: {ranks} on each of {job.nodes}")
+    return replace(wish, index=str(index), rank=number if ranks > 1 else -1)
+
+
+def _without_pods(job: ClusterJob, wish: LogWish) -> str:
+    """What is to be said where no pod has a log."""
+    if job.state in ("submitted", "waiting"):
+        why = f": {job.reason}" if job.reason else ""
+        return f"no pod of job {job.name} has begun yet{why}"
+    gone = f"the pods of job {job.name} are gone"
+    if node := wish.node or wish.index:
+        gone = f"job {job.name} has no pod {node} that has begun, or it is gone"
+    lost = f"{gone}, and what they printed with them"
+    if not job.run_dir:
+        return f"{lost}: `--run-dir DIR` of submit keeps it, on a volume"
+    if job.volume_at(job.run_dir) is None:
+        return f"{lost}: {job.run_dir} was on no volume"
+    return (
+        f"{gone}; what its ranks wrote is on its volume: where that is mounted, `{PROG} logs "
+        f"{job.run_dir}` shows it"
+    )

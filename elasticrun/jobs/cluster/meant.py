@@ -1,0 +1,47 @@
+"""Which cluster is meant, and which of its jobs: what the flags say, and the run folder here."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from elasticrun.cli.flags import Parser
+from elasticrun.host.runs.index import NoRun, SeveralRuns, find, runs_root
+from elasticrun.host.runs.layout import RunFolder
+from elasticrun.jobs.backend import NotDone, submission
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_cluster(made: Parser) -> None:
+    """Its context and namespace."""
+    made.add_argument("--on", choices=("k8s", "kubernetes"), default="k8s", help="where the job is")
+    text = "where the job is [default: as its run folder says, else the context's]"
+    made.add_argument("-n", "--namespace", default="", metavar="NAME", help=text)
+    text = "of the kubeconfig [default: as the run folder says, else the current one]"
+    made.add_argument("--context", default="", metavar="NAME", help=text)
+
+
+def remembered(ns: argparse.Namespace, whole: str = "") -> RunFolder | None:
+    """The run folder of the job that is named, unless another cluster or namespace is; where it is
+    stands in `ns` then. `whole`: a verb that takes no beginning of a name. NotDone where run
+    folders of several jobs have the name, and no namespace is given."""
+    try:
+        if not ns.job:
+            return None
+        run = find(runs_root(os.environ), ns.job, whole=whole)
+        job, known = run.job(), submission(run)
+    except SeveralRuns as why:
+        if ns.namespace:
+            return None
+        raise NotDone(f"{why}, or by --namespace") from None
+    except (NoRun, OSError, NotDone):
+        return None
+    if job is None or job.where != "k8s":
+        return None
+    there = (known.context, known.namespace)
+    if (ns.context or known.context, ns.namespace or known.namespace) != there:
+        return None
+    ns.job, ns.namespace, ns.context = known.name, known.namespace, known.context
+    return run

@@ -1,0 +1,86 @@
+"""How a job that is submitted to a cluster is read, and which objects that comes to."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from elasticrun.cli import settings
+from elasticrun.jobs.backend import Forbidden, Place, Submission
+from elasticrun.jobs.kubernetes import KubernetesJobs
+from elasticrun.jobs.render import pods
+from elasticrun.jobs.render.elastic import elastic_document
+from elasticrun.jobs.verbs import render, render_flags
+
+
+def of_kubernetes(
+    ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
+) -> tuple[Submission, Place]:
+    """An ElasticJob where the cluster has that kind, else what `render k8s` prints; the API server
+    has checked all of it. UsageError, Invalid, NotDone."""
+    asked = argparse.Namespace(**{**vars(ns), "save_at_breakpoint": True})
+    asked.given = {**ns.given, "save_at_breakpoint": ""}
+    documents, where, notes = asyncio.run(_checked(asked, program))
+    for note in notes:
+        say(note)
+    low, high = settings.nodes(ns.nnodes)
+    known = Submission(
+        name=ns.name,
+        on="k8s",
+        flags=(f"--nodes={ns.nnodes}", f"--image={ns.image}", *render_flags.handed_on(asked)),
+        program=tuple(program),
+        workdir=ns.working_dir,
+        min_nodes=low,
+        max_nodes=high,
+        script=json.dumps(documents),
+        number=documents[-1]["kind"],
+        context=where[0],
+        namespace=where[1],
+    )
+    return known, KubernetesJobs()
+
+
+NO_TENSORBOARD: Final = (
+    "--tensorboard: the master of an ElasticJob has a pod of its own, in which none is started: "
+    "run one on the folder of --logdir, or take --plain"
+)
+
+
+async def _checked(
+    ns: argparse.Namespace, program: Sequence[str]
+) -> tuple[list[dict[str, Any]], tuple[str, str], list[str]]:
+    """The objects, the job's last; the context and the namespace; what the user should know."""
+    from elasticrun.jobs.kube import acts
+    from elasticrun.jobs.kube.api import KubeApi
+
+    async with KubeApi(ns.context, ns.namespace) as api:
+        secret: list[dict[str, Any]] = []
+        elastic = not ns.plain and await api.has_elastic_jobs()
+        if not (elastic or ns.token_secret or "token_file" in ns.given):
+            made = _secret(f"{ns.name}-token")
+            try:
+                await api.create(made, api.namespace, trial=True)
+                secret, ns.token_secret = [made], made["metadata"]["name"]
+            except Forbidden:
+                pass  # then the job has none, which a note says
+        wanted, notes = render.pods_of(ns, program)
+        if elastic:
+            # its operator gives it a token
+            notes = [note for note in notes if note != render.no_token()]
+            notes += [NO_TENSORBOARD] if "tensorboard" in ns.given else []
+            documents = [elastic_document(wanted)]
+        else:
+            *others, job = pods.job_documents(wanted)
+            documents = [*others, *secret, job]
+        await acts.make(api, documents, trial=True)
+        return documents, (api.context, api.namespace), notes
+
+
+def _secret(name: str) -> dict[str, Any]:
+    body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}}
+    return {**body, "stringData": {"token": secrets.token_hex(32)}}

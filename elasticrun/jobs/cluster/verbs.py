@@ -1,0 +1,315 @@
+"""The verbs for jobs in a Kubernetes cluster: `list`, `status`, `logs`, `scale`, `suspend`,
+`resume`, `stop`, `delete`, `exec`, and `top nodes`.
+
+All ask the API server alone, with the rights of who types; a job's master is not reached from here.
+A job is known by its run folder on this host, which says in which cluster it is, or else by its
+name in the namespace that is meant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import asdict
+
+from elasticrun.cli.flags import PROG, Parser
+from elasticrun.cli.settings import UsageError
+from elasticrun.cli.verbs.columns import duration, lines
+from elasticrun.config import EXIT_OK, EXIT_USAGE
+from elasticrun.core.words import plain, some
+from elasticrun.host.runs.index import prune
+from elasticrun.host.runs.layout import RunFolder
+from elasticrun.jobs.backend import Forbidden, Missing, NotDone
+from elasticrun.jobs.cluster import inside, logs
+from elasticrun.jobs.cluster.meant import add_cluster, remembered
+from elasticrun.jobs.manage.jobs import finished
+from elasticrun.jobs.manage.listing import COLUMNS, TITLES, add_output, shown
+from elasticrun.jobs.rows import DoneRow, page_of
+from elasticrun.jobs.running.asking import as_json
+from elasticrun.jobs.running.orders import settle
+
+if TYPE_CHECKING:
+    import argparse
+
+    from elasticrun.jobs.kube.api import KubeApi
+    from elasticrun.jobs.kube.seen import ClusterJob, SeenPod
+
+Json = dict[str, Any]
+
+DOES: Final = {
+    "list": "List the jobs of a cluster: ElasticJobs, and Indexed Jobs that elasticrun has made.",
+    "status": "Show a job of a cluster: its nodes, what keeps it, its pods, what happened last.",
+    "logs": "Print what the pods of a job have printed: the first node's, after a failure those of "
+    "the pod that failed first.",
+    "scale": "Set how many nodes a job is to have, live.",
+    "suspend": "Have a job save a step and let go of its pods; `resume` goes on.",
+    "resume": "Go on with a job that was suspended or stopped.",
+    "stop": "Have a job save a step and let go of its pods, for good; its object and what it says "
+    "stay.",
+    "delete": "Delete a job and all that belongs to it, and its run folder here.",
+    "top": "Show the nodes of a cluster: what they have, what pods have taken, what is in use.",
+}
+
+MOST_EVENTS: Final = 10
+
+
+def main(verb: str, words: Sequence[str]) -> int:
+    """One of DOES, or what runs in a pod. UsageError."""
+    if verb == "exec":
+        return inside.execute(words)
+    if verb in inside.OWN and words[:1] != ["nodes"]:
+        return inside.ask_master(verb, words)
+    made = _parser(verb)
+    ns = made.parse_args(words)
+    if verb == "scale":
+        settle(made, ns)
+    return finished(lambda: asyncio.run(_run(verb, ns)), made.prog)
+
+
+def _parser(verb: str) -> Parser:
+    made = Parser(prog=f"{PROG} {verb}", description=DOES[verb])
+    if verb == "top":
+        made.add_argument("what", choices=("nodes",), help="of the cluster")
+    elif verb != "list":
+        looks = verb in ("status", "logs")
+        text = "its name, or the beginning of it" + "; the only one, where none is named" * bool(
+            looks
+        )
+        more: Json = {"nargs": "?", "default": ""} if looks else {}
+        made.add_argument("job", metavar="JOB", help=text, **more)
+    if verb == "scale":
+        text = "how many nodes; `N JOB` is understood too"
+        made.add_argument("number", metavar="N", help=text)
+    if verb == "stop":
+        made.add_argument("--wait", action="store_true", help="it always does, in a cluster")
+    if verb == "list":
+        text = "of all namespaces"
+        made.add_argument("-A", "--all", action="store_true", help=text)
+    if verb == "delete":
+        text = "keep the run folder on this host"
+        made.add_argument("--keep-files", action="store_true", help=text)
+    if verb == "logs":
+        logs.add_flags(made)
+    add_cluster(made)
+    add_output(made)
+    return made
+
+
+async def _run(verb: str, ns: argparse.Namespace) -> int:
+    whole = "delete" if verb == "delete" else ""
+    run = remembered(ns, whole) if "job" in ns else None
+    # Late: a client library takes a while to import, and is an extra.
+    from elasticrun.jobs.kube.acts import find as find_job
+    from elasticrun.jobs.kube.api import KubeApi
+
+    async with KubeApi(ns.context, ns.namespace) as api:
+        if verb == "list":
+            return await _list(api, ns)
+        if verb == "top":
+            return await _top(api, ns)
+        try:
+            job = await find_job(api, ns.job, exact=bool(run or whole))
+        except Missing:
+            if run is None:
+                raise
+            gone = f"the cluster has job {ns.job} no more"
+            if verb == "delete":
+                return _forget(ns, run, gone)
+            raise NotDone(f"{gone}: `{PROG} delete {ns.job}` forgets it") from None
+        ns.job = job.name
+        if verb == "status":
+            return await _status(api, job, ns)
+        if verb == "logs":
+            return await logs.show_logs(api, job, ns)
+        said = await _act(verb, api, job, ns)
+    return _forget(ns, run if verb == "delete" else None, said)
+
+
+def _forget(ns: argparse.Namespace, run: RunFolder | None, said: str) -> int:
+    """Say what was done; `run` goes, unless it is to be kept."""
+    if run is not None:
+        from elasticrun.jobs.kubernetes import note_end
+
+        note_end(run, "stopped", "deleted from the cluster")
+        if not ns.keep_files:
+            prune(run.path.parent, -86400.0, only={run.path})
+    print(as_json(DoneRow(name=ns.job, done=said, on="k8s")) if ns.output == "json" else said)
+    return EXIT_OK
+
+
+def _act(verb: str, api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> Awaitable[str]:
+    from elasticrun.jobs.kube import acts
+
+    if verb == "scale":
+        return acts.scale(api, job, ns.number)
+    if verb in ("suspend", "stop"):
+        return acts.suspend(api, job, stop=verb == "stop")
+    return acts.resume(api, job) if verb == "resume" else acts.delete(api, job)
+
+
+# ---------------------------------------------------------------- looking
+
+
+async def _list(api: KubeApi, ns: argparse.Namespace) -> int:
+    from elasticrun.jobs.kube import acts
+    from elasticrun.jobs.kube.api import EVERYWHERE
+
+    found, refused = await acts.jobs(api, EVERYWHERE if ns.all else "")
+    now = time.time()
+    rows = [(job, job.row(now)) for job in found]
+    rows.sort(key=lambda pair: (pair[0].is_over, pair[1].age))
+    for sentence in refused:
+        print(f"{PROG} list: {sentence}", file=sys.stderr)
+    if ns.output == "json":
+        print(as_json([row for _, row in rows]))
+    elif not rows:
+        where = "any namespace" if ns.all else f"namespace {api.namespace}"
+        print(f"no job is in {where}; `{PROG} submit --on k8s ... -- train.py` makes one")
+    elif ns.all:
+        table = [(row.id, *shown(row)[1:]) for _, row in rows]
+        print(*lines(("NAMESPACE/NAME", *TITLES[1:]), table, COLUMNS), sep="\n")
+    else:
+        print(*lines(TITLES, [shown(row) for _, row in rows], COLUMNS), sep="\n")
+    return EXIT_OK
+
+
+async def _status(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
+    from elasticrun.jobs.kube import acts
+    from elasticrun.jobs.operator.cluster import EVENTS
+
+    pods = await acts.pods(api, job)
+    try:
+        only = {"fields": {"involvedObject.name": job.name}}
+        found = await api.list(EVENTS, job.namespace, **only)
+        events = [one for one in found if one["involvedObject"].get("uid") == job.uid]
+        hidden = ""
+    except Forbidden as why:
+        events, hidden = [], str(why)
+    events.sort(key=_when)
+    now = time.time()
+    if ns.output == "json":
+        said: Json = asdict(page_of(job.row(now)))
+        said |= {"kind": job.body["kind"], "namespace": job.namespace}
+        said |= {"conditions": job.conditions, "pods": [_pod_record(pod) for pod in pods]}
+        said["events"] = [_event_record(one) for one in events[-MOST_EVENTS:]]
+        print(as_json(said))
+        return EXIT_OK
+    print(*map(plain, _page(job, pods, now)), sep="\n")
+    if events or hidden:
+        print("", "last events:" if events else f"events: {hidden}", sep="\n")
+    for one in events[-MOST_EVENTS:]:
+        print(f"  {duration(max(0.0, now - _when(one))):>6} ago  {one.get('reason', '')}: "
+              f"{plain(' '.join(str(one.get('message', '')).split()))}")  # fmt: skip
+    return EXIT_OK
+
+
+def _page(job: ClusterJob, pods: Sequence[SeenPod], now: float) -> list[str]:
+    row = job.row(now)
+    said = lines(TITLES, [shown(row)], COLUMNS)
+    said += ["", f"{job.body['kind']} in namespace {job.namespace}"]
+    said += [f"why: {row.reason}"] if row.reason else []
+    for one in job.conditions:
+        text = " ".join(str(one.get("message") or one.get("reason") or "").split())
+        if text and not (one.get("status") != "True" and one.get("type") in _QUIET):
+            word = "yes" if one.get("status") == "True" else "no"
+            said.append(f"{one.get('type')}: {word}, {text}")
+    if pods:
+        titles = ("POD", "NODE", "PHASE", "AGE", "ON")
+        table = [
+            (pod.name, pod.index, "Leaving" if pod.leaving and pod.lives else pod.phase,
+             duration(max(0.0, now - pod.created)), pod.node or "-")
+            for pod in pods
+        ]  # fmt: skip
+        said += ["", *lines(titles, table, COLUMNS)]
+        said += [f"{pod.name}: {pod.says}" for pod in pods if pod.says]
+    return said
+
+
+_QUIET: Final = ("Recovering", "Succeeded", "Failed", "FailureTarget", "SuccessCriteriaMet")
+"""Conditions of which nothing is said where they are not so."""
+
+
+def _when(event: Json) -> float:
+    from elasticrun.jobs.operator.objects import moment
+
+    meta = event["metadata"]
+    times = (event.get("lastTimestamp"), event.get("eventTime"), meta.get("creationTimestamp"))
+    return moment(next((one for one in times if one), None))
+
+
+def _event_record(event: Json) -> Json:
+    told = {name: event.get(name) or "" for name in ("type", "reason", "message")}
+    return {"time": _when(event), **told}
+
+
+def _pod_record(pod: SeenPod) -> Json:
+    return {
+        "name": pod.name,
+        "node": pod.index,
+        "phase": pod.phase,
+        "on": pod.node,
+        "exit_code": pod.code,
+        "says": pod.says,
+    }
+
+
+async def _top(api: KubeApi, ns: argparse.Namespace) -> int:
+    from elasticrun.jobs.kube.room import nodes
+
+    rows, said = await nodes(api)
+    for sentence in said:
+        print(f"{PROG} top: {sentence}", file=sys.stderr)
+    if ns.output == "json":
+        print(as_json(rows))
+        return EXIT_OK
+
+    def of(part: float, whole: float, unit: float = 1.0) -> str:
+        return f"{part / unit:.3g}/{whole / unit:.3g}" if part >= 0 else f"-/{whole / unit:.3g}"
+
+    gib = 2.0**10
+    table = [
+        (row.node, row.state, of(row.gpus_taken, row.gpus), of(row.cpus_taken, row.cpus),
+         f"{row.cpus_used:.3g}" if row.cpus_used >= 0 else "-",
+         of(row.memory_taken, row.memory, gib),
+         f"{row.memory_used / gib:.3g}" if row.memory_used >= 0 else "-")
+        for row in rows
+    ]  # fmt: skip
+    titles = ("NODE", "STATE", "GPUS", "CPUS", "USED", "MEMORY GiB", "USED")
+    print(*lines(titles, table, COLUMNS), sep="\n")
+    has, taken = sum(row.gpus for row in rows), sum(max(0, row.gpus_taken) for row in rows)
+    if has:
+        print(f"{some(len(rows), 'node')}, {taken} of {has} GPUs taken")
+    return EXIT_OK
+
+
+# ---------------------------------------------------------------- scale -f
+
+
+def of_a_plan(words: Sequence[str], say: Callable[[str], None]) -> list[str]:
+    """The words of `scale` with what the file behind -f says in its place. UsageError."""
+    made = Parser(prog=f"{PROG} scale", add_help=False)
+    made.add_argument("-f", "--file", required=True)
+    ns, rest = made.parse_known_args(list(words))
+    # Late: YAML is needed here alone.
+    from elasticrun.jobs.convert.document import NotConvertible, documents
+    from elasticrun.jobs.convert.sources import scale_plan
+
+    try:
+        text = sys.stdin.read() if ns.file == "-" else Path(ns.file).read_text()
+        found = documents(text)
+        if len(found) != 1:
+            raise NotConvertible(f"{len(found)} documents in it: a plan is one")
+        job, nodes = scale_plan(found[0])
+    except (OSError, UnicodeDecodeError) as wrong:
+        why = getattr(wrong, "strerror", None) or "it is no text"
+        raise UsageError(f"{ns.file} cannot be read: {why}", EXIT_USAGE) from None
+    except NotConvertible as wrong:
+        raise UsageError(f"{ns.file}: {wrong}", EXIT_USAGE) from None
+    for note in found[0].notes:
+        say(note)
+    return [job, str(nodes), *rest]

@@ -1,0 +1,313 @@
+"""The kinds that can be read: what each of their fields becomes, or why it is left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from elasticrun.jobs.convert.command import convert
+from elasticrun.jobs.convert.document import Document, Fields, NotConvertible
+
+MASTER_DOES: Final = "elasticrun's job master does that"
+NOT_PODS: Final = "the pod of another kind of role; elasticrun has nodes of one kind"
+THEIRS: Final = re.compile(
+    r"\$[({]*((?:NODE|WORKER)_(?:NUM|RANK|ID|TYPE)|(?:PET|MS|DLROVER)_\w+|MASTER_ADDR|MASTER_PORT|"
+    r"WORLD_SIZE|RANK)\b"
+)
+"""Variables of a pod that their operators set and ours does not."""
+
+BY_THE_POLICY: Final = "pods are replaced by what their exit code says (docs/exit-codes.md)"
+
+
+@dataclass(slots=True)
+class ForeignJob:
+    """What all of them say. `template` is a pod's, in Kubernetes' words; 0 and "" say nothing."""
+
+    name: str
+    namespace: str = ""
+    labels: dict[str, Any] = field(default_factory=dict)
+    annotations: dict[str, Any] = field(default_factory=dict)
+    nodes: int = 1
+    min_nodes: int = 0
+    ranks: str = ""  # a node; as --nproc-per-node has it
+    default: str = ""  # of torchrun where nothing is said: "auto" where the operator sets that
+    restarts: int = -1
+    suspend: bool = False
+    success: str = ""
+    gang: bool = False
+    queue: str = ""
+    priority: str = ""
+    policy: dict[str, Any] = field(default_factory=dict)
+    template: dict[str, Any] = field(default_factory=dict)
+
+
+def read(document: Document, image: str | None = "") -> ForeignJob:
+    """The job of a document; `image`: of the ranks, where it names none; None: none is needed.
+    NotConvertible."""
+    top = document.fields()
+    kind, version = top.take("kind", str, ""), top.take("apiVersion", str, "")
+    group = version.partition("/")[0]
+    reader = READERS.get((group, kind))
+    if reader is None:
+        known = ", ".join(f"{kind} ({group})" for group, kind in READERS)
+        raise NotConvertible(f"{kind or 'a document without kind'} ({version}) is none of {known}")
+    job = _metadata(top.inner("metadata"))
+    top.leave("status", "it is of the job that ran there")
+    spec = top.inner("spec")
+    reader(spec, job, image)
+    spec.close()
+    top.close()
+    return job
+
+
+def _metadata(meta: Fields) -> ForeignJob:
+    job = ForeignJob(meta.take("name", str, ""), meta.take("namespace", str, ""))
+    if not job.name:
+        raise meta.wrong("name", "a job has a name")
+    job.labels, job.annotations = meta.take("labels", dict, {}), meta.take("annotations", dict, {})
+    job.annotations.pop("kubectl.kubernetes.io/last-applied-configuration", None)
+    for name in ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields",
+                 "selfLink", "ownerReferences", "finalizers", "deletionTimestamp"):  # fmt: skip
+        meta.leave(name, "it is of the object that ran there")
+    meta.close()
+    return job
+
+
+def _run_policy(run: Fields, job: ForeignJob) -> None:
+    """Kubeflow's, which MindSpore's operator took over."""
+    if clean := run.take("cleanPodPolicy", str, ""):
+        job.policy["cleanPodPolicy"] = clean
+    for name, least in (("ttlSecondsAfterFinished", 0), ("activeDeadlineSeconds", 1),
+                        ("backoffLimit", 0)):  # fmt: skip
+        if (value := run.number(name, -1, least)) >= 0:
+            job.policy[name] = value
+    job.suspend = run.take("suspend", bool, job.suspend)
+    run.leave("managedBy", "the ElasticJob's operator manages it")
+    scheduling = run.inner("schedulingPolicy")
+    if least := scheduling.number("minAvailable", 0):
+        job.gang = True
+        if job.min_nodes and job.min_nodes != least:
+            scheduling.note("minAvailable", f"left out: the gang is minNodes, {job.min_nodes}")
+        job.min_nodes = job.min_nodes or least
+    job.queue = scheduling.take("queue", str, "")
+    job.gang = job.gang or bool(job.queue)
+    job.priority = scheduling.take("priorityClass", str, "")
+    scheduling.leave("minResources", "the gang is as many pods as minNodes")
+    if timeout := scheduling.number("scheduleTimeoutSeconds", 0):
+        job.policy["pendingTimeoutSeconds"] = timeout
+    scheduling.close()
+    run.close()
+
+
+def _role(role: Fields, job: ForeignJob) -> int:
+    """One replica spec whose pods are nodes: how many; its template is the job's."""
+    count = role.number("replicas", 1)
+    role.leave("restartPolicy", BY_THE_POLICY)
+    template = role.take("template", dict, {})
+    if job.template and template != job.template:
+        role.note("template", "left out: it differs from the first role's, which all nodes get")
+    job.template = job.template or template
+    return count
+
+
+def _container(spec: Fields, job: ForeignJob, path: str, called: str) -> dict[str, Any]:
+    """The container of the ranks in the job's template: it comes first there."""
+    pod = job.template.setdefault("spec", {})
+    containers = pod.get("containers") if isinstance(pod, dict) else None
+    if not isinstance(containers, list) or not containers:
+        raise spec.wrong(path, "its template has no container")
+    if not all(isinstance(one, dict) for one in containers):
+        raise spec.wrong(path, "a container of its template is no mapping")
+    containers.sort(key=lambda one: one.get("name") != called)
+    main: dict[str, Any] = containers[0]
+    words = [main.get(name, []) for name in ("command", "args")]
+    if not all(isinstance(one, list) and all(isinstance(w, str) for w in one) for one in words):
+        raise spec.wrong(path, "the container's command and args are no lists of words")
+    if not isinstance(main.get("env", []), list) or not isinstance(main.get("resources", {}), dict):
+        raise spec.wrong(path, "the container's env is no list, or its resources are no mapping")
+    if pod.pop("restartPolicy", "Never") != "Never":
+        spec.note(path, f"its template's restartPolicy is left out: {BY_THE_POLICY}")
+    if job.priority:
+        pod.setdefault("priorityClassName", job.priority)
+    return main
+
+
+def _command(spec: Fields, job: ForeignJob, path: str, called: str) -> None:
+    """Put elasticrun into the command of the ranks' container."""
+    main = _container(spec, job, path, called)
+    words = [main.pop(name, []) for name in ("command", "args")]
+    made = convert(*words, ranks=job.ranks, default=job.default, restarts=job.restarts)
+    if not made.known:
+        why = "names no launcher that is known, or several" if words[0] else "is the image's own"
+        by_hand = f"the command {why}: begin it with elasticrun by hand"
+        spec.note(path, f"{by_hand}, and say --nproc-per-node where it is not 1")
+    for flag in made.dropped:
+        why = "the operator tells the agents"
+        if least := re.match(r"--nnodes[= ]\W?(\d+):", flag):
+            job.min_nodes = job.min_nodes or int(least[1])
+        elif re.match(r"--nnodes[= ].*:", flag) and not job.min_nodes:
+            why = "say the fewest nodes as minNodes"
+        spec.note(path, f"the command's {flag} is left out: {why}")
+    launch = "torch.distributed.launch" in " ".join((*words[0], *words[1]))
+    if launch and not any(flag.startswith("--use") for flag in made.dropped):
+        spec.note(
+            path, "the script gets no --local-rank here: LOCAL_RANK in its environment says it"
+        )
+    for name in sorted({found for one in (*made.command, *made.args)
+                        for found in THEIRS.findall(one)}):  # fmt: skip
+        spec.note(path, f"the command reads ${name}, which nothing sets here: take it out")
+    for name, value in (("command", made.command), ("args", made.args)):
+        if value:
+            main[name] = value
+    if job.nodes < 1:
+        spec.note(path, "it has 0 pods: the job has 1 node, the fewest there can be")
+
+
+# ---------------------------------------------------------------- the kinds
+
+
+def _dlrover(spec: Fields, job: ForeignJob, image: str | None) -> None:
+    del image
+    for name, why in (
+        ("distributionStrategy", "all-reduce training is what there is"),
+        ("optimizeMode", "it has no visible effect"),
+        ("brainService", "nothing scales jobs by itself"),
+        ("resourceLimits", "nothing scales jobs by itself"),
+        ("enableElasticScheduling", "minNodes below nodes says so"),
+        ("enableDynamicSharding", "the script's sampler divides the data"),
+    ):
+        spec.leave(name, why)
+    job.suspend = spec.take("suspend", bool, False)
+    shared = spec.take("envs", dict, {})
+    roles = spec.inner("replicaSpecs")
+    for name, role in roles.roles():
+        if name != "worker":
+            why = MASTER_DOES if name == "dlrover-master" else NOT_PODS
+            spec.note(f"replicaSpecs.{name}", f"left out: {why}")
+            continue
+        for left, why in (("autoScale", "nothing scales jobs by itself"),
+                          ("restartTimeout", "a pod is replaced at once")):  # fmt: skip
+            role.leave(left, why)
+        role.leave("priority", "name a priorityClassName in the template")
+        scheduler = role.take("BatchScheduler", str, "")
+        job.gang = scheduler == "volcano"
+        if scheduler and not job.gang:
+            role.note("BatchScheduler", "left out: name another's gang in the ElasticJob by hand")
+        job.nodes = _role(role, job)
+        if (limit := role.number("restartCount", -1)) >= 0:
+            job.policy["backoffLimit"] = min(limit * max(job.nodes, 1), 1000)
+            role.note("restartCount", "each pod's there: runPolicy.backoffLimit counts all pods'")
+        role.close()
+    _command(spec, job, "replicaSpecs.worker", "main")
+    for name, value in shared.items():  # {name: value} or {name: {value: ...}}
+        made = value if isinstance(value, dict) else {"value": str(value)}
+        job.template["spec"]["containers"][0].setdefault("env", []).append({**made, "name": name})
+
+
+def _pytorch(spec: Fields, job: ForeignJob, image: str | None) -> None:
+    del image
+    job.ranks, job.default = spec.take("nprocPerNode", str, ""), "auto"
+    elastic = spec.inner("elasticPolicy")
+    job.min_nodes, most = elastic.number("minReplicas", 0), elastic.number("maxReplicas", 0)
+    if ranks := elastic.number("nProcPerNode", 0):
+        job.ranks = job.ranks or str(ranks)
+    job.restarts = elastic.number("maxRestarts", -1)
+    for name in ("rdzvBackend", "rdzvPort", "rdzvHost", "rdzvId", "standalone"):
+        elastic.leave(name, "the operator tells the agents where they meet")
+    elastic.leave("rdzvConf", "say what matters as --rdzv-conf in the command")
+    elastic.leave("metrics", "nothing scales jobs by itself; kubectl scale does")
+    elastic.close()
+    roles, count = spec.inner("pytorchReplicaSpecs"), 0
+    for name, role in roles.roles():
+        if name not in ("Master", "Worker"):
+            raise roles.wrong(name, "a PyTorchJob has the roles Master and Worker")
+        count += _role(role, job)
+        role.close()
+    job.nodes = max(count, most)
+    _run_policy(spec.inner("runPolicy"), job)
+    _command(spec, job, "pytorchReplicaSpecs", "pytorch")
+
+
+def _trainjob(spec: Fields, job: ForeignJob, image: str | None) -> None:
+    spec.leave("runtimeRef", "what the runtime adds to the pods has to be in the template")
+    spec.leave("initializer", "fetch data and models in an init container of the template")
+    for name in ("runtimePatches", "podTemplateOverrides", "podSpecOverrides"):
+        spec.leave(name, "write it into the template by hand")
+    spec.leave("managedBy", "the ElasticJob's operator manages it")
+    job.suspend = spec.take("suspend", bool, False)
+    if (limit := spec.number("activeDeadlineSeconds", 0)) > 0:
+        job.policy["activeDeadlineSeconds"] = limit
+    for name, own in (("labels", job.labels), ("annotations", job.annotations)):
+        own.update(spec.take(name, dict, {}))
+    trainer = spec.inner("trainer")
+    container: dict[str, Any] = {"name": "node"}
+    if named := trainer.take("image", str, "") or image:
+        container["image"] = named
+    elif image is not None:
+        raise trainer.wrong("image", "it names none, and the runtime's is not here: give --image")
+    for name, kind in (("command", list), ("args", list), ("env", list)):
+        if value := trainer.take(name, kind, []):
+            container[name] = value
+    if resources := trainer.take("resourcesPerNode", dict, {}):
+        container["resources"] = resources
+    job.nodes = trainer.number("numNodes", 1, 1)
+    ranks = trainer.take("numProcPerNode", object, "")  # a string in older versions
+    if not isinstance(ranks, int | str):
+        raise trainer.wrong("numProcPerNode", f"{ranks!r} is no number of ranks")
+    job.ranks, job.default = str(ranks), "auto"
+    trainer.close()
+    job.template = {"spec": {"containers": [container]}}
+    _command(spec, job, "trainer", "node")
+
+
+def _msjob(spec: Fields, job: ForeignJob, image: str | None) -> None:
+    del image
+    success = spec.take("successPolicy", str, "")
+    job.success = success or "Rank0"
+    spec.leave("enableDynamicWorker", "every job is elastic; minNodes says how far")
+    roles = spec.inner("msReplicaSpecs")
+    for name, role in roles.roles():
+        if name.lower() != "worker":
+            spec.note(f"msReplicaSpecs.{name}", f"left out: {NOT_PODS}")
+            continue
+        job.nodes = _role(role, job)
+        role.close()
+    _run_policy(spec.inner("runPolicy"), job)
+    spec.note("msReplicaSpecs", "elasticrun starts torch's ranks: MS_* variables are not set")
+    _command(spec, job, "msReplicaSpecs", "mindspore")
+
+
+def scale_plan(document: Document) -> tuple[str, int]:
+    """dlrover's ScalePlan: whose it is, and how many nodes that job is to have. NotConvertible."""
+    top = document.fields()
+    if top.take("kind", str, "") != "ScalePlan":
+        raise top.wrong("kind", "only a ScalePlan says how large a job is to be")
+    for name in ("apiVersion", "metadata", "status"):
+        top.take(name, object, None)
+    spec = top.inner("spec")
+    job = spec.take("ownerJob", str, "")
+    spec.take("manualScaling", bool, True)
+    replicas = -1
+    roles = spec.inner("replicaResourceSpecs")
+    for name, role in roles.roles():
+        if name != "worker":
+            raise roles.wrong(name, "a job has workers alone")
+        if (replicas := role.number("replicas", -1)) < 0:
+            raise role.wrong("replicas", "how many there are to be is missing or is less than 0")
+        role.leave("resource", "the pods' resources stay as they are")
+        role.close()
+    spec.close()
+    top.close()
+    if not job or replicas < 0:
+        raise spec.wrong("ownerJob", "a plan names its ownerJob and the replicas of its workers")
+    return job, replicas
+
+
+READERS: Final[Mapping[tuple[str, str], Callable[[Fields, ForeignJob, str | None], None]]] = {
+    ("elastic.iml.github.io", "ElasticJob"): _dlrover,
+    ("kubeflow.org", "PyTorchJob"): _pytorch,
+    ("trainer.kubeflow.org", "TrainJob"): _trainjob,
+    ("mindspore.gitee.com", "MSJob"): _msjob,
+}

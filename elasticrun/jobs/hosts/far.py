@@ -1,0 +1,316 @@
+"""What ssh starts on a host (`python -m elasticrun.jobs.hosts.far`): it starts the agent apart from
+the connection and tells what the agent prints and how it ends. When the connection breaks the agent
+goes on; the next one finds it and goes on telling where the last one was.
+
+On stdin: an `Order` as one line of JSON, then lines with the signals so far, and `done`. On stdout:
+`GREETING`, then lines of JSON; behind {"out": n} and {"err": n} stand n bytes of the agent's. The
+token is nowhere but on stdin, and in the agent, which takes it out of its environment.
+
+An agent's folder is $XDG_STATE_HOME/elasticrun/hosts/ID (~/.local/state/...): `out` and `err`, who
+holds it, how many signals it has had, its exit code. It goes when all of it was told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, Final
+
+from elasticrun import __version__
+from elasticrun.host.system.inotify import IN_MOVED_TO, Inotify
+from elasticrun.host.system.processes import ProcessId, die_with_parent, home
+from elasticrun.host.system.title import set_title
+from elasticrun.wire.env import BY_SSH
+
+GREETING: Final = f"elasticrun-far 1 {__version__}"
+"""Our first line; whatever comes before it is a shell profile's."""
+
+STREAMS: Final = ("out", "err")
+MOST_ORDER: Final = 4 * 1024 * 1024
+"""Bytes of a line on stdin: command line, variables and token."""
+CHUNK: Final = 64 * 1024
+ORDER_LIMIT: Final = 180.0
+"""Seconds until the other side knows at which host the nodes meet."""
+BEGIN_LIMIT: Final = 30.0
+"""Seconds in which another connection that is starting the agent has started it."""
+LOOK_EVERY: Final = 0.5
+"""Seconds between looks where the kernel gives no inotify."""
+HOLDER_EVERY: Final = 10.0
+"""Seconds between looks whether the process that holds the agent was killed."""
+FAREWELL: Final = 10
+"""Seconds that the other side has to say that it heard the end."""
+KEPT: Final = 20
+"""Folders of agents that have ended and were never told of to the end; older ones go."""
+
+
+def main() -> int:
+    """Serve one connection; 0 unless what was asked for cannot be done."""
+    _tell_line(GREETING)
+    stdin = _Lines(0)
+    order = stdin.next_line(ORDER_LIMIT)
+    if order is None:
+        return 1
+    try:
+        return _Attending(order, stdin).run()
+    except OSError as wrong:  # no connection any more, or no room for the folder
+        try:
+            _tell({"error": f"{wrong.strerror}: {wrong.filename or 'the connection'}"})
+        except OSError:
+            pass
+        return 1
+
+
+class _Lines:
+    """Lines of JSON from a descriptor, without ever waiting for the end of one."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.open = True
+        self._rest = b""
+
+    def read(self) -> None:
+        """Take in what is there."""
+        data = os.read(self.fd, CHUNK)
+        self._rest += data
+        self.open = bool(data) and len(self._rest) <= MOST_ORDER
+
+    def pop(self) -> dict[str, Any] | None:
+        """The next whole line, None where there is none yet."""
+        line, newline, rest = self._rest.partition(b"\n")
+        if not newline:
+            return None
+        self._rest = rest
+        return dict(json.loads(line))
+
+    def next_line(self, limit: float) -> dict[str, Any] | None:
+        """Wait for it; None at the end, and where nothing comes for `limit` seconds."""
+        while (found := self.pop()) is None and self.open:
+            if not select.select([self.fd], [], [], limit)[0]:
+                return None
+            self.read()
+        return found
+
+
+class _Attending:
+    """One connection to one agent."""
+
+    def __init__(self, order: dict[str, Any], stdin: _Lines) -> None:
+        self._order = order
+        self._stdin = stdin
+        self._folder = _home(os.environ) / str(order["id"])
+        self._files: dict[str, IO[bytes]] = {}
+
+    def run(self) -> int:
+        if not Path(self._order["cwd"]).is_dir():
+            _tell({"error": f"there is no folder {self._order['cwd']} on this host"})
+            return 1
+        _sweep(self._folder.parent)
+        if _claim(self._folder):  # else an earlier connection has started it
+            _start(self._folder, self._order)
+        _tell({"follows": True})
+        self._signal(self._order["signals"])
+        for name in STREAMS:
+            self._files[name] = (self._folder / name).open("rb")
+            self._files[name].seek(self._order["told"][name])
+        ended = self._follow()
+        if ended is None:
+            return 0
+        while self._print():
+            pass
+        _tell(ended)
+        signal.alarm(FAREWELL)  # nobody may be there any more
+        while (line := self._stdin.next_line(FAREWELL)) is not None:
+            if line.get("done"):
+                shutil.rmtree(self._folder, ignore_errors=True)
+        return 0
+
+    def _follow(self) -> dict[str, Any] | None:
+        """Tell what is written until the agent has ended, and how; None where the connection has
+        ended before."""
+        poller = select.poll()
+        poller.register(self._stdin.fd, select.POLLIN)
+        watch = _watch(self._folder)
+        if watch is not None:
+            poller.register(watch.fileno(), select.POLLIN)
+        while (ended := _end_of(self._folder)) is None:
+            wait = 0.0 if self._print() else LOOK_EVERY if watch is None else HOLDER_EVERY
+            for fd, _ in poller.poll(wait * 1000):
+                if watch is not None and fd == watch.fileno():
+                    watch.read()
+                elif not self._hear():
+                    return None
+        return ended
+
+    def _hear(self) -> bool:
+        """What the other side says; False at its end."""
+        self._stdin.read()
+        while (line := self._stdin.pop()) is not None:
+            self._signal(line.get("signals", []))
+        return self._stdin.open
+
+    def _signal(self, signals: list[int]) -> None:
+        """Hand the agent those of these signals that it has not had."""
+        holder = _holder(self._folder)
+        agent = ProcessId() if holder is None else holder["agent"]
+        if not (agent.is_local and agent.is_alive()):
+            return
+        had = self._folder / "signals"
+        count = int(had.read_text()) if had.exists() else 0
+        for number in signals[count:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(agent.pid, number)
+        had.write_text(str(max(count, len(signals))))
+
+    def _print(self) -> bool:
+        """Tell some of what is new; whether there may be more."""
+        more = False
+        for name, file in self._files.items():
+            if data := file.read(CHUNK):
+                _tell({name: len(data)}, data)
+                more = True
+        return more
+
+
+def _watch(folder: Path) -> Inotify | None:
+    try:
+        watch = Inotify()
+        watch.watch(str(folder), IN_MOVED_TO)
+        for name in STREAMS:
+            watch.watch(str(folder / name))
+    except OSError:
+        return None
+    return watch
+
+
+def _claim(folder: Path) -> bool:
+    """Make the agent's folder; False where it is there."""
+    part = folder.with_name(f"{folder.name}.{os.getpid()}")
+    part.mkdir(mode=0o700)
+    for name in STREAMS:
+        (part / name).touch(mode=0o600)
+    try:
+        part.rename(folder)
+    except OSError as wrong:
+        shutil.rmtree(part)
+        if wrong.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    state = environ.get("XDG_STATE_HOME", "")
+    base = Path(state) if state.startswith("/") else home() / ".local/state"
+    folder = base / "elasticrun" / "hosts"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _sweep(folders: Path) -> None:
+    """Remove what nobody has fetched, but for the newest."""
+    ended = [path for path in folders.iterdir() if _end_of(path) is not None]
+    ended.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in ended[KEPT:]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _start(folder: Path, order: Mapping[str, Any]) -> None:
+    """Start the agent below a process that only waits for it, apart from our session."""
+    told, tell = os.pipe()
+    if os.fork():
+        os.close(tell)
+        select.select([told], [], [], BEGIN_LIMIT)  # it is there, or could not be started
+        os.close(told)
+        return
+    os.close(told)
+    code = 1
+    try:
+        os.setsid()
+        set_title(b"elasticrun: waits for the agent")
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # a handler is not handed on, as SIG_IGN is
+        for fd, path in enumerate((Path(os.devnull), *(folder / name for name in STREAMS))):
+            file = os.open(path, os.O_RDWR | os.O_APPEND)
+            os.dup2(file, fd)
+            os.close(file)
+        agent = subprocess.Popen(
+            [sys.executable, "-P", "-m", "elasticrun", *order["argv"]],
+            env=_variables(order),
+            cwd=order["cwd"],
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+        )
+        pids = {"holder": os.getpid(), "agent": agent.pid}
+        held = {name: asdict(ProcessId.of(pid)) for name, pid in pids.items()}
+        _write(folder / "holder", json.dumps(held))
+        os.close(tell)
+        code = agent.wait()
+    except BaseException as wrong:
+        os.write(2, f"elasticrun: the agent cannot be started: {wrong}\n".encode())
+    finally:
+        _write(folder / "code", str(code if code >= 0 else 128 - code))
+        os._exit(0)
+
+
+def _variables(order: Mapping[str, Any]) -> dict[str, str]:
+    """This host's, those that go along, and the token, which the agent takes out at once."""
+    environ = {**os.environ, **order["variables"], "ELASTICRUN_TOKEN": order["token"]}
+    environ[BY_SSH] = "1"
+    here = os.path.dirname(sys.executable)  # as where the environment is activated
+    environ["PATH"] = f"{here}:{environ['PATH']}" if environ.get("PATH") else here
+    return environ
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it, or nothing."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.rename(path)
+
+
+def _holder(folder: Path) -> dict[str, ProcessId] | None:
+    """The holder and its agent; None where that is not written, or by another version of ours."""
+    try:
+        held = json.loads((folder / "holder").read_text())
+        return {name: ProcessId(**held[name]) for name in ("holder", "agent")}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _end_of(folder: Path) -> dict[str, Any] | None:
+    """How an agent has ended: {"code": n}, {"lost": true} where nobody knows; None: it has not."""
+    code, holder = folder / "code", _holder(folder)
+    if holder is None:
+        there = time.time() - folder.stat().st_mtime < BEGIN_LIMIT
+    else:
+        there = holder["holder"].is_alive() is not False
+    if code.exists():  # asked last: it is written before its holder ends
+        return {"code": int(code.read_text())}
+    return None if there else {"lost": True}
+
+
+def _tell(head: Mapping[str, Any], data: bytes = b"") -> None:
+    _send(json.dumps(head).encode() + b"\n" + data)
+
+
+def _tell_line(text: str) -> None:
+    _send(text.encode() + b"\n")
+
+
+def _send(data: bytes) -> None:
+    while data:
+        data = data[os.write(1, data) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""All agents of a job, each on its host: started, followed, signalled, and the job's exit code.
+
+A host that cannot be reached is tried again for some minutes while the others begin, as far as the
+smallest number of nodes lets them; one whose connection breaks goes on by itself, and is found
+again. An agent that was killed is started anew while others run. The job's code is that of the last
+agent to end, those left aside whose node was bad (75).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticrun.config import EXIT_BAD_NODE, EXIT_FAILED
+from elasticrun.core.words import some
+from elasticrun.host.log import columns_of, cut_to, open_line
+from elasticrun.host.system.network import routed_address
+from elasticrun.jobs.hosts.far import STREAMS
+from elasticrun.jobs.hosts.hostfile import NamedHost
+from elasticrun.jobs.hosts.ssh import Cut, Hopeless, SshConnection, address_of, is_here
+from elasticrun.wire.spawning import is_kept_ignored
+from elasticrun.wire.types import Endpoint
+
+DELAYS: Final = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
+"""Seconds before each further try to reach a host; then it is given up, unless its agent was
+started and others are still followed."""
+
+LIVES: Final = 4
+"""How often an agent is started on a host where it is killed."""
+
+TOO_FEW_LIMIT: Final = 30.0
+"""Seconds that the others have to end by themselves when a failure left too few of them."""
+
+SHOW_AFTER: Final = 0.3
+"""Seconds after which a line without an end is shown as far as it is there."""
+
+MOST_LINE: Final = 64 * 1024
+
+_KILLED: Final = 128 + signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class HostsPlan:
+    """What is started where. argv: the words of each host's agent. port: of the master, on the
+    first host that is reached; 0: the words say where nodes meet. variables: what goes along."""
+
+    job: str
+    hosts: tuple[NamedHost, ...]
+    argv: tuple[tuple[str, ...], ...]
+    least: int
+    port: int
+    variables: Mapping[str, str]
+    ssh: tuple[str, ...]
+    token: str = field(repr=False)
+
+
+def meeting_words(host: str, port: int) -> tuple[str, ...]:
+    """The flags that make nodes meet there."""
+    return ("--rdzv-backend=c10d", f"--rdzv-endpoint={Endpoint(host, port)}")
+
+
+def run(plan: HostsPlan, say: Callable[[str], None]) -> int:
+    """Start the job and follow it to its end; its exit code."""
+
+    async def follow() -> int:
+        return await Fleet(plan, say).run()
+
+    return asyncio.run(follow())
+
+
+class Fleet:
+    """The agents of one job. What one of them tells of is decided here for all."""
+
+    def __init__(self, plan: HostsPlan, say: Callable[[str], None]) -> None:
+        self.plan = plan
+        self.say = say
+        self.run_id = f"{uuid.uuid4().hex[:12]}"
+        self.cwd = os.getcwd()
+        self.screen = Screen()
+        self.signals: list[int] = []
+        self.members = [Member(self, number) for number in range(len(plan.hosts))]
+        self._meeting: asyncio.Future[str] = asyncio.Future()
+        self._first: Member | None = None
+        self._codes: list[int] = []
+        self._failed = False
+
+    async def run(self) -> int:
+        """To the end of all agents; the job's exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if is_kept_ignored(number):
+                continue
+            loop.add_signal_handler(number, self._signalled, number)
+        async with asyncio.TaskGroup() as group:
+            for member in self.members:
+                member.task = group.create_task(member.attend())
+        self.screen.end()
+        good = [code for code in self._codes if code != EXIT_BAD_NODE] or self._codes
+        return EXIT_FAILED if self._failed or not good else good[-1]
+
+    async def meeting(self, member: Member) -> str:
+        """The host that the nodes meet at: the first of those that are reached."""
+        earlier = self.members[: member.number]
+        for one in earlier:
+            await one.tried.wait()
+        if self._first is None and not any(one.reached for one in earlier):
+            self._first = member
+            self._meeting.set_result(await self._address(member.host))
+        return await asyncio.shield(self._meeting)
+
+    async def _address(self, host: NamedHost) -> str:
+        if not is_here(host):
+            return await address_of(host, self.plan.ssh)
+        alone = all(map(is_here, self.plan.hosts))
+        return "127.0.0.1" if alone else routed_address() or host.name
+
+    # ------------------------------------------------------------ what members tell
+
+    def ended(self, member: Member, code: int) -> None:
+        """An agent has ended for good."""
+        self._codes.append(code)
+        if not any(one.runs for one in self.members):
+            self._call_off()
+        elif code and self._left() < self.plan.least:
+            asyncio.get_running_loop().call_later(TOO_FEW_LIMIT, self._end)
+
+    def without(self, member: Member, why: str) -> None:
+        """A host is given up."""
+        left, least = self._left(), self.plan.least
+        if member.started:
+            self.say(f"{member.name} is not reached any more: {why}; its agent may go on there")
+        elif left >= least and member is not self._first:
+            self.say(f"{member.name} cannot be used: {why}; the job goes on without it")
+        elif not self._failed and not self.signals:
+            self._failed = True
+            need = f"the job needs {some(least, 'host')}" if left < least else "others meet there"
+            self.say(f"{member.name} cannot be used: {why}; {need}, so it ends")
+            self._call_off()
+            self._send(signal.SIGTERM)
+        if member.started and not any(one.runs for one in self.members):
+            self._call_off()
+
+    def is_wanted(self, member: Member, failures: int) -> bool:
+        """Whether a host that was not reached so often in a row is to be tried again."""
+        if member.started and any(one.runs for one in self.members if one is not member):
+            return True
+        return failures < len(DELAYS)
+
+    def others_run(self, member: Member) -> bool:
+        return not self.signals and any(one.runs for one in self.members if one is not member)
+
+    def _left(self) -> int:
+        return sum(not one.over for one in self.members)
+
+    def _call_off(self) -> None:
+        """What has not been started is not started any more."""
+        for one in self.members:
+            if not one.started and one.task is not None:
+                one.over = True
+                one.task.cancel()
+
+    # ------------------------------------------------------------ signals
+
+    def _signalled(self, number: int) -> None:
+        """The first lets the job save and stop, the second kills it."""
+        asked = signal.SIGTERM if number == signal.SIGHUP else number
+        self._send(signal.SIGKILL if self.signals else asked)
+        self._call_off()
+        for one in self.members:
+            if len(self.signals) > 1 and one.task and one.runs and not one.connected:
+                one.task.cancel()
+                self.say(f"{one.name} is not reached; its agent may go on: elasticrun stop ends it")
+
+    def _end(self) -> None:
+        """Unless that was asked for already: at a second signal agents leave without saving."""
+        if not self.signals:
+            self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        self.signals.append(number)
+        for one in self.members:
+            one.hear_signals()
+
+
+class Member:
+    """One host and the agent on it."""
+
+    def __init__(self, fleet: Fleet, number: int) -> None:
+        self._fleet = fleet
+        self.number = number
+        self.host = fleet.plan.hosts[number]
+        self.name = self.host.name
+        self.task: asyncio.Task[None] | None = None
+        self.tried = asyncio.Event()
+        self.reached = False
+        self.started = False
+        self.over = False
+        self._life = 1
+        self._failures = 0
+        self._told = dict.fromkeys(STREAMS, 0)
+        self._connection: SshConnection | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self.started and not self.over
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
+
+    async def attend(self) -> None:
+        """Until its agent has ended, or never will have begun."""
+        while not self.over:
+            try:
+                code = await self._follow()
+            except Hopeless as why:
+                self._give_up(str(why))
+            except Cut as why:
+                await self._pause(str(why))
+            else:
+                await self._ended(code)
+
+    def _give_up(self, why: str) -> None:
+        self.over = True
+        self.tried.set()
+        self._fleet.without(self, why)
+
+    async def _pause(self, why: str) -> None:
+        """Before the next try, if there is to be one."""
+        self.tried.set()
+        self._failures += 1
+        if not self._fleet.is_wanted(self, self._failures):
+            return self._give_up(why)
+        if self._failures == 1:
+            what = "its agent goes on" if self.started else "others may begin without it"
+            state = "is not connected" if self.started else "cannot be reached"
+            self._fleet.say(f"{self.name} {state}: {why}; {what}, and it is tried again")
+        await asyncio.sleep(DELAYS[min(self._failures, len(DELAYS)) - 1])
+        return None
+
+    async def _ended(self, code: int) -> None:
+        """The agent has ended: for good, or to be started once more."""
+        if code != _KILLED or self._life >= LIVES or not self._fleet.others_run(self):
+            self.over = True
+            return self._fleet.ended(self, code)
+        self._fleet.say(f"the agent on {self.name} was killed: it is started again")
+        await asyncio.sleep(DELAYS[self._life - 1])
+        self._life += 1
+        self._told = dict.fromkeys(STREAMS, 0)
+        return None
+
+    async def _follow(self) -> int:
+        """One connection, until the agent has ended; its exit code. Cut, Hopeless."""
+        fleet = self._fleet
+        async with SshConnection(self.host, fleet.plan.ssh) as connection:
+            self.reached = True
+            self.tried.set()
+            order = await self._order()
+            self.started, self._connection = True, connection
+            try:
+                connection.say({**order, "signals": fleet.signals})
+                async for head, data in connection.frames():
+                    if self._failures:
+                        fleet.say(f"{self.name} is reached again")
+                        self._failures = 0
+                    if "code" in head or "lost" in head:
+                        connection.say({"done": True})
+                        return int(head.get("code", _KILLED))
+                    if "error" in head:
+                        self.started = self._told["out"] + self._told["err"] > 0
+                        raise Hopeless(head["error"])
+                    for stream in self._told.keys() & head:
+                        self._told[stream] += len(data)
+                        fleet.screen.show(self.name, stream, data)
+            finally:
+                self._connection = None
+        raise AssertionError("frames end by an exception")
+
+    async def _order(self) -> dict[str, object]:
+        plan = self._fleet.plan
+        argv = plan.argv[self.number]
+        if plan.port:
+            argv = (*meeting_words(await self._fleet.meeting(self), plan.port), *argv)
+        return {
+            "id": f"{plan.job}-{self._fleet.run_id}-{self.number}-{self._life}",
+            "argv": argv,
+            "cwd": self._fleet.cwd,
+            "variables": plan.variables,
+            "token": plan.token,
+            "told": self._told,
+        }
+
+    def hear_signals(self) -> None:
+        if self._connection is not None:
+            self._connection.say({"signals": self._fleet.signals})
+
+
+class Screen:
+    """Lines of all hosts with the name of each in front. A line that does not end soon is shown as
+    far as it is there; on a terminal the states of a progress bar are written over each other."""
+
+    def __init__(self) -> None:
+        self._rest: dict[tuple[str, str], bytes] = {}
+        self._looks: dict[tuple[str, str], asyncio.TimerHandle] = {}
+
+    def show(self, name: str, stream: str, data: bytes) -> None:
+        """Write what has become whole lines; of a progress bar its newest state."""
+        of = (name, stream)
+        *lines, rest = (self._rest.pop(of, b"") + data).split(b"\n")
+        if len(rest) > MOST_LINE:
+            lines, rest = [*lines, rest], b""
+        for line in lines:
+            self._write(of, line, ends=True)
+        if rest:
+            self._rest[of] = rest
+            if of not in self._looks:
+                loop = asyncio.get_running_loop()
+                self._looks[of] = loop.call_later(SHOW_AFTER, self._begun, of)
+
+    def end(self) -> None:
+        """Write what has not become a line."""
+        for look in self._looks.values():
+            look.cancel()
+        for of, rest in self._rest.items():
+            self._write(of, rest, ends=True)
+        self._rest.clear()
+
+    def _begun(self, of: tuple[str, str]) -> None:
+        """Show the beginning of a line, or the newest state of a bar."""
+        del self._looks[of]
+        rest = self._rest.get(of, b"")
+        if rest and (b"\r" not in rest or columns_of(_fd(of))):
+            self._write(of, rest, ends=False)
+
+    def _write(self, of: tuple[str, str], line: bytes, *, ends: bool) -> None:
+        fd, shown = _fd(of), line.removesuffix(b"\r").rpartition(b"\r")[2]
+        text, columns = b"[%s] %s" % (os.fsencode(of[0]), shown), columns_of(fd)
+        if not ends and b"\r" in line:
+            text = cut_to(text, columns)
+        text = open_line(fd).then(of, text + b"\n" * ends, ends=ends, columns=columns)
+        try:
+            while text:
+                text = text[os.write(fd, text) :]
+        except OSError:  # nobody reads it any more; the job does not depend on it
+            pass
+
+
+def _fd(of: tuple[str, str]) -> int:
+    return 2 if of[1] == "err" else 1

@@ -1,0 +1,190 @@
+"""`elasticrun join HOST:PORT CODE`: this machine becomes a node of a job that another one started.
+
+The code is exchanged for the job's token and command line (`wire.auth`); what runs then is
+that command, as if it had been typed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from elasticrun import __version__
+from elasticrun.cli import trust
+from elasticrun.cli.flags import PROG, Parser, get_args_parser
+from elasticrun.cli.rendezvous import without
+from elasticrun.cli.settings import Asked, NotHere, UsageError
+from elasticrun.cli.verbs.masters import NoStatus, parse_endpoint
+from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from elasticrun.host.system.title import set_command_line
+from elasticrun.jobs.line import JobLine
+from elasticrun.jobs.running import asking
+from elasticrun.wire import auth
+from elasticrun.wire.auth import (
+    JOIN_CODE_LIFE,
+    BadCode,
+    JoinAnswer,
+    JoinCode,
+    parse_code,
+    unseal,
+)
+from elasticrun.wire.messages import Reply, Request
+from elasticrun.wire.types import Endpoint, WireError, loads
+
+ANSWER_LIMIT: Final = 20.0
+"""Seconds for the master to answer once it is reached."""
+
+DIAL_LIMIT: Final = 10.0
+"""Seconds to dial again while nobody answers: a master that died is replaced within seconds."""
+
+DIAL_PAUSE: Final = 0.5
+"""Seconds between two dials."""
+
+CLOCKS: Final = JOIN_CODE_LIFE
+"""Seconds by which this machine's clock may be ahead of the master's."""
+
+TRUST_FLAGS: Final = ("--token-file", "--tls-cert", "--tls-key", "--tls-ca")
+"""Files of one machine: the token comes with the answer, the certificates of this machine are in
+its own flags."""
+
+TOO_OLD: Final = (
+    "this join code expired long ago by this machine's clock: print a new line with `elasticrun "
+    "join --new` on the first machine, or set the clock"
+)
+
+ABOUT: Final = f"""\
+Make this machine a node of a running job. The first machine prints the line to paste,
+which is good for {JOIN_CODE_LIFE // 60} minutes. Script and flags come from there; FLAGS
+(--nproc-per-node=4, --local-addr=10.0.0.7, --tls-ca=ca.pem) are for this machine alone.
+Variables do not come from there: export here what the script needs.
+With - in place of CODE, the code is read from standard input.
+"""
+
+
+def main(argv: Sequence[str], say: Callable[[str], None], launch: Callable[..., int]) -> int:
+    """Join, or print a new code; the exit code. UsageError."""
+    ns = _parser().parse_args(argv)
+    if ns.new:
+        return _new([ns.endpoint] if ns.endpoint else [])
+    if not ns.code:
+        raise UsageError("join needs HOST:PORT and a code, as the first machine has printed them")
+    where, flags = ns.endpoint, ns.flags
+    try:
+        endpoint, code = parse_endpoint(where), parse_code(_code_text(ns.code))
+    except (NoStatus, BadCode) as wrong:
+        raise UsageError(str(wrong), EXIT_USAGE) from None
+    if time.time() > code.until + CLOCKS:
+        # Whoever has found it (in a shell's history, say) may stand at that port by now, and prove
+        # it, and what a joiner is given it runs. Nobody would need it any more.
+        raise UsageError(TOO_OLD, EXIT_FAILED)
+    answer = _exchange(endpoint, code, flags)
+    command, at = answer.command, answer.program_at
+    known = any(word.startswith("--rdzv-id") for word in command[:at])
+    ours = [f"--rdzv-endpoint={endpoint}", *([] if known else [f"--rdzv-id={answer.job_id}"])]
+    words = [*without(command[:at], TRUST_FLAGS), *flags, *ours, *command[at:]]
+    _enter(answer, words)
+    os.environ.pop(trust.TOKEN_FILE_VARIABLE, None)  # of another job: it would be read first
+    os.environ[trust.TOKEN_VARIABLE] = answer.token  # `withdraw` takes it out again
+    say(f"joining job {answer.job_id} in {os.getcwd()}: {PROG} {shlex.join(words)}")
+    return launch(words)
+
+
+def _code_text(word: str) -> str:
+    """The code that was typed, or read from standard input. `ps` does not show it from now on."""
+    if word == "-":
+        return sys.stdin.readline() if sys.stdin else ""
+    shown = ["-" if each == word else each for each in sys.orig_argv]
+    set_command_line([os.fsencode(each) for each in shown])
+    return word
+
+
+def _parser() -> Parser:
+    made = Parser(
+        prog=f"{PROG} join",
+        usage=f"{PROG} join HOST:PORT CODE [FLAGS]\n       {PROG} join --new [JOB]",
+        description=ABOUT,
+    )
+    text = "print a fresh line; on the first machine, by the user whose job it is"
+    made.add_argument("--new", action="store_true", help=text)
+    made.add_argument("endpoint", nargs="?", default="", metavar="HOST:PORT")
+    made.add_argument("code", nargs="?", default="", metavar="CODE")
+    made.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS")
+    return made
+
+
+def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinAnswer:
+    """What the master gives for the code. UsageError."""
+    # Late: grpc takes longer to import than everything else here together.
+    from elasticrun.agent.link.answering import PortAnswer, probe
+    from elasticrun.wire.rpc.channel import LinkError, ask_to_join
+
+    variables = trust.withdraw()
+    ns = get_args_parser().parse_args([*flags, "program"])
+    if ns.training_script != "program":
+        what = ns.training_script
+        raise UsageError(f"{what}: only flags may follow the code; the script comes from the job")
+
+    async def asked(pem: auth.Pem | None) -> tuple[auth.Guest, Reply]:
+        until = time.monotonic() + DIAL_LIMIT
+        while True:
+            guest = auth.Guest.with_code(code, __version__)  # a fresh nonce for each dial
+            try:
+                return guest, await ask_to_join(endpoint, ANSWER_LIMIT, guest, tls=pem)
+            except LinkError as error:
+                if error.rejected or time.monotonic() > until:
+                    raise
+            await asyncio.sleep(DIAL_PAUSE)
+
+    try:
+        files = trust.tls(Asked(ns, variables))
+        pem = None if files is None else auth.read_pem(files)
+        guest, reply = asyncio.run(asked(pem))
+        if not reply.ok:
+            raise UsageError(reply.reason, EXIT_FAILED)
+        plain = unseal(code.secret, guest.nonces, reply.body)
+        answer: JoinAnswer = loads(plain, JoinAnswer)
+    except LinkError as error:
+        verb, why = "refuses" if error.rejected else "does not answer", str(error)
+        if not error.rejected:  # gRPC does not say why a handshake of TLS failed
+            found, wrong = asyncio.run(probe(endpoint, DIAL_LIMIT, files))
+            why = wrong if found is PortAnswer.INSECURE else why
+        raise UsageError(f"the master at {endpoint} {verb}: {why}", EXIT_FAILED) from None
+    except (auth.TlsError, BadCode) as wrong:
+        raise UsageError(str(wrong), EXIT_FAILED) from None
+    except (WireError, ValueError) as wrong:
+        raise UsageError(f"the master at {endpoint} sent {wrong}", EXIT_FAILED) from None
+    return answer
+
+
+def _enter(answer: JoinAnswer, words: Sequence[str]) -> None:
+    """Go where the program is: the first machine's folder, else stay here. NotHere."""
+    ns = get_args_parser().parse_args(list(words))
+    program = str(ns.training_script)
+    is_script = not (ns.module or ns.no_python)
+    here, there = os.getcwd(), answer.folder
+    if os.path.isdir(there) and (not is_script or os.path.exists(os.path.join(there, program))):
+        os.chdir(there)
+    elif is_script and not os.path.exists(program):
+        where = program if os.path.isabs(program) else f"{program} in {there} or {here}"
+        raise NotHere(
+            f"there is no script {where}: copy the code to this machine, and join from its folder"
+        )
+
+
+def _new(argv: Sequence[str]) -> int:
+    """Print a new line for a job of this user."""
+    return asking.run(asking.parser("join --new", "Print a fresh join line."), argv, _print_new)
+
+
+def _print_new(line: JobLine, ns: argparse.Namespace) -> int:
+    code = line.reply(Request("invite")).body
+    print(f"{PROG} join {line.endpoint} {code}")
+    if sys.stdout.isatty():
+        print(f"{PROG}: good for {JOIN_CODE_LIFE // 60} minutes", file=sys.stderr)
+    return EXIT_OK

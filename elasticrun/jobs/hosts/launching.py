@@ -1,0 +1,118 @@
+"""--hosts and --hostfile: what is to be started on which host (`hosts.fleet` does it)."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from elasticrun.cli import settings, trust
+from elasticrun.cli.detection.found import port_of_name
+from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.rendezvous import MEETING_FLAGS, fresh_id, job_stem, without
+from elasticrun.cli.settings import Asked, NotHere, UsageError
+from elasticrun.config import EXIT_OK, EXIT_USAGE
+from elasticrun.jobs.hosts import fleet, hostfile, ssh
+
+_NOT_HANDED_ON: Final = ("--hosts", "--hostfile", "--ssh", "--dry-run", "--token-file")
+_OF_ONE_HOST: Final = ("standalone", "srun", "node_rank", "node_id", "local_addr")
+"""Flags that cannot be meant for all hosts."""
+
+_GO_ALONG: Final = re.compile(
+    r"(ELASTICRUN_|PET_|PYTHON|OMP_|NCCL_|GLOO_|TORCH|GIT_SYNC_)|LOGLEVEL\Z"
+)
+_STAY: Final = re.compile(
+    r"ELASTICRUN_(TOKEN(_FILE)?|SSH|WARM_SERVER|TEST_.*)\Z|.*_(NODE_RANK|NODE_ID|LOCAL_ADDR)\Z"
+)
+"""Variables that are settings of the job, and those of them that belong to one host."""
+
+
+def launch(
+    words: Sequence[str], asked: Asked, environ: Mapping[str, str], say: Callable[[str], None]
+) -> int:
+    """Start the job on its hosts and follow it to its end; its exit code. UsageError."""
+    plan = plan_of(words, asked, environ)
+    if not asked.switch("dry_run"):
+        return fleet.run(plan, say)
+    meet = fleet.meeting_words(plan.hosts[0].name, plan.port) if plan.port else ()
+    print(f"in the folder {os.getcwd()} of each host:")
+    for host, argv in zip(plan.hosts, plan.argv, strict=True):
+        print(f"{host.name}: {shlex.join(ssh.command(host, plan.ssh))}")
+        print(f"{host.name}: elasticrun {shlex.join((*meet, *argv))}")
+    return EXIT_OK
+
+
+def plan_of(words: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> fleet.HostsPlan:
+    """What these words ask for; UsageError."""
+    hosts = _hosts(asked)
+    for dest in _OF_ONE_HOST:
+        if asked.explicitly(dest):
+            raise UsageError(
+                f"{asked.source(dest)} is for one host: leave it out beside --hosts", EXIT_USAGE
+            )
+    given = asked.explicitly("nnodes")
+    low, high = settings.nodes(asked.text("nnodes") if given else str(len(hosts)))
+    if len(hosts) < low:
+        raise UsageError(
+            f"--nnodes={asked.text('nnodes')} needs more hosts than the {len(hosts)} given",
+            EXIT_USAGE,
+        )
+    named = asked.explicitly("rdzv_id")
+    job = asked.text("rdzv_id") if named else f"{job_stem(asked)}-{fresh_id()[:8]}"
+    meets = not any(map(asked.explicitly, MEETING_FLAGS))
+    common = [] if named else [f"--rdzv-id={job}"]
+    common += [] if named or asked.explicitly("name") else [f"--name={job_stem(asked)}"]
+    common += [] if given else [f"--nnodes={len(hosts)}"]
+    at = get_args_parser().script_at(words)
+    behind = [*without(words[:at], _NOT_HANDED_ON), *words[at:]]
+    slots = not asked.explicitly("nproc_per_node")
+    argv = []
+    for number, host in enumerate(hosts):
+        own = [f"--node-rank={number}"] if number < high else []
+        own += [f"--nproc-per-node={host.slots}"] if slots and host.slots else []
+        argv.append((*common, *own, *behind))
+    return fleet.HostsPlan(
+        job=re.sub(r"[^\w.-]", "_", job)[:60],
+        hosts=hosts,
+        argv=tuple(argv),
+        least=low,
+        port=port_of_name(job) if meets else 0,
+        variables={
+            name: value
+            for name, value in environ.items()
+            if _GO_ALONG.match(name) and not _STAY.match(name)
+        },
+        ssh=_ssh(asked.text("ssh")),
+        token=trust.token(asked) or secrets.token_hex(32),
+    )
+
+
+def _ssh(text: str) -> tuple[str, ...]:
+    """The words of --ssh. UsageError."""
+    try:
+        return tuple(shlex.split(text)) or ("ssh",)
+    except ValueError as wrong:  # a quote that is not closed
+        raise UsageError(f"--ssh={text}: {wrong}", EXIT_USAGE) from None
+
+
+def _hosts(asked: Asked) -> tuple[hostfile.NamedHost, ...]:
+    text, path = asked.text("hosts"), asked.text("hostfile")
+    if text and path:
+        raise UsageError("--hosts and --hostfile both say which hosts: leave one out", EXIT_USAGE)
+    try:
+        if text:
+            found = hostfile.listed(text)
+        else:
+            with open(path, encoding="utf-8") as file:
+                found = hostfile.in_file(file.read(hostfile.MOST_CHARS + 1), path)
+    except hostfile.HostsError as wrong:
+        raise UsageError(str(wrong), EXIT_USAGE) from None
+    except (OSError, UnicodeDecodeError) as wrong:
+        why = wrong.strerror if isinstance(wrong, OSError) else "it is not text"
+        raise NotHere(f"--hostfile={path} cannot be read: {why}") from None
+    if not found:
+        raise UsageError(f"{path or '--hosts'} names no host", EXIT_USAGE)
+    return found

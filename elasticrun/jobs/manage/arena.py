@@ -1,0 +1,308 @@
+"""Arena's words for `submit` and `render`: its flags where they mean the same, and its command in
+one string. Pure: what is typed comes out in our own words.
+
+`ROWS` says of each flag what becomes of it for pods, in Slurm and on this host; a place that a row
+leaves out cannot be told it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from elasticrun.cli import settings
+from elasticrun.cli.flags import PROG, get_args_parser
+from elasticrun.cli.rendezvous import MEETING_FLAGS, without
+from elasticrun.jobs.convert.command import LAUNCHER, SHELLS
+from elasticrun.jobs.render.checks import Invalid
+
+PODS, SLURM, LOCAL = "pods", "slurm", "local"
+EVERYWHERE: Final = (PODS, SLURM, LOCAL)
+
+KINDS: Final = ("pytorch", "pytorchjob", "py")
+"""What Arena wants to hear; one may stand before, among or behind the flags here, too."""
+
+OTHERS: Final = (
+    *("tf", "tfjob", "mpi", "mpijob", "horovod", "horovodjob", "et", "etjob", "ray", "rayjob"),
+    *("spark", "sparkjob", "volcano", "volcanojob", "deepspeed", "deepspeedjob"),
+)
+"""Its kinds of jobs that are none of ours."""
+
+LAUNCHERS: Final = ("torchrun", "dlrover-run", PROG)
+"""Programs whose flags are the launcher's."""
+
+
+class Row(NamedTuple):
+    """What becomes of one flag. `words`: ours at each place, with {value} (as it is), {seconds},
+    {minutes}, {taint}, {key} and {count} (of KEY=N), {mem} (Slurm's G for Gi), {host} and {mount}
+    (of /HOST[:/MOUNT]) in them. `note`:
+    where there are none, why there need not be any. `alone`: what is meant without a value."""
+
+    words: Mapping[str, tuple[str, ...]] = {}
+    note: str = ""
+    alone: str = ""
+
+
+def _pods(*words: str, **more: str) -> Row:
+    """A flag that is said of pods alone."""
+    return Row({PODS: words}, **more)
+
+
+def _all(*words: str) -> Row:
+    return Row(dict.fromkeys(EVERYWHERE, words))
+
+
+_IGNORED: Final = ("--image-pull-policy", "--tensorboard-image", "--loglevel", "--arena-namespace",
+                   "--config", "--sync-image", "--shell")  # fmt: skip
+
+ROWS: Final[Mapping[str, Row]] = {
+    "--workers": _all("--nodes={value}"),
+    "--gpus": Row({PODS: ("--gpus={value}",), SLURM: ("--gpus-per-node={value}",),
+                   LOCAL: ("--nproc-per-node={value}",)}),
+    "--cpu": Row({PODS: ("--cpu={value}",), SLURM: ("--cpus-per-task={value}",)}),
+    "--memory": Row({PODS: ("--memory={value}",), SLURM: ("--mem={mem}",)}),
+    "--device": _pods("--gpu-resource={key}", "--gpus={count}"),
+    "--rdma": _pods("--rdma={value}", alone="rdma/hca"),
+    "--share-memory": Row({PODS: ("--shm={value}",)}, "/dev/shm is the host's own here"),
+    "--working-dir": _all("--working-dir={value}"),
+    "--data": _all("--data={value}"),
+    "--data-dir": Row({PODS: ("--volume=dir{number}=host:{host}:{mount}",),
+                       SLURM: ("--data=dir{number}:{host}",),
+                       LOCAL: ("--data=dir{number}:{host}",)}),
+    "--host-network": _pods("--host-network", alone="true"),
+    "--tensorboard": Row(dict.fromkeys(EVERYWHERE, ("--tensorboard",)), alone="true"),
+    "--gang": _pods("--gang={value}", alone="coscheduling"),
+    "--toleration": _pods("--toleration={taint}"),
+    "--running-timeout": Row({PODS: ("--deadline={seconds}",), SLURM: ("--time={minutes}",)}),
+    "--ttl-after-finished": Row({PODS: ("--ttl={seconds}",)},
+                                "`elasticrun prune --since` removes what has ended"),
+    "--clean-task-policy": Row({}, "nodes end with their job, and pods that have ended stay until "
+                                   "--ttl-after-finished"),
+    "--job-backoff-limit": _pods("--backoff-limit={value}"),
+    "--retry": Row({PODS: ("--retries={value}",), SLURM: ("--retries={value}",)}),
+    **{name: _pods(name + "={value}") for name in (
+        "--image", "--namespace", "--priority", "--selector", "--label", "--annotation",
+        "--image-pull-secret", "--scheduler", "--service-account")},
+    **{name: Row({}, "it has no use here") for name in _IGNORED},
+}  # fmt: skip
+
+SHORT: Final = {"-e": "--env", "-l": "--label", "-a": "--annotation", "-n": "--namespace",
+                "-d": "--data", "-p": "--priority"}  # fmt: skip
+
+SPECIAL: Final = ("--env", "--git", "--sync-source", "--sync-mode", "--config-file")
+"""Flags that are more than a row of words."""
+
+ROOT: Final = "/root"
+"""Arena's --working-dir where none is given; its code is below that."""
+
+_TIME: Final = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?\Z")
+_SHELL: Final = re.compile(r"[;&|<>`$]|\n")
+_PYTHON: Final = r"python[\d.]*"
+_BARE: Final = re.compile(rf"{_PYTHON}|{'|'.join(LAUNCHERS)}")
+_MODULES: Final = re.compile(r"(-u )?-m torch\.distributed\.(run|launch)(?= |\Z)")
+_REF: Final = re.compile(r"(GIT_SYNC_(?:BRANCH|REV))=(.*)\Z")
+
+
+def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> list[str]:
+    """What was typed behind `submit` or `render TARGET`, in our words; others stay as they are.
+    `where`: a place of --on or a target of `render`; `say` hears which flags have no effect.
+    Invalid."""
+    words = list(words)
+    at = words.index("--") if "--" in words else len(words)
+    flags, behind = words[:at], words[at:]
+    for before, word in itertools.pairwise(["", *flags]):
+        if word in (*KINDS, *OTHERS) and (before[:1] != "-" or "=" in before):  # no flag's value
+            if word in OTHERS:
+                raise Invalid(f"{word}: of Arena's kinds of jobs {KINDS[0]} is what {PROG} runs")
+            flags.remove(word)
+            break
+    if not behind and flags and " " in flags[-1].strip() and not flags[-1].startswith("-"):
+        more, behind = _command(flags.pop())
+        flags += more
+    elif _BARE.fullmatch("".join(behind[1:2])) and "--no-python" not in flags:
+        more, behind = _program(behind[1:])
+        flags += more
+    return [*_Translation(flags, _place(where), say).made(), *behind]
+
+
+def known(where: str) -> list[str]:
+    """Arena's flags that mean something there."""
+    place = _place(where)
+    return [*SPECIAL, *(name for name, row in ROWS.items() if place in row.words or row.note)]
+
+
+def _place(where: str) -> str:
+    return {"slurm": SLURM, "local": LOCAL, "ssh": LOCAL}.get(where, PODS)
+
+
+class _Translation:
+    """Of the flags of one command line."""
+
+    def __init__(self, flags: list[str], place: str, say: Callable[[str], None]) -> None:
+        self._flags = flags
+        self._place = place
+        self._say = say
+        self._ranks_said = any(re.match(r"--nproc[-_]per[-_]node\b", word) for word in flags)
+        self._git = ""
+        self._refs: dict[str, str] = {}
+        self._seen: set[str] = set()
+        self._numbers = itertools.count()
+
+    def made(self) -> list[str]:
+        done: list[str] = []
+        while self._flags:
+            word = self._flags.pop(0)
+            name, equals, value = word.partition("=")
+            name = SHORT.get(name, _spelt(name) if name.startswith("--") else name)
+            if name not in ROWS and name not in SPECIAL:
+                done.append(word)
+                continue
+            self._seen.add(name)
+            row = ROWS.get(name, Row())
+            if row.alone:
+                value = self._optional(value, equals, row)
+            elif not equals:
+                value = self._next(name)
+            done += self._meant(name, value, row)
+        return done + self._at_the_end()
+
+    def _at_the_end(self) -> list[str]:
+        """What several flags say together."""
+        if not self._git:
+            if "--sync-mode" in self._seen:
+                raise Invalid("--sync-mode=git: say which repository by --sync-source=URL")
+            return [f"--env={name}={ref}" for name, ref in self._refs.items()]
+        ref = self._refs.get("GIT_SYNC_REV") or self._refs.get("GIT_SYNC_BRANCH")
+        done = [f"--git={self._git}@{ref}" if ref else f"--git={self._git}"]
+        of_arena = "--sync-source" in self._seen and "--working-dir" not in self._seen
+        if of_arena and self._place == PODS:
+            self._say(f"the code is put below {ROOT}, as Arena has it; --working-dir names another")
+            done.append(f"--working-dir={ROOT}")
+        return done
+
+    def _next(self, name: str) -> str:
+        if not self._flags:
+            raise Invalid(f"{name} needs a value")
+        return self._flags.pop(0)
+
+    def _optional(self, value: str, equals: str, row: Row) -> str:
+        """A value is `true`, `false` or, where there is more to say than that, another word."""
+        following = self._flags[0] if self._flags and not equals else "-"
+        if following in ("true", "false") or not (row.alone == "true" or following.startswith("-")):
+            value = self._flags.pop(0)
+        return row.alone if value in ("", "true") else value
+
+    def _meant(self, name: str, value: str, row: Row) -> list[str]:
+        if name == "--env" and (found := _REF.match(value)):
+            self._refs[found[1]] = found[2]
+            return []
+        if name == "--env":
+            return [f"--env={value}"]
+        if name in ("--git", "--sync-source"):
+            self._git = value
+            return []
+        if name == "--sync-mode":
+            if value != "git":
+                raise Invalid(f"--sync-mode={value}: code comes from git, or is in the image")
+            return []
+        if name == "--config-file":
+            raise Invalid(_config_file(value) if self._place == PODS else _only(name, row))
+        if value == "false" and row.alone:
+            return []
+        if self._place == LOCAL and name == "--gpus" and (self._ranks_said or value == "0"):
+            return []
+        if name == "--workers":
+            settings.nodes(value, name)
+        if self._place not in row.words:
+            if not row.note:
+                raise Invalid(_only(name, row))
+            self._say(f"{name}={value} has no effect: {row.note}")
+            return []
+        number = next(self._numbers) if name == "--data-dir" else 0
+        return [_filled(text, name, value, number) for text in row.words[self._place]]
+
+
+def _spelt(name: str) -> str:
+    """`--workingDir`, of older Arenas, and `--working_dir` as --working-dir."""
+    return re.sub("[A-Z]+", lambda found: f"-{found[0].lower()}", name.replace("_", "-"))
+
+
+def _only(name: str, row: Row) -> str:
+    pods, slurm = "pods (submit --on k8s)", "of Slurm's jobs (--on slurm)"
+    who = pods if SLURM not in row.words else f"{pods} and {slurm}"
+    return f"{name} is said of {who}: leave it out here"
+
+
+def _config_file(value: str) -> str:
+    file, _, path = value.partition(":")
+    folder, _, name = (path or file).rpartition("/")
+    return (
+        f"--config-file={value}: pods read it from a ConfigMap: `kubectl create configmap NAME "
+        f"--from-file={name}={file}`, and here --volume NAME=configmap:NAME:{folder or '/FOLDER'}"
+    )
+
+
+def _filled(text: str, name: str, value: str, number: int) -> str:
+    """One of our words for this value. Invalid."""
+    key, _, count = value.rpartition("=")
+    if "{key}" in text and not (key and count.isdecimal()):
+        raise Invalid(f"{name}={value} is not KEY=N")
+    host, _, mount = value.partition(":")
+    if name == "--data-dir" and "{mount}" not in text and mount not in ("", host):
+        raise Invalid(f"--data-dir={value}: nothing is mounted here: the folder is {host}")
+    seconds = _seconds(name, value) if "s}" in text else 0
+    return text.format(
+        value=value, key=key, count=count, number=number, seconds=seconds,
+        host=host, mount=mount or host,
+        minutes=-(-seconds // 60), taint=value.partition(",")[0],
+        mem=re.sub(r"([KMGT])i\Z", r"\1", value),
+    )  # fmt: skip
+
+
+def _seconds(name: str, text: str) -> int:
+    """`2h`, `1h30m`, `90`: seconds."""
+    found = _TIME.match(text)
+    if not text or found is None:
+        raise Invalid(f"{name}={text} is no time: write 90s, 30m, 2h or 1d")
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _command(text: str) -> tuple[list[str], list[str]]:
+    """A command in one string: flags of the launcher that it means, and `--` with the program."""
+    try:
+        words = shlex.split(text)
+    except ValueError as wrong:
+        raise Invalid(f"the command {text!r} cannot be read: {wrong}") from None
+    simple = not _SHELL.search(text)
+    if LAUNCHER.search(text) and (not simple or words[0].rpartition("/")[2] in SHELLS):
+        raise Invalid(
+            f"the command {text!r} is a shell's, and each rank would start a launcher of its own: "
+            "give the launcher's command alone, with --working-dir for cd and --env for variables"
+        )
+    return _program(words) if simple else (["--no-python"], ["--", "sh", "-c", text])
+
+
+def _program(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The same of its words."""
+    name = words[0].rpartition("/")[2]
+    if re.fullmatch(_PYTHON, name) and (found := _MODULES.match(" ".join(words[1:4]))):
+        name, words = LAUNCHERS[0], words[found[0].count(" ") + 1 :]
+    if name in LAUNCHERS:
+        ours = get_args_parser({})
+        at = 1 + ours.script_at(words[1:])
+        settled = [
+            f"--{dest.replace('_', '-')}" for dest in (*MEETING_FLAGS, "nnodes", "node_rank")
+        ]
+        return without(words[1:at], settled), ["--", *words[at:]]
+    if not re.fullmatch(_PYTHON, name):
+        return ["--no-python"], ["--", *words]
+    rest = words[2:] if words[1:2] == ["-u"] else words[1:]
+    if rest[:1] == ["-m"]:
+        return ["--module"], ["--", *rest[1:]]
+    if rest and rest[0].startswith("-"):  # Python's own options, -c
+        return ["--no-python"], ["--", *words]
+    return [], ["--", *rest]

@@ -1,0 +1,156 @@
+"""What is done to a job that was submitted, wherever it runs: `suspend`, `resume`, `delete` and
+`exec`; and by which run folder it is known.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from elasticrun.agent.logs.whereabouts import no_node, one_of, runs_of
+from elasticrun.cli.flags import PROG, Parser
+from elasticrun.cli.trust import withdraw
+from elasticrun.config import EXIT_FAILED, EXIT_OK
+from elasticrun.host.runs.claim import Claimed, claimed
+from elasticrun.host.runs.index import NoRun, find, prune, runs_root
+from elasticrun.host.runs.layout import ENDED, RunFolder
+from elasticrun.jobs.backend import NotDone
+from elasticrun.jobs.choosing import backend_of, place_of, refuse_taken
+from elasticrun.jobs.manage.listing import add_output
+from elasticrun.jobs.rows import DoneRow
+from elasticrun.jobs.running.asking import JOB, as_json
+
+if TYPE_CHECKING:
+    import argparse
+
+    from elasticrun.jobs.backend import Backend
+
+DOES: Final = {
+    "suspend": "Have a job save a step and let go of what it runs on.",
+    "resume": "Go on with a job that was suspended or has failed, in the same run folder.",
+    "delete": "End a job, if it runs, and remove its run folder.",
+}
+
+
+def main(verb: str, argv: Sequence[str]) -> int:
+    """One of DOES."""
+    made = Parser(prog=f"{PROG} {verb}", description=DOES[verb])
+    text = "its whole name, or its run folder" if verb == "delete" else JOB
+    made.add_argument("job", metavar="JOB", help=text)
+    add_output(made)
+    if verb == "delete":
+        text = "keep the run folder: only end the job"
+        made.add_argument("--keep-files", action="store_true", help=text)
+    ns = made.parse_args(argv)
+    return finished(lambda: _do(verb, ns), made.prog)
+
+
+def _do(verb: str, ns: argparse.Namespace) -> int:
+    run = run_of(ns.job, "delete" if verb == "delete" else "")
+    job, where, place = run.job(), str(run.place), backend_of(run, withdraw())
+    if verb == "suspend":
+        with claimed(runs_root(os.environ), job.name if job else ns.job):  # nobody resumes it yet
+            said = place.suspend(run)
+    elif verb == "resume":
+        said = _resume(run, place)
+    else:
+        said = _delete(run, place, keep=ns.keep_files)
+    name = job.name if job else ns.job
+    print(as_json(DoneRow(name=name, done=said, run_dir=where)) if ns.output == "json" else said)
+    return EXIT_OK
+
+
+def _resume(run: RunFolder, place: Backend) -> str:
+    """One at a time, and not beside another job that has the name by now."""
+    job, root = run.job(), runs_root(os.environ)
+    if job is None or job.where == "k8s":
+        return place.resume(run)
+    with claimed(root, job.name):
+        if run.state() in ENDED:
+            refuse_taken(root, job.name, withdraw(), run)
+        return place.resume(run)
+
+
+def _delete(run: RunFolder, place: Backend, *, keep: bool) -> str:
+    job = run.job()
+    name = job.name if job is not None else run.path.name
+    with claimed(runs_root(os.environ), name):  # nobody resumes it meanwhile
+        place.end(run)
+        return _removed(run, name, keep=keep)
+
+
+def _removed(run: RunFolder, name: str, *, keep: bool) -> str:
+    if keep:
+        return f"job {name} is ended; its run folder stays: {run.place}"
+    if run.path.is_symlink():
+        whole = f"; {run.place}, where a person has placed it, stays"
+    else:
+        whole = f", and {run.path} is removed"
+    if not prune(run.path.parent, -86400.0, only={run.path}):
+        raise NotDone(f"job {name} is ended, but its state is {run.state()}: its run "
+                      f"folder {run.path} stays")  # fmt: skip
+    return f"job {name} is deleted{whole}"
+
+
+def execute(argv: Sequence[str]) -> int:
+    """`exec JOB [--node X] -- command`: with the command's exit code."""
+    made = exec_parser(
+        "Run a command on a node of a job, in its working directory and environment.",
+        "its name, its host's, or its index; the first one where none is named",
+    )
+    ns, command = exec_words(made, argv)
+
+    def run_it() -> int:
+        run = run_of(ns.job)
+        node, known, place = ns.node, runs_of(run.path), place_of(run)
+        if node and known and place != "ssh":  # which knows the hosts as they were typed
+            meant = one_of(known, node)
+            if meant is None:
+                raise NotDone(no_node(node, known))
+            alone = len({one.node for one in known}) == 1
+            node = meant.host if place == "slurm" else "" if alone else meant.node
+        code = backend_of(run, withdraw()).execute(run, node, command)
+        return code if code >= 0 else 128 - code  # by a signal, as a shell has it
+
+    return finished(run_it, made.prog)
+
+
+def exec_parser(does: str, node: str) -> Parser:
+    """Of `exec`, wherever the job is. `node`: what NODE may be there."""
+    usage = f"{PROG} exec JOB [--node NODE] -- command [arguments ...]"
+    made = Parser(prog=f"{PROG} exec", usage=usage, description=does)
+    made.add_argument("job", metavar="JOB", help=JOB)
+    made.add_argument("-i", "--node", "--instance", default="", metavar="NODE", help=node)
+    return made
+
+
+def exec_words(made: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What stands before the first --, and the command behind it."""
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    command = list(argv[at + 1 :])
+    if not command and not {"-h", "--help"} & {*argv}:
+        made.error("name the command behind --, as in `elasticrun exec JOB -- nvidia-smi`")
+    return made.parse_args(argv[:at]), command
+
+
+def run_of(job: str, whole: str = "") -> RunFolder:
+    """The run folder that is meant, as `find` has it. NotDone."""
+    try:
+        return find(runs_root(os.environ), job, whole=whole)
+    except (NoRun, OSError) as wrong:
+        raise NotDone(str(wrong)) from None
+
+
+def finished(do: Callable[[], int], prog: str = f"{PROG} submit") -> int:
+    """Its exit code; 1 with a sentence where it cannot be done."""
+    try:
+        return do()
+    except (NotDone, Claimed) as why:
+        print(f"{prog}: {why}", file=sys.stderr)
+    except OSError as wrong:
+        if not wrong.filename:  # standard output
+            raise
+        print(f"{prog}: {wrong.filename}: {wrong.strerror}", file=sys.stderr)
+    return EXIT_FAILED

@@ -1,0 +1,250 @@
+"""`elasticrun list`: the jobs of this user, those that run, have ended, or are lost.
+`elasticrun prune`: remove run folders of jobs that have ended.
+
+Of a job that runs here its master is asked; of others their run folders tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from elasticrun.cli import trust
+from elasticrun.cli.flags import PROG, Parser, add_group
+from elasticrun.cli.settings import Asked, UsageError
+from elasticrun.cli.table import TRUST
+from elasticrun.cli.verbs.columns import duration, lines
+from elasticrun.cli.verbs.masters import NoStatus, Question, published_here, question_to
+from elasticrun.config import EXIT_USAGE, Tls
+from elasticrun.core.words import plain, some
+from elasticrun.host.runs import index
+from elasticrun.host.runs.layout import ENDED, JobRecord, RunFolder
+from elasticrun.jobs.backend import NotDone, is_ours, submission, typed
+from elasticrun.jobs.choosing import by_their_places
+from elasticrun.jobs.kubernetes import note_end
+from elasticrun.jobs.line import NotAnswered, master_of
+from elasticrun.jobs.rows import SUSPENDED, JobRow, live_row, row_of
+from elasticrun.jobs.running.asking import as_json
+from elasticrun.jobs.running.status import NO_JOBS, ask
+
+TITLES: Final = ("NAME", "ID", "STATE", "NODES", "STEP", "RESTARTS", "AGE", "WHERE")
+
+MOST_ENDED: Final = 20
+"""Ended jobs that are listed where not all are asked for, the newest."""
+
+COLUMNS: Final = 80
+
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def main(argv: Sequence[str]) -> int:
+    """`elasticrun list`; 1 where a master does not answer. UsageError for files of TLS or tokens
+    that cannot be read."""
+    made = Parser(prog=f"{PROG} list", description="List your jobs: running, ended, or lost.")
+    text = f"all of them, and not the newest {MOST_ENDED} of those that have ended alone"
+    made.add_argument("-A", "--all", action="store_true", help=text)
+    add_output(made)
+    variables = trust.withdraw()
+    add_group(made, "of jobs that have a token or TLS", TRUST, variables)
+    ns = made.parse_args(argv)
+    asked = Asked(ns, variables)
+    rows, silent = local_rows(trust.token(asked), trust.tls(asked))
+    rows = by_their_places(rows, variables)
+    if not ns.all:
+        over = [row for row in rows if row.state in ENDED][MOST_ENDED:]
+        rows = [row for row in rows if row not in over]
+    for sentence in silent:
+        print(f"{made.prog}: {sentence}", file=sys.stderr)
+    if ns.output == "json":
+        print(as_json(rows))
+    elif rows:
+        print(*lines(TITLES, [shown(row) for row in rows], COLUMNS), sep="\n")
+        for row in rows:
+            if (row.where, row.state) == ("k8s", "submitted") and row.reason:
+                print(f"{row.name}: {plain(row.reason)}")
+    else:
+        print(NO_JOBS)
+    return 1 if silent else 0
+
+
+def add_output(made: Parser) -> None:
+    """How it is printed."""
+    text = "json: for programs, as docs/jobs.md has it"
+    made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
+
+
+def local_rows(token: str = "", files: Tls | None = None) -> tuple[list[JobRow], list[str]]:
+    """The jobs of this user on this host, those that run first, the newest of each first; and a
+    sentence for each master that does not answer."""
+    silent = []
+    try:
+        folders = index.all_runs(index.runs_root(os.environ))
+    except OSError as wrong:
+        silent.append(f"the run folders cannot be read: {wrong}")
+        folders = []
+    with asyncio.Runner() as runner:
+        rows, unheard = _running(token, files, [*_away(folders)], runner)
+    live = {os.path.realpath(row.run) for row in rows if row.run}
+    left = [folder for folder in folders if os.path.realpath(folder.path) not in live]
+    rows += [row_of(folder, job) for folder in left if (job := folder.job())]
+    rows.sort(key=lambda row: (row.state in ENDED, row.age))
+    return rows, [*silent, *unheard]
+
+
+def _away(folders: Iterable[RunFolder]) -> Iterator[Question]:
+    """The masters of jobs that run elsewhere."""
+    for folder in folders:
+        job = folder.job()
+        if job is None or job.where == "local" or folder.state() in ENDED:
+            continue
+        with contextlib.suppress(NotAnswered):
+            master = master_of(folder)
+            yield Question(master.endpoint, master.reader, run=str(folder.path))
+
+
+def _running(
+    token: str, files: Tls | None, away: Sequence[Question], runner: asyncio.Runner
+) -> tuple[list[JobRow], list[str]]:
+    """By what their masters say. One elsewhere that does not answer may have gone with its nodes,
+    or be out of reach: then its place or its run folder knows. One whose job has ended while it was
+    asked owes no answer."""
+    try:
+        masters = published_here()
+        asked = [question_to(one, token, files) for one in masters if one.process.is_local]
+        pages, unheard = ask(asked, runner) if asked else ([], [])
+    except NoStatus as wrong:
+        return [], [str(wrong)]
+    taken = {one.endpoint for one in asked}  # another host's loopback address may be ours as well
+    far = {one.endpoint: one for one in masters if one.endpoint not in taken}
+    others = [question_to(one, token, files) for one in far.values()]
+    here = {os.path.realpath(one.run) for one in (*asked, *others) if one.run}
+    away = [*others, *(one for one in away if os.path.realpath(one.run) not in here)]
+    heard = ask(away, runner)[0] if away else []
+    pages += [(at, page) for at, page in heard if at not in far or page.job_id == far[at].job_id]
+    folders = {one.endpoint: one.run for one in (*away, *asked)}
+    silent = [one.sentence for one in unheard if not has_ended(folders[one.where])]
+    return [live_row(page, endpoint, folders[endpoint]) for endpoint, page in pages], silent
+
+
+def has_ended(run: str) -> bool:
+    """Whether the job of this run folder has; "" for one that is not known."""
+    return bool(run) and RunFolder(Path(run)).state() in ENDED
+
+
+def shown(row: JobRow) -> tuple[str, ...]:
+    """A line of the table."""
+    return (
+        row.name,
+        row.run_id or "-",
+        row.state,
+        f"{row.nodes}/{row.max_nodes}" if row.max_nodes else "-",
+        str(row.step) if row.step >= 0 else "-",
+        str(row.restarts),
+        duration(row.age),
+        row.where,
+    )
+
+
+def left_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]:
+    """What a job has left that does not run here, for people."""
+    again = row.state in (*ENDED, SUSPENDED) and row.state != "succeeded"
+    resume = f"{PROG} resume {job.name}" if is_ours(folder) else f"type it again: {typed(job)}"
+    said = {
+        "outcome": row.reason,
+        "progress": folder.told(),
+        "command": " ".join(job.command),
+        "commit": job.git_commit,
+        "run folder": row.run,
+        "to go on": resume if again else "",
+    }
+    told = [*lines(TITLES, [shown(row)], COLUMNS), ""]
+    told += [f"{name}: {text}" for name, text in said.items() if text]
+    if row.state in ("failed", "saved", "lost") and (error := folder.error(since=job.began)):
+        told += ["", *error.rstrip("\n").split("\n")]
+    return told
+
+
+# ---------------------------------------------------------------- prune
+
+
+def prune(argv: Sequence[str]) -> int:
+    """`elasticrun prune`; 1 for a job that is not known or runs. UsageError."""
+    made = Parser(
+        prog=f"{PROG} prune",
+        description="Remove the run folders of jobs that have ended. One that you have placed "
+        "yourself (--run-dir) stays, and is listed no more.",
+    )
+    text = "that ended so long ago: 90s, 30m, 12h, 7d, 2w"
+    made.add_argument("--since", metavar="AGE", default="", help=text)
+    made.add_argument("jobs", nargs="*", metavar="JOB", help="of these jobs, by whole names")
+    add_output(made)
+    ns = made.parse_args(argv)
+    if not (ns.since or ns.jobs):
+        raise UsageError("prune: say which: --since 7d, or names of jobs", EXIT_USAGE)
+    since = span(ns.since, "--since") if ns.since else 0.0
+    try:
+        root = index.runs_root(os.environ)
+        named = [index.find(root, job, whole="prune") for job in ns.jobs]
+        stay = _in_clusters(named or index.all_runs(root), since)
+        only = _meant(named, ns.jobs)
+        removed = index.prune(root, since, only)
+    except (OSError, index.NoRun, NotDone) as wrong:
+        print(f"{made.prog}: {wrong}", file=sys.stderr)
+        return 1
+    placed = [str(stays) for stays in removed.values() if stays]
+    if ns.output == "json":
+        names = [name for name, stays in removed.items() if not stays]
+        print(as_json({"removed": names, "placed": placed}))
+        return 0
+    for name, stays in removed.items():
+        print(f"{stays} is listed no more, and stays" if stays else f"removed {name}")
+        if name in stay:
+            print(f"  in the cluster it stays until `{stay[name]}`")
+    print(f"{some(len(removed) - len(placed), 'run folder')} removed from {root}")
+    return 0
+
+
+def _in_clusters(runs: Sequence[RunFolder], since: float) -> dict[str, str]:
+    """What deletes the objects of jobs in Kubernetes that have ended, by the names of their run
+    folders. Before that their clusters are asked about those whose end is not known here, as far as
+    they may be removed; one that its cluster has no more is lost from then on. OSError."""
+    known = [
+        (run, job) for run in runs if (job := run.job()) and job.where == "k8s" and is_ours(run)
+    ]
+    old = time.time() - since
+    asked = [row_of(run, job) for run, job in known if run.state() not in ENDED and job.began < old]
+    for row in by_their_places(asked, trust.withdraw()) if asked else ():
+        if row.state == "lost":
+            note_end(RunFolder(Path(row.run)), "lost", row.reason, ended=time.time() - row.age)
+    stay = {}
+    for run, job in known:
+        if run.state() in ("succeeded", "failed"):
+            at = submission(run)
+            words = [PROG, "delete", job.name, "-n", at.namespace]
+            words += ["--context", at.context] if at.context else []
+            stay[run.path.name] = shlex.join(words)
+    return stay
+
+
+def _meant(found: Sequence[RunFolder], jobs: Sequence[str]) -> list[Path] | None:
+    """The folders of these jobs; None: of all. NoRun for one that has not ended."""
+    for folder, job in zip(found, jobs, strict=True):
+        if (state := folder.state()) not in ENDED:
+            raise index.NoRun(f"job {job} is {state}: `{PROG} stop {job}` ends it")
+    return [folder.path for folder in found] if jobs else None
+
+
+def span(text: str, flag: str) -> float:
+    """Seconds of `90s`, `30m`, `12h`, `7d`, `2w`; UsageError."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhdw])", text)
+    if found is None:
+        raise UsageError(f"{flag}={text}: write 90s, 30m, 12h, 7d or 2w", EXIT_USAGE)
+    return float(found[1]) * _UNITS[found[2]]

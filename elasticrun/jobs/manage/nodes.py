@@ -1,0 +1,146 @@
+"""`elasticrun top nodes`: what the ranks of all jobs of this user take of each host, and of this
+host what there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from elasticrun.cli.flags import PROG, Parser
+from elasticrun.cli.verbs.columns import lines
+from elasticrun.cli.verbs.masters import NoStatus, published_here
+from elasticrun.core.sight.picture import Picture
+from elasticrun.host.accelerators.base import cores
+from elasticrun.host.accelerators.nvidia import Nvidia
+from elasticrun.host.runs.index import all_runs, runs_root
+from elasticrun.host.runs.layout import ENDED, RunFolder
+from elasticrun.host.system.network import names_this_host_only
+from elasticrun.jobs.line import JobLine, JobMaster, NotAnswered, master_of
+from elasticrun.jobs.manage.listing import COLUMNS, add_output, has_ended
+from elasticrun.jobs.running.asking import as_json
+
+TITLES: Final = ("NODE", "JOBS", "RANKS", "CPU", "MEMORY", "GPUS BUSY", "ALLOCATED")
+
+BUSY: Final = 5
+"""Per cent of its time from which a GPU counts as busy."""
+
+
+class HostRow(Struct, kw_only=True):
+    """What `elasticrun top nodes -o json` prints of a host. Memory in MiB; -1: not known here."""
+
+    node: str
+    jobs: list[str] = []
+    ranks: int = 0
+    cpu: float = 0.0  # cores that the ranks keep busy
+    cores: int = -1
+    memory: int = 0  # of the ranks
+    memory_total: int = -1
+    gpus_busy: int = 0
+    gpus_allocated: int = 0  # that ranks use
+    gpus: int = -1
+
+
+def main(argv: Sequence[str]) -> int:
+    """`elasticrun top nodes`; 1 where a master does not answer."""
+    made = Parser(prog=f"{PROG} top nodes", description="Show what your jobs take of each host.")
+    add_output(made)
+    ns = made.parse_args(argv)
+    pictures, silent = _pictures()
+    rows = host_rows(pictures, _this_host())
+    for sentence in silent:
+        print(f"{made.prog}: {sentence}", file=sys.stderr)
+    drawn = [] if ns.output == "json" else lines(TITLES, [_shown(row) for row in rows], COLUMNS)
+    print("\n".join(drawn) or as_json(rows))
+    return 1 if silent else 0
+
+
+def host_rows(pictures: Iterable[tuple[str, Picture]], here: HostRow) -> list[HostRow]:
+    """By host, this one first; `pictures` by the names of their jobs."""
+    rows = {here.node: here}
+    for job, picture in pictures:
+        hosts = {node.node: node.host for node in picture.status.nodes}
+        for rank in picture.ranks:
+            host = hosts.get(rank.node) or rank.node
+            host = here.node if names_this_host_only(host) else host
+            row = rows.setdefault(host, HostRow(node=host))
+            row.jobs += [job] if job not in row.jobs else []
+            row.ranks += 1
+            row.cpu += rank.cpu
+            row.memory += rank.rss
+            row.gpus_allocated += rank.gpu >= 0
+            row.gpus_busy += rank.gpu >= BUSY
+    return list(rows.values())
+
+
+def _pictures() -> tuple[list[tuple[str, Picture]], list[str]]:
+    """What each master says of its ranks at this moment; a sentence for each that is silent."""
+    found, silent = [], []
+    with asyncio.Runner() as runner:
+        for name, master in _masters():
+            try:
+                found.append((name, JobLine(master, runner).picture(live=True)))
+            except NotAnswered as why:
+                silent += [] if has_ended(master.run) else [f"{name}: {why}"]
+    return found, silent
+
+
+def _masters() -> Iterator[tuple[str, JobMaster]]:
+    """Of all jobs of this user that run, here or elsewhere, by their names."""
+    here = set()
+    with contextlib.suppress(NoStatus):
+        for one in published_here():
+            here.add(os.path.realpath(one.run) if one.run else "")
+            yield (
+                one.name or one.job_id,
+                JobMaster(one.endpoint, one.reader, one.operator, run=one.run),
+            )
+    folders: list[RunFolder] = []
+    with contextlib.suppress(OSError):
+        folders = all_runs(runs_root(os.environ))
+    for folder in folders:
+        job = folder.job()
+        gone = os.path.realpath(folder.path) in here or folder.state() in ENDED
+        if job is None or job.where == "local" or gone:
+            continue
+        with contextlib.suppress(NotAnswered):
+            yield job.name, master_of(folder)
+
+
+def _this_host() -> HostRow:
+    total = -1
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        total = int(Path("/proc/meminfo").read_text().split()[1]) // 1024
+    gpus = Nvidia().count(os.environ)
+    return HostRow(
+        node=os.uname().nodename,
+        cores=cores(),
+        memory_total=total,
+        gpus=-1 if gpus is None else gpus,
+    )
+
+
+def _shown(row: HostRow) -> tuple[str, ...]:
+    def of(part: str, whole: str, known: int) -> str:
+        return f"{part}/{whole}" if known >= 0 else part
+
+    return (
+        row.node,
+        (",".join(row.jobs) or "-") if len(row.jobs) < 3 else str(len(row.jobs)),
+        str(row.ranks),
+        of(f"{row.cpu:.1f}", str(row.cores), row.cores),
+        of(_size(row.memory), _size(row.memory_total), row.memory_total),
+        str(row.gpus_busy),
+        of(str(row.gpus_allocated), str(row.gpus), row.gpus),
+    )
+
+
+def _size(mib: int) -> str:
+    return f"{mib}M" if mib < 10_000 else f"{mib / 1024:.0f}G"

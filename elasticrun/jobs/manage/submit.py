@@ -1,0 +1,408 @@
+"""`elasticrun submit ... -- train.py`: start a job that goes on without this terminal, here, in
+Slurm's queue or in Kubernetes. All is checked as the launcher checks it before anything is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import replace
+
+from elasticrun.cli import settings
+from elasticrun.cli.devices import shared_folder, this_machine
+from elasticrun.cli.flags import PROG, Parser, add_group, get_args_parser
+from elasticrun.cli.resolve import entry_of, resolve
+from elasticrun.cli.settings import Asked, NoProgram, NotHere, UsageError
+from elasticrun.cli.table import FLAGS
+from elasticrun.cli.trust import GIT_SECRETS, TOKEN_VARIABLE, withdraw
+from elasticrun.config import ELASTIC_RESTARTS, EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from elasticrun.host.runs.claim import claimed
+from elasticrun.host.runs.index import all_runs, make_run, prune, run_path, runs_root
+from elasticrun.host.runs.layout import CONSOLE, ENDED, RESULT, JobRecord, RunFolder, RunResult
+from elasticrun.host.runs.opening import RankProgram, RunRefused, already, put_away
+from elasticrun.host.system.processes import user_name
+from elasticrun.jobs import choosing
+from elasticrun.jobs.backend import (
+    TOKEN,
+    NotDone,
+    Place,
+    Submission,
+    make_token,
+    write_submission,
+)
+from elasticrun.jobs.cluster.submit import of_kubernetes
+from elasticrun.jobs.kubernetes import end_replaced
+from elasticrun.jobs.local import meeting, this_process
+from elasticrun.jobs.manage import arena
+from elasticrun.jobs.manage.code import pinned
+from elasticrun.jobs.manage.jobs import finished
+from elasticrun.jobs.render import checks, slurm
+from elasticrun.jobs.render.checks import Invalid
+from elasticrun.jobs.rows import DoneRow
+from elasticrun.jobs.running.asking import as_json
+from elasticrun.jobs.verbs import render, render_flags
+from elasticrun.wire.env import ON
+
+SAVES: Final = "--save-at-breakpoint"
+"""Every job that is submitted has it: so `elasticrun stop` saves before it ends one."""
+
+TO_FILES: Final = "--redirects=3"
+"""What ranks print goes to their own files alone, unless flags say otherwise: nobody looks on."""
+
+OF_HOSTS: Final = ("hosts", "hostfile", "ssh")
+"""Flags of the launcher that only --on ssh takes."""
+
+Wanted = Callable[
+    [argparse.Namespace, Sequence[str], Path, Callable[[str], None]], tuple[Submission, Place]
+]
+"""How what was typed is read for one place: with the run folder, and who hears of it."""
+
+
+def main(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """The verb; `say` hears what the user should know. UsageError."""
+    try:
+        on, hosts = _place(render.split(words)[0])
+        where = choosing.chosen(on, os.environ, hosts=hosts)
+        flags, program = render.split(arena.translated(words, where, say))
+        made = parser(where)
+        ns, extra = made.parse_known_args(flags)
+        _with_restarts(ns)
+        if extra:
+            _refuse(extra, made, where)
+        if not program or program[0].startswith("-"):
+            raise Invalid(
+                f"nothing to run: name the script behind --, as in `{PROG} submit -- train.py`"
+            )
+        if ns.rdzv_id and where != "slurm":
+            raise Invalid("--rdzv-id: the nodes of a submitted job meet by its --name")
+        wanted = _HOW[where]
+        return finished(lambda: _submit(where, ns, program, wanted, say))
+    except RunRefused as other:
+        raise UsageError(str(other)) from None
+    except (Invalid, UsageError, NotDone) as wrong:
+        code = EXIT_FAILED if isinstance(wrong, (NotHere, NoProgram)) else EXIT_USAGE
+        raise UsageError(str(wrong), code) from None
+
+
+def _with_restarts(ns: argparse.Namespace) -> None:
+    """A job that nobody watches begins with some."""
+    flag = next(flag for flag in FLAGS if flag.dest == "max_restarts")
+    if flag.dest not in ns.given and not flag.variable_in(os.environ):
+        ns.max_restarts, ns.given = ELASTIC_RESTARTS, {**ns.given, "max_restarts": "submit"}
+
+
+def _refuse(extra: Sequence[str], made: Parser, where: str) -> None:
+    """Words before -- that nobody knows here; raises."""
+    word = extra[0].partition("=")[0]
+    theirs = [one for one in choosing.PLACES if word in parser(one)._option_string_actions]
+    if theirs:
+        raise Invalid(f"{word} is for --on {' or '.join(theirs)}, and this is --on {where}")
+    render.refuse(extra, made, where)
+
+
+def _place(flags: Sequence[str]) -> tuple[str, bool]:
+    """What --on says, "" for nothing, and whether hosts are named: the other flags depend on it."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in ("--on", "--hosts", "--hostfile"):
+        first.add_argument(flag, default="")
+    try:
+        found = first.parse_known_args(list(flags))[0]
+    except argparse.ArgumentError:
+        return "", False
+    return str(found.on), bool(found.hosts or found.hostfile)
+
+
+def parser(where: str) -> Parser:
+    """For one place: what it can be asked for, and the launcher's flags."""
+    made = Parser(
+        prog=f"{PROG} submit",
+        usage=f"{PROG} submit [--on local|ssh|slurm|k8s] [options] -- script [arguments ...]",
+        description="Start a job that goes on without this terminal, on this host, in Slurm's "
+        "queue or in Kubernetes (then this page shows what can be asked of these).",
+        epilog="Flags of the launcher (see elasticrun --help-all) are handed on to every node.",
+        allow_abbrev=False,
+    )
+    text = f"Where it runs. [default: ${ON}, else local]"
+    made.add_argument("--on", choices=(*choosing.PLACES, "kubernetes"), default="", help=text)
+    if where != "k8s":
+        text = "The job's run folder. [default: a fresh one of yours; under Slurm on a shared disk]"
+        made.add_argument("--run-dir", "--run_dir", metavar="DIR", default="", help=text)
+    text = "json: what was made, for programs"
+    made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
+    render_flags.add_job(made, script=True)
+    if where == "slurm":
+        render_flags.add_slurm(made)
+    elif where == "k8s":
+        render_flags.add_pods(made)
+        text = "Of the kubeconfig. [default: the current one]"
+        made.add_argument("--context", metavar="NAME", default="", help=text)
+        text = "An Indexed Job, also where the cluster has ElasticJobs."
+        made.add_argument("--plain", action="store_true", help=text)
+    elif where == "ssh":
+        rows = [flag for flag in FLAGS if flag.dest in OF_HOSTS]
+        add_group(made, "the hosts", rows, os.environ)
+    if where == "k8s":
+        made.set_defaults(fresh=False)  # a pod that comes later would begin anew once more
+        render_flags.add_handed_on(made, ("fresh",))
+        return made
+    text = "With --run-dir: from the beginning; what is there goes to previous/."
+    made.add_argument("--fresh", action="store_true", help=text)
+    render_flags.add_handed_on(made, ("run_dir", "fresh"))
+    return made
+
+
+def _submit(
+    where: str,
+    ns: argparse.Namespace,
+    program: Sequence[str],
+    wanted: Wanted,
+    say: Callable[[str], None],
+) -> int:
+    root = runs_root(os.environ)
+    ns.name = settings.job_name(ns.name, Path(program[0]).name.removesuffix(".py"))
+    here = where != "k8s"  # its run folder and its working directory; else they are the pods'
+    at = Path(ns.run_dir).absolute() if here and ns.run_dir else None
+    ns.launch = (RunFolder(at).id if at else "") or secrets.token_hex(4)
+    run = RunFolder(at or run_path(root, ns.name, ns.launch))
+    if here and ns.working_dir:
+        try:
+            os.chdir(ns.working_dir)
+        except OSError as wrong:
+            raise NotDone(f"--working-dir={ns.working_dir}: {wrong.strerror}") from None
+    if ns.git:
+        ns.git = pinned(ns.git, withdraw(*GIT_SECRETS))
+    if at and not ns.fresh and (said := _already(at, ns, program)):
+        if ns.output == "json":
+            _print(ns, run, where, said)
+        else:
+            say(said)
+        return EXIT_OK
+    known, place = wanted(ns, program, run.path, say)
+    if not here:  # the cluster knows which names are taken
+        said = _start(run, ns, known, place, root)
+        end_replaced(all_runs(root), run)
+    else:
+        with claimed(root, ns.name), claimed(root, str(run.path)):
+            if run.job() is not None and run.state() not in ENDED:
+                raise NotDone(f"another job runs in {run.path}: name another folder (--run-dir)")
+            choosing.refuse_taken(root, ns.name, withdraw())
+            said = _start(run, ns, known, place, root)
+    _print(ns, run, where, said)
+    return EXIT_OK
+
+
+def _already(at: Path, ns: argparse.Namespace, program: Sequence[str]) -> str:
+    """What is said where this has succeeded in its run folder. RunRefused, UsageError."""
+    words = [*render_flags.handed_on(ns), *program]
+    entry = entry_of(Asked(get_args_parser().parse_args(words), os.environ))
+    return already(at, RankProgram(entry.words(), os.getcwd()))
+
+
+def _start(
+    run: RunFolder, ns: argparse.Namespace, known: Submission, place: Place, root: Path
+) -> str:
+    """What its place says. NotDone."""
+    here = known.on != "k8s"
+    try:
+        make_run(root, ns.name, ns.launch, run.path)
+        if here and ns.fresh:
+            put_away(run.path)
+        (run.path / RESULT).unlink(missing_ok=True)
+        write_submission(run, replace(known, **this_process()))
+        run.write_job(_record(known, ns))
+        if known.on == "slurm":
+            make_token(run)
+    except OSError as wrong:
+        if not (here and ns.run_dir):
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise NotDone(f"the run folder {run.path} cannot be made: {wrong.strerror}") from None
+    try:
+        return place.submit(run, known)
+    except NotDone as why:
+        _give_up(run, str(why), fresh=not (here and ns.run_dir))
+        raise
+
+
+def _give_up(run: RunFolder, why: str, *, fresh: bool) -> None:
+    """Its place does not take it: then it is no job, and its name is free."""
+    with contextlib.suppress(OSError):
+        ended = RunResult(state="failed", exit_code=EXIT_FAILED, reason=why, ended=time.time())
+        run.write_result(ended)
+        if fresh:
+            prune(run.path.parent, -86400.0, only={run.path})
+
+
+def _of_this_host(
+    ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
+) -> tuple[Submission, Place]:
+    """Read as the launcher will read it on this host. UsageError."""
+    from elasticrun.cli.main import check_data, check_program
+
+    environ = withdraw()
+    low, high = settings.nodes(ns.nnodes, ns.given.get("nnodes", ""))
+    env = render.env(ns)
+    for key, value in env.items():
+        checks.setting(key, value, "run folder", "set it where you type this, or give --token-file")
+    flags = render_flags.handed_on(ns)
+    flags += [f"--nproc-per-node={ns.nproc_per_node}"] if ns.nproc_per_node else []
+    flags += [TO_FILES] if _to_files(ns) else []
+    known = Submission(
+        name=ns.name,
+        on="local",
+        host=os.uname().nodename,
+        flags=tuple(dict.fromkeys((*flags, SAVES))),
+        program=tuple(program),
+        workdir=os.getcwd(),
+        env=env,
+        min_nodes=low,
+        max_nodes=high,
+    )
+    seen = {**environ, **known.env}
+    words = [*meeting(known, "node0", 29400), *known.flags, *program]
+    config = resolve(get_args_parser(seen).parse_args(words), seen, this_machine(seen, say))
+    check_data(settings.data(ns.data))
+    hint = "" if ns.git else check_program(config.entry)  # it is not here yet
+    for note in (*config.notes, hint):
+        if note and not (high > 1 and TOKEN_VARIABLE in note):
+            say(note)
+    gpus = _gpus(seen) if high > 1 else ()
+    if gpus and len(gpus) < high:
+        raise UsageError(
+            f"--nodes={ns.nnodes}: nodes on one host share out its GPUs, and it has {len(gpus)}",
+            EXIT_USAGE,
+        )
+    return replace(known, gpus=gpus), choosing.backend("local", environ)
+
+
+def _of_hosts(
+    ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
+) -> tuple[Submission, Place]:
+    """Read as the launcher reads --hosts. UsageError."""
+    from elasticrun.jobs.hosts.launching import plan_of
+    from elasticrun.jobs.hosts.ssh import is_here
+
+    environ = withdraw()
+    flags = render_flags.handed_on(ns)
+    flags += [f"--nproc-per-node={ns.nproc_per_node}"] if ns.nproc_per_node else []
+    flags += [f"--nnodes={ns.nnodes}"] if ns.nnodes != "1" else []
+    flags += [f"--{dest}={value}" for dest in OF_HOSTS if (value := getattr(ns, dest))]
+    words = [*flags, f"--rdzv-id={ns.name}", SAVES, *program]
+    seen = {**environ, **render.env(ns)}
+    plan = plan_of(words, Asked(get_args_parser(seen).parse_args(words), seen), seen)
+    if not all(map(is_here, plan.hosts)) and not shared_folder(str(run.parent), os.environ):
+        say(_not_shared(run.parent, "hosts"))
+    known = Submission(
+        name=ns.name,
+        on="ssh",
+        host=os.uname().nodename,
+        flags=tuple(dict.fromkeys((*flags, SAVES))),
+        program=tuple(program),
+        workdir=os.getcwd(),
+        env=render.env(ns),
+        min_nodes=plan.least,
+        max_nodes=len(plan.hosts),
+        hosts=tuple(host.for_ssh for host in plan.hosts),
+        ssh=plan.ssh,
+    )
+    return known, choosing.backend("ssh", environ)
+
+
+def _to_files(ns: argparse.Namespace) -> bool:
+    return not {"tee", "redirects", "logs_specs"} & set(ns.given)
+
+
+def _not_shared(folder: Path, who: str) -> str:
+    return (
+        f"{folder} is on no network file system that is known here: if the {who} do not share it, "
+        "name a folder that they do by --run-dir"
+    )
+
+
+def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    from elasticrun.host.accelerators.nvidia import Nvidia
+
+    count, listed = Nvidia().count(environ), environ.get(Nvidia.visible_variable)
+    if listed:
+        return tuple(listed.split(",")[:count])
+    return tuple(map(str, range(count or 0)))
+
+
+def _of_slurm(
+    ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
+) -> tuple[Submission, Place]:
+    """As `render slurm` prints it; the nodes find the run folder by its path. UsageError."""
+    if ns.array:
+        raise Invalid("--array: submit makes one job; elasticrun render slurm prints arrays")
+    asked = argparse.Namespace(**{**vars(ns), "output": str(run / CONSOLE), "run_dir": str(run)})
+    given = dict.fromkeys(("run_dir", "save_at_breakpoint"), "")
+    asked.save_at_breakpoint = True
+    if "token_file" not in ns.given:
+        asked.token_file, given["token_file"] = str(run / TOKEN), ""
+    if _to_files(ns):
+        asked.redirects, given["redirects"] = TO_FILES.partition("=")[2], ""
+    asked.given = {**ns.given, **given}
+    batch, notes = render.batch_of(asked, program)
+    launch = batch.launch
+    named = dataclasses.replace(launch, flags=(*launch.flags, f"--name={ns.name}"))
+    for note in notes:
+        say(note)
+    if not shared_folder(str(run.parent), os.environ):
+        say(_not_shared(run.parent, "nodes"))
+    known = Submission(
+        name=ns.name,
+        on="slurm",
+        flags=named.flags,
+        program=tuple(program),
+        workdir=os.getcwd(),
+        min_nodes=launch.min_nodes,
+        max_nodes=launch.max_nodes,
+        script=slurm.script(dataclasses.replace(batch, launch=named)),
+    )
+    return known, choosing.backend("slurm", withdraw())
+
+
+_HOW: Final[Mapping[str, Wanted]] = {
+    "local": _of_this_host,
+    "ssh": _of_hosts,
+    "slurm": _of_slurm,
+    "k8s": of_kubernetes,
+}
+
+
+def _record(known: Submission, ns: argparse.Namespace) -> JobRecord:
+    """What is known of a job that has not begun."""
+    low, high = known.min_nodes, known.max_nodes
+    return JobRecord(
+        name=known.name,
+        id=known.name,
+        user=user_name(),
+        host=os.uname().nodename,
+        began=time.time(),
+        command=(PROG, *known.flags, *known.program),
+        workdir=known.workdir,
+        git_commit=ns.git.rpartition("@")[2],
+        where=known.on,
+        nodes=f"{low}:{high}",
+        nproc=ns.nproc_per_node,
+        launch=ns.launch,
+    )
+
+
+def _print(ns: argparse.Namespace, run: RunFolder, where: str, said: str) -> None:
+    name = ns.name
+    if ns.output == "json":
+        print(as_json(DoneRow(name=name, done=said, run_dir=str(run.path), on=where)))
+        return
+    print(f"{said}; its run folder is {run.path}")
+    print(f"what it prints: {PROG} logs {name} -f")
+    print(f"how it stands:  {PROG} status {name}")

@@ -1,0 +1,371 @@
+"""The operator's loop: look at a job, ask its master, have it planned, do it.
+
+Watches only wake it, and so do a list of all jobs every RELIST seconds and the time that a plan
+names. Each pass reads afresh what there is, so that nothing depends on what was seen before. A pass
+that fails is tried again, later and later; one job's trouble holds up no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import math
+import time
+from typing import Any, Final
+
+import httpx2
+from lightkube.core.exceptions import ApiError
+from lightkube.core.generic_client import ALL_NS
+
+from elasticrun import __version__
+from elasticrun.jobs.operator import cluster as api, objects, plan as planning
+from elasticrun.jobs.operator.crd import API_VERSION, KIND, OPERATOR, Json
+from elasticrun.jobs.operator.objects import JOB, MASTER_INDEX, JobObject, OwnedPod, stamp
+from elasticrun.jobs.render.wanted import MASTER_PORT
+from elasticrun.wire.auth import operator_token, reader_token
+from elasticrun.wire.messages import JobStatus, Request, Role
+from elasticrun.wire.rpc.channel import LinkError, ask_for, get_status
+from elasticrun.wire.types import Endpoint
+
+POLL: Final = 10.0
+"""Seconds between two passes of a job that is not over."""
+
+BUSY_POLL: Final = 1.0
+"""The same while its pods run and its ranks do not, or not all: then its master has news."""
+
+RELIST: Final = 30.0
+"""Seconds between two lists of all jobs."""
+
+ASK_LIMIT: Final = 1.5
+"""Seconds for a master to answer: a pod that has died is replaced before one has fallen silent."""
+
+SILENT_FOR: Final = 5.0
+"""Seconds for which a master that did not answer is not asked again."""
+
+SILENCE: Final = 90.0
+"""Seconds without an event or a bookmark after which a watch is given up: its line is dead."""
+
+MOST_PASSES: Final = 64
+"""Passes at once."""
+
+FIRST_RETRY: Final = 0.2
+LAST_RETRY: Final = 30.0
+"""Seconds until a failed pass is tried again: at first, and at most."""
+
+LEASE: Final = 15
+"""Seconds for which the operator that leads leads on without renewing it."""
+
+RENEW: Final = 3.0
+
+NO_CRD: Final = (
+    "the cluster knows no ElasticJob: elasticrun render operator --image IMAGE | kubectl apply -f -"
+)
+
+logger = logging.getLogger("elasticrun")
+
+Trouble = ApiError, httpx2.HTTPError, TimeoutError, OSError
+
+
+class LeadLost(Exception):
+    """Another operator leads."""
+
+
+class Controller:
+    """Sees to the jobs of one namespace, or of all."""
+
+    def __init__(self, cluster: api.Cluster) -> None:
+        self._cluster = cluster
+        self._key = b""
+        self._version = (1, 0)
+        self._due: dict[api.Key, float] = {}
+        self._busy: set[api.Key] = set()
+        self._failures: dict[api.Key, int] = {}
+        self._refused: dict[api.Key, str] = {}
+        self._silent: dict[api.Key, float] = {}
+        self._change = asyncio.Event()
+
+    async def run(self) -> None:
+        """For ever."""
+        tries = 0
+        while not self._key:
+            try:
+                self._version = await self._cluster.version()
+                self._key = await self._cluster.key()
+            except Exception as error:
+                tries += 1
+                logger.warning("the operator cannot begin, try %d: %s", tries, _words(error))
+                await asyncio.sleep(_later(tries))
+        where = self._cluster.namespace.replace(ALL_NS, "all namespaces")
+        logger.info("the operator sees to the jobs of %s", where)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch(api.JOBS))
+            group.create_task(self._watch(api.PODS))
+            group.create_task(self._relist())
+            while True:
+                self._change.clear()
+                for key in self._ready():
+                    self._busy.add(key)
+                    group.create_task(self._visit(key))
+                waits = [due for key, due in self._due.items() if key not in self._busy]
+                left = min(waits, default=_clock() + RELIST) - _clock()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, left)):
+                        await self._change.wait()
+
+    # ------------------------------------------------------------ who is next
+
+    def _ready(self) -> list[api.Key]:
+        now, room = _clock(), MOST_PASSES - len(self._busy)
+        ready = [key for key, due in self._due.items() if due <= now and key not in self._busy]
+        for key in ready[:room]:
+            del self._due[key]
+        return ready[:room]
+
+    def _wake(self, key: api.Key, after: float = 0.0) -> None:
+        due = _clock() + after
+        self._due[key] = min(due, self._due.get(key, due))
+        self._change.set()
+
+    async def _watch(self, kind: Any) -> None:
+        tries = 0
+        while True:
+            generations: dict[str, int] = {}
+            try:
+                async with asyncio.timeout(SILENCE) as silence:
+                    async for change, found in self._cluster.watch(kind):
+                        silence.reschedule(_clock() + SILENCE)
+                        tries, meta = 0, found["metadata"]
+                        if change == "BOOKMARK":
+                            continue
+                        if kind is api.PODS:
+                            self._wake((meta["namespace"], meta["labels"][JOB]))
+                        elif change == "DELETED":
+                            generations.pop(meta["uid"], None)
+                        elif generations.get(meta["uid"]) != meta["generation"]:  # not its status
+                            generations[meta["uid"]] = meta["generation"]
+                            self._wake((meta["namespace"], meta["name"]))
+            except Exception as error:  # it may be cut in the middle of a line
+                tries += 1
+                if tries in (2, 5) or tries % 50 == 0:
+                    logger.info("a watch broke, try %d: %s", tries, _words(error))
+            await asyncio.sleep(_later(tries))
+
+    async def _relist(self) -> None:
+        tries = 0
+        while True:
+            try:
+                for job in await self._cluster.jobs():
+                    self._wake((job["metadata"]["namespace"], job["metadata"]["name"]))
+                tries = 0
+            except Exception as error:
+                tries += 1
+                missing = isinstance(error, ApiError) and api.code_of(error) == api.GONE
+                why = NO_CRD if missing else _words(error)
+                logger.warning("the jobs cannot be listed: %s", why)
+            await asyncio.sleep(_later(tries) if tries else RELIST)
+
+    # ------------------------------------------------------------ a pass
+
+    async def _visit(self, key: api.Key) -> None:
+        try:
+            again = await self._pass(key)
+            self._failures.pop(key, None)
+            if again is not None:
+                self._wake(key, again)
+        except Exception as error:  # one job's trouble is not the others'
+            tries = self._failures[key] = self._failures.get(key, 0) + 1
+            if isinstance(error, api.NotMade):
+                self._refused[key] = _words(error)
+            if tries in (1, 5) or tries % 50 == 0:
+                foreign = not isinstance(error, (*Trouble, api.NotMade))
+                words = ("job %s/%s, try %d: %s", *key, tries, _words(error))
+                logger.warning(*words, exc_info=foreign)
+            self._wake(key, _later(tries))
+        finally:
+            self._busy.discard(key)
+            self._change.set()
+
+    async def _pass(self, key: api.Key) -> float | None:
+        """One look at a job, and what follows; seconds until the next, None for not before it
+        changes."""
+        found = await self._cluster.get(api.JOBS, key)
+        if found is None or "deletionTimestamp" in found["metadata"]:
+            for book in (self._failures, self._refused, self._silent):
+                book.pop(key, None)
+            return None
+        job = objects.wanted(found)
+        read = map(objects.read, await self._cluster.pods(key, job.uid))
+        pods = tuple(pod for pod in read if pod is not None)
+        said, why = await self._ask(job, key, pods)
+        refused = self._refused.get(key, "")
+        todo = planning.plan(
+            job, planning.Seen(pods, said, why, refused, self._version), time.time()
+        )
+        if (made := planning.patch(found.get("status") or {}, todo.status)) is not None:
+            version = found["metadata"]["resourceVersion"]
+            if not await self._cluster.set_status(key, version, made):
+                return FIRST_RETRY  # the job has changed meanwhile
+        for notice in todo.notices:
+            await self._tell(job, notice)
+        unwilling = ""
+        for order in todo.orders:
+            unwilling = await self._do(job, order, pods) or unwilling
+        self._refused[key] = unwilling
+        if unwilling != refused:  # the status is to say so
+            return 0.0
+        if todo.status.over:
+            return todo.again
+        full = f"{job.spec.nodes}/{job.spec.nodes}"
+        trains = said is not None and said.phase == "running" and todo.status.nodes == full
+        calm = (trains or todo.status.phase in ("Suspended", "Pending")) and not todo.orders
+        return min(POLL if calm else BUSY_POLL, todo.again or POLL)
+
+    async def _do(self, job: JobObject, order: planning.Order, pods: tuple[OwnedPod, ...]) -> str:
+        """What its master does not want, in a sentence; what the API server does not is NotMade."""
+        where = job.namespace
+        match order:
+            case planning.Make(body, notice):
+                if await self._cluster.make(body) and notice:
+                    await self._tell(job, notice)
+            case planning.MakeSecret():
+                await self._cluster.make(objects.secret(job, self._token(job)))
+            case planning.Remove(pod, notice):
+                if await self._cluster.remove(api.PODS, (where, pod.name), pod.uid):
+                    await self._tell(job, notice)
+            case planning.Resize(nodes):
+                return await self._resize(job, nodes, pods)
+            case planning.Discard():
+                await self._cluster.remove(api.JOBS, (where, job.name), job.uid)
+        return ""
+
+    async def _tell(self, job: JobObject, notice: planning.JobEvent) -> None:
+        """An Event; the job goes on without it."""
+        now = stamp(time.time())
+        about = {"apiVersion": API_VERSION, "kind": KIND, "name": job.name, "uid": job.uid}
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": f"{job.name}.", "namespace": job.namespace},
+            "involvedObject": {**about, "namespace": job.namespace},
+            "type": "Warning" if notice.warning else "Normal",
+            "reason": notice.reason,
+            "message": notice.message[:1000],
+            "source": {"component": OPERATOR},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        logger.info("%s/%s: %s", job.namespace, job.name, notice.message)
+        try:
+            await self._cluster.tell(event)
+        except Trouble as error:
+            logger.info("an Event of %s is lost: %s", job.name, _words(error))
+
+    # ------------------------------------------------------------ the job's master
+
+    def _token(self, job: JobObject) -> str:
+        """Of the job: nobody has to keep it."""
+        return hmac.digest(self._key, f"elasticrun job {job.uid}".encode(), hashlib.sha256).hex()
+
+    async def _ask(
+        self, job: JobObject, key: api.Key, pods: tuple[OwnedPod, ...]
+    ) -> tuple[JobStatus | None, str]:
+        """What the master says; else why it does not."""
+        master = _master(pods)
+        if master is None or job.status.over:
+            return None, ""
+        if _clock() < self._silent.get(key, 0.0):
+            return None, job.status.condition("MasterReachable").message
+        began = _clock()
+        try:
+            token = reader_token(self._token(job))
+            said = await get_status(master, ASK_LIMIT, token=token, version=__version__)
+        except LinkError as error:
+            if _clock() > began + ASK_LIMIT / 2:  # one that is just starting refuses at once
+                self._silent[key] = _clock() + SILENT_FOR
+            verb = "refuses to answer" if error.rejected else "does not answer"
+            return None, f"the master at {master} {verb}: {error}"
+        self._silent.pop(key, None)
+        return said, ""
+
+    async def _resize(self, job: JobObject, nodes: int, pods: tuple[OwnedPod, ...]) -> str:
+        master = _master(pods)
+        if master is None:
+            return ""
+        request = Request("scale", number=nodes, who=OPERATOR, reason="spec.nodes")
+        token = operator_token(self._token(job))
+        try:
+            reply = await ask_for(master, ASK_LIMIT, request, token=token, role=Role.OPERATOR)
+        except LinkError as error:
+            raise TimeoutError(f"the master at {master} was not told of {nodes}: {error}") from None
+        return "" if reply.ok else f"the master does not take {nodes} nodes: {reply.reason}"
+
+
+def _master(pods: tuple[OwnedPod, ...]) -> Endpoint | None:
+    for pod in pods:
+        if pod.index == MASTER_INDEX and pod.phase == "Running" and pod.address:
+            return Endpoint(pod.address, MASTER_PORT)
+    return None
+
+
+def _clock() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _later(tries: int) -> float:
+    return min(FIRST_RETRY * 2.0 ** min(tries, 10), LAST_RETRY)
+
+
+def _words(error: BaseException) -> str:
+    said = str(error).partition("For more information check")[0]  # httpx2's
+    return " ".join(said.split())[:400] or type(error).__name__
+
+
+# ---------------------------------------------------------------- one of several leads
+
+
+async def lead(cluster: api.Cluster, me: str, controller: Controller) -> None:
+    """Wait for the Lease, then run for as long as it is ours. LeadLost when it is not."""
+    task: asyncio.Task[None] | None = None
+    seen, since, renewed = "", _clock(), -math.inf
+    try:
+        while task is None or not task.done():
+            held = _clock() - renewed < LEASE - RENEW
+            try:
+                expired = seen if _clock() - since > LEASE else ""
+                held, version = await take_lease(cluster, me, expired)
+                since = since if version == seen else _clock()
+                renewed, seen = _clock() if held else renewed, version
+            except Exception as error:
+                logger.warning("the Lease cannot be renewed: %s", _words(error))
+            if task is not None and not held:
+                raise LeadLost("another operator leads, or the Lease cannot be renewed")
+            if held and task is None:
+                task = asyncio.create_task(controller.run())
+            await (asyncio.wait([task], timeout=RENEW) if task else asyncio.sleep(RENEW))
+        await task
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def take_lease(cluster: api.Cluster, me: str, expired: str) -> tuple[bool, str]:
+    """Whether the Lease is ours now, and a word that changes when somebody renews it. Another's is
+    taken only where its word is still `expired`: who has slept himself knows of no other."""
+    found: Json | None = await cluster.get(api.LEASES, (cluster.own, OPERATOR))
+    renewed = f"{stamp(time.time())[:-1]}.{int(time.time() % 1 * 1e6):06d}Z"
+    spec = {"holderIdentity": me, "leaseDurationSeconds": LEASE, "renewTime": renewed}
+    body: Json = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+    body |= {"metadata": {"name": OPERATOR, "namespace": cluster.own}, "spec": spec}
+    if found is None:
+        return await cluster.put_lease(body, new=True), renewed
+    old, version = found.get("spec") or {}, found["metadata"]["resourceVersion"]
+    word = str(old.get("renewTime"))
+    if old.get("holderIdentity") not in (me, "", None) and word != expired:
+        return False, word
+    body["metadata"]["resourceVersion"] = version
+    return await cluster.put_lease(body, new=False), renewed

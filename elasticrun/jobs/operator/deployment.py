@@ -1,0 +1,157 @@
+"""What installs the operator: the CRD, an account with the rights it uses and no more, the
+Deployment (`elasticrun render operator`). Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from elasticrun import __version__
+from elasticrun.jobs.operator.crd import GROUP, OPERATOR, PLURAL, Json, crd
+
+HOME: Final = "elasticrun"
+"""Its namespace, where it sees to the jobs of all."""
+
+BARE_IMAGE: Final = "python:3.12-slim"
+"""Taken where no image with elasticrun is named: what it needs is installed as it starts."""
+
+NEEDED: Final = ("grpcio>=1.66", "msgspec>=0.19", "protobuf>=5.27", "lightkube>=1.0")
+
+PASSED: Final = 65532
+"""The user without a name that containers run as by custom."""
+
+REMARKS: Final = {
+    ("spec", "terminationGracePeriodSeconds"): "no job waits for it: they train on without it"
+}
+"""What is said beside a field of it in YAML."""
+
+RIGHTS: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
+    (GROUP, (PLURAL,), ("get", "list", "watch", "delete")),
+    (GROUP, (f"{PLURAL}/status",), ("patch",)),
+    ("", ("pods",), ("get", "list", "watch", "create", "delete")),
+    ("", ("services",), ("get", "create")),
+    ("", ("secrets", "events"), ("create",)),
+    ("scheduling.volcano.sh", ("podgroups",), ("get", "create")),
+    ("scheduling.x-k8s.io", ("podgroups",), ("get", "create")),
+    ("scheduling.k8s.io", ("podgroups",), ("get", "create")),
+)
+"""API group, resources, verbs. Who may make pods can read every Secret that a pod can, so to make
+Secrets adds nothing to that; none but the operator's own is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """How the operator is installed; `namespace` is "" where it sees to the jobs of all."""
+
+    namespace: str = ""
+    image: str = ""
+    replicas: int = 1
+
+    @property
+    def home(self) -> str:
+        return self.namespace or HOME
+
+
+def documents(asked: Installed) -> list[Json]:
+    """The objects, in the order in which they are made."""
+    home = asked.home
+    space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": home}}
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _named(home)}
+    rules = [
+        {"apiGroups": [group], "resources": list(what), "verbs": list(verbs)}
+        for group, what, verbs in RIGHTS
+    ]
+    made = [crd(), *([] if asked.namespace else [space]), account]
+    if asked.namespace:
+        made += _role("Role", home, OPERATOR, [*rules, *_own(asked)])
+    else:
+        made += _role("ClusterRole", home, OPERATOR, rules)
+        made += _role("Role", home, f"{OPERATOR}-own", [_making(["secrets"]), *_own(asked)])
+    return [*made, _deployment(asked)]
+
+
+def _named(namespace: str, name: str = OPERATOR) -> Json:
+    labels = {"app.kubernetes.io/name": OPERATOR}
+    space = {"namespace": namespace} if namespace else {}
+    return {"name": name, **space, "labels": labels}
+
+
+def _making(what: list[str], group: str = "") -> Json:
+    return {"apiGroups": [group], "resources": what, "verbs": ["create"]}
+
+
+def _own(asked: Installed) -> list[Json]:
+    """Its Secret, and the Lease where there are two of it."""
+    its = {"resourceNames": [OPERATOR]}
+    rules: list[Json] = [
+        {"apiGroups": [""], "resources": ["secrets"], **its, "verbs": ["get"]},
+    ]
+    if asked.replicas > 1:
+        lease = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
+        rules.append({**lease, **its, "verbs": ["get", "update"]})
+        rules.append(_making(["leases"], "coordination.k8s.io"))
+    return rules
+
+
+def _role(kind: str, home: str, name: str, rules: list[Json]) -> list[Json]:
+    group = "rbac.authorization.k8s.io"
+    space = "" if kind == "ClusterRole" else home
+    subject = {"kind": "ServiceAccount", "name": OPERATOR, "namespace": home}
+    role = {"apiVersion": f"{group}/v1", "kind": kind, "metadata": _named(space, name)}
+    bound = {**role, "kind": f"{kind}Binding"}
+    reference = {"apiGroup": group, "kind": kind, "name": name}
+    return [role | {"rules": rules}, bound | {"roleRef": reference, "subjects": [subject]}]
+
+
+def _deployment(asked: Installed) -> Json:
+    labels = {"app.kubernetes.io/name": OPERATOR}
+    words = ["operator"]
+    words += [f"--namespace={asked.namespace}"] if asked.namespace else []
+    words += ["--lease"] if asked.replicas > 1 else []
+    container = {
+        "name": "operator",
+        "image": asked.image or BARE_IMAGE,
+        **_command(asked, words),
+        "env": [{"name": name, "value": "/scratch"} for name in ("HOME", "TMPDIR")],
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+    }
+    spec = {
+        "serviceAccountName": OPERATOR,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": PASSED,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "terminationGracePeriodSeconds": 10,
+        "containers": [container],
+        "volumes": [{"name": "scratch", "emptyDir": {}}],
+    }
+    template = {"metadata": {"labels": labels}, "spec": spec}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _named(asked.home),
+        "spec": {
+            "replicas": asked.replicas,
+            "selector": {"matchLabels": labels},
+            **({"strategy": {"type": "Recreate"}} if asked.replicas == 1 else {}),
+            "template": template,
+        },
+    }
+
+
+def _command(asked: Installed, words: list[str]) -> Json:
+    if asked.image:
+        return {"command": ["elasticrun", *words]}
+    pip = "pip install --quiet --no-cache-dir --target /scratch/site"
+    script = (
+        f"{pip} --no-deps elasticrun=={__version__} && {pip} {' '.join(map(repr, NEEDED))} && "
+        'PYTHONPATH=/scratch/site exec python -m elasticrun "$@"'
+    )
+    return {"command": ["sh", "-c", script, "sh", *words]}

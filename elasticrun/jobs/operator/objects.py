@@ -1,0 +1,478 @@
+"""The objects that are made for an ElasticJob, and what is read of its pods.
+
+Names are stable where others have to find them: the master is `JOB-master.JOB`, the node of index 1
+`JOB-1.JOB`, by one headless Service, whichever pod that is at the moment. A pod's own name ends
+with its attempt (`JOB-1-0`), so that whoever makes it twice is told that it is there. What an agent
+has to know stands in its environment; the template's command stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any, Final
+
+import msgspec
+
+from elasticrun.config import ELASTIC_RESTARTS, EXIT_BAD_NODE, EXIT_FINAL, EXIT_SAVED, EXIT_USAGE
+from elasticrun.core import reasons
+from elasticrun.core.nodes.admission import ASKED
+from elasticrun.core.reasons import exclusion_in
+from elasticrun.host.runs import last_word
+from elasticrun.host.runs.last_word import LastWord
+from elasticrun.host.runs.layout import RunResult
+from elasticrun.jobs.operator.crd import API_VERSION, GROUP, KIND, ElasticSpec, ElasticStatus, Json
+from elasticrun.jobs.render import pods as rendered
+from elasticrun.jobs.render.elastic import has_tls, own_words
+from elasticrun.jobs.render.wanted import GRACE, MASTER_PORT, Launch, Pods
+from elasticrun.wire import env
+
+JOB: Final = f"{GROUP}/job"
+ROLE: Final = f"{GROUP}/role"
+INDEX: Final = f"{GROUP}/index"
+"""Labels of a pod: its job's name; NODE or MASTER; the index of a node."""
+
+MASTER: Final = "master"
+NODE: Final = "node"
+MASTER_INDEX: Final = -1
+
+HOPELESS: Final = (EXIT_USAGE, EXIT_FINAL)
+"""Exit codes that end the job: another pod cannot do better."""
+
+KILLED: Final = (128 + 9, 128 + 15)
+FREE: Final = (*KILLED, EXIT_BAD_NODE, EXIT_SAVED)
+"""Exit codes by which a pod is replaced free of charge."""
+
+LOST_AFTER: Final = 30.0
+"""Seconds after the end of its grace in which a deleted pod is taken for living: then its node has
+gone, and nobody is left to say so."""
+
+
+def moment(text: str | None) -> float:
+    """Seconds since 1970 of a time in Kubernetes' form; 0.0 for none."""
+    return datetime.fromisoformat(text).timestamp() if text else 0.0
+
+
+def stamp(now: float) -> str:
+    """A time in Kubernetes' form."""
+    return datetime.fromtimestamp(int(now), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedPod:
+    """What is read of a pod; `index` is MASTER_INDEX for the master's."""
+
+    name: str
+    uid: str
+    index: int
+    attempt: int
+    phase: str
+    node: str  # of the cluster, "" before it is placed
+    address: str
+    created: float
+    deleted: float  # when it is to have gone, 0.0 for one that nobody has deleted
+    ended: float  # when its container ended, 0.0 where nobody knows
+    code: int | None  # exit code of its first container, None where there is none
+    disrupted: bool  # evicted, preempted, drained; or its node is lost
+    no_memory: bool
+    single: bool  # started for one node alone, where no other can reach it
+    waits: str  # why it does not run, as the cluster says it
+    message: str = ""  # the last that it has said; of a master's, the job's result
+
+    @property
+    def done(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
+
+    def lives(self, now: float) -> bool:
+        """Whether it runs, will run, or may not have gone yet."""
+        return not self.done and not (self.deleted and now > self.deleted + LOST_AFTER)
+
+    @property
+    def free(self) -> bool:
+        """Whether its failure is not its own: no code at all means that it was taken away."""
+        if self.disrupted or self.deleted or self.code is None:
+            return True
+        return self.code in FREE and not self.no_memory
+
+    @property
+    def run_over(self) -> bool:
+        """Of the master's pod: it has ended because the job has, not because it was killed."""
+        return self.done and not self.disrupted and self.code is not None and self.code < 128
+
+    @property
+    def result(self) -> RunResult | None:
+        """Of the master's pod: how the job has ended, where it says so."""
+        with contextlib.suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(self.message, type=RunResult)
+        return None
+
+    @property
+    def word(self) -> LastWord | None:
+        """Of a node's pod: what its launcher has left; None for what was killed before, is of
+        another release, or is none of ours."""
+        return last_word.read(self.message)
+
+    @property
+    def cause(self) -> str:
+        """Of a node's pod: why it has ended, by its launcher's last word; else the last line that
+        it has printed."""
+        if self.word is not None:
+            return self.word.text[:400]
+        lines = [line for line in self.message.splitlines() if line.strip(" =")]
+        return lines[-1].strip()[:400] if lines else ""
+
+    @property
+    def found_bad(self) -> bool:
+        """Whether it has found its node bad, or was found so: not, where it was not let in, or a
+        person wanted it out, which the master knows, and until when."""
+        if not self.done or self.code != EXIT_BAD_NODE:
+            return False
+        word = self.word
+        banned = exclusion_in(reasons.read(word.text, word.reason)) if word is not None else None
+        return banned is None or not (banned.node or banned.how.by == ASKED)
+
+
+def read(pod: Json) -> OwnedPod | None:
+    """What is read of a pod; None for one whose labels are none of ours."""
+    meta, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
+    labels, attempt = meta.get("labels") or {}, meta["name"].rpartition("-")[2]
+    index = labels.get(INDEX, MASTER if labels.get(ROLE) == MASTER else "")
+    if not (index == MASTER or index.isdecimal()) or not attempt.isdecimal():
+        return None
+    container = (spec.get("containers") or [{}])[0]
+    found = {one.get("name"): one for one in status.get("containerStatuses") or ()}
+    state = (found.get(container.get("name")) or {}).get("state") or {}
+    ended = state.get("terminated") or {}
+    conditions = {one["type"]: one for one in status.get("conditions") or ()}
+    sizes = [one.get("value") for one in container.get("env") or () if one["name"] == NNODES]
+    return OwnedPod(
+        name=meta["name"],
+        uid=meta["uid"],
+        index=MASTER_INDEX if index == MASTER else int(index),
+        attempt=int(attempt),
+        phase=status.get("phase") or "Pending",
+        node=spec.get("nodeName") or "",
+        address=status.get("podIP") or "",
+        created=moment(meta.get("creationTimestamp")),
+        deleted=moment(meta.get("deletionTimestamp")),
+        ended=moment(ended.get("finishedAt")),
+        code=ended.get("exitCode"),
+        disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
+        no_memory=ended.get("reason") == "OOMKilled",
+        single=sizes == ["1:1"],
+        waits=_why(state.get("waiting") or {}, conditions.get("PodScheduled", {})),
+        message=ended.get("message") or "",
+    )
+
+
+def _why(waiting: Json, scheduled: Json) -> str:
+    if scheduled.get("status") == "False" and scheduled.get("message"):
+        return str(scheduled["message"])
+    reason, message = waiting.get("reason") or "", waiting.get("message") or ""
+    return f"{reason}: {message}" if message else reason
+
+
+# ---------------------------------------------------------------- the job
+
+
+NNODES: Final = "ELASTICRUN_NNODES"
+TOKEN: Final = "ELASTICRUN_TOKEN"
+RUN_DIR: Final = "ELASTICRUN_RUN_DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class JobObject:
+    """An ElasticJob: its spec, and what is written into everything that is made for it."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    spec: ElasticSpec
+    status: ElasticStatus
+
+    @property
+    def run_id(self) -> str:
+        """Under which its nodes meet: a job that is made anew under its name is another."""
+        return f"{self.name}-{self.uid[:8]}"
+
+    @property
+    def selector(self) -> str:
+        """Of its nodes' pods."""
+        return f"{JOB}={self.name},{ROLE}={NODE}"
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether its command or its variables name files that its master would not have."""
+        first = self.spec.template["spec"]["containers"][0]
+        names = [one["name"] for one in first.get("env") or ()]
+        return has_tls(words_of(first)) or any(name.startswith("ELASTICRUN_TLS_") for name in names)
+
+    @property
+    def secret(self) -> str:
+        """The Secret with its token; one that goes with an older job of its name is another."""
+        return f"{self.run_id}-token"
+
+
+def wanted(job: Json) -> JobObject:
+    """The job of an object. msgspec.ValidationError for one that no schema has checked."""
+    meta = job["metadata"]
+    return JobObject(
+        name=meta["name"],
+        namespace=meta.get("namespace") or "default",
+        uid=meta["uid"],
+        generation=meta.get("generation") or 0,
+        spec=msgspec.convert(job["spec"], ElasticSpec),
+        status=msgspec.convert(job.get("status") or {}, ElasticStatus),
+    )
+
+
+def pod_name(job: JobObject, index: int, attempt: int) -> str:
+    """The name of one try at an index."""
+    return f"{job.name}-{MASTER if index == MASTER_INDEX else index}-{attempt}"
+
+
+def host_name(job: JobObject, index: int) -> str:
+    """The host name of the pod of an index, whichever try it is."""
+    return f"{job.name}-{MASTER if index == MASTER_INDEX else index}"
+
+
+def _metadata(job: JobObject, name: str, **labels: str) -> Json:
+    owner = {"apiVersion": API_VERSION, "kind": KIND, "name": job.name, "uid": job.uid}
+    ours = {JOB: job.name, "app.kubernetes.io/managed-by": "elasticrun"}
+    return {
+        "name": name,
+        "namespace": job.namespace,
+        "labels": ours | labels,
+        "ownerReferences": [{**owner, "controller": True}],
+    }
+
+
+def _owned(job: JobObject, kind: str, name: str, **body: Json) -> Json:
+    return {"apiVersion": "v1", "kind": kind, "metadata": _metadata(job, name), **body}
+
+
+def common(job: JobObject, version: tuple[int, int]) -> list[Json]:
+    """What is made before the first pod: the Service, and what a gang scheduler wants."""
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {JOB: job.name},
+        "ports": [{"name": MASTER, "port": MASTER_PORT}],
+    }
+    return [_owned(job, "Service", job.name, spec=spec), *_gang(job, version).documents]
+
+
+def secret(job: JobObject, token: str) -> Json:
+    """The Secret with the job's token."""
+    return _owned(job, "Secret", job.secret, stringData={"token": token})
+
+
+def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:
+    """As `render k8s` has it; Kueue is told of a group of plain pods."""
+    asked = job.spec.gang
+    if asked is None:
+        return rendered.Gang()
+    if asked.scheduler == "kueue":
+        labels = {
+            "kueue.x-k8s.io/queue-name": asked.queue,
+            "kueue.x-k8s.io/pod-group-name": job.name,
+        }
+        total = {"kueue.x-k8s.io/pod-group-total-count": str(job.spec.nodes + job.spec.spares)}
+        return rendered.Gang(pod_labels=labels, pod_annotations=total)
+    least = job.spec.least
+    launch = Launch("unread", min_nodes=least, max_nodes=job.spec.nodes)
+    group = Pods(
+        name=job.name,
+        image="unread",
+        launch=launch,
+        gang=asked.scheduler,
+        queue=asked.queue,
+        priority=job.spec.template["spec"].get("priorityClassName", ""),
+        version=max(version, (1, 36)),
+    )
+    return rendered.gang(group, _metadata(job, job.name))
+
+
+def _env(kept: list[Json], ours: Json, defaults: list[Json]) -> list[Json]:
+    """The template's variables, but for `ours` and the token, which is the master's; `defaults`
+    only where it does not set them."""
+    kept = [one for one in kept if one["name"] not in (*ours, TOKEN)]
+    names = {one["name"] for one in kept}
+    return [
+        *kept,
+        *({"name": key, "value": value} for key, value in ours.items()),
+        *(one for one in defaults if one["name"] not in names),
+    ]
+
+
+def _token(job: JobObject) -> Json:
+    return {
+        "name": TOKEN,
+        "valueFrom": {"secretKeyRef": {"name": job.secret, "key": "token"}},
+    }
+
+
+def node_pod(
+    job: JobObject, index: int, attempt: int, avoided: list[str], version: tuple[int, int]
+) -> Json:
+    """The pod of an index: the template, with its name, its place and its agent's environment.
+    `avoided`: nodes of the cluster on which it must not run."""
+    gang = _gang(job, version)
+    template = copy.deepcopy(job.spec.template)
+    spec: Json = {**template["spec"], "restartPolicy": "Never"}
+    spec |= {"hostname": host_name(job, index), "subdomain": job.name, **gang.pod_spec}
+    spec.setdefault("automountServiceAccountToken", False)
+    spec.setdefault("terminationGracePeriodSeconds", GRACE)
+    if gang.scheduler:
+        spec.setdefault("schedulerName", gang.scheduler)
+    container = spec["containers"][0]
+    container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    least, most = job.spec.least, job.spec.nodes
+    ours = {
+        NNODES: f"{least}:{most}",
+        "ELASTICRUN_NODE_RANK": str(index),
+        "ELASTICRUN_NODE_UNIT": str(job.spec.node_unit),
+        "ELASTICRUN_RDZV_ID": job.run_id,
+        "ELASTICRUN_RDZV_BACKEND": "c10d",
+        "ELASTICRUN_RDZV_ENDPOINT": f"{host_name(job, MASTER_INDEX)}.{job.name}:{MASTER_PORT}",
+    }
+    container.setdefault("terminationMessagePath", rendered.LAST_WORDS)
+    ours[env.LAST_WORDS] = container["terminationMessagePath"]
+    its_node = {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    defaults: list[Json] = [
+        {"name": env.CLUSTER_NODE, "valueFrom": its_node},
+        {"name": "ELASTICRUN_EXIT_CODES", "value": "scheduler"},
+        {"name": "ELASTICRUN_MAX_RESTARTS", "value": str(ELASTIC_RESTARTS)},
+        {"name": "ELASTICRUN_RDZV_CONF", "value": "is_host=false"},
+        _token(job),
+    ]
+    container["env"] = _env(container.get("env") or [], ours, defaults)
+    _shared_memory(spec, container)
+    if avoided:
+        _keep_away(spec, avoided)
+    given = template.get("metadata") or {}
+    metadata = _metadata(job, pod_name(job, index, attempt))
+    metadata["labels"] = {**(given.get("labels") or {}), **metadata["labels"], **gang.pod_labels}
+    metadata["labels"] |= {ROLE: NODE, INDEX: str(index)}
+    metadata["annotations"] = {**(given.get("annotations") or {}), **gang.pod_annotations}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _shared_memory(spec: Json, container: Json) -> None:
+    """A /dev/shm of its own, where the template has none: a container's 64 MiB hold no snapshot."""
+    mounts = container.setdefault("volumeMounts", [])
+    if any(one.get("mountPath") == "/dev/shm" for one in mounts):
+        return
+    mounts.append({"name": "elasticrun-shm", "mountPath": "/dev/shm"})
+    spec.setdefault("volumes", []).append(
+        {"name": "elasticrun-shm", "emptyDir": {"medium": "Memory"}}
+    )
+
+
+def _keep_away(spec: Json, nodes: list[str]) -> None:
+    """Every term is one way to be placed, so each is told. By their names, one a requirement, as
+    servers want it: the label kubernetes.io/hostname is another word on some clouds."""
+    required = (
+        spec.setdefault("affinity", {})
+        .setdefault("nodeAffinity", {})
+        .setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    )
+    for term in required.setdefault("nodeSelectorTerms", [{}]):
+        term.setdefault("matchFields", []).extend(
+            {"key": "metadata.name", "operator": "NotIn", "values": [node]}
+            for node in sorted(nodes)
+        )
+
+
+def words_of(container: Json) -> list[str]:
+    """Its command with its arguments."""
+    return [str(one) for key in ("command", "args") for one in container.get(key) or ()]
+
+
+def named_run_dir(container: Json) -> str:
+    """The run folder that a container's command or its environment names; "" for none."""
+    for flag, after in pairwise([*own_words(words_of(container)), ""]):
+        name, _, value = flag.partition("=")
+        if name in ("--run-dir", "--run_dir"):
+            return value or after
+    given = {one["name"]: str(one.get("value") or "") for one in container.get("env") or ()}
+    return given.get(RUN_DIR, "")
+
+
+def volume_at(spec: Json, path: str) -> Json | None:
+    """What the first container of a pod has mounted there, and where; None for nothing that
+    outlasts the pod."""
+    found = _mounted(spec, path)
+    if found is None:
+        return None
+    mount, volume = found
+    source = {key: of for key, of in volume.items() if key != "name"}
+    return {"at": mount["mountPath"], "sub": mount.get("subPath"), **source}
+
+
+def _mounted(spec: Json, path: str) -> tuple[Json, Json] | None:
+    """The mount of a pod's first container in which `path` lies, and its volume; None for nothing
+    that outlasts the pod."""
+    first: Json = next(iter(spec.get("containers") or ()), {})
+    mounts = first.get("volumeMounts") or ()
+    there = [one for one in mounts if f"{path}/".startswith(one["mountPath"].rstrip("/") + "/")]
+    if not there:
+        return None
+    mount = max(there, key=lambda one: len(one["mountPath"]))
+    volumes = {one["name"]: one for one in spec.get("volumes") or ()}
+    volume = volumes.get(mount["name"], {})
+    return (mount, volume) if len(volume) > 1 and "emptyDir" not in volume else None
+
+
+_OF_THE_TEMPLATE: Final = (
+    "nodeSelector", "tolerations", "imagePullSecrets", "securityContext", "priorityClassName",
+)  # fmt: skip
+"""Fields of the template's spec that the master's pod has as well."""
+
+
+_OF_ITS_CONTAINER: Final = ("image", "imagePullPolicy", "securityContext")
+
+
+def master_pod(job: JobObject, attempt: int) -> Json:
+    """The pod of the job's master: the template's image, and none of its devices; of its volumes
+    the one that the job's run folder is on."""
+    template = job.spec.template["spec"]
+    first = template["containers"][0]
+    its_address = {"fieldRef": {"fieldPath": "status.podIP"}}
+    container = {
+        "name": MASTER,
+        **{key: first[key] for key in _OF_ITS_CONTAINER if key in first},
+        "command": ["elasticrun", MASTER],
+        "args": ["--host=$(POD_IP)", f"--port={MASTER_PORT}", f"--rdzv-id={job.run_id}"],
+        "env": [
+            {"name": "POD_IP", "valueFrom": its_address},
+            {"name": env.LAST_WORDS, "value": rendered.LAST_WORDS},
+            _token(job),
+        ],
+        "terminationMessagePath": rendered.LAST_WORDS,
+        "ports": [{"name": MASTER, "containerPort": MASTER_PORT}],
+        "resources": job.spec.master.resources,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    spec: dict[str, Any] = {
+        **{key: template[key] for key in _OF_THE_TEMPLATE if key in template},
+        "hostname": host_name(job, MASTER_INDEX),
+        "subdomain": job.name,
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": 10,
+        "containers": [container],
+    }
+    folder = named_run_dir(first)
+    if found := _mounted(template, folder):
+        container["args"].append(f"--run-dir={folder}")
+        first_of_all = attempt == 0 and job.status.restarts is None  # later ones go on in it
+        if first_of_all and "--fresh" in own_words(words_of(first)):
+            container["args"].append("--fresh")
+        container["volumeMounts"], spec["volumes"] = [found[0]], [found[1]]
+    metadata = _metadata(job, pod_name(job, MASTER_INDEX, attempt), **{ROLE: MASTER})
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

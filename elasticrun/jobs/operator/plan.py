@@ -1,0 +1,700 @@
+"""What is to be done for an ElasticJob: one pure function of what there is, `plan`.
+
+Level-triggered: the same sight leads to the same orders, whoever looks and however often; nothing
+is counted up. What cannot be found in the cluster stands in the job's status (since when something
+is so, which nodes to avoid). A failed pod that counts is kept as the record of that; one that does
+not goes when its successor has a successor.
+
+An exit of 0 says that all ranks of the last round have ended with 0, so no pod is made after the
+first one. Where a run ends otherwise, its pods end first, and then master and nodes begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import msgspec
+
+from elasticrun.config import EXIT_BAD_NODE
+from elasticrun.core.nodes.admission import ASKED
+from elasticrun.core.reasons import failure_in, read
+from elasticrun.core.words import some
+from elasticrun.host.runs.layout import RunResult
+from elasticrun.jobs.operator import objects
+from elasticrun.jobs.operator.crd import CONDITIONS, Avoided, ElasticStatus, JobCondition, Json
+from elasticrun.jobs.operator.objects import (
+    HOPELESS,
+    MASTER_INDEX,
+    JobObject,
+    OwnedPod,
+    moment,
+    stamp,
+)
+from elasticrun.jobs.render.elastic import NO_TLS
+from elasticrun.wire.messages import JobStatus
+
+HEALTHY: Final = 60.0
+"""Seconds of life after which a pod that ends is replaced at once, however many there were."""
+
+LONGEST_WAIT: Final = 60.0
+"""The longest wait for the next of pods that end one soon after the other."""
+
+PAUSE: Final = 60.0
+"""Seconds for which a job holds nothing after it has given its pods back."""
+
+SETTLE: Final = 10.0
+"""Seconds for pods to end by themselves, with their last words, when the job is over."""
+
+RUN_ENDS: Final = 5.0
+"""Seconds for the nodes of a run that has ended to end as well. Who is there still has not heard of
+it, or was never in it, and meets the others at the next master."""
+
+AVOIDED_FOR: Final = 3600.0
+"""Seconds for which a node is avoided; the master's own exclusions last as long by default."""
+
+MOST_AVOIDED: Final = 50
+ACCEPTED: Final = "the server takes the job's pods"
+GAVE_UP: Final = "GaveUp"
+"""Reason of Scheduled while the job holds nothing."""
+
+
+class JobEvent(NamedTuple):
+    """An Event of the job."""
+
+    reason: str
+    message: str
+    warning: bool = False
+
+
+class Make(NamedTuple):
+    """Make an object; that it is there already is as good."""
+
+    body: Json
+    notice: JobEvent | None = None
+
+
+class MakeSecret(NamedTuple):
+    """Make the Secret with the job's token."""
+
+
+class Remove(NamedTuple):
+    """Delete a pod, with its grace."""
+
+    pod: OwnedPod
+    notice: JobEvent
+
+
+class Resize(NamedTuple):
+    """Have the job's master take so many nodes."""
+
+    nodes: int
+
+
+class Discard(NamedTuple):
+    """Delete the job itself, and all that belongs to it."""
+
+
+Order = Make | MakeSecret | Remove | Resize | Discard
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What there is of a job. `master` is what its master says, None where it does not;
+    `unreachable`: why. `refused`: what the API server or the master did not want last time."""
+
+    pods: tuple[OwnedPod, ...] = ()
+    master: JobStatus | None = None
+    unreachable: str = ""
+    refused: str = ""
+    version: tuple[int, int] = (1, 37)  # of the cluster
+
+
+class ToDo(NamedTuple):
+    """Orders in their order, the new status, Events; `again`: in so many seconds at the latest,
+    None where nothing but a change calls for it."""
+
+    orders: tuple[Order, ...]
+    status: ElasticStatus
+    notices: tuple[JobEvent, ...] = ()
+    again: float | None = None
+
+
+class JobEnd(NamedTuple):
+    phase: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A sight of a job at a moment, and what follows from it at once."""
+
+    job: JobObject
+    sight: Seen
+    now: float
+
+    @cached_property
+    def nodes(self) -> list[OwnedPod]:
+        return sorted(
+            (pod for pod in self.sight.pods if pod.index != MASTER_INDEX),
+            key=lambda pod: (pod.index, pod.attempt),
+        )
+
+    @cached_property
+    def living(self) -> list[OwnedPod]:
+        """Pods of nodes that may run now or later."""
+        return [pod for pod in self.nodes if pod.lives(self.now)]
+
+    @cached_property
+    def running(self) -> list[OwnedPod]:
+        return [pod for pod in self.living if pod.phase == "Running" and not pod.deleted]
+
+    def of(self, index: int) -> list[OwnedPod]:
+        """All pods of an index, the newest last."""
+        return self._by_index.get(index, [])
+
+    @cached_property
+    def _by_index(self) -> dict[int, list[OwnedPod]]:
+        found: dict[int, list[OwnedPod]] = {}
+        for pod in sorted(self.sight.pods, key=lambda pod: pod.attempt):
+            found.setdefault(pod.index, []).append(pod)
+        return found
+
+    @cached_property
+    def last_master(self) -> OwnedPod | None:
+        return next(reversed(self.of(MASTER_INDEX)), None)
+
+    @cached_property
+    def result(self) -> RunResult | None:
+        """How the run has ended, where its last master says so."""
+        return self.last_master.result if self.last_master is not None else None
+
+    @property
+    def succeeding(self) -> bool:
+        """Whether all ranks have ended with 0."""
+        last = self.last_master
+        by_master = last is not None and last.run_over and last.code == 0
+        return by_master or any(pod.phase == "Succeeded" for pod in self.nodes)
+
+    @property
+    def cause(self) -> str:
+        """What has ended the run, as its master says it, else a pod that ended badly; "" where
+        nobody does."""
+        if self.result is not None:
+            return self.result.reason
+        said = self.sight.master
+        ended = sorted((one for one in self.nodes if one.code), key=lambda one: one.ended)
+        words = (one.cause for one in ended if one.code in HOPELESS or not one.free)
+        return (said.outcome if said else "") or next(filter(None, words), "")
+
+    @property
+    def failed_node(self) -> str:
+        """Of the rank that has ended the run, as the master says it; "" where none did."""
+        said = self.sight.master
+        failed = failure_in(read(said.outcome, said.ended)) if said else None
+        return self.result.failed_node if self.result else failed.node if failed else ""
+
+    @cached_property
+    def unattached(self) -> str:
+        """What to look at where pods end and the master has never heard of one; else ""."""
+        said, failed = self.sight.master, self.counted
+        if said is None or said.nodes or said.round or said.restart_count:
+            return ""
+        if any(one.word is not None for one in self.nodes):
+            return ""
+        what = f"{some(len(failed), 'pod')} failed" if failed else "pods ended with 0"
+        last = f" {_how(failed[-1])}" if failed else ""
+        ask = "does the template's first container run elasticrun?"
+        return f"{what} and no agent has attached: {ask}{last}" if failed or self.succeeding else ""
+
+    @cached_property
+    def avoided(self) -> tuple[Avoided, ...]:
+        """Nodes of the cluster that new pods keep away from: those that the master excludes, those
+        that a pod found bad, and what the status still remembers of both. What a person wanted is
+        not so any more when the master that answers knows of none, or the job is suspended."""
+        said, found = self.sight.master, []
+        for one in said.excluded if said else ():
+            host, since = one.host.partition(".")[0], self.now - one.age
+            mine = [p for p in self.nodes if objects.host_name(self.job, p.index) == host]
+            # the first that lived then, of which clusters know the second: the next is elsewhere
+            then = [p for p in mine if p.created <= since and not 0 < p.ended < since - 1]
+            found += [(pod.node, one.reason, since, one.kind) for pod in then[:1]]
+        lifted = said is not None or self.job.spec.suspend
+        told = {node for node, *_ in found}
+        known = {one.node: one for one in self.job.status.excluded_nodes
+                 if not (lifted and one.kind == ASKED and one.node not in told)}  # fmt: skip
+        found += [(pod.node, _how(pod), pod.ended, "") for pod in self.nodes if pod.found_bad]
+        for node, reason, since, kind in found:
+            if node and node not in known and self.now - since < AVOIDED_FOR:
+                known[node] = Avoided(node, reason, stamp(since or self.now), kind)
+        fresh = [one for one in known.values() if self.now - moment(one.since) < AVOIDED_FOR]
+        return tuple(sorted(fresh, key=lambda one: (one.since, one.node))[-MOST_AVOIDED:])
+
+    @property
+    def run_over(self) -> bool:
+        """Whether this run of the job has ended, in whatever way."""
+        last, said = self.last_master, self.sight.master
+        return (last is not None and last.run_over) or (said is not None and bool(said.outcome))
+
+    @cached_property
+    def counted(self) -> list[OwnedPod]:
+        return [pod for pod in self.nodes if pod.phase == "Failed" and not pod.free]
+
+    @property
+    def training(self) -> bool:
+        """Whether ranks run; where the master cannot be asked, as long as enough pods do."""
+        said, spec = self.sight.master, self.job.spec
+        if said is not None:
+            return said.phase == "running"
+        trained = self.job.status.condition("Training").status == "True"
+        return trained and len(self.running) >= spec.least
+
+    @property
+    def gave_up(self) -> float:
+        """Seconds for which the job still holds nothing."""
+        found = self.job.status.condition("Scheduled")
+        if found.reason != GAVE_UP:
+            return 0.0
+        return max(0.0, moment(found.last_transition_time) + PAUSE - self.now)
+
+
+def plan(job: JobObject, sight: Seen, now: float) -> ToDo:
+    """What is to be done for `job` at `now` (seconds since 1970), and its status."""
+    look = JobView(job, sight, now)
+    old = job.status
+    if old.over:
+        return _finished(look, None)
+    if end := _end(look):
+        return _finished(look, end)
+    waits: list[float] = []
+    gives_up = False
+    if job.spec.suspend:
+        orders = _take_away(look, "Suspended", "the job is suspended")
+    else:
+        patience = _patience(look)
+        gives_up = patience is not None and patience <= 0
+        if patience is not None and not gives_up:
+            waits.append(patience)
+        why = "too few pods could be placed, and those that were held their devices"
+        given_back = _remove(look.living, GAVE_UP, why) if gives_up else []
+        orders = given_back or [*_master(look, waits), *_nodes(look, waits)]
+        if limit := job.spec.run_policy.active_deadline_seconds:
+            waits.append((moment(old.start_time) or now) + limit - now)
+    status = _status(look, gives_up=gives_up)
+    notices = _notices(old, status)
+    return ToDo(tuple(orders), status, notices, min(waits, default=None))
+
+
+# ---------------------------------------------------------------- the end
+
+
+def _end(look: JobView) -> JobEnd | None:
+    """Whether the job is over, and how."""
+    job, spec, now = look.job, look.job.spec, look.now
+    if job.has_tls:
+        return JobEnd("Failed", "NoTls", f"--tls-cert and its like: {NO_TLS}; a Job of `elasticrun "
+                      "render k8s` has them")  # fmt: skip
+    for pod in look.sight.pods:
+        if pod.done and pod.code in HOPELESS and not (pod.disrupted or pod.deleted):
+            cause = look.cause
+            named = (one.name for one in look.nodes if look.failed_node.startswith(
+                     f"{objects.host_name(job, one.index)}-"))  # fmt: skip
+            return JobEnd(
+                "Failed", "NotToBeRetried",
+                f"{cause}{cause and '; '}{next(named, pod.name)} ended with {pod.code}: another "
+                "pod cannot do better",
+            )  # fmt: skip
+    if look.succeeding:
+        first = [pod for pod in look.living if pod.index == 0]
+        rank0 = spec.success_policy != "AllWorkers"
+        left = first if rank0 else [pod for pod in look.living if pod.phase != "Pending"]
+        if not left:
+            return JobEnd("Succeeded", "Done", look.unattached or "all ranks ended with 0")
+        return None
+    limit = spec.run_policy.active_deadline_seconds
+    began = job.status.start_time
+    if limit and began and now - moment(began) >= limit:
+        return JobEnd("Failed", "DeadlineExceeded", f"the job has run for {limit} s")
+    failed, limit = len(look.counted), spec.run_policy.backoff_limit
+    if failed > limit:
+        worst = max(look.counted, key=lambda pod: pod.ended)
+        return JobEnd(
+            "Failed", "BackoffLimitExceeded",
+            look.unattached or f"{some(failed, 'pod')} failed, and runPolicy.backoffLimit is "
+            f"{limit}; the last of them: {_how(worst)}",
+        )  # fmt: skip
+    return None
+
+
+def _how(pod: OwnedPod) -> str:
+    """How a pod has ended, and what it said last."""
+    return f"{pod.name} ended with {pod.code}{pod.cause and ': '}{pod.cause}"
+
+
+def _finished(look: JobView, end: JobEnd | None) -> ToDo:
+    """A job that is over, since `end` or for longer: what is left of it is cleaned up."""
+    job, old, now = look.job, look.job.status, look.now
+    policy, waits = job.spec.run_policy, []
+    over = moment(old.completion_time) if old.completion_time else now
+    failed = (end.phase if end else old.phase) == "Failed"
+    whole = policy.clean_pod_policy == "All"
+    ends = look.living if failed or policy.clean_pod_policy == "Running" else []
+    leaving = look.nodes if whole else ends
+    master = look.last_master
+    if master and not look.living and (whole or master.lives(now)):
+        leaving = [*leaving, master]
+    leaving = [pod for pod in leaving if not pod.deleted]
+    if leaving and now < over + SETTLE:
+        waits.append(over + SETTLE - now)
+        leaving = []
+    orders = _remove(leaving, "Cleaned", "the job is over")
+    if (ttl := policy.ttl_seconds_after_finished) is not None:
+        if now >= over + ttl:
+            orders = [Discard()]
+        else:
+            waits.append(over + ttl - now)
+    status = _status(look, end=end)
+    return ToDo(tuple(orders), status, _notices(old, status), min(waits, default=None))
+
+
+# ---------------------------------------------------------------- pods
+
+
+def _remove(pods: Iterable[OwnedPod], reason: str, why: str) -> list[Order]:
+    """Delete those that nobody has deleted yet."""
+    return [
+        Remove(pod, JobEvent(reason, f"deleted pod {pod.name}: {why}", reason == GAVE_UP))
+        for pod in pods
+        if not pod.deleted
+    ]
+
+
+def _take_away(look: JobView, reason: str, why: str) -> list[Order]:
+    """All nodes, so that they save; then the master, by which they agree on the step."""
+    masters = look.of(MASTER_INDEX)
+    return _remove(look.living or masters, reason, why)
+
+
+def _patience(look: JobView) -> float | None:
+    """Seconds until fewer pods than train are given back; None where enough run."""
+    found = look.job.status.condition("Scheduled")
+    enough = len(look.running) >= look.job.spec.least
+    if enough or look.succeeding or not look.living or found.reason != "Waiting":
+        return None
+    limit = look.job.spec.run_policy.pending_timeout_seconds
+    return moment(found.last_transition_time) + limit - look.now
+
+
+def _due(dead: list[OwnedPod], now: float) -> float:
+    """Seconds until the next pod of an index may be made. `dead`: those there were."""
+    if not dead or dead[-1].deleted:
+        return 0.0
+    last = dead[-1]
+    ended = last.ended or last.created
+    if last.attempt == 0 or ended - last.created >= HEALTHY:
+        return 0.0
+    return max(0.0, ended + min(2.0 ** min(last.attempt - 1, 10), LONGEST_WAIT) - now)
+
+
+def _master(look: JobView, waits: list[float]) -> list[Order]:
+    """The master's pod: there is one, until the job is over."""
+    pods = look.of(MASTER_INDEX)
+    alive = [pod for pod in pods if pod.lives(look.now)]
+    if alive or look.succeeding or look.gave_up:
+        return _doubles(alive)
+    wait = _due(pods, look.now)
+    if pods and pods[-1].run_over and look.living:
+        wait = max(wait, (pods[-1].ended or look.now) + RUN_ENDS - look.now)
+    if wait > 0:
+        waits.append(wait)
+        return []
+    body = objects.master_pod(look.job, _attempt(pods))
+    first = [Make(one) for one in objects.common(look.job, look.sight.version)]
+    old = _remove(pods[:-1], "Cleaned", "replaced")
+    return [*first, MakeSecret(), *old, _make(look, body, pods)]
+
+
+def _nodes(look: JobView, waits: list[float]) -> list[Order]:
+    """A pod for every index; none above what is wanted."""
+    if look.succeeding:
+        pending = [pod for pod in look.living if pod.phase == "Pending"]
+        return _remove(pending, "Cleaned", "the job is about to be done")
+    if pause := look.gave_up:
+        waits.append(pause)
+        return []
+    last = look.last_master
+    if look.run_over and (look.living or (last and not last.done)):
+        return []  # the run that has ended goes first, and its master
+    orders: list[Order] = []
+    for index in range(look.job.spec.nodes + look.job.spec.spares):
+        orders += _node(look, index, waits)
+    resize = _resize(look)
+    return [*resize, *orders, *_surplus(look, resized=not resize), *_stale(look)]
+
+
+def _node(look: JobView, index: int, waits: list[float]) -> list[Order]:
+    pods = look.of(index)
+    alive = [pod for pod in pods if pod.lives(look.now)]
+    if len(alive) == 1 and alive[0].single and look.job.spec.nodes > 1:
+        return _remove(alive, "Scaled", "it was started for one node alone")
+    if alive:
+        return _doubles(alive)
+    if wait := _due(pods, look.now):
+        waits.append(wait)
+        return []
+    avoided = [one.node for one in look.avoided]
+    body = objects.node_pod(look.job, index, _attempt(pods), avoided, look.sight.version)
+    return [_make(look, body, pods)]
+
+
+def _doubles(alive: list[OwnedPod]) -> list[Order]:
+    """All but the oldest: it is the one that others know."""
+    by_age = sorted(alive, key=lambda pod: (pod.created, pod.attempt))
+    return _remove(by_age[1:], "Double", "an older one lives")
+
+
+def _attempt(pods: list[OwnedPod]) -> int:
+    return pods[-1].attempt + 1 if pods else 0
+
+
+def _make(look: JobView, body: Json, pods: list[OwnedPod]) -> Make:
+    """`pods`: those there are of its index."""
+    status = look.job.status
+    same = status.observed_generation == look.job.generation
+    again = same and status.phase in ("Starting", "Running", "Recovering")
+    name = body["metadata"]["name"]
+    if not pods:
+        of_node = body["metadata"]["labels"][objects.ROLE] == objects.NODE
+        cost = ", free of charge" if of_node else ""
+        gone = f": the one before it was deleted{cost}" if again else ""
+        return Make(body, JobEvent("Replaced" if again else "Created", f"created pod {name}{gone}"))
+    last, how = pods[-1], f"ended with {pods[-1].code}"
+    if last.deleted:
+        how = "was not heard of since it was deleted"
+    elif last.no_memory:
+        how = "was out of memory"
+    elif last.disrupted or last.code is None:
+        how = "was disrupted"
+    of_node = "" if last.index == MASTER_INDEX else ", free of charge" if last.free else ", counted"
+    return Make(body, JobEvent("Replaced", f"created pod {name}: {last.name} {how}{of_node}"))
+
+
+def _resize(look: JobView) -> list[Order]:
+    said, nodes = look.sight.master, look.job.spec.nodes
+    if said is None or said.outcome or said.max_nodes in (0, nodes):
+        return []
+    if any(pod.single for pod in look.living):
+        return []  # they go first
+    return [Resize(nodes)]
+
+
+def _surplus(look: JobView, *, resized: bool) -> list[Order]:
+    """Pods of indices that are no more wanted. The master leaves them out of the next round first,
+    so that their going disturbs nobody."""
+    wanted = look.job.spec.nodes + look.job.spec.spares
+    over = [pod for pod in look.living if pod.index >= wanted]
+    if not over or not resized:
+        return []
+    said = look.sight.master
+    hosts = (
+        {one.host.partition(".")[0] for one in said.nodes if one.group_rank >= 0} if said else ()
+    )
+    there = {pod.index for pod in look.running}
+    settled = look.training and len(hosts) <= look.job.spec.nodes
+    replaced = settled and all(index in there for index in range(wanted))
+    going = [p for p in over if replaced or objects.host_name(look.job, p.index) not in hosts]
+    return _remove(going, "Scaled", f"the job has {some(look.job.spec.nodes, 'node')} now")
+
+
+def _stale(look: JobView) -> list[Order]:
+    """Failed pods that are no record of anything, but for the last two of each index."""
+    newest = {pod.index: pod.attempt for pod in look.nodes}
+    old = [pod for pod in look.nodes if pod.attempt + 2 <= newest[pod.index]]
+    return _remove((pod for pod in old if pod.done and pod.free), "Cleaned", "it was replaced")
+
+
+# ---------------------------------------------------------------- the status
+
+
+def _status(look: JobView, *, end: JobEnd | None = None, gives_up: bool = False) -> ElasticStatus:
+    job, said, old, refused = look.job, look.sight.master, look.job.status, look.sight.refused
+    over = end is not None or old.over
+    suspended = job.spec.suspend and not over
+    training = look.training and not over and not suspended
+    trained = any(old.condition(kind).status == "True" for kind in ("Training", "Recovering"))
+    recovering = trained and not (training or over or suspended or look.succeeding)
+    if over:
+        phase = end.phase if end else old.phase
+    elif suspended:
+        phase = "Suspended"
+    elif training or look.succeeding or recovering:
+        phase = "Recovering" if recovering else "Running"
+    else:
+        phase = "Starting" if len(look.running) >= job.spec.least else "Pending"
+    placed = sum(one.group_rank >= 0 for one in said.nodes) if said and training else None
+    count = len(look.running) if placed is None else placed
+    nodes = f"{min(count, job.spec.nodes)}/{job.spec.nodes}"
+    truths = {
+        "Admitted": (not refused, *(("Refused", refused) if refused else ("Accepted", ACCEPTED))),
+        "Scheduled": (
+            (False, "Over", "the job is over")
+            if over
+            else _scheduled(look, suspended=suspended, gives_up=gives_up)
+        ),
+        "MasterReachable": _reachable(look, over=over),
+        "Training": _training(look, training),
+        "Recovering": _recovering(look, recovering),
+        "Succeeded": _over(old, end, "Succeeded"),
+        "Failed": _over(old, end, "Failed"),
+    }
+    return ElasticStatus(
+        phase=phase,
+        nodes=old.nodes if phase == "Succeeded" or look.succeeding else nodes,
+        running=len(look.running),
+        selector=job.selector,
+        restarts=_restarts(look),
+        step=_step(look),
+        observed_generation=job.generation,
+        start_time=None if suspended else old.start_time or stamp(look.now),
+        completion_time=(old.completion_time or stamp(look.now)) if over else None,
+        excluded_nodes=look.avoided if not over else old.excluded_nodes,
+        conditions=tuple(_since(old, kind, truths[kind], look.now) for kind in CONDITIONS),
+    )
+
+
+def _restarts(look: JobView) -> int | None:
+    """Those that the master has counted, and pods that failed where it has heard of none."""
+    said = look.sight.master
+    if look.result is not None:
+        return look.result.restarts
+    if said is None:
+        return look.job.status.restarts
+    return len(look.counted) if look.unattached else said.restart_count
+
+
+def _step(look: JobView) -> int | None:
+    """The newest that is known; at the end the master's last words have the last."""
+    result, said = look.result, look.sight.master
+    step = result.step if result is not None else said.step if said is not None else -1
+    return step if step >= 0 else look.job.status.step
+
+
+Truth = tuple[bool, str, str]
+"""Of a condition: whether it is so, the reason in a word, a sentence."""
+
+
+def _since(old: ElasticStatus, kind: str, truth: Truth, now: float) -> JobCondition:
+    before, made = old.condition(kind), JobCondition(kind, str(truth[0]), *truth[1:], stamp(now))
+    if (before.status, before.reason) != (made.status, made.reason):
+        return made
+    return msgspec.structs.replace(made, last_transition_time=before.last_transition_time)
+
+
+def _scheduled(look: JobView, *, suspended: bool, gives_up: bool) -> Truth:
+    spec, count = look.job.spec, len(look.running)
+    if suspended:
+        return False, "Suspended", "spec.suspend is set"
+    if gives_up or look.gave_up:
+        limit = spec.run_policy.pending_timeout_seconds
+        least = some(spec.least, "pod")
+        return False, GAVE_UP, (
+            f"{least} could not be placed in {limit} s (runPolicy.pendingTimeoutSeconds): all were "
+            f"given back, and are made again after {PAUSE:g} s"
+        )  # fmt: skip
+    run = "runs" if count == 1 else "run"
+    waiting = next((pod for pod in look.living if pod.waits and pod.phase == "Pending"), None)
+    why = f"; {waiting.name}: {waiting.waits}" if waiting else ""
+    if waiting and (avoided := look.avoided):
+        until = stamp(min(moment(one.since) for one in avoided) + AVOIDED_FOR)
+        names = ", ".join(one.node for one in avoided[:5])
+        why += (
+            f"; pods keep away from {names} (excludedNodes), from the first of them until {until}"
+        )
+    enough = count >= spec.least
+    reason = "Placed" if enough else "Waiting"
+    return enough, reason, f"{count} of {some(spec.nodes + spec.spares, 'pod')} {run}{why}"
+
+
+def _reachable(look: JobView, *, over: bool) -> Truth:
+    last = look.last_master
+    if over:
+        return False, "Over", "the job is over"
+    if last is None or last.done:
+        return False, "NoPod", "the master has no pod"
+    if last.phase != "Running":
+        why = f": {last.waits}" if last.waits else ""
+        return False, "Starting", f"{last.name} does not run yet{why}"
+    if look.sight.master is None:
+        return False, "Silent", look.sight.unreachable or f"{last.name} has not answered yet"
+    return True, "Answers", f"{last.name} answers"
+
+
+def _training(look: JobView, training: bool) -> Truth:
+    said = look.sight.master
+    if training and said is None:
+        count = some(len(look.running), "pod")
+        return True, "Unasked", f"{count} run; what they do their master alone knows"
+    if training and said is not None:
+        placed = sum(one.group_rank >= 0 for one in said.nodes)
+        number = f"round {said.round.number}, " if said.round else ""
+        size = some(said.world_size, "rank")
+        return True, "Round", f"{number}{size} on {some(placed, 'node')}"
+    if look.unattached:
+        return False, "PodsFail", look.unattached
+    if said is not None and (said.outcome or said.reason):
+        return False, "NoRound", said.outcome or said.reason
+    return False, "NoRound", "no ranks run"
+
+
+def _recovering(look: JobView, recovering: bool) -> Truth:
+    said = look.sight.master
+    if not recovering:
+        return False, "NothingLost", "nothing is to be recovered from"
+    missing = look.job.spec.nodes - len(look.running)
+    if missing > 0:
+        newest = {pod.index: pod for pod in look.nodes if pod.index < look.job.spec.nodes}
+        ended = [pod for pod in newest.values() if pod.code == EXIT_BAD_NODE]
+        why = f"; {_how(ended[0])}" if ended else ""
+        return True, "PodsLost", f"{some(missing, 'pod')} of {look.job.spec.nodes} missing{why}"
+    return True, "Restarting", (said.last_failure if said else "") or "the ranks start again"
+
+
+def _over(old: ElasticStatus, end: JobEnd | None, kind: str) -> Truth:
+    if end is not None and end.phase == kind:
+        return True, end.reason, end.message
+    before = old.condition(kind)
+    if old.over and before.status == "True":
+        return True, before.reason, before.message
+    return False, "NotOver" if end is None and not old.over else "Otherwise", ""
+
+
+def _notices(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
+    """What happened between two statuses."""
+    known = {one.node for one in old.excluded_nodes}
+    made = [
+        JobEvent("Excluded", f"new pods keep away from {one.node}: {one.reason}", warning=True)
+        for one in new.excluded_nodes
+        if one.node not in known
+    ]
+    before, after = old.condition("Scheduled").reason, new.condition("Scheduled")
+    if after.reason == GAVE_UP != before:
+        made.append(JobEvent(GAVE_UP, after.message, warning=True))
+    if old.phase != new.phase:
+        if new.over:
+            now = new.condition(new.phase)
+            said = f"{now.reason}: {now.message}"
+            made.append(JobEvent(new.phase, said, warning=new.phase == "Failed"))
+        elif new.phase == "Suspended":
+            made.append(JobEvent("Suspended", "all pods are taken away, after they have saved"))
+        elif old.phase == "Suspended":
+            made.append(JobEvent("Resumed", "pods are made again"))
+    return tuple(made)
+
+
+def patch(old: Json, new: ElasticStatus) -> Json | None:
+    """What is to be merged into a status for it to be `new`; None where it is."""
+    wanted: Json = msgspec.to_builtins(new)
+    return None if all(old.get(key) == value for key, value in wanted.items()) else wanted

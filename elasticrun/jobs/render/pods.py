@@ -1,0 +1,376 @@
+"""Kubernetes documents: an Indexed Job (`render k8s`) or a JobSet with one, its headless Service,
+and what a gang scheduler or a resize needs.
+
+One container a pod runs the launcher. What a scheduler does about its exit code is one contract
+for all of them. A gang is the fewest nodes that train: all their pods or none. Without one the job
+is whole as well, since no rank starts before that many nodes have joined; but the pods that are
+there hold their devices while they wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from elasticrun.config import EXIT_BAD_NODE, EXIT_FINAL, EXIT_SAVED, EXIT_USAGE
+from elasticrun.jobs.render import checks
+from elasticrun.jobs.render.wanted import INDEX, JOB_UID, Pods, Toleration
+from elasticrun.wire import env as env_names
+
+CONTAINER: Final = "elasticrun"
+"""The container whose exit code counts."""
+
+HOPELESS: Final = (EXIT_USAGE, EXIT_FINAL)
+"""Codes that end the whole job: with another pod the command line is still wrong."""
+
+BLAMELESS: Final = (EXIT_BAD_NODE, EXIT_SAVED)
+"""Codes by which a node says that it is the node's fault, or nobody's: replaced free of charge."""
+
+
+def failure_rules() -> list[dict[str, Any]]:
+    """The rules of a Job's podFailurePolicy; the first that fits counts, none means one failure."""
+
+    def by_code(action: str, codes: tuple[int, ...]) -> dict[str, Any]:
+        those = {"containerName": CONTAINER, "operator": "In", "values": sorted(codes)}
+        return {"action": action, "onExitCodes": those}
+
+    disrupted = [{"type": "DisruptionTarget", "status": "True"}]
+    return [
+        by_code("FailJob", HOPELESS),
+        {"action": "Ignore", "onPodConditions": disrupted},
+        by_code("Ignore", BLAMELESS),
+    ]
+
+
+def said(made: dict[str, Any]) -> dict[str, Any]:
+    """Without the fields of which nothing is said."""
+    return {key: value for key, value in made.items() if value not in (None, "", [], {})}
+
+
+BETA: Final = (1, 37)
+"""From this version of Kubernetes on its own PodGroup is v1beta1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """What a gang scheduler adds to a job."""
+
+    documents: tuple[dict[str, Any], ...] = ()
+    job_labels: dict[str, str] = field(default_factory=dict)
+    job_annotations: dict[str, str] = field(default_factory=dict)
+    pod_labels: dict[str, str] = field(default_factory=dict)
+    pod_annotations: dict[str, str] = field(default_factory=dict)
+    pod_spec: dict[str, Any] = field(default_factory=dict)
+    scheduler: str = ""
+
+
+def gang(wanted: Pods, metadata: dict[str, Any], *, of_a_set: bool = False) -> Gang:
+    """The additions that `wanted.gang` calls for; `metadata` is that of every object of the job.
+
+    `of_a_set`: the job is a JobSet, which Kueue admits whole or not at all.
+    """
+    name, least = wanted.name, wanted.launch.min_nodes
+    if wanted.gang == "volcano":
+        spec = {"minMember": least, "queue": wanted.queue, "priorityClassName": wanted.priority}
+        group = _group("scheduling.volcano.sh/v1beta1", metadata, said(spec))
+        by_name = {"scheduling.k8s.io/group-name": name}
+        return Gang((group,), pod_annotations=by_name, scheduler="volcano")
+    if wanted.gang == "coscheduling":
+        group = _group("scheduling.x-k8s.io/v1alpha1", metadata, {"minMember": least})
+        by_name = {"scheduling.x-k8s.io/pod-group": name}
+        return Gang((group,), pod_labels=by_name, scheduler="scheduler-plugins-scheduler")
+    if wanted.gang == "koordinator":
+        # Without `total-number`: of a job that was made smaller it would not be true any more.
+        prefix = "gang.scheduling.koordinator.sh"
+        by_name = {f"{prefix}/name": name, f"{prefix}/min-available": str(least)}
+        return Gang(pod_annotations=by_name, scheduler="koord-scheduler")
+    if wanted.gang == "native":
+        stage = "v1beta1" if wanted.version >= BETA else "v1alpha2"
+        policy = {"schedulingPolicy": {"gang": {"minCount": least}}}
+        group = _group(f"scheduling.k8s.io/{stage}", metadata, policy)
+        return Gang((group,), pod_spec={"schedulingGroup": {"podGroupName": name}})
+    if wanted.gang == "kueue":
+        fewer = {}
+        if least < wanted.replicas and not of_a_set:
+            fewer = {
+                "kueue.x-k8s.io/job-min-parallelism": str(least),
+                "kueue.x-k8s.io/job-completions-equal-parallelism": "true",
+            }
+        queue = {"kueue.x-k8s.io/queue-name": wanted.queue}
+        return Gang(job_labels=queue, job_annotations=fewer)
+    return Gang()
+
+
+def _group(version: str, metadata: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": "PodGroup", "metadata": metadata, "spec": spec}
+
+
+UID_LABEL: Final = "batch.kubernetes.io/controller-uid"
+
+
+class PodNames(NamedTuple):
+    """Where pods are in DNS."""
+
+    host0: str  # host name of the pod with index 0
+    domain: str  # the headless Service, "" where somebody else sets it
+
+
+def literal(text: str) -> str:
+    """`text` so that Kubernetes hands it on as it is: it takes $(NAME) for a variable, and makes
+    one dollar of two."""
+    return text.replace("$", "$$") if "$(" in text or "$$" in text else text
+
+
+def template(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
+    """The pod template of the Job."""
+    labels = common_labels(wanted) | gang.pod_labels
+    annotations = {**wanted.annotations, **gang.pod_annotations}
+    metadata = said({"labels": labels, "annotations": annotations})
+    return {"metadata": metadata, "spec": _spec(wanted, place, gang)}
+
+
+def common_labels(wanted: Pods) -> dict[str, str]:
+    """Labels of every object."""
+    ours = {"app.kubernetes.io/name": wanted.name, "app.kubernetes.io/managed-by": "elasticrun"}
+    return ours | dict(wanted.labels)
+
+
+def arguments(wanted: Pods, place: PodNames) -> list[str]:
+    """The launcher's own words, then script and arguments."""
+    launch = wanted.launch
+    words = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.nproc_per_node}"]
+    if not launch.by_etcd:
+        where = f"{place.host0}.{wanted.name}:{wanted.port}"
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={where}"]
+    job_id = literal(launch.job_id) if launch.job_id else f"{wanted.name}-$({JOB_UID})"
+    words += [f"--rdzv-id={job_id}", f"--node-rank=$({INDEX})"]
+    return [*words, *map(literal, launch.flags), *map(literal, launch.program)]
+
+
+def _spec(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
+    host = wanted.host_network
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": wanted.shm}}
+    return said(
+        {
+            "subdomain": place.domain,
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": wanted.grace_seconds,
+            "automountServiceAccountToken": wanted.rbac,
+            "serviceAccountName": wanted.service_account or (wanted.name if wanted.rbac else ""),
+            "priorityClassName": wanted.priority,
+            "schedulerName": wanted.scheduler or gang.scheduler,
+            **gang.pod_spec,
+            **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if host else {}),
+            "nodeSelector": dict(wanted.selector),
+            "tolerations": list(map(_toleration, wanted.tolerations)),
+            "imagePullSecrets": [{"name": name} for name in wanted.pull_secrets],
+            "containers": [_container(wanted, place)],
+            "volumes": [shm, *({"name": v.name, **v.source} for v in wanted.volumes)],
+        }
+    )
+
+
+def _toleration(one: Toleration) -> dict[str, str]:
+    found = {"key": one.key} if one.key else {}
+    found |= {"operator": "Exists" if one.value is None else "Equal"}
+    found |= {} if one.value is None else {"value": one.value}
+    return found | ({"effect": one.effect} if one.effect else {})
+
+
+LAST_WORDS: Final = "/run/elasticrun-last-words"
+"""Where launchers leave why they end, and masters the job's result, which a cluster keeps with the
+pod (`host/runs/last_word.py`)."""
+
+
+def _container(wanted: Pods, place: PodNames) -> dict[str, Any]:
+    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    for volume in wanted.volumes:
+        read_only = {"readOnly": True} if volume.read_only else {}
+        mounts.append({"name": volume.name, "mountPath": volume.mount, **read_only})
+    lock_memory = {"capabilities": {"add": ["IPC_LOCK"]}}
+    return said(
+        {
+            "name": CONTAINER,
+            "image": wanted.image,
+            "command": ["elasticrun"],
+            "args": arguments(wanted, place),
+            "workingDir": wanted.working_dir,
+            "env": _env(wanted),
+            "ports": [{"name": "master", "containerPort": wanted.port}],
+            "resources": _resources(wanted),
+            "securityContext": lock_memory if wanted.rdma else None,
+            "terminationMessagePath": LAST_WORDS,
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "volumeMounts": mounts,
+        }
+    )
+
+
+def _env(wanted: Pods) -> list[dict[str, Any]]:
+    env: list[dict[str, Any]] = [{"name": env_names.LAST_WORDS, "value": LAST_WORDS}]
+    if not wanted.launch.job_id:
+        by_label = {"fieldRef": {"fieldPath": f"metadata.labels['{UID_LABEL}']"}}
+        env.append({"name": JOB_UID, "valueFrom": by_label})
+    if wanted.token_secret:
+        by_key = {"secretKeyRef": {"name": wanted.token_secret, "key": wanted.token_key}}
+        env.append({"name": "ELASTICRUN_TOKEN", "valueFrom": by_key})
+    for part in ("username", "password") if wanted.git_secret else ():
+        key: dict[str, Any] = {"name": wanted.git_secret, "key": part}
+        by_key = {"secretKeyRef": key | ({"optional": True} if part == "username" else {})}
+        env.append({"name": f"GIT_SYNC_{part.upper()}", "valueFrom": by_key})
+    return env + [{"name": key, "value": literal(value)} for key, value in wanted.env.items()]
+
+
+def _resources(wanted: Pods) -> dict[str, Any]:
+    both = said({"cpu": wanted.cpu, "memory": wanted.memory})
+    limits = both | ({wanted.gpu_resource: str(wanted.gpus)} if wanted.gpus else {})
+    limits |= {wanted.rdma: "1"} if wanted.rdma else {}
+    return said({"requests": both, "limits": limits})
+
+
+SUCCESS_POLICY: Final = (1, 31)
+"""From this version of Kubernetes on a Job may succeed with fewer indices than it has."""
+
+
+def job_spec(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
+    """One index a node, replaced for as long as the master goes on; how the object itself begins
+    and ends (`lifetime`) is not part of it."""
+    count, least = wanted.replicas, wanted.launch.min_nodes
+    enough = least < count and wanted.version >= SUCCESS_POLICY
+    return said(
+        {
+            "completionMode": "Indexed",
+            "completions": count,
+            "parallelism": count,
+            "backoffLimit": wanted.failures_allowed,
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {"rules": failure_rules()},
+            "successPolicy": {"rules": [{"succeededCount": least}]} if enough else None,
+            "activeDeadlineSeconds": wanted.deadline or None,
+            "template": template(wanted, place, gang),
+        }
+    )
+
+
+def remarks(wanted: Pods) -> dict[tuple[str, str], str]:
+    """What is said of it in the place of `text.REMARKS`."""
+    if wanted.backoff_limit is None:
+        sum_ = f"{wanted.replicas} x (--retries {wanted.retries} + 1) - 1"
+        return {("spec", "backoffLimit"): f"{sum_}: a try that fails has all pods fail"}
+    return {("spec", "backoffLimit"): "so many failed pods end the job, deleted ones among them"}
+
+
+def lifetime(wanted: Pods) -> dict[str, Any]:
+    """Whether it waits for somebody's word, and when it is removed: of a Job or of a JobSet."""
+    return said({"suspend": wanted.suspend or None, "ttlSecondsAfterFinished": wanted.ttl})
+
+
+def labelled(wanted: Pods, gang: Gang) -> dict[str, Any]:
+    """The metadata of the Job or JobSet: that of every object, annotations, a gang's words."""
+    labels = common_labels(wanted) | gang.job_labels
+    annotations = {**wanted.annotations, **gang.job_annotations}
+    return common_metadata(wanted) | said({"labels": labels, "annotations": annotations})
+
+
+def common_metadata(wanted: Pods) -> dict[str, Any]:
+    """Name, namespace and labels of every object of the job."""
+    names = said({"name": wanted.name, "namespace": wanted.namespace})
+    return names | {"labels": common_labels(wanted)}
+
+
+def rights(wanted: Pods, job: str) -> list[dict[str, Any]]:
+    """A ServiceAccount that may read and resize its own Job, and nothing else; [] unless wanted."""
+    if not wanted.rbac:
+        return []
+    account = wanted.service_account or wanted.name
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": wanted.namespace}
+    rbac = "rbac.authorization.k8s.io"
+    role = {"apiGroup": rbac, "kind": "Role", "name": wanted.name}
+    rule = {
+        "apiGroups": ["batch"],
+        "resources": ["jobs"],
+        "resourceNames": [job],
+        "verbs": ["get", "patch"],
+    }
+    made: list[tuple[str, str, dict[str, Any]]] = [
+        ("v1", "ServiceAccount", {"automountServiceAccountToken": False}),
+        (f"{rbac}/v1", "Role", {"rules": [rule]}),
+        (f"{rbac}/v1", "RoleBinding", {"roleRef": role, "subjects": [said(subject)]}),
+    ]
+    return [
+        {"apiVersion": version, "kind": kind, "metadata": common_metadata(wanted), **more}
+        for version, kind, more in made
+        if kind != "ServiceAccount" or not wanted.service_account
+    ]
+
+
+REPLICATED_JOB: Final = "node"
+"""The one replicated job; its one Job is NAME-node-0."""
+
+POD_SUFFIX: Final = len("-abcde")
+"""Characters at the end of a pod's name; a JobSet counts them when it checks its own name."""
+
+JOBSET_REMARKS: Final = {
+    ("spec", "parallelism"): "not to be changed here; to resize, patch its Job, NAME-node-0",
+}
+"""What is said of a JobSet in the place of `text.REMARKS`."""
+
+
+def jobset_documents(wanted: Pods) -> list[dict[str, Any]]:
+    """The objects in the order in which they are made; raises `Invalid` for a name that is too long
+    for the host names of its pods."""
+    name = wanted.name
+    child = f"{name}-{REPLICATED_JOB}-0"
+    digits = len(str(wanted.most_pods - 1))
+    room = checks.MAX_LABEL - 1 - digits - len(f"-{REPLICATED_JOB}-0") - POD_SUFFIX
+    checks.job_name(name, room, f"NAME-{REPLICATED_JOB}-0-{wanted.most_pods - 1}-abcde")
+    metadata = common_metadata(wanted)
+    extra = gang(wanted, metadata, of_a_set=True)
+    pods = job_spec(wanted, PodNames(f"{child}-0", ""), extra)
+    spec = lifetime(wanted) | {
+        "network": {
+            "enableDNSHostnames": True,
+            "subdomain": name,
+            "publishNotReadyAddresses": True,
+        },
+        "failurePolicy": {"maxRestarts": 0},
+        "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": {"spec": pods}}],
+    }
+    made = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": labelled(wanted, extra),
+        "spec": spec,
+    }
+    return [*rights(wanted, child), *extra.documents, made]
+
+
+JOB_LABEL: Final = "batch.kubernetes.io/job-name"
+
+
+def job_documents(wanted: Pods) -> list[dict[str, Any]]:
+    """The objects in the order in which they are made; raises `Invalid` for a name that is too long
+    for the host names of its pods."""
+    name = wanted.name
+    digits = len(str(wanted.most_pods - 1))
+    checks.job_name(name, checks.MAX_LABEL - 1 - digits, f"NAME-{wanted.most_pods - 1}")
+    metadata = common_metadata(wanted)
+    extra = gang(wanted, metadata)
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {JOB_LABEL: name},
+            "ports": [{"name": "master", "port": wanted.port}],
+        },
+    }
+    made = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": labelled(wanted, extra),
+        "spec": lifetime(wanted) | job_spec(wanted, PodNames(f"{name}-0", name), extra),
+    }
+    return [*rights(wanted, name), service, *extra.documents, made]

@@ -1,0 +1,293 @@
+"""`render slurm`: what can be wanted of it, checked when it is made (`checks.Invalid`), and a
+script for sbatch, with every option where it can be read and changed.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticrun.cli.detection.found import PORTS
+from elasticrun.config import EXIT_OK, EXIT_SAVED
+from elasticrun.jobs.render import checks
+from elasticrun.jobs.render.checks import Invalid
+from elasticrun.jobs.render.pods import HOPELESS
+from elasticrun.jobs.render.wanted import MAX_NODES, Launch
+
+SIGNALS: Final = ("TERM", "HUP", "USR1", "USR2")
+"""Those that ranks put off until a step is saved, where they get them too."""
+
+MAX_SIGNAL_LEAD: Final = 65535
+"""Seconds before the end at which Slurm can send a signal, at most."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,127}")
+_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*(,[A-Za-z0-9][A-Za-z0-9_.+-]*)*")
+_ARRAY = re.compile(r"\d+(-\d+(:[1-9]\d*)?)?(,\d+(-\d+(:[1-9]\d*)?)?)*(%[1-9]\d*)?")
+_GPUS = re.compile(r"([A-Za-z][A-Za-z0-9_.-]*:)?[1-9]\d*")
+_MEMORY = re.compile(r"\d+[KMGT]?")
+_PATH = re.compile(r"[\w./%+@=,:-]+")
+"""Slurm reads its lines by rules of its own: what would have to be quoted is not let in."""
+_OPTION = re.compile(r"([a-z][a-z0-9-]+)(=[^\s\"'\\#]+)?")
+
+RESOLUTION: Final = 60
+"""Slurm may send the signal this many seconds early."""
+
+_BY_A_FLAG: Final = {
+    "chdir": "--working-dir", "job-name": "--name", "nodes": "--nnodes and --spares",
+    **{name: f"--{name}" for name in (
+        "account", "array", "cpus-per-task", "exclusive", "gpus-per-node", "mem", "output",
+        "partition", "qos", "requeue", "signal", "time",
+    )},
+}  # fmt: skip
+_SETTLED: Final = (
+    "no-kill", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "tasks-per-node", "wrap",
+)  # fmt: skip
+"""Options of sbatch that are in the script already, or have no place in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """An elastic job under Slurm: one task a node. "" and 0 mean that nothing is said.
+
+    `time` is as Slurm writes it and `time_seconds` what it comes to; `lead` is how many seconds
+    before its end `signal` is sent to every node, `requeues` how often the job goes back into the
+    queue because its time was over, `retries` how often because it may be tried again. `options`
+    are further ones of sbatch's, without dashes (`constraint=h100`).
+    """
+
+    name: str
+    launch: Launch
+    spares: int = 0
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time: str = ""
+    time_seconds: int = 0
+    gpus_per_node: str = ""
+    cpus_per_task: int = 0
+    memory: str = ""
+    exclusive: bool = False
+    array: str = ""
+    output: str = ""
+    working_dir: str = ""
+    signal: str = ""
+    lead: int = 0
+    requeues: int = 0
+    retries: int = 0
+    options: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_names(self)
+        _check_numbers(self)
+
+    @property
+    def nodes(self) -> str:
+        """What #SBATCH --nodes says: spares on top of the largest number."""
+        low, high = self.launch.min_nodes, self.launch.max_nodes
+        most = high + self.spares
+        return str(most) if low == high else f"{low}-{most}"
+
+    @property
+    def knows_code(self) -> bool:
+        """Whether the first node's agent has the code of the job, since it stays until its end,
+        and others may have other ones."""
+        stays = not any(word.startswith("--exit-barrier-timeout=") for word in self.launch.flags)
+        return stays and self.nodes != "1"
+
+
+def _check_names(wanted: Batch) -> None:
+    if not _NAME.fullmatch(wanted.name):
+        raise Invalid(
+            f"--name {wanted.name!r}: letters, digits, dashes, underscores and dots, 128 at most"
+        )
+    for flag, text in (
+        ("--partition", wanted.partition),
+        ("--account", wanted.account),
+        ("--qos", wanted.qos),
+    ):
+        _match(flag, text, _NAMES, " is no name of Slurm's")
+    no_array = " is no list of indices: write 0-7, 1,3,5 or 0-99%4"
+    _match("--array", wanted.array, _ARRAY, no_array)
+    ranges = re.findall(r"(\d+)-(\d+)", wanted.array)
+    if any(int(first) > int(last) for first, last in ranges):
+        raise Invalid(f"--array {wanted.array!r}{no_array}")
+    for option in wanted.options:
+        _check_option(option)
+    _match("--gpus-per-node", wanted.gpus_per_node, _GPUS, ": write a number, or TYPE:NUMBER")
+    _match("--mem", wanted.memory, _MEMORY, ": write a number with K, M, G or T, per node")
+    for flag, text in (("--output", wanted.output), ("--working-dir", wanted.working_dir)):
+        _match(flag, text, _PATH, ": a path without blanks and quotes, please")
+    for key, value in wanted.env.items():
+        checks.setting(
+            key, value, "script", "give --token-file FILE, a file that all nodes can read"
+        )
+
+
+def _match(flag: str, text: str, form: re.Pattern[str], wrong: str) -> None:
+    if text and not form.fullmatch(text):
+        raise Invalid(f"{flag} {text!r}{wrong}")
+
+
+def _check_option(option: str) -> None:
+    match = _OPTION.fullmatch(option)
+    if not match:
+        raise Invalid(
+            f"--sbatch {option!r}: write an option of sbatch as NAME or NAME=VALUE, like "
+            "constraint=h100, without blanks and quotes"
+        )
+    if match[1] in _BY_A_FLAG:
+        raise Invalid(f"--sbatch {option}: say that by {_BY_A_FLAG[match[1]]}, which is checked")
+    if match[1] in _SETTLED:
+        raise Invalid(f"--sbatch {option}: what is printed settles --{match[1]} already")
+
+
+def _check_numbers(wanted: Batch) -> None:
+    if not 0 <= wanted.spares <= MAX_NODES - wanted.launch.max_nodes:
+        raise Invalid(f"--spares {wanted.spares}: a number of nodes, and not more than {MAX_NODES}")
+    if min(wanted.cpus_per_task, wanted.requeues, wanted.retries) < 0:
+        raise Invalid("--cpus-per-task, --requeue and --retries are numbers that are not negative")
+    if wanted.signal:
+        _check_signal(wanted)
+
+
+def _check_signal(wanted: Batch) -> None:
+    if wanted.signal not in SIGNALS:
+        raise Invalid(
+            f"--signal: {wanted.signal!r} is none of {', '.join(SIGNALS)}, which ranks put off "
+            "until a step is saved"
+        )
+    if not 1 <= wanted.lead <= MAX_SIGNAL_LEAD:
+        raise Invalid(
+            f"--signal: {wanted.lead} s before the end; 1 to {MAX_SIGNAL_LEAD} can be said"
+        )
+    if wanted.time_seconds and wanted.lead + RESOLUTION >= wanted.time_seconds:
+        raise Invalid(
+            f"--time {wanted.time}: the signal may come {wanted.lead + RESOLUTION} s before the "
+            "end, so nothing is left; ask for more time, or for less by --signal"
+        )
+
+
+SRUN = "srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none"
+
+AGENT = """\
+agent='trap : TERM INT HUP QUIT USR1 USR2 # these are for the launcher
+"$@"
+code=$?
+[ "$SLURM_NODEID" != 0 ] || [ ! -f "$0" ] || echo "$code" >"$0"
+exit "$code"'"""
+"""The task of each node: the launcher, and on the first node a file with its exit code."""
+
+
+def script(wanted: Batch) -> str:
+    """The whole script; it ends with the exit code of the job."""
+    return "\n".join((*_head(wanted), "", *_setting(wanted), "", *_step(wanted), *_end(wanted), ""))
+
+
+def _head(wanted: Batch) -> Iterator[str]:
+    yield "#!/bin/bash"
+    directives = {
+        "job-name": wanted.name,
+        "nodes": wanted.nodes,
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(wanted.cpus_per_task or ""),
+        "gpus-per-node": wanted.gpus_per_node,
+        "mem": wanted.memory,
+        "partition": wanted.partition,
+        "account": wanted.account,
+        "qos": wanted.qos,
+        "time": wanted.time,
+        "array": wanted.array,
+        "output": wanted.output or ("%x-%A_%a.out" if wanted.array else "%x-%j.out"),
+        "chdir": wanted.working_dir,
+    }
+    yield from (f"#SBATCH --{key}={value}" for key, value in directives.items() if value)
+    if wanted.exclusive:
+        yield "#SBATCH --exclusive"
+    yield from (f"#SBATCH --{option}" for option in wanted.options)
+    if wanted.signal:
+        yield "# every node saves a step and leaves before the time is over"
+        yield f"#SBATCH --signal={wanted.signal}@{wanted.lead}"
+    if wanted.requeues:
+        yield "# without --no-kill: when Slurm has noticed that a node is dead, the whole job goes"
+        yield "# back into the queue; with it, it would hang if that is the node of this script"
+        yield "#SBATCH --requeue"
+    else:
+        yield "# one node that dies does not end the job: the others go on; but not without the one"
+        yield "# where this script runs: then `scontrol requeue` the job, or `scancel` it"
+        yield "#SBATCH --no-kill"
+        if wanted.retries:
+            yield "#SBATCH --requeue"
+    yield "#SBATCH --open-mode=append"
+
+
+def _setting(wanted: Batch) -> Iterator[str]:
+    yield "set -u"
+    yield from (f"export {key}={shlex.quote(value)}" for key, value in wanted.env.items())
+    if not wanted.launch.by_etcd:
+        yield "# the first node hosts the job's master"
+        yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        yield f"port=$(({PORTS.start} + SLURM_JOB_ID % {len(PORTS)}))"
+    if wanted.launch.job_id:
+        name = shlex.quote(wanted.launch.job_id)
+    elif wanted.array:
+        name = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
+    else:
+        name = '"$SLURM_JOB_ID"'
+    if wanted.launch.by_etcd:  # which remembers how a run of that name ended
+        name += '"-${SLURM_RESTART_COUNT:-0}"'
+    yield f"job={name}"
+
+
+def _step(wanted: Batch) -> Iterator[str]:
+    launch = wanted.launch
+    # since Slurm 22.05 a step does not take this from its job
+    cores = f" --cpus-per-task={wanted.cpus_per_task}" if wanted.cpus_per_task else ""
+    words = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.nproc_per_node}"]
+    if not launch.by_etcd:
+        words += ["--rdzv-backend=c10d", '--rdzv-endpoint="$head:$port"']
+    words += ['--rdzv-id="$job"', *map(quoted, launch.flags)]
+    words.append(" ".join(map(quoted, launch.program)))
+    agent = "elasticrun"
+    if wanted.knows_code:
+        yield "# srun ends with the highest code of all nodes, also of one that was excluded or"
+        yield "# killed; the job's own is the one with which the first node ends"
+        yield "own=$(mktemp)"
+        yield AGENT
+        agent = 'bash -c "$agent" "$own" elasticrun'
+    yield " \\\n    ".join((SRUN + cores, agent, *words))
+    yield "code=$?"
+    if wanted.knows_code:
+        sure = " | ".join(map(str, sorted((EXIT_OK, EXIT_SAVED, *HOPELESS))))
+        yield 'own_code=$(cat "$own")'
+        yield 'rm -f "$own"'
+        yield f'case "$own_code" in {sure}) code=$own_code ;; esac'
+
+
+def _end(wanted: Batch) -> Iterator[str]:
+    often = wanted.requeues + wanted.retries
+    if often:
+        yield "again=0"
+        yield 'case "$code" in'
+        yield f"    {EXIT_SAVED}) again=1 ;; # told to leave, and a step of all ranks is saved"
+        yield f"    {' | '.join(map(str, (EXIT_OK, *HOPELESS)))}) ;; # done, or hopeless"
+        if wanted.retries:
+            yield "    *) again=1 ;; # another try may help"
+        elif wanted.time_seconds:
+            late = wanted.time_seconds - wanted.lead - RESOLUTION
+            yield f'    *) [ "$SECONDS" -lt {late} ] || again=1 ;; # the time was over'
+        yield "esac"
+        left = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {often} ]'
+        yield f'if [ "$again" = 1 ] && {left}; then'
+        yield '    scontrol requeue "$SLURM_JOB_ID" && exit 0'
+        yield "fi"
+    yield 'exit "$code"'
+
+
+def quoted(word: str) -> str:
+    """A word of the shell; of `--flag=value` only the value is quoted, where it has to be."""
+    match = re.fullmatch(r"(--[a-z0-9-]+=)(.+)", word, re.DOTALL)
+    return match[1] + shlex.quote(match[2]) if match else shlex.quote(word)

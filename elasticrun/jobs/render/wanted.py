@@ -1,0 +1,304 @@
+"""What can be wanted of a scheduler: typed, and checked when it is made (`checks.Invalid`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from elasticrun.config import DEPARTURE_GRACE, SHUTDOWN_TIMEOUT
+from elasticrun.jobs.render import checks
+from elasticrun.jobs.render.checks import Invalid
+
+MASTER_PORT: Final = 29400
+"""Port at which the job's master listens in pod 0, where none is asked for."""
+
+GRACE: Final = 60
+"""Seconds between SIGTERM and SIGKILL of a pod, where no flag makes the launcher take longer."""
+
+GRACE_MARGIN: Final = 5
+"""Seconds that are left for what comes after the ranks: last words, sweeping, the kubelet."""
+
+OLDEST: Final = (1, 29)
+NEWEST: Final = (1, 37)
+"""Versions of Kubernetes whose schemas the output was checked against."""
+
+ASSUMED: Final = (1, 31)
+"""Taken where none is named: from it on every field that is used is on by default."""
+
+JOB_UID: Final = "ELASTICRUN_JOB_UID"
+"""Variable with the Job's uid: a job that is made again under its name is another job."""
+
+INDEX: Final = "JOB_COMPLETION_INDEX"
+"""Variable that the Job's controller gives each pod."""
+
+_OF_A_CONTROLLER = re.compile(
+    r"(batch\.kubernetes\.io/|jobset\.sigs\.k8s\.io/|(job-name|controller-uid)$)"
+)
+"""Labels that are refused or overwritten where somebody else has set them."""
+
+GANGS: Final = ("none", "volcano", "coscheduling", "kueue", "koordinator", "native")
+MAX_NODES: Final = 100_000
+"""Most indices of an Indexed Job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The command of every node: how many there are, flags of the launcher, the script.
+
+    `flags` are whole words (`--max-restarts=3`) that are handed on; `leaving` is how many seconds a
+    node may take to leave after SIGTERM (departure grace and shutdown timeout together).
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: str = "1"
+    job_id: str = ""  # "": made of what the scheduler knows
+    by_etcd: bool = False  # --master-store: no node is the master's by its address
+    flags: tuple[str, ...] = ()
+    leaving: float = DEPARTURE_GRACE + SHUTDOWN_TIMEOUT
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_nodes <= self.max_nodes <= MAX_NODES:
+            raise Invalid(
+                f"{self.min_nodes}:{self.max_nodes} nodes: the smallest number is 1 at least, the "
+                f"largest not below it and {MAX_NODES} at most"
+            )
+        if not self.script or self.script.startswith("-"):
+            raise Invalid(f"{self.script!r} is no script: name it first behind the --")
+        for word in (self.script, *self.args, *self.flags, self.job_id):
+            checks.plain(word, "the command")
+
+    @property
+    def nodes(self) -> str:
+        """What --nnodes says."""
+        low, high = self.min_nodes, self.max_nodes
+        return str(high) if low == high else f"{low}:{high}"
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """Script and arguments, so that a launcher reads them back as they are here."""
+        guard = ("--",) if self.args and self.args[0] == "--" else ()
+        return (*guard, self.script, *self.args)
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """A volume of every pod; `source` is its part of a pod's `volumes`, in Kubernetes' words."""
+
+    name: str
+    mount: str
+    source: Mapping[str, Any]
+    read_only: bool = False
+
+    def __post_init__(self) -> None:
+        checks.label(self.name, "--volume")
+        checks.path(self.mount, f"--volume {self.name}")
+        if self.name == "shm":
+            raise Invalid("--volume shm: that one is /dev/shm already, whose size --shm says")
+
+
+@dataclass(frozen=True, slots=True)
+class Toleration:
+    """A taint that pods put up with; without `value` whatever its value, "" as key or effect
+    means all."""
+
+    key: str
+    value: str | None = None
+    effect: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pods:
+    """An elastic job on Kubernetes: one pod a node.
+
+    Times are in seconds, quantities in Kubernetes' own form; "" and 0 mean that nothing is said.
+    """
+
+    name: str
+    image: str
+    launch: Launch
+    pods: int = 0  # 0: the largest number of nodes
+    namespace: str = ""
+    working_dir: str = ""
+    port: int = MASTER_PORT
+    cpu: str = ""
+    memory: str = ""
+    gpus: int = 0
+    gpu_resource: str = "nvidia.com/gpu"
+    rdma: str = ""  # a resource; one a pod
+    shm: str = "8Gi"
+    host_network: bool = False
+    gang: str = "none"
+    queue: str = ""
+    scheduler: str = ""
+    volumes: tuple[Volume, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    token_secret: str = ""
+    token_key: str = "token"
+    git_secret: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: tuple[Toleration, ...] = ()
+    service_account: str = ""
+    priority: str = ""
+    pull_secrets: tuple[str, ...] = ()
+    grace: int = 0  # 0: as long as the launcher needs
+    ttl: int | None = None
+    deadline: int = 0
+    suspend: bool = False
+    retries: int = 0
+    backoff_limit: int | None = None  # None: what `retries` comes to
+    rbac: bool = False
+    version: tuple[int, int] = ASSUMED
+
+    def __post_init__(self) -> None:
+        _check_names(self)
+        _check_numbers(self)
+        _check_gang(self)
+
+    @property
+    def replicas(self) -> int:
+        """Pods to begin with."""
+        return self.pods or self.launch.max_nodes
+
+    @property
+    def most_pods(self) -> int:
+        """The largest index there may be is one below this, also after a resize."""
+        return max(self.replicas, self.launch.max_nodes)
+
+    @property
+    def failures_allowed(self) -> int:
+        """Failed pods that do not end the Job. A job that ends with 1 has every pod fail, and is
+        one try; so one pod that fails alone, in a job that trains on, is less than a try."""
+        if self.backoff_limit is not None:
+            return self.backoff_limit
+        return (self.retries + 1) * self.replicas - 1
+
+    @property
+    def needed_grace(self) -> int:
+        """Seconds a pod needs from SIGTERM on, so that nothing is cut off."""
+        return math.ceil(self.launch.leaving) + GRACE_MARGIN
+
+    @property
+    def grace_seconds(self) -> int:
+        """Seconds a pod gets."""
+        return self.grace or max(GRACE, self.needed_grace)
+
+
+def _check_names(wanted: Pods) -> None:
+    checks.image(wanted.image)
+    if wanted.namespace:
+        checks.label(wanted.namespace, "--namespace")
+    if wanted.working_dir:
+        checks.path(wanted.working_dir, "--working-dir")
+    for key, value in wanted.env.items():
+        by_secret = "create a Secret and name it with"
+        token, password = f"{by_secret} --token-secret", f"{by_secret} --git-secret"
+        checks.setting(key, value, "manifest", token, password)
+        if key in (JOB_UID, INDEX):
+            raise Invalid(f"--env {key}: the pods get that from Kubernetes; choose another name")
+    for key, value in wanted.labels.items():
+        checks.label_value(value, f"--label {checks.label_key(key, '--label')}")
+        if _OF_A_CONTROLLER.match(key):
+            raise Invalid(f"--label {key}: the controller sets that one; choose another key")
+    for key, value in wanted.annotations.items():
+        checks.plain(value, f"--annotation {checks.label_key(key, '--annotation')}")
+    for key, value in wanted.selector.items():
+        checks.label_value(value, f"--selector {checks.label_key(key, '--selector')}")
+    _check_tolerations(wanted.tolerations)
+    named = (("--service-account", wanted.service_account), ("--priority", wanted.priority),
+             ("--token-secret", wanted.token_secret),
+             ("--git-secret", wanted.git_secret))  # fmt: skip
+    for flag, text in (*named, *(("--image-pull-secret", text) for text in wanted.pull_secrets)):
+        if text:
+            checks.subdomain(text, flag)
+    if wanted.token_secret:
+        checks.label_key(wanted.token_key, "--token-secret: the key")
+    _check_volumes(wanted.volumes)
+
+
+def _check_tolerations(tolerations: tuple[Toleration, ...]) -> None:
+    for one in tolerations:
+        if one.key:
+            checks.label_key(one.key, "--toleration")
+        checks.label_value(one.value or "", "--toleration")
+        if one.effect not in ("", "NoSchedule", "PreferNoSchedule", "NoExecute"):
+            raise Invalid(
+                f"--toleration: the effect {one.effect!r} is none of NoSchedule, "
+                "PreferNoSchedule, NoExecute"
+            )
+
+
+def _check_volumes(volumes: tuple[Volume, ...]) -> None:
+    names: set[str] = set()
+    mounts = {"/dev/shm"}
+    for volume in volumes:
+        if volume.name in names:
+            raise Invalid(f"--volume {volume.name} is given twice: each has a name of its own")
+        if volume.mount in mounts:
+            raise Invalid(f"--volume {volume.name}: something is mounted at {volume.mount} already")
+        names.add(volume.name)
+        mounts.add(volume.mount)
+
+
+def _check_numbers(wanted: Pods) -> None:
+    low = wanted.launch.min_nodes
+    if not low <= wanted.replicas <= MAX_NODES:
+        raise Invalid(
+            f"--pods {wanted.pods}: {low} nodes are the fewest that train (--nnodes) and "
+            f"{MAX_NODES} pods the most"
+        )
+    if not 1 <= wanted.port <= 65535:
+        raise Invalid(f"--port {wanted.port}: a port is a number from 1 to 65535")
+    if wanted.cpu:
+        checks.quantity(wanted.cpu, "--cpu")
+    checks.quantity(wanted.shm, "--shm", memory=True)
+    if wanted.memory:
+        checks.quantity(wanted.memory, "--memory", memory=True)
+        if checks.amount(wanted.shm) >= checks.amount(wanted.memory):
+            raise Invalid(
+                f"--shm {wanted.shm} does not fit into --memory {wanted.memory}: what is "
+                "in /dev/shm counts as the pod's memory"
+            )
+    checks.resource(wanted.gpu_resource, "--gpu-resource")
+    if wanted.rdma:
+        checks.resource(wanted.rdma, "--rdma")
+    numbers = (("--gpus", wanted.gpus), ("--grace", wanted.grace), ("--deadline", wanted.deadline),
+               ("--ttl", wanted.ttl or 0), ("--retries", wanted.retries),
+               ("--backoff-limit", wanted.backoff_limit or 0))  # fmt: skip
+    for flag, number in numbers:
+        if not 0 <= number < 2**31:
+            raise Invalid(f"{flag} {number}: a number from 0 to {2**31 - 1} is meant")
+    if wanted.version < OLDEST:
+        raise Invalid(
+            f"--k8s-version {wanted.version[0]}.{wanted.version[1]} is too old: to replace "
+            f"pods by index needs {OLDEST[0]}.{OLDEST[1]}"
+        )
+
+
+def _check_gang(wanted: Pods) -> None:
+    if wanted.gang not in GANGS:
+        raise Invalid(f"--gang {wanted.gang!r} is none of {', '.join(GANGS)}")
+    if wanted.gang == "kueue" and not wanted.queue:
+        raise Invalid("--gang kueue needs --queue NAME, a LocalQueue of the namespace")
+    if wanted.queue and wanted.gang not in ("kueue", "volcano"):
+        raise Invalid(
+            f"--queue {wanted.queue}: --gang {wanted.gang} knows no queues; they belong "
+            "to kueue and volcano"
+        )
+    if wanted.queue:
+        checks.subdomain(wanted.queue, "--queue")
+    if wanted.scheduler:
+        checks.subdomain(wanted.scheduler, "--scheduler")
+    if wanted.gang == "native" and wanted.version < (1, 36):
+        raise Invalid(
+            "--gang native needs --k8s-version 1.36 or newer (and its feature gates): "
+            "take another one, or none: no rank starts before the smallest "
+            "number of nodes is there"
+        )

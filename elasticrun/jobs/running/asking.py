@@ -1,0 +1,166 @@
+"""Which job is meant, and the asking of its master.
+
+A job is named as `jobs.line.meant` has it, or by its master's host:port; where one job alone runs
+here, it need not be named. Who has the job's token proves it; else what the master has left in this
+user's folder does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from elasticrun.cli import trust
+from elasticrun.cli.flags import PROG, Parser, add_group
+from elasticrun.cli.settings import Asked
+from elasticrun.cli.table import TRUST
+from elasticrun.cli.verbs.masters import NoStatus, parse_endpoint
+from elasticrun.config import Tls
+from elasticrun.host.runs import index
+from elasticrun.host.runs.layout import ENDED, RunFolder
+from elasticrun.host.user_folder import Published, published, user_folder
+from elasticrun.jobs.line import JobLine, JobMaster, MeantJob, NotAnswered, master_of, meant
+from elasticrun.jobs.rows import SUSPENDED, row_of
+from elasticrun.jobs.running.status import name_of, no_job
+from elasticrun.wire import auth
+from elasticrun.wire.types import Endpoint
+
+if TYPE_CHECKING:
+    import argparse
+
+JOB: Final = "its name or its run folder, or the beginning of one"
+"""What `--help` says of a job that is named."""
+
+
+def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
+    """The master of the job that is meant. NotAnswered."""
+    try:
+        here = published(user_folder(os.environ))
+    except OSError as wrong:
+        here = []
+        if not _is_endpoint(job):
+            raise NotAnswered(f"the user's folder cannot be read: {wrong}") from None
+    if _is_endpoint(job):
+        try:
+            endpoint = parse_endpoint(job)
+        except NoStatus as wrong:
+            raise NotAnswered(str(wrong)) from None
+        ours = [one for one in here if one.port == endpoint.port]
+        return _master(endpoint, ours[0] if ours and not token else None, token, files)
+    found = meant(job) if job else MeantJob(_only(here))
+    if one := found.master:
+        return _master(one.endpoint, one, "" if one.operator else token, files if one.tls else None)
+    if found.run is None:
+        raise NotAnswered(no_job(job))
+    if end := ended(found.run):
+        raise NotAnswered(end)
+    return master_of(found.run)
+
+
+def _is_endpoint(job: str) -> bool:
+    return job.rpartition(":")[2].isdecimal() and ":" in job
+
+
+def _master(endpoint: Endpoint, own: Published | None, token: str, files: Tls | None) -> JobMaster:
+    if own is not None and not token:
+        return JobMaster(endpoint, own.reader, own.operator, files, own.run)
+    run = own.run if own is not None else ""
+    if not token:
+        return JobMaster(endpoint, files=files, run=run)
+    return JobMaster(endpoint, auth.reader_token(token), auth.operator_token(token), files, run)
+
+
+def _only(here: Sequence[Published]) -> Published:
+    """The one that runs here, where nobody has named one. NotAnswered."""
+    if len(here) == 1:
+        return here[0]
+    if not here:
+        raise NotAnswered("no job of yours runs on this host: name its master's host:port")
+    shown = index.first_of(name_of(one.job_id, str(one.endpoint), one.name) for one in here)
+    raise NotAnswered(f"several jobs are meant: {shown}; name one, or its host:port")
+
+
+def left_by(job: str) -> RunFolder | None:
+    """The run folder of a job that has ended, "" for the last, or runs where no master of it is
+    here; None if it runs here, or is not known. NotAnswered where several are meant."""
+    with contextlib.suppress(OSError):
+        if not job and published(user_folder(os.environ)):
+            return None
+        runs = index.all_runs(index.runs_root(os.environ)) if not job else ()
+        found = meant(job, newest=True) if job else MeantJob(run=next(iter(runs), None))
+        if found.master or found.run is None:
+            return None
+        record = found.run.job()
+        is_ours = record is not None and record.where == "local"
+        return None if is_ours and found.run.state() not in ENDED else found.run
+    return None
+
+
+def ended(folder: RunFolder) -> str:
+    """What its run folder says of a job that does not run; "" of one that may."""
+    record = folder.job()
+    if record is None or (row := row_of(folder, record)).state not in (*ENDED, SUSPENDED):
+        return ""
+    why = f": {row.reason}" if row.reason else ""
+    return f"job {record.name} has ended ({row.state}){why}; see {row.run}"
+
+
+# ---------------------------------------------------------------- a verb
+
+
+def parser(verb: str, does: str) -> Parser:
+    """The arguments that all have, but for the job, which comes last."""
+    return Parser(prog=f"{PROG} {verb}", description=does)
+
+
+def add_job(made: Parser, environ: Mapping[str, str]) -> None:
+    """Which job, how it is printed, and what proves that we may ask."""
+    text = f"{JOB}, or its master's host:port; not needed for the only one"
+    made.add_argument("job", nargs="?", default="", metavar="JOB", help=text)
+    add_way(made, environ)
+
+
+def add_way(made: Parser, environ: Mapping[str, str]) -> None:
+    """How it is printed, and what proves that we may ask."""
+    text = "json: for programs, as docs/sight.md has it"
+    made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
+    add_group(made, "of a job that has a token or TLS", TRUST, environ)
+
+
+def run(
+    made: Parser, argv: Sequence[str], does: Callable[[JobLine, argparse.Namespace], int]
+) -> int:
+    """Parse, find the job and do it; 1 with a sentence where nobody answers. UsageError for files
+    that cannot be read."""
+    asked = parsed(made, argv)
+    try:
+        return reach(asked, does)
+    except NotAnswered as why:
+        print(f"{made.prog}: {why}", file=sys.stderr)
+        return 1
+
+
+def parsed(made: Parser, argv: Sequence[str]) -> Asked:
+    """The arguments, with those that all have."""
+    variables = trust.withdraw()
+    add_job(made, variables)
+    return Asked(made.parse_args(argv), variables)
+
+
+def reach(asked: Asked, does: Callable[[JobLine, argparse.Namespace], int]) -> int:
+    """Find the job's master and do it there. NotAnswered, UsageError."""
+    master = find(asked.ns.job, trust.token(asked), trust.tls(asked))
+    with asyncio.Runner() as runner:
+        return does(JobLine(master, runner), asked.ns)
+
+
+def as_json(value: Any) -> str:
+    """Records as a person or a program reads them."""
+    return json.dumps(msgspec.to_builtins(value), indent=1)

@@ -1,0 +1,271 @@
+"""`elasticrun ckpt ls|verify|prune DIR`: the checkpoints of a folder, as they lie there.
+
+Sizes and hashes are those of each checkpoint's manifest; nothing is loaded, so torch is not needed.
+What is in the memory of a job that runs is not looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct, structs
+
+from elasticrun.cli.flags import PROG, Parser
+from elasticrun.cli.settings import UsageError
+from elasticrun.cli.verbs.columns import lines
+from elasticrun.config import EXIT_USAGE
+from elasticrun.core.words import plain, some
+from elasticrun.host.doctor.verdict import amount
+from elasticrun.host.runs import index
+from elasticrun.host.runs.layout import CHECKPOINTS, RunFolder
+from elasticrun.jobs.running.asking import as_json
+from elasticrun.snapshots.storage.folder import MAX_STEP, Folder
+from elasticrun.snapshots.storage.manifest import ManifestError
+from elasticrun.snapshots.storage.retention import sweep
+from elasticrun.snapshots.storage.timeline import Listed, chain
+from elasticrun.snapshots.storage.writing import StorageError
+
+TITLES: Final = ("STEP", "WHEN", "SIZE", "RANKS", "REASON", "STATE")
+COLUMNS: Final = 80
+
+NO_HASHES: Final = "was written by torch alone: there are no sizes and hashes to compare with"
+WRITTEN: Final = ": it is being written, or its writing was cut off"
+LEFT: Final = "was left: training was taken back to an older step, and no start goes on from it"
+
+
+class CheckpointRow(Struct, frozen=True, kw_only=True):
+    """What `elasticrun ckpt ls -o json` prints of a checkpoint; its fields are a stable schema."""
+
+    step: int
+    state: str  # whole, left (with its timeline), torn (not committed), spoiled
+    when: float = 0.0  # it was committed, else changed; seconds since 1970 by the storage's clock
+    size: int = 0  # bytes
+    world_size: int = 0  # ranks that have written it; 0: not known
+    reason: str = ""  # periodic, breakpoint, asked
+    manifest: bool = False  # there are sizes and hashes to compare with
+    faults: tuple[str, ...] = ()  # each the rest of a sentence that begins with the step
+    restart: bool = False  # a restart goes on from it, if no newer step is in memory
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb of this name; 1 where a checkpoint is bad or the storage does not answer.
+    UsageError."""
+    made = _parser()
+    ns = made.parse_args(argv)
+    try:
+        code: int = ns.does(_folder(ns.folder, "ckpt prune" if ns.verb == "prune" else ""), ns)
+    except StorageError as wrong:
+        print(f"{made.prog}: {wrong}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _parser() -> Parser:
+    made = Parser(prog=f"{PROG} ckpt", description="Look after the checkpoints of a folder.")
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="ls|verify|prune")
+
+    def add(name: str, does: Callable[[Folder, argparse.Namespace], int], text: str) -> Parser:
+        verb = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        verb.set_defaults(does=does)
+        text = "a folder by its path or URL, or the name of a job that keeps them in its run folder"
+        verb.add_argument("folder", metavar="DIR", help=text)
+        text = "json: for programs, as docs/snapshots.md has it"
+        verb.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
+        return verb
+
+    add("ls", _ls, "list them: which are whole, and which one a restart takes")
+    verify = add("verify", _verify, "compare their sizes and hashes with what was written")
+    text = "this one alone [all]"
+    verify.add_argument("step", nargs="?", metavar="STEP", type=_number, help=text)
+    prune = add("prune", _prune, "remove older ones, by the rule of the Checkpointer's keep")
+    count = partial(_number, least=1)
+    text = "how many of the newest stay; the newest whole one always does"
+    prune.add_argument("--keep", metavar="N", type=count, required=True, help=text)
+    text = "steps that M divides stay as well"
+    prune.add_argument("--every", metavar="M", type=count, default=0, help=text)
+    return made
+
+
+def _number(text: str, least: int = 0) -> int:
+    if not (text.isascii() and text.isdecimal() and least <= int(text[:20]) < MAX_STEP):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number from {least} on")
+    return int(text)
+
+
+def _folder(word: str, whole: str = "") -> Folder:
+    """The folder that is meant; `whole` as in `index.find`. UsageError, StorageError."""
+    if "://" in word:
+        return Folder(word)
+    path = Path(word).expanduser().absolute()
+    run = RunFolder(path)
+    if not path.is_dir():
+        if "/" in word:
+            raise UsageError(f"there is no folder {path}", EXIT_USAGE)
+        try:
+            run = index.find(index.runs_root(os.environ), word, whole=whole, newest=True)
+        except (OSError, index.NoRun) as wrong:
+            raise UsageError(f"there is no folder {path}, and {wrong}", EXIT_USAGE) from None
+    if (job := run.job()) is None:
+        return Folder(str(path))
+    path = run.path / CHECKPOINTS
+    if not path.is_dir() and job.where == "k8s":
+        raise UsageError(
+            f"the checkpoints of job {job.name} are where its pods are: `{PROG} exec {job.name} -- "
+            f"{PROG} ckpt ls DIR` lists them",
+            EXIT_USAGE,
+        )
+    if not path.is_dir():
+        raise UsageError(
+            f"the job keeps no checkpoints in its run folder ({path} is not there): name the "
+            "folder that its script gives to its Checkpointer",
+            EXIT_USAGE,
+        )
+    return Folder(str(path))
+
+
+def _rows(folder: Folder, *, hashes: bool, only: int | None = None) -> list[CheckpointRow]:
+    """By steps. `only`: of this step, if it is there. StorageError."""
+    found = folder.survey()
+    goes_on = chain(found)
+    rows = [
+        _row(folder, one, left=one.step not in goes_on, hashes=hashes and only in (None, one.step))
+        for one in found
+    ]
+    taken = max((row.step for row in rows if row.state == "whole"), default=-1)
+    rows = [structs.replace(row, restart=row.step == taken) for row in rows]
+    return [row for row in rows if only in (None, row.step)]
+
+
+def _row(folder: Folder, one: Listed, *, left: bool, hashes: bool) -> CheckpointRow:
+    faults = tuple(fault.clause for fault in folder.faults(one.step, 0, int(hashes)))
+    state = "left" if left else "whole"
+    if faults:
+        state = "spoiled" if one.marker else "torn"
+    if one.condemned and (why := folder.verdict(one.step)):
+        faults = (f"{faults[0]}: {why}", *faults[1:])
+    elif state == "torn" and not one.ours:
+        faults = (faults[0] + WRITTEN, *faults[1:])
+    try:
+        manifest = folder.manifest(one.step)
+    except ManifestError:
+        manifest = None
+    return CheckpointRow(
+        step=one.step,
+        state=state,
+        when=one.marked or one.changed,
+        size=sum(folder.files(one.step).values()),
+        world_size=manifest.world_size if manifest else 0,
+        reason=manifest.reason if manifest else "",
+        manifest=one.ours,
+        faults=faults,
+    )
+
+
+def _said(row: CheckpointRow) -> list[str]:
+    """What is to be said of one beside its state, a line each."""
+    said = list(row.faults)
+    if not said and row.state == "left":
+        said.append(LEFT)
+    if not said and not row.manifest:
+        said.append(NO_HASHES)
+    return [plain(f"step {row.step} {text}") for text in said]
+
+
+def _ls(folder: Folder, ns: argparse.Namespace) -> int:
+    rows = _rows(folder, hashes=False)
+    if ns.output == "json":
+        print(as_json(rows))
+        return 0
+    if not rows:
+        print(f"there is no checkpoint in {folder.url}")
+        return 0
+    print(*lines(TITLES, [_shown(row) for row in rows], COLUMNS), sep="\n")
+    for text in (one for row in rows for one in _said(row)):
+        print(textwrap.fill(text, COLUMNS, subsequent_indent="  ", break_long_words=False))
+    taken = [row.step for row in rows if row.restart]
+    print(f"a restart goes on from step {taken[0]}" if taken else "a restart begins anew")
+    return 0
+
+
+def _shown(row: CheckpointRow) -> tuple[str, ...]:
+    return (
+        str(row.step),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(row.when)) if row.when else "-",
+        amount(row.size),
+        str(row.world_size or "-"),
+        plain(row.reason)[:12] or "-",
+        row.state,
+    )
+
+
+def _verify(folder: Folder, ns: argparse.Namespace) -> int:
+    """1 where one is bad. What has neither marker nor manifest may be about to be written: it is
+    bad only for who has named it."""
+    rows = _rows(folder, hashes=True, only=ns.step)
+    if not rows:
+        raise _nothing(folder, ns.step)
+    if ns.output == "json":
+        print(as_json(rows))
+    else:
+        for row in rows:
+            print(*(_said(row) or [f"step {row.step} is whole: {amount(row.size)}"]), sep="\n")
+    late = [row for row in rows if row.state == "torn" and not row.manifest]
+    return int(any(row.faults and (row not in late or ns.step is not None) for row in rows))
+
+
+def _nothing(folder: Folder, step: int | None = None) -> UsageError:
+    steps = ", ".join(map(str, folder.committed()[-8:]))
+    if steps and step is not None:
+        return UsageError(f"there is no step {step} in {folder.url}: there is {steps}", EXIT_USAGE)
+    text = f"{folder.url} is no folder of checkpoints: nothing in it is named as step-000000123 is"
+    return UsageError(text, EXIT_USAGE)
+
+
+def _prune(folder: Folder, ns: argparse.Namespace) -> int:
+    found = folder.survey()
+    if not found:
+        raise _nothing(folder)
+    if not any(one.ours for one in found):
+        raise UsageError(
+            f"{folder.url} has no checkpoint that elasticrun has written (with elasticrun.json): "
+            "nothing is removed",
+            EXIT_USAGE,
+        )
+    safe = _newest_verified(folder, found)
+    if not safe:
+        raise StorageError(f"no checkpoint in {folder.url} is whole: nothing is removed")
+    sizes = {one.step: sum(folder.files(one.step).values()) for one in found}
+    done = sweep(folder, keep_last=ns.keep, keep_every=ns.every, in_use=safe)
+    kept = folder.committed()
+    if ns.output == "json":
+        print(as_json({"removed": done.removed, "kept": kept}))
+    else:
+        for step in done.removed:
+            print(f"removed step {step}: {amount(sizes.get(step, 0))}")
+        told = f"{some(len(done.removed), 'checkpoint')} removed from {folder.url}; kept: "
+        print(told + ", ".join(map(str, kept)))
+    for remark in done.remarks:
+        print(f"{PROG} ckpt: {remark}", file=sys.stderr)
+    return int(bool(done.remarks))
+
+
+def _newest_verified(folder: Folder, found: Sequence[Listed]) -> list[int]:
+    """The newest step that has no fault, and the newest one of which hashes say so."""
+    safe: list[int] = []
+    for step in reversed(chain(found)):
+        if folder.verify(step):
+            continue
+        hashed = folder.has_manifest(step)
+        if hashed or not safe:
+            safe.append(step)
+        if hashed:
+            break
+    return safe

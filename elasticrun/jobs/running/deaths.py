@@ -1,0 +1,125 @@
+"""Which rank of a life was the first to fail, by the record of the job's master, and which ranks
+have only lost their connection to it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from elasticrun.core.rounds.failures import SIGNALS, classify
+from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.host.runs.layout import INCIDENTS, RunFolder
+from elasticrun.master.outward.run_files import read
+from elasticrun.wire.messages import FailureKind
+from elasticrun.wire.types import write_ranges
+
+MAX_BYTES: Final = 256 * 1024
+"""Of an error file; the message comes first."""
+
+MAX_CHARS: Final = 1000
+"""Of a rank's own words in a line."""
+
+NO_FAILURE: Final = ("operator", "scaled", "master")
+"""Causes of incidents in which nothing has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of one rank in one life."""
+
+    rank: int
+    folder: Path
+
+    def failure(self) -> tuple[float, str]:
+        """When it failed and of what; the end of time and "" where it has described nothing."""
+        file = self.folder / "error.json"
+        try:
+            with file.open("rb") as text:
+                said = json.loads(text.read(MAX_BYTES))["message"]
+            when = file.stat().st_mtime
+        except (OSError, ValueError, LookupError, TypeError):
+            return float("inf"), ""
+        if isinstance(said, dict):
+            said = said.get("message", "")
+        return when, " ".join(str(said).split())[:MAX_CHARS]
+
+
+@dataclass(frozen=True, slots=True)
+class LifeEnd:
+    """What ended a life, as the master has it."""
+
+    sentence: str
+    rank: int = -1  # -1: none of them
+    ended: str = ""  # how it did: exit code 3; "": the sentence says all
+
+    def with_words(self, own: str) -> str:
+        """In a line; `own`: what the rank itself has said."""
+        if own and self.ended:
+            return f"rank {self.rank} failed: {own} ({self.ended})"
+        return self.sentence
+
+
+@dataclass(frozen=True, slots=True)
+class ToldLife:
+    """The ranks of one life, who failed first before the others, and what is said above each."""
+
+    ranks: tuple[RankFiles, ...]
+    titles: Mapping[int, str]  # by rank
+    why: str = ""  # what ended the life, where that was none of these ranks
+
+
+def tell(found: Sequence[RankFiles], death: LifeEnd | None) -> ToldLife:
+    """`death`: None where the master has written none down, or not yet."""
+    failed = {files.rank: (*files.failure(), files) for files in found}
+    first = death.rank if death is not None else -1
+    lost = {rank for rank, (_, why, _) in failed.items() if rank != first and _lost_a_peer(why)}
+    titles = {rank: f"rank {rank} failed: {why}" for rank, (_, why, _) in failed.items() if why}
+    order = sorted(failed, key=lambda rank: (rank != first, rank in lost, failed[rank][0], rank))
+    said = {-1: ""}
+    if death is not None and first in failed:
+        said = {first: death.with_words(failed[first][1])}
+    elif death is not None:
+        said = {-1: death.sentence}
+    elif titles.keys() - lost:
+        said = {order[0]: titles[order[0]]}
+    if lost and any(said.values()):
+        who = f"{'ranks' if len(lost) > 1 else 'rank'} {write_ranges(lost)}"
+        then = f"; then {who} lost {'their' if len(lost) > 1 else 'its'} connection"
+        titles = {rank: title for rank, title in titles.items() if rank not in lost}
+        said = {rank: title + then for rank, title in said.items()}
+    titles |= said
+    return ToldLife(tuple(failed[rank][2] for rank in order), titles, titles.pop(-1, ""))
+
+
+def deaths(folder: RunFolder | None, begun: Sequence[float]) -> list[LifeEnd | None]:
+    """Of each of the lives that began then (seconds since 1970, ascending)."""
+    if folder is None or not begun:
+        return [None] * len(begun)
+    now = time.time()
+    rows = [row for row in read(folder.path / INCIDENTS, now) if row.cause not in NO_FAILURE]
+    ends = [*begun[1:], float("inf")]
+    found = [
+        next((_of_row(row) for row in rows if start <= now - row.age < end), None)
+        for start, end in zip(begun, ends, strict=True)
+    ]
+    result = folder.result()
+    if found[-1] is None and result is not None and result.failed_rank >= 0:
+        said = f"rank {result.failed_rank} failed ({result.failed_how})"
+        found[-1] = LifeEnd(said, result.failed_rank)
+    return found
+
+
+def _of_row(row: IncidentRow) -> LifeEnd:
+    if row.cause == "hang" or row.rank < 0 or row.kind == FailureKind.PEER_LOST:
+        return LifeEnd(row.sentence, row.rank)
+    code = row.exitcode
+    ended = f"signal {SIGNALS.get(-code, str(-code))}" if code < 0 else f"exit code {code}"
+    return LifeEnd(row.sentence, row.rank, ended if code else "")
+
+
+def _lost_a_peer(why: str) -> bool:
+    return classify(1, why, stopping=False, oom=False) is FailureKind.PEER_LOST

@@ -1,0 +1,91 @@
+"""`elasticrun incidents [JOB] [N]`: what has stopped the training of a job, and what it cost; of a
+job that has ended from the files that its master has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from elasticrun.cli import trust
+from elasticrun.cli.flags import PROG, Parser
+from elasticrun.cli.settings import Asked
+from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.host.runs.layout import INCIDENTS
+from elasticrun.jobs.choosing import by_their_places
+from elasticrun.jobs.line import JobLine, NotAnswered
+from elasticrun.jobs.rows import row_of
+from elasticrun.jobs.running.asking import add_way, as_json, find, left_by
+from elasticrun.master.outward.report import page, table
+from elasticrun.master.outward.run_files import read
+
+MOST_DIGITS: Final = 4
+"""Of a number that stands alone and is an incident's rather than a job's."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb of this name; 1 with a sentence where nobody knows. UsageError for files of TLS or
+    tokens that cannot be read."""
+    made = Parser(
+        prog=f"{PROG} incidents",
+        description="Show what has stopped the training of a job, which runs or has ended here.",
+    )
+    text = "the job, as `elasticrun status` names it, and the number of one incident to show whole"
+    made.add_argument("words", nargs="*", metavar="JOB N", help=text)
+    variables = trust.withdraw()
+    add_way(made, variables)
+    ns = made.parse_args(argv)
+    if len(ns.words) > 2 or (len(ns.words) == 2 and not ns.words[1].isdecimal()):
+        made.error("a job, and the number of one of its incidents")
+    job, number = meant(ns.words)
+    try:
+        rows, now = _rows(job, Asked(ns, variables))
+        print(_shown(rows, number, now, as_text=ns.output == "text"), end="")
+    except NotAnswered as why:
+        print(f"{made.prog}: {why}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def meant(words: Sequence[str]) -> tuple[str, int]:
+    """What `[JOB] [N]` names: the job, "" for the only one, and the incident, 0 for all."""
+    if len(words) == 2:
+        return words[0], int(words[1])
+    if words and words[0].isdecimal() and len(words[0]) <= MOST_DIGITS:
+        return "", int(words[0])
+    return (words[0] if words else ""), 0
+
+
+def _rows(job: str, asked: Asked) -> tuple[Sequence[IncidentRow], str]:
+    """From the master of one that runs, with what holds it up now, else from files, with why it is
+    lost."""
+    folder = left_by(job)
+    if folder is not None:
+        now, record = time.time(), folder.job()
+        rows = by_their_places([row_of(folder, record)], os.environ) if record else []
+        lost = [f"the job is lost: {row.reason}" for row in rows if row.state == "lost"]
+        return read(folder.path / INCIDENTS, now), "".join(lost)
+    master = find(job, trust.token(asked), trust.tls(asked))
+    with asyncio.Runner() as runner:
+        line = JobLine(master, runner)
+        picture = line.picture()
+    left = read(line.run.path / INCIDENTS, time.time()) if line.run is not None else []
+    earlier = [row for row in left if row.age > picture.status.age]  # of starts before this one
+    verdict = picture.verdict
+    held = f"held up now: {verdict.sentence}; {verdict.then}" if verdict is not None else ""
+    return [*earlier, *picture.incidents], held
+
+
+def _shown(rows: Sequence[IncidentRow], number: int, now: str, *, as_text: bool) -> str:
+    if not number:
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+        return table(rows, columns, now) if as_text else as_json(list(rows)) + "\n"
+    for row in reversed(rows):  # each start counts from 1
+        if row.number == number:
+            return page(row) if as_text else as_json(row) + "\n"
+    raise NotAnswered(f"there is no incident {number}: the job has {len(rows)}")

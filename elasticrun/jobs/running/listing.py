@@ -1,0 +1,179 @@
+"""`elasticrun stacks`: what the ranks of a job do at this moment, grouped, the rarest group first.
+`elasticrun events`: what has happened to it, a line each, by this host's clock.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from elasticrun.core.sight.picture import EventRow, Picture, StackRow
+from elasticrun.core.words import plain, some
+from elasticrun.jobs.line import JobLine, NotAnswered
+from elasticrun.jobs.running.asking import as_json, ended, left_by, parsed, parser, reach, run
+from elasticrun.jobs.running.top import is_off
+from elasticrun.wire.messages import MAX_RANKS
+from elasticrun.wire.types import read_ranges
+
+if TYPE_CHECKING:
+    import argparse
+
+POLL: Final = 1.0
+"""Seconds between two questions of `events -f`."""
+
+
+SAME: Final = 2.0
+"""Seconds by which the master and the run folder differ at most about when something happened."""
+
+
+def stacks(argv: Sequence[str]) -> int:
+    """The verb of this name."""
+    made = parser("stacks", "Show where the ranks of a running job are, grouped by their stacks.")
+    text = "of this rank alone"
+    made.add_argument("--rank", type=rank_number, default=-1, metavar="R", help=text)
+
+    def show(line: JobLine, ns: argparse.Namespace) -> int:
+        picture = line.picture("stacks")
+        groups = [one for one in picture.stacks if ns.rank < 0 or has_rank(one, ns.rank)]
+        if ns.output == "json":
+            shown = {"stacks": groups, "stacks_missing": picture.stacks_missing}
+            print(as_json(shown))
+        elif lines := stack_lines(picture, groups):
+            print("\n".join(lines))
+        if groups:
+            return 0
+        of, size = "of any rank" if ns.rank < 0 else f"of rank {ns.rank}", picture.status.world_size
+        why = picture.stacks_missing or picture.status.outcome or picture.status.reason
+        if is_off(picture):
+            why = "nobody looks at the ranks (--on-hang=off)"
+        elif 0 < size <= ns.rank:
+            why = f"the job has {some(size, 'rank')}, from 0 on"
+        print(f"{made.prog}: no stack {of} could be had{why and f': {why}'}", file=sys.stderr)
+        return 1
+
+    return run(made, argv, show)
+
+
+def rank_number(text: str) -> int:
+    """A rank as it is typed. ValueError."""
+    if not text.isdecimal():
+        raise ValueError
+    return int(text)
+
+
+def has_rank(group: StackRow, rank: int) -> bool:
+    """Whether a thread of this rank is in the group."""
+    try:
+        return rank in read_ranges(group.ranks, MAX_RANKS)
+    except ValueError:
+        return False
+
+
+def stack_lines(picture: Picture, groups: Sequence[StackRow]) -> list[str]:
+    """For people: the verdict, the groups, what is missing."""
+    lines = [picture.verdict.sentence, ""] if picture.verdict else []
+    for group in groups:
+        thread = f", {group.thread}" if group.thread else ""
+        one = f"rank {group.ranks}" if group.count == 1 else f"ranks {group.ranks}"
+        count = "" if group.count == 1 else f" ({some(group.count, 'rank')})"
+        lines.append(f"{one}{thread}{count}")
+        lines += [f"  {frame}" for frame in group.text.splitlines()]
+        lines.append("")
+    if picture.stacks_missing and groups:
+        lines += [f"missing: {picture.stacks_missing}", ""]
+    return lines[:-1]
+
+
+# ---------------------------------------------------------------- events
+
+
+def events(argv: Sequence[str]) -> int:
+    """The verb of this name."""
+    made = parser("events", "Show what has happened to a job, which runs or has ended.")
+    text = "go on and show what happens, until the job ends"
+    made.add_argument("-f", "--follow", action="store_true", help=text)
+
+    def show(line: JobLine, ns: argparse.Namespace) -> int:
+        last = 0
+        while True:
+            try:
+                picture = line.picture()
+            except NotAnswered as why:
+                if not last:
+                    left = line.run.events(time.time()) if line.run is not None else []
+                    if not left:
+                        raise
+                    _print(left, ns)
+                    print(f"{made.prog}: {why}; so far this is in its run folder", file=sys.stderr)
+                    return 0
+                line.pause(POLL)  # its result is written behind its last answer
+                if not (end := ended(line.run) if line.run is not None else ""):
+                    raise
+                _print([EventRow(last + 1, 0.0, "", end, "info")], ns)
+                return 0
+            new = unseen(picture.events, last)
+            if not last and line.run is not None:
+                new = [*before(line.run.events(time.time()), new), *new]
+            _print(new, ns)
+            last = picture.events[-1].number if picture.events else last
+            if not ns.follow or picture.status.outcome:
+                return 0
+            sys.stdout.flush()
+            line.pause(POLL)
+
+    asked = parsed(made, argv)
+    try:
+        if (left := left_by(asked.ns.job)) is not None:
+            _print(left.events(time.time()), asked.ns)
+            return 0
+        return reach(asked, show)
+    except NotAnswered as why:
+        print(f"{made.prog}: {why}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # how `-f` is ended
+        return 0
+
+
+def _print(rows: list[EventRow], ns: argparse.Namespace) -> None:
+    if ns.output == "json" and not ns.follow:
+        print(as_json(rows))
+    elif ns.output == "json":
+        for row in rows:
+            print(msgspec.json.encode(row).decode())
+    else:
+        for text in event_lines(rows, time.time()):
+            print(text)
+
+
+def before(left: Sequence[EventRow], told: Sequence[EventRow]) -> list[EventRow]:
+    """Those in the run folder that are older than all that its master tells: of masters before it,
+    of earlier starts, and those it has forgotten. The ages of one event differ a little."""
+    if not told:
+        return list(left)
+    first = told[0]
+    alike = [at for at, row in enumerate(left) if row.text == first.text]
+    near = [(abs(left[at].age - first.age), at) for at in alike]
+    same = [(off, at) for off, at in near if off < SAME]
+    return list(left[: min(same)[1]]) if same else [row for row in left if row.age > told[0].age]
+
+
+def unseen(rows: Sequence[EventRow], last: int) -> list[EventRow]:
+    """Those after number `last`. A new master counts from 1 again: of one that has not come so far
+    all are new."""
+    if rows and rows[-1].number < last:
+        return list(rows)
+    return [row for row in rows if row.number > last]
+
+
+def event_lines(rows: Sequence[EventRow], now: float) -> list[str]:
+    """`12:04:31  warning  node b is excluded ...`; `now`: seconds since 1970, of this host."""
+    lines = []
+    for row in rows:
+        at = time.strftime("%H:%M:%S", time.localtime(now - row.age))
+        node = f"{row.node}: " if row.node else ""
+        lines.append(f"{at}  {row.level:<7}  {node}{plain(' '.join(row.text.split()))}")
+    return lines

@@ -1,0 +1,423 @@
+"""`elasticrun logs`: what the ranks of a job have written to their files, on this host or in its
+run folder, also when it has ended.
+
+Of the newest life, the last lines of each rank; `--all` takes every life, in order. A rank that
+failed comes first, the one that was first to fail before the others. Before there is a rank, and
+where ranks have no files, it is what the launcher printed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from elasticrun.agent.logs import whereabouts
+from elasticrun.agent.logs.whereabouts import LoggedLife, LoggedRun
+from elasticrun.cli.flags import Parser
+from elasticrun.cli.settings import UsageError
+from elasticrun.config import EXIT_USAGE
+from elasticrun.host.log import columns_of, cut_to, open_line
+from elasticrun.host.runs import index
+from elasticrun.host.runs.layout import AGENTS, CONSOLE, ENDED, RunFolder
+from elasticrun.jobs.manage.listing import add_output, span
+from elasticrun.jobs.running.asking import JOB
+from elasticrun.jobs.running.deaths import RankFiles, ToldLife, deaths, tell
+from elasticrun.wire.types import write_ranges
+
+TAIL: Final = 20
+"""Lines of each file where nobody has said how many."""
+
+STREAMS: Final = ("stdout.log", "stderr.log")
+
+BLOCK: Final = 256 * 1024
+
+FARTHEST: Final = 64 * 1024 * 1024
+"""Bytes from the end of a file in which its last lines are looked for."""
+
+KEPT: Final = "--run-dir keeps them, or --log-dir with --tee or --redirects"
+
+LONG_WAIT: Final = 50
+"""Looks after which somebody who waits for the first rank is told so: Slurm may take days."""
+
+LOOK_EVERY: Final = 0.2
+"""Seconds between looks at files that are followed."""
+
+BARS_EVERY: Final = 10
+"""Looks from one state of a progress bar to the next, where it cannot be written over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is to be shown."""
+
+    job: str
+    follow: bool
+    tail: int  # lines of each file; 0: all
+    everything: bool  # all lives
+    rank: int | None
+    node: str  # or its host; "": of all
+    since: float  # seconds since 1970: only files that were written to later
+    as_json: bool
+    grep: re.Pattern[bytes] | None
+
+    def wants(self, line: bytes) -> bool:
+        """Whether the line is to be shown."""
+        return self.grep is None or self.grep.search(line) is not None
+
+    def takes(self, run: LoggedRun) -> bool:
+        """Whether the ranks of this agent are to be shown."""
+        return self.node in ("", run.node, run.host)
+
+    def write(self, rank: int, path: Path, lines: Iterable[bytes]) -> None:
+        """Lines of a rank's file, with its number; -1: of the launcher, which has none."""
+        for text in lines:
+            if self.as_json:
+                row = {
+                    "life": path.parent.parent.name if rank >= 0 else "",
+                    "rank": rank,
+                    "stream": path.name.removesuffix(".log"),
+                    "line": text.decode(errors="replace"),
+                }
+                text = json.dumps(row).encode()
+            elif rank >= 0:
+                text = b"[%d] %s" % (rank, text)
+            self.put(path, text + b"\n")
+
+    def begun(self, rank: int, path: Path, text: bytes, *, is_bar: bool) -> None:
+        """The beginning of a line that has no end yet, or a state of a progress bar."""
+        text = b"[%d] %s" % (rank, text)
+        self.put(path, cut_to(text, columns_of(1)) if is_bar else text, ends=False)
+
+    def put(self, path: Path, text: bytes, *, ends: bool = True) -> None:
+        """To the terminal, on which the line of another file may have no end yet."""
+        text = open_line(1).then(path, text, ends=ends, columns=columns_of(1))
+        sys.stdout.buffer.write(text)
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
+    """`elasticrun logs` with its own arguments; UsageError."""
+    asked = _asked(argv)
+    variables = os.environ if environ is None else environ
+    folder, unknown = _folder(variables, asked.job)
+    try:
+        found = _runs(variables, asked, folder)
+        looks = 0
+        while asked.follow and not found and folder is not None and folder.state() not in ENDED:
+            threading.Event().wait(LOOK_EVERY)  # until a rank has written
+            looks += 1
+            if looks == LONG_WAIT:
+                said = f"elasticrun logs: no rank of job {asked.job} has begun; this waits for it"
+                print(said, file=sys.stderr)
+            found = _runs(variables, asked, folder)
+    except OSError as wrong:
+        print(f"elasticrun logs: the user's folder cannot be read: {wrong}", file=sys.stderr)
+        return 1
+    console = folder.path / CONSOLE if folder is not None else None
+    if not found and console is not None and console.exists() and console.stat().st_size:
+        asked.write(-1, console, _read(console, asked)[1])
+        return 0
+    if not found:
+        what = f"job {asked.job}" if asked.job else "any job of yours"
+        words = f"there are no log files of {what} on this host; {KEPT}"
+        if folder is not None and folder.state() in ("submitted", "waiting"):
+            words = f"{what} has not begun; elasticrun status {asked.job} says how it stands"
+        print(f"elasticrun logs: {unknown or words}", file=sys.stderr)
+        return 1
+    if asked.node:
+        meant = whereabouts.one_of(found, asked.node)
+        if meant is None:
+            print(f"elasticrun logs: {whereabouts.no_node(asked.node, found)}", file=sys.stderr)
+            return 1
+        asked = replace(asked, node=asked.node if asked.node == meant.host else meant.node)
+    ranks = {rank for run in found for life in run.lives for rank in life.ranks.values()}
+    if asked.rank is not None and asked.rank not in ranks and not asked.follow:
+        words = f"no rank {asked.rank} has log files here: there is {write_ranges(ranks) or 'none'}"
+        print(f"elasticrun logs: {words}", file=sys.stderr)
+        return 1
+    seen = _show(found, asked, folder or _folder(variables, found[0].job_id)[0])
+    if seen and not asked.follow and all(path.stat().st_mtime < asked.since for path in seen):
+        print("elasticrun logs: no rank has written in that time", file=sys.stderr)
+        return 1
+    if asked.follow:
+        _follow(found, asked, seen, partial(_runs, variables, asked, folder), folder)
+    return 0
+
+
+def _folder(environ: Mapping[str, str], job: str) -> tuple[RunFolder | None, str]:
+    """The run folder of the job that is named, if it has one, else why it is not known which."""
+    if not job:
+        return None, ""
+    try:
+        return index.find(index.runs_root(environ), job, newest=True), ""
+    except (OSError, index.NoRun) as why:
+        if os.path.isdir(os.path.join(job, AGENTS)):  # of one whose master was elsewhere
+            return RunFolder(Path(job)), ""
+        return None, str(why)
+
+
+def _asked(argv: Sequence[str]) -> Wish:
+    made = Parser(
+        prog="elasticrun logs",
+        description="Print what the ranks of a job have written to their log files on this host.",
+        epilog=f"Where ranks' files are: {KEPT}. A rank that failed comes first.",
+    )
+    text = f"{JOB}; the newest one here"
+    made.add_argument("job", nargs="?", metavar="JOB", default="", help=text)
+    text = "go on with what is written until the job has ended, over suspend and resume"
+    made.add_argument("-f", "--follow", action="store_true", help=text)
+    text = f"the last N lines of each file, 0 for all [{TAIL}; with --all: 0]"
+    made.add_argument("-t", "--tail", metavar="N", type=int, default=None, help=text)
+    made.add_argument("--rank", metavar="R", type=int, default=None, help="of this rank only")
+    text = "of all lives, in order, and not of the newest only"
+    made.add_argument("--all", action="store_true", help=text)
+    text = "of the ranks on this node only: its name, its host's, or its index"
+    made.add_argument("-i", "--node", "--instance", metavar="X", default="", help=text)
+    text = "only files that were written to in that time: 90s, 5m, 12h, 7d"
+    made.add_argument("--since", metavar="AGE", default="", help=text)
+    add_output(made)
+    text = "only lines in which this regular expression is found"
+    made.add_argument("--grep", metavar="RE", default="", help=text)
+    ns = made.parse_args(argv)
+    tail = (0 if ns.all else TAIL) if ns.tail is None else ns.tail
+    if tail < 0:
+        raise UsageError(f"--tail={tail}: a number of lines is wanted", EXIT_USAGE)
+    try:
+        grep = re.compile(os.fsencode(ns.grep)) if ns.grep else None
+    except re.error as wrong:
+        raise UsageError(f"--grep={ns.grep}: no regular expression: {wrong}", EXIT_USAGE) from None
+    since = time.time() - span(ns.since, "--since") if ns.since else 0.0
+    as_json = ns.output == "json"
+    return Wish(ns.job, ns.follow, tail, ns.all, ns.rank, ns.node, since, as_json, grep)
+
+
+def _runs(environ: Mapping[str, str], asked: Wish, folder: RunFolder | None) -> list[LoggedRun]:
+    """The newest start of the job as all its agents know it, or every one: those of its run folder,
+    or of this host, where an earlier job may have had the same name."""
+    job, known = asked.job, whereabouts.runs_of(folder.path) if folder is not None else []
+    if known and asked.everything:
+        return known
+    if folder is not None and not known:
+        record = folder.job()
+        job = record.id if record is not None and record.id else job
+    known = known or [run for run in whereabouts.runs(environ) if job in ("", run.job_id)]
+    own = [run for run in known if run.job_id == known[0].job_id]
+    return _starts(own)[-1] if own else []
+
+
+def _starts(runs: Iterable[LoggedRun]) -> list[list[LoggedRun]]:
+    """The agents of each start of the job, in order: one that begins when all before it have
+    written their last belongs to the next."""
+    starts: list[list[LoggedRun]] = []
+    last = 0.0
+    for run in sorted(runs, key=lambda run: run.began):
+        if not starts or run.began > last:
+            starts.append([])
+        starts[-1].append(run)
+        last = max(last, float("inf") if run.is_seen else _last_written(run))
+    return starts
+
+
+def _last_written(run: LoggedRun) -> float:
+    times = [run.began]
+    for life in run.lives[-1:]:
+        times += [path.stat().st_mtime for path in Path(run.path, life.folder).glob("*/*.log")]
+    return max(times)
+
+
+def _lives(
+    runs: Iterable[LoggedRun], folder: RunFolder | None, *, everything: bool
+) -> list[tuple[str, ToldLife]]:
+    """The lives in order, each with its ranks: those that failed first, as they failed."""
+    found: dict[tuple[int, str], list[tuple[LoggedRun, LoggedLife]]] = {}
+    for start, agents in enumerate(_starts(runs)):
+        for run in agents:
+            for life in run.lives:
+                found.setdefault((start, life.folder), []).append((run, life))
+    began_of = {name: min(life.began for _, life in parts) for name, parts in found.items()}
+    ordered = sorted(found, key=lambda name: began_of[name])
+    why = dict(zip(ordered, deaths(folder, [began_of[name] for name in ordered]), strict=True))
+    shown = []
+    for name in ordered if everything else ordered[-1:]:
+        ranks = [
+            RankFiles(rank, Path(run.path, life.folder, str(local_rank)))
+            for run, life in found[name]
+            for local_rank, rank in life.ranks.items()
+        ]
+        began = time.strftime("%F %T", time.localtime(began_of[name]))
+        shown.append((f"{name[1]}, {began}", tell(ranks, why[name])))
+    return shown
+
+
+def _show(runs: Iterable[LoggedRun], asked: Wish, folder: RunFolder | None) -> dict[Path, int]:
+    """Print what is there; how far each file was read."""
+    seen: dict[Path, int] = {}
+    lives = _lives(filter(asked.takes, runs), folder, everything=asked.everything)
+    for title, life in lives:
+        if len(lives) > 1:
+            _title(title, asked)
+        if life.why and asked.rank is None:
+            _title(life.why, asked)
+        for files in life.ranks:
+            if asked.rank not in (None, files.rank):
+                continue
+            if said := life.titles.get(files.rank):
+                _title(said, asked)
+            for stream in STREAMS:
+                path = files.folder / stream
+                try:
+                    seen[path], lines = _read(path, asked)
+                    late = path.stat().st_mtime >= asked.since
+                except OSError:
+                    continue  # this stream has no file
+                asked.write(files.rank, path, lines if late else ())
+    sys.stdout.flush()
+    return seen
+
+
+def _title(text: str, asked: Wish) -> None:
+    if not asked.as_json:
+        sys.stdout.buffer.write(f"== {text} ==\n".encode(errors="replace"))
+
+
+def _read(path: Path, asked: Wish) -> tuple[int, Iterable[bytes]]:
+    """How long the file is now, and the lines of it that are wanted. OSError."""
+    end = _whole_lines(path) if asked.follow else path.stat().st_size
+    whole = not asked.tail or asked.grep is not None
+    start = 0 if whole else _start_of_tail(path, end, asked.tail)
+    lines = (line for line in _lines(path, start, end) if asked.wants(line))
+    return end, deque(lines, maxlen=asked.tail) if asked.tail else lines
+
+
+def _whole_lines(path: Path) -> int:
+    """Where the last line that has an end ends, if one does near the end of the file."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, size - BLOCK))
+        newline = file.read(size - start).rfind(b"\n")
+    return start + newline + 1 if newline >= 0 or start == 0 else size
+
+
+def _start_of_tail(path: Path, end: int, lines: int) -> int:
+    """Where so many lines from the end begin, or a little before."""
+    start, found = end, 0
+    with path.open("rb") as file:
+        while start > max(0, end - FARTHEST) and found <= lines:
+            size = min(BLOCK, start)
+            start -= size
+            file.seek(start)
+            found += file.read(size).count(b"\n")
+    return start
+
+
+def _lines(path: Path, start: int, end: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(start)
+        while file.tell() < end and (line := file.readline(min(BLOCK, end - file.tell()))):
+            yield _newest(line.rstrip(b"\r\n"))
+
+
+def _newest(line: bytes) -> bytes:
+    """Of the states of a progress bar the newest; any other line as it is."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _follow(
+    runs: list[LoggedRun],
+    asked: Wish,
+    seen: dict[Path, int],
+    look: Callable[[], list[LoggedRun]],
+    folder: RunFolder | None,
+) -> None:
+    """Go on until the job has ended: lines as they come, of lives that begin later too, also where
+    it was saved and is started again."""
+    held: dict[Path, bytes] = {}
+    still: dict[Path, bytes] = {}
+    for _, life in _lives(runs, None, everything=True):
+        for path in (files.folder / stream for files in life.ranks for stream in STREAMS):
+            if path not in seen and path.exists():
+                seen[path] = path.stat().st_size  # of an earlier life
+    waiting, waits = threading.Event(), False
+    for looks in itertools.count():
+        state = folder.state() if folder is not None else ""
+        ending = state in ENDED if folder is not None else not any(run.is_alive for run in runs)
+        saved = state == "saved"
+        runs = [run for run in look() if run.began >= min(old.began for old in runs)] or runs
+        for _, life in _lives(filter(asked.takes, runs), None, everything=True):
+            for files in life.ranks:
+                for stream in STREAMS if asked.rank in (None, files.rank) else ():
+                    path = files.folder / stream
+                    _go_on(files, path, seen, held, asked)
+                    bars = not looks % BARS_EVERY
+                    if not ending:
+                        _begun(files.rank, path, held, still, asked)
+                    _unfinished(files.rank, path, held, asked, ending=ending, bars=bars)
+        sys.stdout.flush()
+        if ending and not saved:
+            break
+        if saved and not waits:
+            said = "elasticrun logs: the job has saved and left; this waits for its next start"
+            print(said, file=sys.stderr)
+        waits = saved
+        waiting.wait(LOOK_EVERY)
+
+
+def _go_on(
+    files: RankFiles, path: Path, seen: dict[Path, int], held: dict[Path, bytes], asked: Wish
+) -> None:
+    """What was added to one file, in whole lines."""
+    try:
+        with path.open("rb") as file:
+            file.seek(seen.get(path, 0))
+            while data := file.read(BLOCK):
+                seen[path] = file.tell()
+                *lines, rest = (held.get(path, b"") + data).split(b"\n")
+                if len(rest) > BLOCK:
+                    lines, rest = [*lines, rest], b""
+                held[path] = rest
+                asked.write(files.rank, path, filter(asked.wants, map(_newest, lines)))
+    except OSError:
+        return  # not there
+
+
+def _begun(
+    rank: int, path: Path, held: dict[Path, bytes], still: dict[Path, bytes], asked: Wish
+) -> None:
+    """Show a line that has not got on since the last look, or on a terminal the newest state of a
+    progress bar. `--grep` and programs take whole lines."""
+    rest = held.get(path, b"")
+    before, still[path] = still.get(path, b""), rest
+    is_bar = b"\r" in rest
+    if asked.as_json or asked.grep is not None or not rest.strip():
+        return
+    if is_bar and columns_of(1):
+        _, _, left = rest.rpartition(b"\r")
+        asked.begun(rank, path, _newest(rest), is_bar=True)
+        held[path] = b"\r" + left
+    elif not is_bar and rest == before:
+        asked.begun(rank, path, rest, is_bar=False)
+
+
+def _unfinished(
+    rank: int, path: Path, held: dict[Path, bytes], asked: Wish, *, ending: bool, bars: bool
+) -> None:
+    """Of a line without an end: all of it when nothing more comes; of a progress bar now and then
+    its newest whole state."""
+    rest = held.get(path, b"")
+    line, left = rest, b""
+    if not ending:
+        line, bar, left = rest.rpartition(b"\r")
+        if not (bars and bar) or (columns_of(1) and not asked.as_json and asked.grep is None):
+            return
+    held[path] = left
+    asked.write(rank, path, filter(asked.wants, filter(None, [_newest(line)])))

@@ -1,0 +1,180 @@
+"""`elasticrun stop`, `restart`, `exclude NODE`, `include NODE` and `scale N`: what is to be done to
+a job that runs. The master carries it out, and notes among the job's events who asked, and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from elasticrun.cli.flags import Parser
+from elasticrun.cli.trust import withdraw
+from elasticrun.config import EXIT_FAILED, EXIT_OK
+from elasticrun.host.runs.claim import Claimed, claimed
+from elasticrun.host.runs.index import runs_root
+from elasticrun.host.runs.layout import RunFolder
+from elasticrun.jobs.backend import NotDone, is_ours, submission
+from elasticrun.jobs.choosing import backend_of
+from elasticrun.jobs.line import JobLine, MeantJob, NotAnswered, meant, who
+from elasticrun.jobs.rows import DoneRow
+from elasticrun.jobs.running.asking import as_json, parsed, parser, reach
+from elasticrun.wire.messages import MAX_NODES, Reply, Request
+
+if TYPE_CHECKING:
+    import argparse
+
+
+@dataclass(frozen=True, slots=True)
+class OrderOf:
+    """What `--help` says of a verb."""
+
+    does: str
+    node: str = ""  # what is said of its NODE; "": it is of the whole job
+
+
+ORDERS: Final[Mapping[str, OrderOf]] = {
+    "stop": OrderOf(
+        "End a running job on all of its nodes. Where it saves snapshots at a breakpoint, its last "
+        "one is written out before. Its launchers end with 1, so that no scheduler takes it for "
+        "preempted and starts it again."
+    ),
+    "restart": OrderOf(
+        "Stop the ranks of a running job and start them again, on all nodes that are there; no "
+        "restart of --max-restarts is spent."
+    ),
+    "exclude": OrderOf(
+        "Take a node out of a running job and refuse it (--exclude-for seconds long, by default an "
+        "hour), as one that has failed the network check. Others go on, or wait for another.",
+        "its id, or its host, as elasticrun status shows them",
+    ),
+    "include": OrderOf(
+        "Let a node come back that was excluded or left out.",
+        "its id, or its host, as elasticrun status shows them",
+    ),
+    "scale": OrderOf(
+        "Set how many nodes a running job has at most. Where it has more, a round without the last "
+        "to come begins at once, and these stay as spares; where it has fewer, those that come are "
+        "let in. No restart of --max-restarts is spent.",
+    ),
+}
+
+POLL: Final = 1.0
+"""Seconds between two looks at a job that ends."""
+
+MAX_REASON: Final = 200
+"""Characters of a reason."""
+
+
+def main(verb: str, argv: Sequence[str]) -> int:
+    """One of ORDERS, with its own arguments."""
+    order = ORDERS[verb]
+    made = parser(verb, order.does)
+    if order.node:
+        made.add_argument("node", metavar="NODE", help=order.node)
+    if verb == "scale":
+        text = "the new MAX of --nnodes; a MIN above it is lowered to it; `JOB N` is understood too"
+        made.add_argument("number", metavar="N", help=text)
+    text = "why, for those who read the job's events"
+    made.add_argument("--reason", default="", metavar="TEXT", help=text)
+    if verb == "stop":
+        text = "until the job has ended, however long its last snapshot takes"
+        made.add_argument("--wait", action="store_true", help=text)
+    asked = parsed(made, argv)
+    if verb == "scale":
+        settle(made, asked.ns)
+    try:
+        if order.node and _are_turned(asked.ns):
+            made.error(f"the node comes first: {made.prog} {asked.ns.job} {asked.ns.node}")
+        return reach(asked, partial(_order, verb, order))
+    except (NotAnswered, NotDone, Claimed) as unheard:
+        why: Exception = unheard
+        try:
+            said = _by_its_place(verb, asked.ns, unheard)
+        except NotDone as refused:
+            said, why = None, refused
+        if not said:
+            print(f"{made.prog}: {why}", file=sys.stderr)
+            return EXIT_FAILED
+        return _tell(asked.ns, *said)
+
+
+def _order(verb: str, order: OrderOf, line: JobLine, ns: argparse.Namespace) -> int:
+    reason = " ".join(ns.reason.split())[:MAX_REASON]
+    node, number = ns.node if order.node else "", ns.number if verb == "scale" else 0
+    request = Request(verb, node, number, who=who(), reason=reason)
+    if verb == "scale" and line.run is not None and is_ours(line.run):
+        said = _scaled(line.run, request, line.reply)
+    else:
+        said = line.reply(request).reason
+    _tell(ns, said, line.run)
+    if verb == "stop" and ns.wait:
+        _until_over(line)
+    return EXIT_OK
+
+
+def _are_turned(ns: argparse.Namespace) -> bool:
+    """Whether a job was typed where a node is wanted, and none where one is."""
+    if not ns.job or ":" in ns.job or meant(ns.job) != MeantJob():
+        return False
+    return meant(ns.node) != MeantJob()
+
+
+def settle(made: Parser, ns: argparse.Namespace) -> None:
+    """Which of two words is the number of nodes; ends with a sentence where none is."""
+    if not ns.number.isdecimal():
+        ns.number, ns.job = ns.job, ns.number
+    if not ns.number.isdecimal() or not 1 <= int(ns.number) <= MAX_NODES:
+        made.error(f"{ns.number or ns.job!r} is not a number of nodes: 1 to {MAX_NODES}")
+    ns.number = int(ns.number)
+
+
+def _tell(ns: argparse.Namespace, said: str, run: RunFolder | None) -> int:
+    """What was done; to which job, where its name was not typed whole."""
+    job = run.job() if run else None
+    where = str(run.place) if run else ""
+    done = DoneRow(name=job.name if job else ns.job, done=said, run_dir=where)
+    if run and job and ns.job and ":" not in ns.job and ns.job not in run.names:
+        said = f"{job.name}: {said}"
+    print(as_json(done) if ns.output == "json" else said)
+    return EXIT_OK
+
+
+def _scaled(run: RunFolder, request: Request, ask: Callable[[Request], Reply]) -> str:
+    with claimed(runs_root(os.environ), submission(run).name):  # or agents are there twice
+        return backend_of(run, withdraw()).scale(run, request, ask)
+
+
+def _by_its_place(
+    verb: str, ns: argparse.Namespace, why: Exception
+) -> tuple[str, RunFolder] | None:
+    """What the place of a job whose master does not answer does to end or scale it; None:
+    nothing. NotDone where it refuses to scale it."""
+
+    def ask(request: Request) -> Reply:
+        raise why
+
+    try:
+        run = meant(ns.job).run if ns.job else None
+        if run is None or not is_ours(run):
+            return None
+        if verb == "scale":
+            return _scaled(run, Request(verb, number=ns.number, who=who()), ask), run
+        with contextlib.suppress(NotDone):
+            return (backend_of(run, withdraw()).stop(run), run) if verb == "stop" else None
+    except (NotAnswered, Claimed, OSError):
+        pass
+    return None
+
+
+def _until_over(line: JobLine) -> None:
+    """Until the job's master says that it is over, or is there no more: it ends soon after."""
+    try:
+        while not line.picture().status.outcome:
+            line.pause(POLL)
+    except NotAnswered:
+        return

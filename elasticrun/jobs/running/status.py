@@ -1,0 +1,441 @@
+"""`elasticrun status [ENDPOINT]`: a line for each job, and a single job as one page, asked of its
+master by gRPC.
+
+Where the job's leadership is in etcd (`--master-store`), etcd is asked who leads. Without an
+endpoint every master of this user on this host is asked; their addresses stand in the user's run
+folder, and with them what proves to each that its own user asks; `elasticrun list` has those that
+have ended as well. Another host needs the job's token, as the nodes do. Exit code 0 if each asked
+one answered, 1 if one did not or there is none.
+
+A name is never broken or cut, for then it can neither be read nor copied: one that leaves the rest
+no room in the width of the terminal has a line of its own, as in `df`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from elasticrun import __version__
+from elasticrun.cli.verbs.columns import Row, duration, lines, width
+from elasticrun.cli.verbs.masters import (
+    ANSWER_LIMIT,
+    NoStatus,
+    Question,
+    is_here,
+    parse_endpoint,
+    published_here,
+    question,
+    question_to,
+)
+from elasticrun.config import ETCD_CALL_LIMIT, Tls
+from elasticrun.core.words import nearest, plain, some
+from elasticrun.host.runs import index
+from elasticrun.host.runs.layout import ENDED, RunFolder
+from elasticrun.jobs.line import MeantJob, NotAnswered, master_of, meant, unanswered
+from elasticrun.jobs.rows import JobPage, live_row, page_of, row_of
+from elasticrun.wire.auth import page_key
+from elasticrun.wire.messages import JobStatus
+from elasticrun.wire.rpc.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
+from elasticrun.wire.types import Endpoint, WireError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from elasticrun.wire.messages import NodeStatus
+
+
+async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
+    """The endpoint of the master that leads `job_id`. NoStatus."""
+    # Late: grpc takes longer to import than everything else here together.
+    from elasticrun.wire.messages import End
+    from elasticrun.wire.rpc import etcd, protobuf
+
+    tls = files or Tls()
+    keys = Keys(job_id)
+    try:
+        client = etcd.Etcd(
+            parse_place(store), ca=tls.ca, cert=tls.cert, key=tls.key, limit=ETCD_CALL_LIMIT
+        )
+        try:
+            there = {item.key: item.value for item in (await client.read(keys.lead)).items}
+        finally:
+            await client.close()
+    except (PlaceError, etcd.EtcdError) as wrong:
+        raise NoStatus(str(wrong)) from None
+    leader = leader_from_bytes(there.get(keys.master, b""))
+    if leader is not None:
+        return leader.endpoint
+    with contextlib.suppress(KeyError, WireError):
+        end = protobuf.order_from_wire(there[keys.outcome])
+        if isinstance(end, End):
+            raise NoStatus(f"job {job_id!r} is over: {end.reason}")
+    raise NoStatus(f"no master leads a job {job_id!r} in {store} now")
+
+
+TITLES: Final = ("JOB", "STATE", "NODES", "STEP", "STEP AGE", "RESTARTS", "AGE")
+
+
+NO_JOBS: Final = (
+    "you have no jobs on this host; `elasticrun train.py` starts one (name a job whose master is "
+    "elsewhere by HOST:PORT)"
+)
+
+
+def name_of(job_id: str, where: str, name: str = "") -> str:
+    """`name`, by which people know it, else its id. A static job has no id of its own: all of them
+    are called "none", as under torchrun."""
+    if name not in ("", job_id):
+        return name
+    return f"of {where}" if job_id in ("", "none") and where else job_id
+
+
+def running(page: JobStatus, where: str, run: str = "") -> Row:
+    """A job whose master at `where` has answered; `run`: its run folder, where it is known."""
+    row = live_row(page, where, run)
+    return (
+        name_of(page.job_id, where, page.name),
+        row.state,
+        f"{row.nodes}/{row.max_nodes}",
+        str(row.step) if row.step >= 0 else "-",
+        duration(page.step_age) if page.step >= 0 else "-",
+        f"{row.restarts}/{page.max_restarts}",
+        duration(row.age),
+    )
+
+
+GONE: Final = ("dead", "left")
+"""States of nodes of which nobody knows what they do; what they last said is no news."""
+
+
+def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
+    """All that is known of a job whose master has answered; with a new link to its page, where that
+    master has left us on this host what opens it."""
+    link = ""
+    with contextlib.suppress(NoStatus):
+        for one in published_here():
+            same = (one.port, one.job_id) == (endpoint.port, status.job_id)
+            if same and one.status_url and is_here(endpoint.host):
+                link = f"{one.status_url}?key={page_key(one.operator, time.time())}"
+    job = RunFolder(Path(run)).job() if run else None
+    row, board = live_row(status, endpoint, run), job.tensorboard if job else ""
+    return page_of(row, page=link, tensorboard=board, master=status)
+
+
+def _master_of(found: MeantJob, token: str, files: Tls | None) -> Question | None:
+    """The master of the job that is meant, here or elsewhere; None of one that has ended."""
+    if found.master:
+        return question_to(found.master, token, files)
+    if found.run is not None and found.run.state() not in ENDED:
+        with contextlib.suppress(NotAnswered):
+            master = master_of(found.run)
+            return Question(master.endpoint, master.reader, files, str(found.run.path))
+    return None
+
+
+def no_job(job: str) -> str:
+    """That there is none of this name, and what may have been meant."""
+    known = []
+    with contextlib.suppress(OSError, NoStatus):
+        runs = index.all_runs(index.runs_root(os.environ))
+        known = [one.name for run in runs if (one := run.job())]
+        known += [name for one in published_here() for name in (one.name, one.job_id)]
+    hint = nearest(job, sorted({*known} - {""}))
+    return f"there is no job {job} here{hint} (a master elsewhere is named by host:port)"
+
+
+def _left(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> bool:
+    """Print what the run folder, and the job's place, say of one that does not run here; whether
+    there is one. `unheard`: its master was asked and is silent; not of one that should run."""
+    from elasticrun.jobs.choosing import by_their_places
+    from elasticrun.jobs.manage.listing import left_lines
+
+    if folder is None:
+        return False
+    record = folder.job()
+    if record is None:
+        return False
+    (row,) = by_their_places([row_of(folder, record)], os.environ)
+    if unheard and row.state in ("waiting", "running"):
+        return False
+    if as_json:
+        result = folder.result()
+        page = page_of(row, exit_code=result.exit_code if result else None)
+        print(json.dumps(msgspec.to_builtins(page), indent=1))
+    else:
+        print(*left_lines(folder, record, row), sep="\n")
+    return True
+
+
+def _known(folder: RunFolder) -> list[str]:
+    """What the run folder says of a job whose master does not answer."""
+    step, events = folder.last_step(), folder.events(time.time())
+    said = {
+        "state, by its run folder": folder.state(),
+        "progress": folder.told() or (f"step {step}" if step >= 0 else ""),
+        "last event": f"{events[-1].text} ({duration(events[-1].age)} ago)" if events else "",
+        "run folder": str(folder.place),
+    }
+    return [f"{name}: {plain(text)}" for name, text in said.items() if text]
+
+
+def _here(token: str, files: Tls | None) -> list[Question]:
+    """The masters of this user that have left their endpoints in the user's folder."""
+    masters = published_here()
+    if not masters:
+        with contextlib.suppress(OSError):
+            if index.all_runs(index.runs_root(os.environ)):
+                raise NoStatus(
+                    "no job of yours runs on this host; `elasticrun list` shows those that have "
+                    "ended or run elsewhere"
+                )
+        raise NoStatus(NO_JOBS)
+    return [question_to(master, token, files) for master in masters]
+
+
+class Unheard(NamedTuple):
+    """A master that gave no page, and a sentence."""
+
+    where: Endpoint
+    sentence: str
+
+
+def ask(
+    questions: list[Question], runner: asyncio.Runner
+) -> tuple[list[tuple[Endpoint, JobStatus]], list[Unheard]]:
+    """The pages of those who answer, by their addresses, and those who are silent."""
+    # Late: grpc takes longer to import than everything else here together.
+    from elasticrun.agent.link.answering import PortAnswer, probe
+    from elasticrun.wire import auth
+    from elasticrun.wire.rpc.channel import LinkError, get_status
+
+    async def ask_one(question: Question) -> JobStatus:
+        pem = None if question.files is None else auth.read_pem(question.files)
+        where = question.endpoint
+        try:
+            return await get_status(
+                where, ANSWER_LIMIT, token=question.reader, tls=pem, version=__version__
+            )
+        except LinkError as error:
+            if error.rejected:
+                raise
+            found, why = await probe(where, ANSWER_LIMIT, question.files)
+            if found is PortAnswer.INSECURE:
+                raise LinkError(why, rejected=True) from None
+            raise
+
+    async def ask_all() -> list[JobStatus | BaseException]:
+        return await asyncio.gather(*map(ask_one, questions), return_exceptions=True)
+
+    pages: list[tuple[Endpoint, JobStatus]] = []
+    silent: list[Unheard] = []
+    for asked, answer in zip(questions, runner.run(ask_all()), strict=True):
+        where = asked.endpoint
+        if isinstance(answer, LinkError):
+            sentence = f"the master at {where} refuses to answer: {answer}"
+            if not answer.rejected:
+                sentence = unanswered(where, str(answer), asked.run)
+            silent.append(Unheard(where, sentence))
+        elif isinstance(answer, auth.TlsError):
+            raise NoStatus(str(answer))
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            pages.append((where, answer))
+    return pages, silent
+
+
+# ---------------------------------------------------------------- the page
+
+
+def _show(pages: Sequence[tuple[str, JobStatus]], runs: Mapping[str, str] = {}) -> None:
+    """A line for each job. The page of a single one that runs, else why each of them waits. `runs`:
+    their run folders, by where their masters are."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, width=width())
+    rows = [running(page, where, runs.get(where, "")) for where, page in pages]
+    drawn = lines(TITLES, rows, console.width)
+    console.print(Text(drawn[0], "bold"), soft_wrap=True)
+    for line in drawn[1:]:
+        console.print(Text(line), soft_wrap=True)
+    for line in _page(pages[0][1], console.width) if len(pages) == 1 else _brief(pages):
+        console.print(Text(plain(line)), soft_wrap=True)
+
+
+def _page(page: JobStatus, columns: int) -> list[str]:
+    table = nodes_table(page, columns) if page.nodes else []
+    return ["", *_lines(page), *table, *_excluded(page)]
+
+
+def _brief(pages: Sequence[tuple[str, JobStatus]]) -> list[str]:
+    """What is to be said of several jobs."""
+    said, names = [], [page.name for _, page in pages]
+    for where, page in pages:
+        name = name_of(page.job_id, where, page.name)
+        why = f"waits: {page.reason}" if page.reason and not page.outcome else page.outcome
+        one = where if name.endswith(where) or names.count(name) > 1 else name
+        why = why or (f"held up: {page.verdict}" if page.verdict else "")
+        said.append(f"{name}: {why + '; ' if why else ''}all of it: elasticrun status {one}")
+    return ["", *said] if said else []
+
+
+def _lines(page: JobStatus) -> list[str]:
+    """What is true of the job as a whole, one sentence each."""
+    low, high = page.min_nodes, page.max_nodes
+    nodes = f"{low}" if low == high else f"{low} to {high}"
+    placed = sum(node.group_rank >= 0 for node in page.nodes)
+    number = f"round {page.round.number}" if page.round else "no round yet"
+    lines = [
+        f"{number}, {some(page.world_size, 'rank')} on {some(placed, 'node')} (wanted: {nodes})",
+        f"{some(page.restart_count, 'restart')}, {page.restarts_left} of {page.max_restarts} left",
+    ]
+    more = {
+        "waits: ": page.reason,
+        "last failure: ": page.last_failure,
+        "": page.check,
+        "snapshots: ": page.snapshot,
+        "held up: ": page.verdict,
+        "time: ": page.goodput,
+        "outcome: ": page.outcome,
+    }
+    return lines + [word + said for word, said in more.items() if said]
+
+
+def _excluded(page: JobStatus) -> list[str]:
+    """The nodes that the job refuses, a sentence each."""
+    return [
+        f"excluded: {one.node} on {one.host or 'an unknown host'} ({one.kind}, "
+        f"for {one.remaining:.0f} s more): {one.reason}"
+        for one in page.excluded
+    ]
+
+
+def nodes_table(page: JobStatus, columns: int) -> list[str]:
+    """The nodes, a line each, and below them a line for each that there is more to say of. A name
+    is never broken, for then it can neither be read nor copied; where there is no room, the hosts
+    that nodes are named after and the pids (see --json) are left out."""
+    titles = ("node", "host", "state", "does", "group rank", "ranks", "pids")
+    rows = [titles, *map(_row, page.nodes)]
+    most = [max(len(row[at]) for row in rows) for at in range(len(titles))]
+    shown = list(range(len(titles)))
+    named_after = all(node.node == node.host for node in page.nodes)
+    for at, spare in ((6, True), (1, named_after)):
+        if spare and sum(most[one] + 2 for one in shown) - 2 > columns:
+            shown.remove(at)
+    lines = ["  ".join(row[at].ljust(most[at]) for at in shown).rstrip() for row in rows]
+    lines += [f"{node.node}: {node.reason}" for node in page.nodes if node.reason]
+    return lines + [f"health of {node.node}: {node.health}" for node in page.nodes if node.health]
+
+
+def _row(node: NodeStatus) -> tuple[str, ...]:
+    placed = node.group_rank >= 0
+    last = node.first_rank + node.local_world_size - 1
+    ranks = f"{node.first_rank}" if last == node.first_rank else f"{node.first_rank}-{last}"
+    pids = " ".join(map(str, node.pids[:8])) + (" ..." if len(node.pids) > 8 else "")
+    return (
+        node.node,
+        node.host,
+        node.state,
+        "-" if node.state in GONE else node.activity,
+        str(node.group_rank) if placed else "-",
+        ranks if placed else "-",
+        pids or "-",
+    )
+
+
+# ---------------------------------------------------------------- the verb
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
+    """`elasticrun status` with its own arguments; UsageError for files that cannot be read."""
+    from elasticrun.cli import trust
+    from elasticrun.cli.settings import Asked, UsageError
+
+    variables = trust.withdraw() if environ is None else environ
+    ns = _arguments(argv, variables)
+    asked = Asked(ns, variables)
+    store = asked.text("master_store")
+    if store and not ns.endpoint and not asked.explicitly("rdzv_id"):
+        raise UsageError("--master-store: name the job by --rdzv-id")
+    files, token = trust.tls(asked), trust.token(asked)
+    here = not (ns.endpoint or store)
+    try:
+        is_name = bool(ns.endpoint) and ":" not in ns.endpoint
+        found = meant(ns.endpoint, newest=True) if is_name else MeantJob()
+        ours = _master_of(found, token, files)
+        with asyncio.Runner() as runner:  # one loop: grpc.aio does not take well to a second one
+            if ours:
+                questions = [ours]
+            elif _left(found.run, as_json=ns.json):
+                return 0
+            elif "/" in ns.endpoint:
+                raise NoStatus(no_job(ns.endpoint))
+            elif ns.endpoint:
+                questions = [question(parse_endpoint(ns.endpoint), token, files)]
+            elif store:
+                where = runner.run(leading(store, asked.text("rdzv_id"), files))
+                questions = [question(where, token, files)]
+            else:
+                questions = _here(token, files)
+            answers, unheard = ask(questions, runner)
+    except (NoStatus, NotAnswered) as nothing:
+        print(f"elasticrun status: {nothing}", file=sys.stderr)
+        return 1
+    silent = [one.sentence for one in unheard]
+    if silent and ns.endpoint and ":" not in ns.endpoint:
+        if _left(found.run, as_json=ns.json, unheard=True):
+            return 0
+        if not ours:
+            silent = [f"{no_job(ns.endpoint)}; {unheard[0].sentence}"]
+    for sentence in silent:
+        print(f"elasticrun status: {sentence}", file=sys.stderr)
+    if silent and found.run is not None and not ns.json:
+        print(*_known(found.run), sep="\n")
+    runs = {str(one.endpoint): one.run for one in questions}
+    known = answers if ns.json or len(answers) == 1 else []  # of several a table is shown
+    whole = [_whole(where, page, runs[str(where)]) for where, page in known]
+    if ns.json:
+        shown = msgspec.to_builtins(whole)
+        print(json.dumps(shown[0] if not here and shown else shown, indent=1))
+    elif answers:
+        _show([(str(where), page) for where, page in answers], runs)
+        for one in whole:
+            told = RunFolder(Path(one.run)).told() if one.run else ""
+            more = {"progress": told, "page": one.page, "tensorboard": one.tensorboard}
+            for word in [word for word, said in more.items() if said]:
+                print(f"{word}: {more[word]}")
+    return 1 if silent else 0
+
+
+def _arguments(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
+    from elasticrun.cli.flags import Parser, add_group
+    from elasticrun.cli.table import FLAGS, TRUST
+
+    parser = Parser(
+        prog="elasticrun status", description="Show a job: nodes, round, ranks, restarts, reasons."
+    )
+    text = (
+        "the job's name, or the beginning of it, or its master's host:port; without it all of "
+        "yours that run on this host"
+    )
+    parser.add_argument("endpoint", nargs="?", default="", metavar="JOB", help=text)
+    text = "json: in the place of a table"
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
+    parser.add_argument("--json", action="store_true", help="the same as -o json")
+    add_group(parser, "of a job that has a token or TLS", TRUST, environ)
+    rows = [flag for flag in FLAGS if flag.dest in ("master_store", "rdzv_id")]
+    add_group(parser, "of a job whose master is found by way of etcd", rows, environ)
+    ns = parser.parse_args(argv)
+    ns.json |= ns.output == "json"
+    return ns

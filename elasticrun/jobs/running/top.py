@@ -1,0 +1,239 @@
+"""`elasticrun top`: what the ranks of a job do, every two seconds: the verdict, where the time
+goes, and a table that stays readable at a thousand ranks, because those that do the same share a
+line.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from elasticrun.cli.verbs.columns import duration, width
+from elasticrun.core.sight.picture import Picture, RankRow
+from elasticrun.core.words import some
+from elasticrun.jobs.line import JobLine, NotAnswered
+from elasticrun.jobs.rows import state_of
+from elasticrun.jobs.running.asking import as_json, parser, run
+from elasticrun.jobs.running.status import name_of
+from elasticrun.wire.types import write_ranges
+
+if TYPE_CHECKING:
+    import argparse
+
+EVERY: Final = 2.0
+"""Seconds between two looks."""
+
+MOST_ALONE: Final = 16
+"""Ranks up to which each has a line of its own."""
+
+MOST_NODES: Final = 3
+"""Nodes that a line of several names."""
+
+CALM: Final = ("stepping", "waiting", "ended")
+"""States that come last, in this order: they are as it should be, or follow from another's."""
+
+SPARE: Final = ("GPU", "MEMORY", "CPU", "STEP TIME", "STEP", "NODE")
+"""Columns that are left out, in this order, where the terminal has no room: where a rank is counts
+most, and is cut at the margin last of all."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb; `top nodes` is about hosts."""
+    if argv[:1] == ["nodes"]:
+        from elasticrun.jobs.manage import nodes
+
+        return nodes.main(argv[1:])
+    does = "Show what the ranks of a running job do, anew every two seconds; `top nodes`: what all "
+    made = parser("top", does + "jobs take of each host.")
+    made.add_argument("--once", action="store_true", help="show it once, as a pipe is shown it")
+
+    def show(line: JobLine, ns: argparse.Namespace) -> int:
+        picture = line.picture(live=True)
+        if ns.output == "json":
+            print(as_json(picture))
+        elif ns.once or not sys.stdout.isatty():
+            print("\n".join(page(picture, width() or 100)))
+        else:
+            _go_on(line, picture)
+        return 0
+
+    try:
+        return run(made, argv, show)
+    except KeyboardInterrupt:  # how it is ended
+        return 0
+
+
+def _go_on(line: JobLine, picture: Picture) -> None:
+    """On a terminal, until the job ends. NotAnswered when its master has gone."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(highlight=False)
+
+    def drawn(rest: str = "") -> Text:
+        lines = page(picture, console.width)
+        room = max(4, console.height - 2)
+        if len(lines) > room:
+            lines = [*lines[: room - 1], f"... {len(lines) - room + 1} more lines (--once has all)"]
+        return Text("\n".join([*lines, *([rest] if rest else [])]), no_wrap=True, overflow="crop")
+
+    with Live(drawn(), console=console, auto_refresh=False, screen=False) as live:
+        while not picture.status.outcome:
+            line.pause(EVERY)
+            try:
+                picture = line.picture(live=True)
+            except NotAnswered as why:
+                live.update(drawn(f"no answer: {why}"), refresh=True)
+                raise
+            live.update(drawn(), refresh=True)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(picture: Picture, columns: int) -> list[str]:
+    """All of it, no wider than `columns` but for names that are wider by themselves."""
+    lines = [part for line in head(picture) for part in _wrapped(line, columns)]
+    if picture.ranks:
+        lines += ["", *table(picture.ranks, columns)]
+    elif not picture.status.outcome:
+        off = "nobody looks at the ranks (--on-hang=off)"
+        lines += ["", off if is_off(picture) else "nobody has looked at the ranks yet"]
+    return lines
+
+
+def is_off(picture: Picture) -> bool:
+    """Whether the job was started with --on-hang=off."""
+    return any((one.name, one.value) == ("on_hang", '"off"') for one in picture.settings)
+
+
+def _wrapped(line: str, columns: int) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(
+        line, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def head(picture: Picture) -> list[str]:
+    """The job in a line, what keeps it, where its time went."""
+    status = picture.status
+    step = max([status.step, *(row.step for row in picture.ranks)])
+    said = [
+        f"{name_of(status.job_id, '', status.name) or 'job'}: {state_of(status)}",
+        f"round {status.round.number}" if status.round else "no round yet",
+        some(status.world_size, "rank"),
+        f"step {step}" if step >= 0 else "",
+        f"{status.restart_count} of {status.max_restarts} restarts",
+        duration(status.age),
+    ]
+    lines = [", ".join(word for word in said if word)]
+    if picture.verdict is not None:
+        verdict = picture.verdict
+        lines.append(
+            f"{'no hang' if verdict.says else f'hang ({verdict.klass})'}: {verdict.sentence}"
+        )
+        lines += [verdict.then] if verdict.then else []
+    elif status.outcome:
+        lines.append(f"over: {status.outcome}")
+    elif status.reason:
+        lines.append(f"waits: {status.reason}")
+    lines += [f"slow: {why}" for why in picture.slow]
+    if picture.goodput is not None and picture.goodput.line:
+        lines.append(picture.goodput.told)
+    return lines
+
+
+# ---------------------------------------------------------------- the table
+
+
+def table(rows: Sequence[RankRow], columns: int) -> list[str]:
+    """Ranks, the odd ones first; those that do the same share a line where there are many."""
+    groups = together(rows) if len(rows) > MOST_ALONE else [[row] for row in rows]
+    drawn = [[cell(group) for cell in CELLS.values()] for group in groups]
+    titles = list(CELLS)
+    shown = [at for at in range(len(titles)) if any(line[at] not in ("", "-") for line in drawn)]
+    if len({row.node for row in rows}) == 1:
+        shown = [at for at in shown if titles[at] != "NODE"]
+    most = [max(len(line[at]) for line in [titles, *drawn]) for at in range(len(titles))]
+    for name in SPARE:
+        at = titles.index(name)
+        if at in shown and sum(most[one] + 2 for one in shown) - 2 > columns:
+            shown.remove(at)
+    words = ["  ".join(line[at].ljust(most[at]) for at in shown) for line in [titles, *drawn]]
+    room = max(columns, sum(most[at] + 2 for at in shown if titles[at] != "DOES") + len("DOES"))
+    return [line[:room].rstrip() for line in words]
+
+
+def together(rows: Sequence[RankRow]) -> list[list[RankRow]]:
+    """Ranks in the same state that wait for the same ones, the fewest of the odd states first."""
+    groups: dict[tuple[str, str, str], list[RankRow]] = {}
+    for row in rows:
+        groups.setdefault((row.state, row.waits_for, row.place), []).append(row)
+
+    def turn(group: list[RankRow]) -> tuple[int, int, int]:
+        state = group[0].state
+        calm = CALM.index(state) + 1 if state in CALM else 0
+        return (calm, len(group), group[0].rank)
+
+    return sorted(groups.values(), key=turn)
+
+
+def _ranks(group: Sequence[RankRow]) -> str:
+    text = write_ranges(row.rank for row in group)
+    first, comma, _ = text.partition(",")
+    return text if len(text) <= 20 or not comma else f"{first},... ({len(group)})"
+
+
+def _nodes(group: Sequence[RankRow]) -> str:
+    names = list(dict.fromkeys(row.node for row in group))
+    return ",".join(names) if len(names) <= MOST_NODES else some(len(names), "node")
+
+
+def _steps(group: Sequence[RankRow]) -> str:
+    steps = [row.step for row in group if row.step >= 0]
+    if not steps:
+        return "-"
+    return f"{min(steps)}-{max(steps)}" if min(steps) < max(steps) else str(steps[0])
+
+
+def _step_time(group: Sequence[RankRow]) -> str:
+    times = [row.step_seconds for row in group if row.step_seconds > 0]
+    return f"{statistics.median(times):.3g}s" if times else "-"
+
+
+def _gpu(group: Sequence[RankRow]) -> str:
+    known = [row for row in group if row.gpu >= 0]
+    if not known:
+        return "-"
+    share = statistics.mean(row.gpu for row in known)
+    return f"{share:.0f}% {_size(max(row.gpu_mib for row in known))}"
+
+
+def _size(mib: int) -> str:
+    return f"{mib}M" if mib < 10_000 else f"{mib / 1024:.0f}G"
+
+
+def _does(group: Sequence[RankRow]) -> str:
+    places = list(dict.fromkeys(row.place or row.call for row in group))
+    return places[0] if len(places) == 1 else ""
+
+
+CELLS: Final[dict[str, Callable[[Sequence[RankRow]], str]]] = {
+    "RANK": _ranks,
+    "NODE": _nodes,
+    "STATE": lambda group: group[0].state,
+    "WAITS FOR": lambda group: group[0].waits_for or "-",
+    "STEP": _steps,
+    "STEP TIME": _step_time,
+    "QUIET": lambda group: duration(max(row.quiet for row in group)),
+    "CPU": lambda group: f"{statistics.mean(row.cpu for row in group):.1f}",
+    "MEMORY": lambda group: _size(max(row.rss for row in group)),
+    "GPU": _gpu,
+    "DOES": _does,
+}
+"""A line's words, by the titles of their columns. Of several ranks: the mean of CPU and GPU, the
+median of step times, the longest quiet, the most memory."""

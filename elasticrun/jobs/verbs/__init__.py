@@ -1,0 +1,1 @@
+"""Verbs that need no running job: render, convert, operator, completion. Forbidden: torch, grpc."""

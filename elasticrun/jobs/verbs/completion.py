@@ -1,0 +1,95 @@
+"""`elasticrun completion bash|zsh`: what a shell reads to complete the command with all its verbs,
+their flags, and the names of jobs. `--print-completion` is the launcher's alone, as torchrun's is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from elasticrun.cli.flags import PROG, Described, Parser, get_args_parser
+from elasticrun.config import EXIT_OK
+from elasticrun.jobs.verbs.render_flags import TARGETS
+
+NAMES: Final = (
+    f"""{PROG} list -A -o json 2>/dev/null | sed -n 's/^ *"name": "\\(.*\\)",$/\\1/p' | sort -u"""
+)
+
+
+def _names(function: str, more: str = "") -> dict[str, object]:
+    """How the name of a job is completed; `more`: words that may stand in its place."""
+    return {
+        "bash": function,
+        "zsh": function,
+        "preamble": {
+            "bash": f'{function}() {{ compgen -W "{more}$({NAMES})" -- "$1"; }}',
+            "zsh": f'{function}() {{ compadd -- {more}${{(f)"$({NAMES})"}} }}',
+        },
+    }
+
+
+JOBS: Final = _names("_elasticrun_jobs")
+OF_TOP: Final = _names("_elasticrun_top", "nodes ")
+
+ALSO: Final = (
+    ("status", "endpoint"),
+    ("incidents", "words"),
+    ("scale", "number"),
+    ("ckpt", "folder"),
+)
+"""Arguments of verbs that may be a job, beside those that are called so."""
+
+FIRST: Final = {"render": ["k8s"], "exec": ["JOB", "--", "true"]}
+"""Words without which a verb does not come to its parser."""
+
+
+def main(argv: Sequence[str], verbs: Iterable[str], run: Callable[[str, list[str]], int]) -> int:
+    """Print it; `run` is what runs a verb with its words."""
+    made = Parser(prog=f"{PROG} completion", description="Print what a shell needs to complete the "
+                  f"words of {PROG}: eval \"$({PROG} completion bash)\" in ~/.bashrc.")  # fmt: skip
+    made.add_argument("shell", choices=("bash", "zsh"))
+    shell = made.parse_args(argv).shell
+    try:
+        import shtab
+    except ImportError:
+        made.error("it needs the package shtab: pip install shtab")
+    whole = get_args_parser({})
+    for action in [one for one in whole._actions if not one.option_strings]:
+        whole._remove_action(action)
+    below = whole.add_subparsers(metavar="VERB", parser_class=argparse.ArgumentParser)
+    for verb in sorted({*verbs} - {"completion", "master"}):
+        below.add_parser(verb, help=verb, add_help=False)
+        below.choices[verb] = _parser_of(verb, run)
+    text = shtab.complete(whole, shell=shell)
+    described = f"_describe '{PROG} commands' _commands"
+    files = {"complete -o bash": "complete -o default -o bash", described: f"{described} || _files"}
+    for line, instead in files.items():  # what is no verb is a script
+        text = text.replace(line, instead)
+    sys.stdout.write(text + "\n")
+    return EXIT_OK
+
+
+def _parser_of(verb: str, run: Callable[[str, list[str]], int]) -> argparse.ArgumentParser:
+    """The verb's own, with names of jobs where it takes one."""
+    Parser.describes = True
+    try:
+        run(verb, FIRST.get(verb, []))
+    except Described as found:
+        if verb == "render":  # whose target chooses the parser
+            found.parser.add_argument("target", choices=tuple(TARGETS))
+        _complete_jobs(verb, found.parser)
+        return found.parser
+    finally:
+        Parser.describes = False
+    raise AssertionError(f"{verb} parses nothing")
+
+
+def _complete_jobs(verb: str, parser: argparse.ArgumentParser) -> None:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                _complete_jobs(verb, below)
+        elif action.dest in ("job", "jobs") or (verb, action.dest) in ALSO:
+            action.complete = OF_TOP if verb == "top" else JOBS  # type: ignore[attr-defined]

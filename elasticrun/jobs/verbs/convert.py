@@ -1,0 +1,116 @@
+"""`elasticrun convert FILE`: a job of another operator as an ElasticJob or a Slurm script, printed
+on standard output; what is not carried over on standard error, a line each. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elasticrun.cli.flags import PROG, Parser
+from elasticrun.cli.settings import UsageError
+from elasticrun.config import EXIT_OK, EXIT_USAGE
+
+if TYPE_CHECKING:
+    from elasticrun.jobs.convert.document import Document
+    from elasticrun.jobs.convert.sources import ForeignJob
+
+
+def parser() -> Parser:
+    """The arguments of `elasticrun convert`."""
+    made = Parser(
+        prog=f"{PROG} convert",
+        description="Print dlrover's ElasticJob, Kubeflow's PyTorchJob or TrainJob, or "
+        "MindSpore's MSJob as an ElasticJob of elasticrun or a script for Slurm.",
+    )
+    made.add_argument("file", metavar="FILE", help="the job, as YAML or JSON; - is standard input")
+    made.add_argument("--to", choices=("elasticjob", "slurm"), default="elasticjob",
+                      help="what is printed [default: elasticjob]")  # fmt: skip
+    made.add_argument("--image", metavar="IMAGE", default="",
+                      help="image of the ranks, for a TrainJob that names none")  # fmt: skip
+    made.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml",
+                      help="how an ElasticJob is printed")  # fmt: skip
+    return made
+
+
+def main(argv: Sequence[str], say: Callable[[str], None]) -> int:
+    """Convert and print; `say` hears what is not carried over. UsageError with exit code 2."""
+    ns = parser().parse_args(argv)
+    # Late: YAML is needed here alone.
+    from elasticrun.jobs.convert.document import MAX_BYTES, NotConvertible, documents
+    from elasticrun.jobs.convert.sources import READERS, read
+
+    try:
+        found = documents(_text(ns.file, MAX_BYTES))
+        jobs = [one for one in found if _kind(one).endswith("Job")]
+        if not jobs:
+            known = ", ".join(kind for _, kind in READERS)
+            raise NotConvertible(f"no job in it: what can be converted is one of {known}")
+        if len(jobs) != 1:
+            raise NotConvertible(f"{len(jobs)} jobs in it: one at a time is converted")
+        for other in found:
+            if other is not jobs[0]:
+                hint = "apply it by itself"
+                if _kind(other).endswith("TrainingRuntime"):
+                    hint = "write what its pods need into the template"
+                say(f"{_kind(other) or 'a document'} in the file is left out: {hint}")
+        job = read(jobs[0], None if ns.to == "slurm" else ns.image)
+        code = (
+            _slurm(job, jobs[0], say) if ns.to == "slurm" else _print(job, jobs[0], ns.output, say)
+        )
+    except NotConvertible as wrong:
+        raise UsageError(f"{ns.file}: {wrong}", EXIT_USAGE) from None
+    return code
+
+
+def _text(file: str, most: int) -> str:
+    try:
+        with sys.stdin.buffer if file == "-" else Path(file).open("rb") as source:
+            return source.read(most + 1).decode()
+    except (OSError, UnicodeDecodeError) as wrong:
+        why = getattr(wrong, "strerror", None) or "it is no text"
+        raise UsageError(f"{file} cannot be read: {why}", EXIT_USAGE) from None
+
+
+def _kind(document: Document) -> str:
+    value = document.value
+    return str(value.get("kind", "")) if isinstance(value, dict) else ""
+
+
+def _print(job: ForeignJob, document: Document, form: str, say: Callable[[str], None]) -> int:
+    from elasticrun.jobs.convert.targets import elastic_job
+
+    made = elastic_job(job)
+    _tell(document, say)
+    if form == "json":
+        sys.stdout.write(json.dumps(made, indent=2) + "\n")
+        return EXIT_OK
+    import yaml
+
+    class Blocks(yaml.SafeDumper):
+        """Texts of several lines, such as a shell's, as they were written."""
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
+
+    Blocks.add_representer(str, text)
+    sys.stdout.write(yaml.dump(made, Dumper=Blocks, sort_keys=False))
+    return EXIT_OK
+
+
+def _slurm(job: ForeignJob, document: Document, say: Callable[[str], None]) -> int:
+    from elasticrun.jobs.convert.targets import slurm_words
+    from elasticrun.jobs.verbs import render
+
+    words = slurm_words(job, document)
+    _tell(document, say)
+    return render.main(["slurm", *words], say)
+
+
+def _tell(document: Document, say: Callable[[str], None]) -> None:
+    for note in document.notes:
+        say(note)

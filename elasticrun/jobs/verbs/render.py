@@ -1,0 +1,359 @@
+"""`elasticrun render k8s | jobset | slurm | operator`: print what a scheduler is to be told.
+Nothing is sent.
+
+The launcher's own flags may stand among those of the verb and are handed on; what is printed is
+checked as far as it can be here: by the launcher's own reading of the command, too, as a node will
+read it. Files of the nodes (token, certificates) and their plug-ins are not here, and are not
+looked at. What the user should know of it is said on stderr, a line each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from elasticrun.cli import settings, trust
+from elasticrun.cli.devices import Machine
+from elasticrun.cli.flags import Parser, get_args_parser
+from elasticrun.cli.resolve import resolve, shutdown_timeout
+from elasticrun.cli.settings import Asked, UsageError
+from elasticrun.cli.table import FLAGS
+from elasticrun.config import EXIT_OK, EXIT_USAGE
+from elasticrun.core.words import nearest
+from elasticrun.jobs.manage import arena
+from elasticrun.jobs.manage.code import pinned
+from elasticrun.jobs.render import checks, grammar, pods, slurm, text
+from elasticrun.jobs.render.checks import Invalid
+from elasticrun.jobs.render.slurm import SIGNALS, Batch
+from elasticrun.jobs.render.wanted import GRACE_MARGIN, NEWEST, Launch, Pods
+from elasticrun.jobs.verbs import render_flags
+
+NO_SECRET: Final = "--token-secret NAME"
+
+
+def of_pods(wanted: Pods) -> Iterator[str]:
+    """Of a manifest."""
+    major, minor = wanted.version
+    launch = wanted.launch
+    if checks.floats(wanted.image):
+        yield (
+            f"--image {wanted.image} may be another image tomorrow, also for a pod that is "
+            "replaced: name a version, or a digest (NAME@sha256:...)"
+        )
+    if wanted.grace_seconds < wanted.needed_grace:
+        yield (
+            f"--grace {wanted.grace}: a node may need {wanted.needed_grace} s to save a step and "
+            "leave (--departure-grace, --shutdown-timeout, and 5 s); then it is killed"
+        )
+    for word in launch.flags:
+        flag, _, path = word.partition("=")
+        is_local = flag == "--git" and path.startswith("/")
+        if (is_local or flag in ("--run-dir", "--log-dir", "--logdir")) and not any(
+            Path(path).is_relative_to(volume.mount) for volume in wanted.volumes
+        ):
+            lost = "what is written there goes with its pod"
+            so = "they have no such repository" if is_local else lost
+            yield f"{word}: on no volume of the pods (--volume, --data), so {so}"
+    if not wanted.token_secret and not has(launch, "--token-file"):
+        yield no_token()
+    if launch.min_nodes < wanted.replicas and wanted.version < pods.SUCCESS_POLICY:
+        yield (
+            "before Kubernetes 1.31 a Job is done only when every index is: pods that never got a "
+            "place keep it from ending"
+        )
+    if wanted.gang == "native":
+        yield (
+            "--gang native works where the cluster has the feature gates GenericWorkload and "
+            "GangScheduling on"
+        )
+    if wanted.version > NEWEST:
+        yield (
+            f"Kubernetes {major}.{minor} is newer than this version of elasticrun: written as for "
+            "{}.{}".format(*NEWEST)
+        )
+
+
+def of_batch(wanted: Batch) -> Iterator[str]:
+    """Of a batch script."""
+    needed = wanted.launch.leaving + GRACE_MARGIN
+    if not wanted.cpus_per_task and not wanted.exclusive:
+        yield (
+            "neither --cpus-per-task nor --exclusive: on most clusters a node's ranks then share "
+            "one core"
+        )
+    if wanted.signal and wanted.lead < needed:
+        yield (
+            f"--signal {wanted.signal}@{wanted.lead}: a node may need {needed:g} s to save a step "
+            "and leave (--departure-grace, --shutdown-timeout, and 5 s); then the time is over"
+        )
+    if not has(wanted.launch, "--token-file"):
+        yield no_token("--token-file FILE (or ELASTICRUN_TOKEN where sbatch is called)")
+
+
+def has(launch: Launch, flag: str) -> bool:
+    """Whether a flag of the launcher is handed on."""
+    return any(word.startswith(f"{flag}=") for word in launch.flags)
+
+
+def no_token(flag: str = NO_SECRET) -> str:
+    """What is said of a job without a token, which `flag` would give it."""
+    return f"no {flag}: whoever reaches the job's master can join it (docs/security.md)"
+
+
+ELSEWHERE: Final = ("token_file", "tls_cert", "tls_key", "tls_ca", "logs_specs")
+"""Flags whose values are files or plug-ins of the nodes."""
+
+
+def read(
+    ns: argparse.Namespace, program: Sequence[str], *, gpus: int, signal: str
+) -> tuple[Launch, list[str]]:
+    """What flags and program come to, and what the user should know of it. `gpus`: GPUs that each
+    node is asked for, 0 for none said; `signal`: the one by which the scheduler has nodes leave, ""
+    for none. UsageError, Invalid."""
+    low, high = settings.nodes(ns.nnodes, ns.given.get("nnodes", ""))
+    settings.data(ns.data)
+    if ns.git:
+        ns.git = pinned(ns.git, trust.withdraw())
+    given = render_flags.handed_on(ns)
+    asked = Asked(get_args_parser({}).parse_args([*given, "script"]), {})
+    ranks, notes = _ranks(ns.nproc_per_node, gpus)
+    # a job that cannot succeed is to end for its scheduler, too
+    codes = [] if asked.explicitly("exit_codes") else ["--exit-codes=scheduler"]
+    launch = Launch(
+        script=program[0],
+        args=tuple(program[1:]),
+        min_nodes=low,
+        max_nodes=high,
+        nproc_per_node=ranks,
+        job_id=settings.name(ns.rdzv_id, "--rdzv-id"),
+        by_etcd=bool(asked.text("master_store")),
+        flags=(*given, *_heard(asked, signal), *codes),
+        leaving=float(asked.value("departure_grace")) + shutdown_timeout(asked),
+    )
+    if bool(asked.text("tls_cert")) != bool(asked.text("tls_key")):
+        raise Invalid("--tls-cert and --tls-key belong together: give both")
+    return launch, [*notes, *_understood(launch)]
+
+
+def _ranks(asked: str, gpus: int) -> tuple[str, list[str]]:
+    """Ranks of a node: as many as GPUs, where nobody says."""
+    if not asked:
+        ranks = max(gpus, 1)
+        note = f"{ranks} ranks on each node, one for each GPU, as no --nproc-per-node is given"
+        return str(ranks), [note] if ranks > 1 else []
+    if gpus and asked.isdecimal() and int(asked) > gpus:
+        return asked, [f"{asked} ranks on each node (--nproc-per-node) share its {gpus} GPU(s)"]
+    return asked, []
+
+
+def _heard(asked: Asked, signal: str) -> list[str]:
+    """The flag without which agents would hand this signal on to the ranks, and not leave."""
+    name = f"SIG{signal}"
+    handled = asked.text("signals_to_handle")
+    if signal not in SIGNALS or name in settings.signals(handled):
+        return []
+    if asked.explicitly("signals_to_handle"):
+        raise Invalid(
+            f"--signals-to-handle={handled}: add {name}, or nodes would not save and leave when "
+            "the scheduler sends it"
+        )
+    return [f"--signals-to-handle={handled},{name}"]
+
+
+def _understood(launch: Launch) -> list[str]:
+    """Have the launcher read the command as a node will, raising what it raises; what it says."""
+    files = tuple(f"--{dest.replace('_', '-')}=" for dest in ELSEWHERE)
+    words = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.nproc_per_node}"]
+    words += [f"--rdzv-id={launch.job_id or 'id'}"]
+    words += [] if launch.by_etcd else ["--rdzv-backend=c10d", "--rdzv-endpoint=head:29400"]
+    words += [word for word in launch.flags if not word.startswith(files)]
+    machine = Machine(lambda: 1, lambda word: 1, lambda group: ())
+    ns = get_args_parser({}).parse_args([*words, *launch.program])
+    # OMP_NUM_THREADS and tokens are the nodes' own: each says what it lacks when it starts.
+    config = resolve(ns, {"OMP_NUM_THREADS": "1"}, machine)
+    silent = trust.notes(config.rendezvous, config.spec.max_nodes, config.token, config.tls)
+    return [note for note in config.notes if note not in silent]
+
+
+def main(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """Print the manifest or script that `words` ask for; `say` hears what the user should know.
+    Raises `UsageError` with exit code 2."""
+    try:
+        return _main(words, say)
+    except (Invalid, UsageError) as wrong:
+        raise UsageError(str(wrong), EXIT_USAGE) from None
+
+
+def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
+    target, *rest = words or ("",)
+    if target in ("-h", "--help"):
+        sys.stdout.write(render_flags.overview())
+        return EXIT_OK
+    if target == "operator":
+        from elasticrun.jobs.verbs import operator
+
+        return operator.render(rest, say)
+    if target not in render_flags.TARGETS:
+        known = ", ".join(render_flags.TARGETS)
+        what = f"{target!r} cannot be rendered" if target else "nothing to render"
+        raise Invalid(f"{what}: name one of {known} (see elasticrun render --help)")
+    flags, program = split(arena.translated(rest, target, say))
+    made = render_flags.parser(target)
+    ns, extra = made.parse_known_args(flags)
+    refuse(extra, made, target)
+    if not program or program[0].startswith("-"):
+        raise Invalid(
+            f"nothing to run: name the script behind --, as in `elasticrun render {target} "
+            "... -- train.py --lr 3e-4`"
+        )
+    if target == "slurm":
+        batch, notes = batch_of(ns, program)
+        out = slurm.script(batch)
+    else:
+        wanted, notes = pods_of(ns, program)
+        out = _manifest(target, wanted, ns.output)
+    for note in notes:
+        say(note)
+    sys.stdout.write(out)
+    return EXIT_OK
+
+
+def pods_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[Pods, list[str]]:
+    """What Kubernetes is to be told, and what the user should know of it. UsageError, Invalid."""
+    launch, notes = read(ns, program, gpus=max(ns.gpus or 0, 0), signal="TERM")
+    wanted = _pods(ns, launch)
+    return wanted, [*notes, *of_pods(wanted)]
+
+
+def batch_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[Batch, list[str]]:
+    """What Slurm is to be told, and what the user should know of it. UsageError, Invalid."""
+    number = re.fullmatch(r"(?:[^:]*:)?(\d+)", ns.gpus_per_node)  # [TYPE:]N
+    gpus = int(number[1]) if number else 0
+    launch, notes = read(ns, program, gpus=gpus, signal=_signal(ns)[0])
+    batch = _batch(ns, launch)
+    return batch, [*notes, *of_batch(batch)]
+
+
+def _manifest(target: str, wanted: Pods, form: str) -> str:
+    jobset = target == "jobset"
+    documents = pods.jobset_documents(wanted) if jobset else pods.job_documents(wanted)
+    if form == "json":
+        return text.as_json(documents)
+    special = pods.JOBSET_REMARKS if jobset else {}
+    return text.as_yaml(documents, {**special, **pods.remarks(wanted)})
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The flags, and what stands behind the first `--`."""
+    at = list(words).index("--") if "--" in words else len(words)
+    return list(words[:at]), list(words[at + 1 :])
+
+
+def refuse(extra: Sequence[str], made: Parser, where: str) -> None:
+    """Words before -- that `made` does not know, which is for this place or target; raises, unless
+    there are none."""
+    if not extra:
+        return
+    word = extra[0].partition("=")[0]
+    if not word.startswith("-"):
+        raise Invalid(
+            f"{word}: the script and its arguments stand behind --, as in `... -- {word} --lr 3e-4`"
+        )
+    if any(word in flag.spellings for flag in FLAGS if flag.dest in render_flags.SETTLED):
+        raise Invalid(f"{word}: what is printed settles that; leave it out")
+    known = (*made._option_string_actions, *arena.known(where))
+    hint = nearest(word.replace("_", "-"), [name for name in known if "_" not in name])
+    raise Invalid(
+        f"{word} is no flag of this verb nor of the launcher"
+        + (hint or "; what is meant for the script stands behind --")
+    )
+
+
+def env(ns: argparse.Namespace) -> dict[str, str]:
+    """--env; variables by which flags of the launcher are given are better said as flags."""
+    found = grammar.pairs(ns.env, "--env")
+    for key in found:
+        for flag in FLAGS:
+            if flag.variable_in({key: "1"}) != key:
+                continue
+            if flag.dest in render_flags.SETTLED:
+                raise Invalid(f"--env {key}: what is printed settles {flag.name}; leave it out")
+            raise Invalid(f"--env {key}: say it by {flag.name}, which is checked")
+    return found
+
+
+def _same(ns: argparse.Namespace, kind: type[Pods | Batch]) -> dict[str, Any]:
+    """What is said by flags that have the name of one of its fields."""
+    names = {one.name for one in dataclasses.fields(kind)}
+    return {name: value for name, value in vars(ns).items() if name in names}
+
+
+def _claims(data: str) -> list[str]:
+    """--data as volumes: a claim of each name."""
+    return [f"{name}=pvc:{name}:{path}" for name, path in settings.data(data).items()]
+
+
+def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
+    secret, _, key = ns.token_secret.partition(":")
+    if secret and has(launch, "--token-file"):
+        raise Invalid("--token-secret and --token-file: the job has one token, so give one of them")
+    said = _same(ns, Pods) | {
+        "launch": launch,
+        "gpus": _gpus(ns, launch.nproc_per_node),
+        "gpu_resource": ns.gpu_resource or "nvidia.com/gpu",
+        "volumes": tuple(map(grammar.volume, [*ns.volume, *_claims(ns.data)])),
+        "env": env(ns),
+        "token_secret": secret,
+        "token_key": key or "token",
+        "labels": grammar.pairs(ns.label, "--label"),
+        "annotations": grammar.pairs(ns.annotation, "--annotation"),
+        "selector": grammar.pairs(ns.selector, "--selector"),
+        "tolerations": tuple(map(grammar.toleration, ns.toleration)),
+        "pull_secrets": tuple(ns.image_pull_secret),
+        "version": checks.version(ns.k8s_version, "--k8s-version"),
+    }
+    return Pods(**said)
+
+
+def _gpus(ns: argparse.Namespace, ranks: str) -> int:
+    """GPUs of a pod: as many as ranks, where a resource is named and no number is."""
+    if ns.gpus is not None:
+        return int(ns.gpus)
+    if ns.gpu_resource and not ranks.isdigit():
+        raise Invalid(
+            f"--nproc-per-node={ranks} does not say how many GPUs a pod has: give --gpus N"
+        )
+    if ranks in ("gpu", "xpu"):
+        raise Invalid(f"--nproc-per-node={ranks}: a pod has no GPU unless --gpus N asks for it")
+    return int(ranks) if ns.gpu_resource else 0
+
+
+def _signal(ns: argparse.Namespace) -> tuple[str, int]:
+    """What every node gets so many seconds before the end; "" and 0 for nothing."""
+    text = ns.signal or (render_flags.SIGNAL if ns.time or ns.requeue else "")
+    if not text:
+        return "", 0
+    name, _, lead = text.partition("@")
+    if not lead.isascii() or not lead.isdigit():
+        raise Invalid(f"--signal {text!r} is not NAME@SECONDS, like {render_flags.SIGNAL}")
+    return name.removeprefix("SIG"), int(lead)
+
+
+def _batch(ns: argparse.Namespace, launch: Launch) -> Batch:
+    signal, lead = _signal(ns)
+    said = _same(ns, Batch) | {
+        "launch": launch,
+        "time_seconds": grammar.duration(ns.time, "--time") if ns.time else 0,
+        "memory": ns.mem,
+        "signal": signal,
+        "lead": lead,
+        "requeues": ns.requeue,
+        "options": tuple(option.removeprefix("--") for option in ns.sbatch),
+        "env": env(ns),
+    }
+    return Batch(**said)

@@ -1,0 +1,275 @@
+"""The trace: everything that the brain took in and said, for `elasticrun replay` and bug reports.
+
+JSON lines in a ring of two files, `trace` and before it `trace.1`. Nothing depends on it: a thread
+writes, its queue is bounded, and what does not fit is counted and the count is written. No session
+that has not proved itself comes here, and no secret is in any event.
+
+    {"trace": 2, "version": ..., "job": ..., "term": ..., "spec": ..., "facts": ...}   a master's
+    {"t": 12.5, "e": {"Heard": ...}, "mint": ["0badcafe"], "do": ["info: ...", "tell 1: ..."]}
+    {"beats": [[12.6, 1, 3], [12.7, 2, 3]]}                  time, session, number of the beat
+    {"dropped": 17}                                          so many events are missing here
+
+A file that begins in the midst of a master's life says so ("midst": true) and carries the newest
+facts and every stream that stood: a replay begins there as a successor of that master would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from elasticrun import __version__
+from elasticrun.core.events import Attached, Detached, Heard, JobEffect, JobEvent, Record
+from elasticrun.core.persisted import Facts
+from elasticrun.host.system.sandbox import start_thread
+from elasticrun.master.trace.words import TRACE_VERSION, effect_in_words, event_to_plain
+from elasticrun.wire.messages import Beat, JobSpec
+from elasticrun.wire.types import mint_nonce, plain
+
+FILE: Final = "trace"
+OLDER: Final = ".1"
+"""Added to the name of the ring's file in use: the one before it."""
+
+RING_BYTES: Final = 64 * 1024 * 1024
+"""Both files together; less where the disk is small, see SHARE."""
+
+SHARE: Final = 16
+"""No more than this part of what is free where the trace begins: it may be in memory."""
+
+LEAST: Final = 256 * 1024
+"""A smaller ring is none."""
+
+MAX_QUEUED: Final = 20_000
+"""Steps that wait for the disk; beyond it they are dropped and counted."""
+
+BEATS_PER_LINE: Final = 512
+BEATS_WAIT: Final = 1.0
+"""Beats are handed to the thread with the next step that is none, or so many, or so long after the
+first of them: they are most of what happens."""
+
+logger = logging.getLogger("elasticrun")
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What a master begins with; the head of its part of the trace."""
+
+    job_id: str
+    term: int
+    spec: JobSpec | None
+    facts: Facts | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    event: JobEvent
+    now: float
+    minted: tuple[str, ...]
+    effects: tuple[JobEffect, ...]
+    raised: str = ""
+
+
+_Beats = list[tuple[float, int, int]]
+
+
+class TraceWriter:
+    """Writes down what the brain took in and said; also mints its nonces, which are part of it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        life: Life,
+        *,
+        ring: int = RING_BYTES,
+        mint: Callable[[], str] = mint_nonce,
+        now: float | None = None,
+    ) -> None:
+        """`now`: by the loop's clock, if that is another one than this host's."""
+        self._life = life
+        self._mint = mint
+        self._minted: list[str] = []
+        self._beats: _Beats = []
+        self._dropped = 0
+        self._queue: queue.SimpleQueue[_Step | _Beats | int | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._ring = _Ring(folder, life, ring, time.monotonic() if now is None else now)
+        start_thread(self._run, "trace")
+
+    # ------------------------------------------------------------ the loop's side
+
+    def mint(self) -> str:
+        """A nonce for the brain."""
+        nonce = self._mint()
+        self._minted.append(nonce)
+        return nonce
+
+    def took(self, event: JobEvent, now: float, effects: list[JobEffect]) -> None:
+        """The brain took this in and said that; never blocks."""
+        if not effects and isinstance(event, Heard) and isinstance(event.report, Beat):
+            self._beats.append((now, event.session, event.report.number))
+            if len(self._beats) >= BEATS_PER_LINE or now - self._beats[0][0] >= BEATS_WAIT:
+                self._hand_over(None)
+            return
+        self._hand_over(_Step(event, now, self._nonces(), tuple(effects)))
+
+    def raised(self, event: JobEvent, now: float, fault: Exception) -> None:
+        """The brain could not take this in."""
+        what = f"{type(fault).__name__}: {fault}"
+        self._hand_over(_Step(event, now, self._nonces(), (), what))
+
+    def close(self, limit: float) -> None:
+        """Write what is queued, `limit` seconds at most, and end."""
+        self._hand_over(None)
+        self._queue.put(None)
+        self._ended.wait(limit)
+
+    def _nonces(self) -> tuple[str, ...]:
+        minted, self._minted = tuple(self._minted), []
+        return minted
+
+    def _hand_over(self, step: _Step | None) -> None:
+        """In the order in which they were: beats that were held back, then the step."""
+        beats, self._beats = self._beats, []
+        if self._queue.qsize() >= MAX_QUEUED:
+            self._dropped += len(beats) + (step is not None)
+            return
+        if self._dropped:
+            self._queue.put(self._dropped)
+            self._dropped = 0
+        if beats:
+            self._queue.put(beats)
+        if step is not None:
+            self._queue.put(step)
+
+    # ------------------------------------------------------------ the thread's side
+
+    def _run(self) -> None:
+        try:
+            self._ring.begin()
+            while (item := self._queue.get()) is not None:
+                self._ring.write(item)
+                if self._queue.empty():
+                    self._ring.flush()
+            self._ring.close()
+        except Exception as wrong:  # whatever it is, the job does not depend on it
+            logger.warning("the trace of this job ends here: %s", wrong)
+            self._ring.abandon()
+            while self._queue.get() is not None:
+                pass
+        finally:
+            self._ended.set()
+
+
+class _Ring:
+    """The two files; belongs to the thread. OSError when the disk will not have them."""
+
+    def __init__(self, folder: Path, life: Life, most: int, began: float) -> None:
+        self._path = folder / FILE
+        self._older = folder / (FILE + OLDER)
+        self._life = life
+        self._most = most
+        self._began = began
+        self._file: Any = None
+        self._size = 0
+        self._facts = life.facts
+        self._facts_at = 0.0
+        self._streams: dict[int, Attached] = {}
+        self._midst = False
+
+    def begin(self) -> None:
+        """Go on behind what masters before this one have written."""
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        room = os.statvfs(self._path.parent)
+        self._most = min(self._most, room.f_bavail * room.f_frsize // SHARE)
+        if self._most < LEAST:
+            raise OSError(f"there is no room for it in {self._path.parent}")
+        self._open()
+        if os.fstat(self._file.fileno()).st_size:
+            self._put("")  # a master that was killed may have left half a line
+        self._head(self._began)
+
+    def write(self, item: _Step | _Beats | int) -> None:
+        """One line; and the next file, when this one is full."""
+        if isinstance(item, int):
+            self._put(json.dumps({"dropped": item}))
+        elif isinstance(item, list):
+            self._put(json.dumps({"beats": item}, separators=(",", ":")))
+        else:
+            self._put(json.dumps(self._line(item), separators=(",", ":")))
+            self._remember(item)
+            if self._size > self._most // 2:
+                self._turn(item.now)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Close after a failure; what is buffered is lost."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _open(self) -> None:
+        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._file = open(fd, "a", encoding="utf-8")  # noqa: SIM115
+        self._size = os.fstat(fd).st_size  # without the head, which grows with the job
+
+    def _turn(self, now: float) -> None:
+        self._file.close()
+        os.replace(self._path, self._older)
+        self._open()
+        self._midst = True
+        self._head(now)
+        self._size = 0
+
+    def _put(self, line: str) -> None:
+        self._size += self._file.write(line + "\n")
+
+    def _line(self, step: _Step) -> dict[str, Any]:
+        line: dict[str, Any] = {"t": step.now, "e": event_to_plain(step.event)}
+        if step.minted:
+            line["mint"] = step.minted
+        if step.raised:
+            line["raised"] = step.raised
+        elif step.effects:
+            line["do"] = [effect_in_words(effect) for effect in step.effects]
+        return line
+
+    def _remember(self, step: _Step) -> None:
+        if isinstance(step.event, Attached):
+            self._streams[step.event.session] = step.event
+        elif isinstance(step.event, Detached):
+            self._streams.pop(step.event.session, None)
+        for effect in step.effects:
+            if isinstance(effect, Record):
+                self._facts, self._facts_at = effect.facts, step.now
+
+    def _head(self, now: float) -> None:
+        life = self._life
+        head: dict[str, Any] = {
+            "trace": TRACE_VERSION,
+            "version": __version__,
+            "job": life.job_id,
+            "term": life.term,
+            "spec": plain(life.spec),
+            "facts": plain(self._facts),
+            "t": now,
+            "wall": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        }
+        if self._midst:
+            head["midst"] = True
+            head["facts_age"] = now - self._facts_at if self._facts_at else 0.0
+            head["streams"] = [event_to_plain(event) for event in self._streams.values()]
+        self._put(json.dumps(head, separators=(",", ":")))

@@ -1,0 +1,335 @@
+"""Attempts to write a checkpoint: this node's parts, the coordinator's collection, the commit.
+
+Storage may hang, so nothing of it is done in the loop. An attempt that is given up is answered at
+once; if its thread does not come back soon, the process is of no use any more and must end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Event
+from typing import Any, Final, TypeVar
+
+from elasticrun.host.system.reasons import reason_of
+from elasticrun.snapshots.saver import transfer, work
+from elasticrun.snapshots.saver.hashing import OpenSegment
+from elasticrun.snapshots.saver.pool import WorkerPool, WorkItem
+from elasticrun.snapshots.saver.transfer import Broken, PeerRefused
+from elasticrun.snapshots.saver.work import Outcome
+from elasticrun.snapshots.saver.written import PartWritten
+from elasticrun.wire import snapshots as m
+from elasticrun.wire.types import Endpoint
+
+T = TypeVar("T")
+
+FIRST_PAUSE: Final = 0.1
+LONGEST_PAUSE: Final = 5.0
+"""Seconds between two tries."""
+
+LET_GO_LIMIT: Final = 10.0
+"""Seconds for a thread to come back from writing a part once its attempt was given up."""
+
+CLEAN_LIMIT: Final = 60.0
+"""Seconds for the same from a commit, and for the removal of what an attempt has left."""
+
+SWEEP_LIMIT: Final = 600.0
+"""Seconds for removing old checkpoints: meanwhile nothing else is written."""
+
+PUT_LIMIT: Final = 600.0
+"""Seconds of new tries to hand a part to the coordinator; its attempt is given up before."""
+
+MAX_ATTEMPTS: Final = 8
+"""Under way at a time."""
+
+MAX_OVER: Final = 16
+"""Finished ones whose answers are kept, for an order that comes again."""
+
+
+def tried(work: Callable[[], T], stop: Event, limit: float) -> T:
+    """What `work` returns, tried again while the other side is away or busy, for `limit` seconds or
+    until `stop`. Broken, NotLetIn, PeerRefused."""
+    end = time.monotonic() + limit
+    pause = FIRST_PAUSE
+    while True:
+        try:
+            return work()
+        except (Broken, PeerRefused) as error:
+            final = isinstance(error, PeerRefused) and not error.again
+            if final or time.monotonic() + pause > end or stop.wait(pause):
+                raise
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+@dataclass(eq=False)
+class WriteAttempt:
+    """One attempt as this node sees it."""
+
+    order: m.PersistParts
+    began: float
+    parts: dict[int, PartWritten] = field(default_factory=dict)  # by rank; of this node and others
+    running: WorkItem[Any] | None = None
+    on_disk: bool = False  # whether what is running needs storage
+    wrote: m.PartsDone | None = None
+    committing: bool = False
+    committed: m.CommitDone | None = None
+    over: bool = False
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is still something to do for it here."""
+        waits = self.order.coordinates or self.wrote is None
+        return self.running is not None or (waits and not self.over)
+
+
+class Attempts:
+    """All of them. Belongs to the loop's thread."""
+
+    def __init__(
+        self,
+        secret: str,
+        segments: Mapping[int, OpenSegment],
+        say: Callable[[m.FromSaver], None],
+        disk: WorkerPool,
+        puts: WorkerPool,
+    ) -> None:
+        self._secret = secret
+        self._segments = segments
+        self._say = say
+        self._disk = disk
+        self._puts = puts
+        self._attempts: dict[str, WriteAttempt] = {}
+        self._watched: dict[WorkItem[Any], tuple[str, float, float | None]] = {}
+        """Work that must come to its end: what it fails to do else, in so many seconds, since when
+        (None: since its turn has come)."""
+
+    def get_ready(self) -> None:
+        """Import what the first attempt would have to wait for."""
+        done = partial(self._remark, "checkpoints cannot be written")
+        self._disk.add(WorkItem(lambda stop: work.get_ready(), Outcome.failed, done))
+
+    def next_deadline(self) -> float | None:
+        """When `hung` is to be asked."""
+        return min((due for due, _ in self._dues()), default=None)
+
+    def hung(self, now: float) -> bool:
+        """Whether a thread has stayed away for too long; then the agent has been told why."""
+        for due, what in self._dues():
+            if now >= due:
+                self._say(m.Remark(f"{what}, so the saver ends; another can be started"))
+                return True
+        return False
+
+    def _dues(self) -> Iterator[tuple[float, str]]:
+        for piece, (what, limit, since) in self._watched.items():
+            began = piece.began if since is None else since
+            if began is not None:
+                yield began + limit, f"{what} within {limit:g} s"
+
+    # ------------------------------------------------------------ this node's parts
+
+    def begin(self, order: m.PersistParts) -> None:
+        """Write the parts; PartsDone follows. One that is known is not begun again."""
+        known = self._attempts.get(order.attempt)
+        if known is not None:
+            if known.wrote is not None:
+                self._say(known.wrote)
+            return
+        if sum(each.under_way for each in self._attempts.values()) >= MAX_ATTEMPTS:
+            reason = f"{MAX_ATTEMPTS} attempts are under way already"
+            self._say(m.PartsDone(order.attempt, False, reason, 0, 0.0))
+            return
+        attempt = self._attempts[order.attempt] = WriteAttempt(order, time.monotonic())
+        opened = {part.key: self._segments.get(part.key) for part in order.parts}
+
+        def write(stop: Event) -> Outcome:
+            return work.write_parts(opened, order, stop.is_set)
+
+        def done(outcome: Outcome) -> None:
+            self._came_back(attempt)
+            self._remark("", outcome)
+            attempt.parts.update({part.file.rank: part for part in outcome.parts})
+            if attempt.over:
+                self._clean(order)
+            elif outcome.reason or order.coordinates:
+                self._parts_done(attempt, outcome.reason)
+            else:
+                self._hand_on(attempt)
+
+        self._to_disk(attempt, WorkItem(write, Outcome.failed, done, name=order.attempt))
+
+    def _hand_on(self, attempt: WriteAttempt) -> None:
+        """Have the coordinator know what it needs of our parts."""
+        order = attempt.order
+        place = Endpoint(order.coordinator_host, order.coordinator_port)
+        parts = dict(attempt.parts)
+
+        def hand_on(stop: Event) -> str:
+            for rank, part in parts.items():
+                put = partial(transfer.put, place, self._secret, order.attempt, rank, part.encode())
+                tried(put, stop, PUT_LIMIT)
+            return ""
+
+        def failed(error: BaseException) -> str:
+            return f"the coordinator's saver at {place} did not take a part: {reason_of(error)}"
+
+        def done(reason: str) -> None:
+            attempt.running = None
+            if not attempt.over:
+                self._parts_done(attempt, reason)
+
+        attempt.running = WorkItem(hand_on, failed, done, name=order.attempt)
+        self._puts.add(attempt.running)
+
+    def _parts_done(self, attempt: WriteAttempt, reason: str) -> None:
+        name = attempt.order.attempt
+        ours = {part.rank for part in attempt.order.parts}
+        nbytes = sum(part.file.size for rank, part in attempt.parts.items() if rank in ours)
+        seconds = time.monotonic() - attempt.began
+        attempt.wrote = m.PartsDone(name, not reason, reason, 0 if reason else nbytes, seconds)
+        self._say(attempt.wrote)
+        self._forget()
+
+    # ------------------------------------------------------------ the coordinator
+
+    def part_comes(self, put: transfer.Put, part: PartWritten | None) -> transfer.Answer:
+        """Of another node: whether it may come, and then, with the part, that it is kept."""
+        attempt = self._attempts.get(put.attempt)
+        if attempt is None:
+            return transfer.Refusal("that attempt is not known here yet", again=True)
+        if attempt.over or not attempt.order.coordinates:
+            return transfer.Refusal("that attempt is over, or coordinated elsewhere", again=False)
+        if not 0 <= put.rank < attempt.order.world_size:
+            return transfer.Refusal(f"there is no rank {put.rank} in that attempt", again=False)
+        if part is None:
+            return transfer.GoOn()
+        if part.file.rank != put.rank:
+            return transfer.Refusal("a part is of another rank than was said", again=False)
+        if not attempt.committing:
+            attempt.parts[put.rank] = part
+        return transfer.Taken()
+
+    def commit(self, order: m.CommitNow) -> None:
+        """Write manifest and marker; CommitDone follows, then the sweep."""
+        attempt = self._attempts.get(order.attempt)
+        if attempt is not None and attempt.committed is not None:
+            self._say(attempt.committed)
+        elif attempt is None or attempt.over:
+            reason = "this saver does not know that attempt, or it is over"
+            self._say(m.CommitDone(order.attempt, False, reason))
+        elif attempt.committing:
+            return
+        elif len(attempt.parts) != order.writers or attempt.wrote is None:
+            reason = f"{len(attempt.parts)} of {order.writers} parts have come in"
+            self._say(m.CommitDone(order.attempt, False, reason))
+        else:
+            self._commit(attempt)
+
+    def _commit(self, attempt: WriteAttempt) -> None:
+        order = attempt.order
+        parts = [attempt.parts[rank] for rank in sorted(attempt.parts)]
+
+        def done(outcome: Outcome) -> None:
+            self._came_back(attempt)
+            self._remark("", outcome)
+            if attempt.over and outcome.reason:
+                self._clean(order)
+            elif attempt.over:
+                about = f"the checkpoint of step {order.step}"
+                self._say(m.Remark(f"{about} was committed although it had been given up"))
+            else:
+                reason = outcome.reason
+                attempt.committed = m.CommitDone(order.attempt, not reason, reason)
+                self._say(attempt.committed)
+                if not reason:
+                    attempt.over = True
+                    self._forget()
+                    self._remove_old(order, lambda: work.sweep(order))
+
+        def write(stop: Event) -> Outcome:
+            return work.commit(order, parts, stop.is_set)
+
+        attempt.committing = True
+        self._to_disk(attempt, WorkItem(write, Outcome.failed, done, name=order.attempt))
+
+    def _remove_old(self, order: m.PersistParts, how: Callable[[], Outcome]) -> None:
+        """Remove what is not to be kept any more, when there is nothing else to do."""
+        what = f"{order.folder} did not come to an end of removing old checkpoints"
+        self._remove(how, "older checkpoints were not removed", (what, SWEEP_LIMIT, None))
+
+    def _remove(
+        self,
+        how: Callable[[], Outcome],
+        trouble: str,
+        watch: tuple[str, float, None],
+        *,
+        first: bool = False,
+    ) -> None:
+        def done(outcome: Outcome) -> None:
+            self._watched.pop(piece, None)
+            self._remark(trouble, outcome)
+
+        piece = WorkItem(lambda stop: how(), Outcome.failed, done, urgent=first)
+        self._watched[piece] = watch
+        self._disk.add(piece, first=first)
+
+    # ------------------------------------------------------------ the end of an attempt
+
+    def give_up(self, name: str, now: float) -> None:
+        """Answer for it at once, and remove what it has written. One that is committed stays."""
+        attempt = self._attempts.get(name)
+        if attempt is None or attempt.over:
+            return
+        if attempt.wrote is None:
+            self._say(m.PartsDone(name, False, "it was given up", 0, 0.0))
+        elif attempt.committing and attempt.committed is None:
+            self._say(m.CommitDone(name, False, "it was given up while its marker was written"))
+        piece = attempt.running
+        attempt.over = True
+        self._forget()
+        if piece is None or self._disk.drop(name) or self._puts.drop(name):
+            attempt.running = None
+            self._clean(attempt.order)
+            return
+        piece.stop.set()
+        if attempt.on_disk:
+            limit = CLEAN_LIMIT if attempt.committing else LET_GO_LIMIT
+            what = f"{attempt.order.folder} did not let go of an attempt"
+            self._watched[piece] = (what, limit, now)
+        else:
+            self._clean(attempt.order)  # what still runs is a conversation, which ends by itself
+
+    def _to_disk(self, attempt: WriteAttempt, piece: WorkItem[Any]) -> None:
+        attempt.running, attempt.on_disk = piece, True
+        self._disk.add(piece)
+
+    def _came_back(self, attempt: WriteAttempt) -> None:
+        if attempt.running is not None:
+            self._watched.pop(attempt.running, None)
+        attempt.running, attempt.on_disk = None, False
+
+    def _forget(self) -> None:
+        """Keep no more than the answers of the last ones that are nobody's business any more."""
+        idle = [name for name, each in self._attempts.items() if not each.under_way]
+        for name in idle[:-MAX_OVER]:
+            del self._attempts[name]
+        for name in idle[-MAX_OVER:]:
+            if self._attempts[name].committed is not None:
+                self._attempts[name].parts.clear()
+
+    def _clean(self, order: m.PersistParts) -> None:
+        """Remove the files of an attempt that came to nothing. First: the next attempt may need
+        the room."""
+        what = f"{order.folder} did not let go of the files of an attempt"
+        trouble = f"files of a given-up attempt stay in {order.folder}"
+        self._remove(lambda: work.clean(order), trouble, (what, CLEAN_LIMIT, None), first=True)
+        if order.coordinates:
+            self._remove_old(order, lambda: work.tidy(order))
+
+    def _remark(self, what: str, outcome: Outcome) -> None:
+        for remark in outcome.remarks:
+            self._say(m.Remark(remark))
+        if what and outcome.reason:
+            self._say(m.Remark(f"{what}: {outcome.reason}"))

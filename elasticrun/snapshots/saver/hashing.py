@@ -1,0 +1,170 @@
+"""Segments in a saver's hands: mapped once, hashed block by block, compared with their hashes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import weakref
+from collections.abc import Iterator
+from typing import Final
+
+import xxhash
+
+from elasticrun.snapshots.shm.memory import map_pages, map_shared
+from elasticrun.snapshots.shm.segment import (
+    HASHES_AT,
+    Segment,
+    SegmentError,
+    Snapshot,
+    block_of,
+    hashes_page,
+)
+
+SEAL_AT: Final = HASHES_AT - 8
+"""Where the hashes' seal stands in a slot's header page."""
+
+
+class Gone(Exception):
+    """The slot no longer holds the snapshot that was asked for; a sentence."""
+
+
+class OpenSegment:
+    """A segment of the agent's, mapped for reading as long as somebody here has it.
+
+    The descriptor stays open beside the mapping: hashes are written through it."""
+
+    def __init__(self, descriptor: int, local_rank: int) -> None:
+        """Takes the descriptor over. OSError, SegmentError (the descriptor is closed then)."""
+        self.descriptor = descriptor
+        self.local_rank = local_rank
+        weakref.finalize(self, os.close, descriptor)
+        array = map_shared(descriptor, os.fstat(descriptor).st_size, writable=False)
+        self._address = ctypes.addressof(array)
+        self._mapping = memoryview(array).cast("B").toreadonly()
+        self.segment = Segment(self._mapping)
+        self._sizes: dict[int, int] = {}
+
+    @property
+    def whose(self) -> str:
+        """For sentences."""
+        return f"local rank {self.local_rank}" if self.local_rank >= 0 else "another node's rank"
+
+    def snapshot(self, slot: int, sequence: int) -> Snapshot:
+        """What stands in a slot. Gone if it is not the snapshot with this sequence number."""
+        found = self.segment.read(slot) if 0 <= slot < self.segment.slots else None
+        if found is None or found.sequence != sequence:
+            raise Gone(f"slot {slot} of {self.whose} holds another snapshot by now")
+        return found
+
+    def still(self, snapshot: Snapshot) -> None:
+        """Gone if the rank has begun to write over it since it was looked up."""
+        if self.segment.committed(snapshot.slot) != snapshot.sequence:
+            raise Gone(
+                f"the snapshot of step {snapshot.step} of {self.whose} was "
+                "overwritten while it was read"
+            )
+
+    def tensor_bytes(self, snapshot: Snapshot) -> int:
+        """Length of the own and the shared stretch together. SegmentError."""
+        if snapshot.layout not in self._sizes:
+            layout = self.segment.layout()
+            if layout.key != snapshot.layout:
+                raise SegmentError("a snapshot is of another layout than its segment")
+            self._sizes[snapshot.layout] = layout.tensor_bytes
+        return self._sizes[snapshot.layout]
+
+    def stretches(self, snapshot: Snapshot) -> Iterator[memoryview]:
+        """What one hash covers, in turn: the blocks of tensors, then the opaque values with their
+        table. Each is populated just before. SegmentError for what cannot be."""
+        tensors = self.tensor_bytes(snapshot)
+        payload = self.segment.payload(snapshot.slot)
+        if tensors + snapshot.values_bytes > len(payload):
+            raise SegmentError("a snapshot is longer than its slot")
+        first = self._address + self.segment.payload_at(snapshot.slot)
+        block = block_of(tensors)
+        for at in range(0, tensors, block):
+            end = min(at + block, tensors)
+            map_pages(first + at, first + end)
+            yield payload[at:end]
+        yield payload[tensors : tensors + snapshot.values_bytes]
+
+    def known(self, snapshot: Snapshot) -> tuple[int, ...]:
+        """Its hashes, () if they have not been made. What stands there of an earlier snapshot with
+        the same number, in a life of the rank before, is none of its own."""
+        at = self.segment.slot_at(snapshot.slot) + SEAL_AT
+        found = self.segment.hashes(snapshot)
+        return found if bytes(self._mapping[at : at + 8]) == seal(snapshot) else ()
+
+    def drop_others(self, snapshot: Snapshot) -> None:
+        """Take such hashes away, so that nobody else believes them. OSError."""
+        if self.segment.hashes(snapshot) and not self.known(snapshot):
+            at = self.segment.slot_at(snapshot.slot) + HASHES_AT
+            os.pwrite(self.descriptor, struct.pack("=Q", 0), at)
+
+
+def seal(snapshot: Snapshot) -> bytes:
+    """Tells hashes of this snapshot from those of any other."""
+    which = (snapshot.sequence, snapshot.step, snapshot.layout, snapshot.values_bytes)
+    return xxhash.xxh3_64_digest(snapshot.round + struct.pack("=4q", *which))
+
+
+def keep(descriptor: int, slot_at: int, snapshot: Snapshot, hashes: tuple[int, ...]) -> None:
+    """Write hashes into the slot that begins there. The sequence number that makes them valid goes
+    last, and the old one first. OSError."""
+    at = slot_at + HASHES_AT
+    page = hashes_page(snapshot.sequence, hashes)
+    os.pwrite(descriptor, struct.pack("=Q", 0), at)
+    os.pwrite(descriptor, page[8:], at + 8)
+    os.pwrite(descriptor, seal(snapshot), slot_at + SEAL_AT)
+    os.pwrite(descriptor, page[:8], at)
+
+
+def digest(stretch: memoryview) -> int:
+    """xxh3, 64 bits."""
+    return xxhash.xxh3_64_intdigest(stretch)
+
+
+def hash_snapshot(opened: OpenSegment, slot: int, sequence: int) -> tuple[int, ...]:
+    """Hash a committed snapshot and keep the hashes in its slot. Gone, SegmentError, OSError."""
+    snapshot = opened.snapshot(slot, sequence)
+    if known := opened.known(snapshot):
+        return known
+    hashes = _hashes(opened, snapshot)
+    keep(opened.descriptor, opened.segment.slot_at(slot), snapshot, hashes)
+    return hashes
+
+
+def _hashes(opened: OpenSegment, snapshot: Snapshot) -> tuple[int, ...]:
+    found = []
+    for stretch in opened.stretches(snapshot):
+        found.append(digest(stretch))
+        opened.still(snapshot)
+    return tuple(found)
+
+
+def check_snapshot(opened: OpenSegment, slot: int, sequence: int) -> str:
+    """Compare a snapshot with its hashes: "" if it is whole, or why nothing could be compared.
+    Bad if it is not; Gone, SegmentError."""
+    snapshot = opened.snapshot(slot, sequence)
+    known = opened.known(snapshot)
+    if not known:
+        return f"step {snapshot.step} of {opened.whose} had not been hashed"
+    _compare(opened, snapshot, known)
+    return ""
+
+
+class Bad(Exception):
+    """The snapshot is not what was hashed; a sentence."""
+
+
+def _compare(opened: OpenSegment, snapshot: Snapshot, known: tuple[int, ...]) -> None:
+    found = _hashes(opened, snapshot)
+    wrong = [n for n, pair in enumerate(zip(found, known, strict=False)) if pair[0] != pair[1]]
+    if len(found) == len(known) and not wrong:
+        return
+    what = f"block {wrong[0] + 1} of {len(known)}" if wrong else "the number of blocks"
+    raise Bad(
+        f"the snapshot of step {snapshot.step} of {opened.whose} is not what was "
+        f"written: {what} differs from its hash"
+    )

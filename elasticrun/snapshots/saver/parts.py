@@ -1,0 +1,298 @@
+"""How snapshots become files: the part of one rank, and the commit that makes parts a checkpoint.
+
+Plain functions that take as long as the storage takes; the saver calls them in its worker. A part
+is one file of one rank. The stretch of tensors in a slot is written as it lies there, in one run,
+and hashed on the way where the saver had not hashed it before. Then come the opaque values. What
+the coordinator's saver has to know of a part is a `PartWritten`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Final
+
+import torch
+import xxhash
+
+from elasticrun.snapshots.dcp import image
+from elasticrun.snapshots.dcp.metadata import MetadataError, PartFile, build
+from elasticrun.snapshots.dcp.writing import write_data
+from elasticrun.snapshots.saver.written import MAX_LAYOUTS, PartWritten
+from elasticrun.snapshots.shm.layout import Layout, items_of, stretch_of
+from elasticrun.snapshots.shm.segment import Segment, SegmentError, Snapshot, block_of
+from elasticrun.snapshots.storage import manifest as manifests
+from elasticrun.snapshots.storage.folder import MARKER, Folder
+from elasticrun.snapshots.storage.manifest import FileEntry, Manifest, ManifestError
+from elasticrun.snapshots.storage.retention import file_name, is_of_attempt
+from elasticrun.snapshots.storage.timeline import Listed, Timeline, chain, join
+from elasticrun.snapshots.storage.writing import PIECE, Sink, StorageError
+from elasticrun.wire.snapshots import PartOf, PersistParts
+from elasticrun.wire.types import MAX_ATTEMPT
+
+_ATTEMPT: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_ATTEMPT}}}\Z")
+_layouts: dict[int, Layout] = {}
+
+
+class PersistError(Exception):
+    """A part or a checkpoint was not written, and nothing is left of it; a sentence."""
+
+
+# ---------------------------------------------------------------- a part
+
+
+def write_part(
+    segment: Segment,
+    part: PartOf,
+    order: PersistParts,
+    folder: Folder,
+    *,
+    stop: Callable[[], bool] = bool,
+    distrusted: str | None = None,
+) -> PartWritten:
+    """Write one rank's share of the checkpoint that is ordered, from its segment. On stable storage
+    when it returns. PersistError, StorageError.
+
+    `stop` is asked now and then whether the attempt was given up. `distrusted`: why the slot cannot
+    be written as it is, "" for no reason; None: dcp.image is asked once."""
+    step, rank, attempt = order.step, part.rank, order.attempt
+    if not _ATTEMPT.match(attempt):
+        raise PersistError(f"{attempt[:80]!r} is no name of an attempt")
+    snapshot = segment.read(part.slot) if 0 <= part.slot < segment.slots else None
+    if snapshot is None or (snapshot.sequence, snapshot.step) != (part.sequence, step):
+        about = f"rank {rank}'s slot {part.slot}"
+        raise PersistError(f"{about} does not hold its snapshot of step {step}")
+    name = file_name(rank, order.round.number, part.sequence, attempt)
+    slot = _Slot(segment, snapshot, part.shared, rank)
+    why = _untrusted() if distrusted is None else distrusted
+    if not why and any(not item.head for item in slot.layout.tensors):
+        why = "this torch has no envelope for some tensors"
+    if why:
+        folder.remark(f"checkpoints are written item by item, which is slower: {why}")
+    folder.begin(step)
+    sink = folder.create(step, name, 0 if why else slot.size)
+    try:
+        way = _item_by_item if why else _as_it_lies
+        entry, places = way(slot, name, sink, stop)
+        if segment.committed(part.slot) != part.sequence:
+            raise PersistError(f"rank {rank}'s snapshot of step {step} was taken back meanwhile")
+        sink.close()
+        folder.settle(step)
+    except BaseException:
+        sink.abort()
+        raise
+    return PartWritten(
+        *(entry, step, order.round, attempt, slot.layout.torch),
+        *(tuple(map(len, slot.values)), places, slot.layout),
+    )
+
+
+class _Slot:
+    """What is to be written of a slot."""
+
+    def __init__(self, segment: Segment, snapshot: Snapshot, shared: bool, rank: int) -> None:
+        self.rank, self.shared = rank, shared
+        self.layout = _layout_of(segment, snapshot)
+        self.payload = segment.payload(snapshot.slot)
+        self.items = items_of(self.layout, shared)
+        self.stretch = stretch_of(self.layout, shared)
+        try:
+            values = segment.values(snapshot, self.layout)
+        except SegmentError:
+            raise PersistError(
+                f"rank {rank}'s snapshot has a table of values that is none"
+            ) from None
+        named = zip(self.layout.values, values, strict=True)
+        self.values = [value for item, value in named if item.own or shared]
+        self.size = self.stretch + sum(map(len, self.values))
+        self.block = block_of(self.layout.tensor_bytes)
+        known = segment.hashes(snapshot)
+        whole = shared and len(known) == -(-self.stretch // self.block) + 1
+        self.known = known[:-1] if whole else ()
+
+    def entry(self, name: str, size: int, stretch: int, hashes: Sequence[int]) -> FileEntry:
+        return FileEntry(
+            *(name, self.rank, self.shared, self.layout.key),
+            *(size, stretch, self.block, tuple(hashes)),
+        )
+
+
+Written = tuple[FileEntry, tuple[tuple[int, int], ...]]
+
+
+def _as_it_lies(slot: _Slot, name: str, sink: Sink, stop: Callable[[], bool]) -> Written:
+    hashes: list[int] = list(slot.known)
+    for begin in range(0, slot.stretch, slot.block):
+        end = min(begin + slot.block, slot.stretch)
+        digest = None if slot.known else xxhash.xxh3_64()
+        for piece in _pieces(slot.payload[begin:end], stop):
+            if digest is not None:
+                digest.update(piece)
+            sink.write(piece)
+        if digest is not None:
+            hashes.append(digest.intdigest())
+    rest = xxhash.xxh3_64()
+    for value in slot.values:
+        for piece in _pieces(value, stop):
+            rest.update(piece)
+            sink.write(piece)
+    hashes.append(rest.intdigest())
+    return slot.entry(name, slot.size, slot.stretch, hashes), ()
+
+
+def _pieces(data: memoryview, stop: Callable[[], bool]) -> Iterator[memoryview]:
+    for at in range(0, len(data), PIECE):
+        if stop():
+            raise PersistError("the attempt was given up while it was written")
+        yield data[at : at + PIECE]
+
+
+def _item_by_item(slot: _Slot, name: str, sink: Sink, stop: Callable[[], bool]) -> Written:
+    hashes: list[int] = []
+    digest, room, size = xxhash.xxh3_64(), slot.block, 0
+
+    def write(data: memoryview) -> None:
+        nonlocal digest, room, size
+        size += len(data)
+        for piece in _pieces(data, stop):
+            sink.write(piece)
+        while data:
+            digest.update(data[:room])
+            took = min(room, len(data))
+            data, room = data[took:], room - took
+            if not room:
+                hashes.append(digest.intdigest())
+                digest, room = xxhash.xxh3_64(), slot.block
+
+    places = write_data(slot.items, slot.payload, slot.values, write)
+    if size % slot.block:
+        hashes.append(digest.intdigest())
+    hashes.append(xxhash.xxh3_64_intdigest(b""))
+    return slot.entry(name, size, size, hashes), places
+
+
+@cache
+def _untrusted() -> str:
+    return image.trusted()
+
+
+def _layout_of(segment: Segment, snapshot: Snapshot) -> Layout:
+    """Decoding one of thousands of items costs more than writing out a hundred megabytes."""
+    if snapshot.layout not in _layouts:
+        found = segment.layout()
+        if found.key != snapshot.layout:
+            raise PersistError("a snapshot is of another layout than its segment")
+        if len(_layouts) >= MAX_LAYOUTS:
+            _layouts.clear()
+        _layouts[snapshot.layout] = found
+    return _layouts[snapshot.layout]
+
+
+# ---------------------------------------------------------------- a checkpoint
+
+
+def commit(
+    folder: Folder,
+    order: PersistParts,
+    parts: Sequence[PartWritten],
+    stop: Callable[[], bool] = bool,
+) -> Manifest:
+    """Make the parts a checkpoint: the manifest, then the marker. What the checkpoint replaces, an
+    earlier one of the same step, is gone then. PersistError, StorageError; the checkpoint is not
+    committed then."""
+    step, attempt = order.step, order.attempt
+    for part in parts:
+        if (part.step, part.round, part.attempt) != (step, order.round, attempt):
+            raise PersistError(f"{part.file.name} is no part of attempt {attempt}")
+    try:
+        marker = build([_told(part) for part in parts], folder.path(step), attempt)
+    except MetadataError as error:
+        raise PersistError(f"step {step} was not committed: {error}") from None
+    made = Manifest(
+        step=step,
+        round=order.round,
+        world_size=order.world_size,
+        attempt=attempt,
+        reason=order.reason,
+        torch=torch.__version__,
+        marker_size=len(marker),
+        marker_hash=xxhash.xxh3_64_intdigest(marker),
+        files=tuple(sorted((part.file for part in parts), key=lambda entry: entry.rank)),
+    )
+    _all_there(folder, made)
+    found = folder.survey()
+    line = join(found, step, order.rewound_from)
+    newer = _newer(found, line, step)
+    if wrong := _of_another_job(folder, newer, order):
+        raise PersistError(f"step {step} was not committed: {wrong}")
+    if newer and newer[-1] > step:
+        folder.remark(
+            f"checkpoints of later steps than {step} stand in {folder.url}, up to step "
+            f"{newer[-1]}: a start that restores goes on from those"
+        )
+    if stop():
+        raise PersistError("the attempt was given up before its marker was written")
+    folder.put(step, manifests.NAME, manifests.encode(made))
+    if line.file:
+        folder.put(step, line.file, line.sentence.encode())
+    folder.clear_condemned(step)
+    folder.put(step, MARKER, marker)
+    try:
+        _all_there(folder, made)  # another node may have given up and removed its part meanwhile
+    except PersistError:
+        folder.unlink(step, [MARKER])
+        raise
+    _tidy(folder, made, line)
+    return made
+
+
+def _newer(found: Sequence[Listed], line: Timeline, step: int) -> list[int]:
+    """Checkpoints of this step and later ones that a start may go on from once a checkpoint of
+    this timeline is there, ascending."""
+    lost = {one.step for one in found if one.timeline < line and one.step >= line.start}
+    return sorted({one for one in chain(found) if one >= step} - lost)
+
+
+def _of_another_job(folder: Folder, steps: Sequence[int], order: PersistParts) -> str:
+    """Which of these checkpoints another job has written since the ranks of this one restored,
+    and what to do, in a sentence; "" for none. What the ranks went on from was the newest one, so
+    a later one that is not of this job is of a newer history: nothing older may replace it."""
+    for step in reversed(steps) if order.base >= 0 else ():
+        if step <= order.base:
+            continue
+        try:
+            made = folder.manifest(step)
+        except ManifestError:
+            continue
+        if made is None or made.round.term != order.round.term:
+            return (
+                f"another job has written step {step} in {folder.url} since the ranks of this one "
+                f"went on from step {order.base}: end one of the two jobs, or name another folder; "
+                "ranks of this job that start again go on from the newest checkpoint there"
+            )
+    return ""
+
+
+def _tidy(folder: Folder, made: Manifest, line: Timeline) -> None:
+    """Remove what earlier attempts at this step have left. The checkpoint counts already."""
+    ours = {entry.name for entry in made.files} | {line.file}
+    try:
+        names = [n for n in folder.files(made.step) if is_of_attempt(n) and n not in ours]
+        folder.unlink(made.step, names)
+    except StorageError as error:
+        folder.remark(f"files of earlier attempts at step {made.step} stay: {error}")
+
+
+def _told(part: PartWritten) -> PartFile:
+    entry = part.file
+    return PartFile(entry.rank, part.layout, entry.name, entry.shared, part.lengths, part.places)
+
+
+def _all_there(folder: Folder, made: Manifest) -> None:
+    wrong = folder.lacks(made.step, made.files) if folder.shows_others else ""
+    if wrong:
+        raise PersistError(
+            f"step {made.step} was not committed: {wrong} in {folder.path(made.step)} "
+            "(do all nodes see the same storage there?)"
+        )

@@ -1,0 +1,237 @@
+"""Between savers of two nodes: copies fetched on the agent's order, and those that dial this one.
+
+Each that dials has a thread, and asks the loop one thing. Whoever is silent keeps nobody out: where
+more come than may be here, the one that has waited longest without a proof goes. A saver of the job
+proves itself within milliseconds, and dials again if it was not in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from elasticrun.host.system.reasons import reason_of
+from elasticrun.host.system.sandbox import NoThread, start_thread
+from elasticrun.snapshots.saver import transfer
+from elasticrun.snapshots.saver.attempts import tried
+from elasticrun.snapshots.saver.pool import Post, WorkerPool, WorkItem
+from elasticrun.snapshots.saver.transfer import MAX_TEXT, Get, Put, Refusal
+from elasticrun.snapshots.saver.written import PartError, PartWritten
+from elasticrun.snapshots.shm.segment import round_key
+from elasticrun.wire.snapshots import Fetch, Fetched, FetchInto, FetchSize, FromSaver, Remark
+from elasticrun.wire.types import Endpoint
+
+FETCH_LIMIT: Final = 20.0
+"""Seconds of new tries: ranks wait for it, and storage has the state too."""
+
+MAX_FETCHES: Final = 8192
+"""Under way; two for each local rank."""
+
+MAX_PEERS: Final = 64
+"""Connections at a time; more wait in the listener's queue while all of these have proved that they
+are of the job."""
+
+MAX_LEAVING: Final = 64
+"""Connections beside them that were sent away and whose threads have not yet ended."""
+
+BACKLOG: Final = 1024
+"""Connections that the kernel keeps until they are taken; who finds no place there dials again only
+after a second."""
+
+MAX_STRANGERS: Final = 16
+"""Connections that came to nothing and are told; whoever scans ports is no news."""
+
+ASK_LIMIT: Final = 30.0
+"""Seconds that a connection waits for the loop."""
+
+Answer = Callable[[Get | Put, PartWritten | None], transfer.Answer]
+"""Is called in the loop, with the part once its bytes have come."""
+
+
+class Fetches:
+    """All of them. Belongs to the loop's thread."""
+
+    def __init__(
+        self, secret: str, say: Callable[[FromSaver], None], pool: WorkerPool, replicas: WorkerPool
+    ) -> None:
+        """`pool`: for what ranks wait for; `replicas`: for what nobody does."""
+        self._secret = secret
+        self._say = say
+        self._pool = pool
+        self._replicas = replicas
+        self._orders: dict[int, Fetch] = {}
+
+    def begin(self, order: Fetch) -> None:
+        """Ask for the sizes; FetchSize follows."""
+        self._orders.pop(order.key, None)
+        while len(self._orders) >= MAX_FETCHES:
+            self._orders.pop(next(iter(self._orders)))
+        self._orders[order.key] = order
+        place = Endpoint(order.host, order.port)
+        get = Get(round_key(order.round).hex(), order.step, order.rank, body=False)
+
+        def work(stop: threading.Event) -> FetchSize:
+            head = tried(lambda: transfer.ask_size(place, self._secret, get), stop, FETCH_LIMIT)
+            return FetchSize(order.key, True, "", head.layout_length, head.slot_bytes, head.layout)
+
+        def failed(error: BaseException) -> FetchSize:
+            return FetchSize(order.key, False, self._about(order, error), 0, 0)
+
+        def done(size: FetchSize) -> None:
+            if not size.ok and self._orders.get(order.key) is order:
+                del self._orders[order.key]
+            self._say(size)
+
+        self._pool_of(order).add(WorkItem(work, failed, done))
+
+    def go_on(self, into: FetchInto, descriptor: int) -> None:
+        """The memory is there; takes the descriptor over. Fetched follows."""
+        key = into.key
+        order = self._orders.pop(key, None)
+        if order is None:
+            os.close(descriptor)
+            self._say(Fetched(key, False, "nothing was to be fetched into this memory"))
+            return
+        place = Endpoint(order.host, order.port)
+
+        def copy() -> None:
+            which = (order.round, order.step, order.rank)
+            transfer.fetch(place, self._secret, *which, descriptor, into.slot, into.layout)
+
+        def work(stop: threading.Event) -> Fetched:
+            try:
+                tried(copy, stop, FETCH_LIMIT)
+            finally:
+                os.close(descriptor)
+            return Fetched(key, True, "")
+
+        def failed(error: BaseException) -> Fetched:
+            return Fetched(key, False, self._about(order, error))
+
+        self._pool_of(order).add(WorkItem(work, failed, self._say))
+
+    def _pool_of(self, order: Fetch) -> WorkerPool:
+        return self._replicas if order.replica else self._pool
+
+    def _about(self, order: Fetch, error: BaseException) -> str:
+        place = Endpoint(order.host, order.port)
+        return (
+            f"step {order.step} of rank {order.rank} could not be had from the saver at {place}: "
+            f"{reason_of(error)}"
+        )
+
+
+class Peers:
+    """All connections. Belongs to the loop's thread, but for `_asked`."""
+
+    def __init__(
+        self,
+        listener: socket.socket | None,
+        secret: str,
+        answer: Answer,
+        say: Callable[[FromSaver], None],
+        post: Post,
+    ) -> None:
+        """`listener` None: nobody can dial."""
+        self._listener = listener
+        self._secret = secret
+        self._answer = answer
+        self._say = say
+        self._post = post
+        self._open: set[socket.socket] = set()
+        self._unproved: dict[socket.socket, None] = {}  # in the order of arrival
+        self._strangers = 0
+        self.port = 0
+        if listener is not None:
+            listener.setblocking(False)
+            self.port = int(listener.getsockname()[1])
+
+    def listening(self) -> socket.socket | None:
+        """What is readable when somebody dials; None while nobody more can be taken."""
+        room = MAX_PEERS if not self._unproved else MAX_PEERS + MAX_LEAVING
+        return self._listener if len(self._open) < room else None
+
+    def accept(self) -> None:
+        """Take one that has dialled."""
+        assert self._listener is not None
+        try:
+            sock, address = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # whoever waits would wake us for ever
+                self._listener.close()
+                self._listener = None
+                self._say(Remark(f"no other node can dial this saver any more: {error.strerror}"))
+            return  # else it has gone again
+        if len(self._open) >= MAX_PEERS and self._unproved:
+            self._send_away(next(iter(self._unproved)))
+        self._open.add(sock)
+        self._unproved[sock] = None
+
+        def talk() -> None:
+            try:
+                refused = transfer.serve(sock, self._secret, self._asked, proved)
+            except BaseException as defect:
+                refused = reason_of(defect)
+            self._post(lambda: self._over(sock, str(address[0]), refused))
+
+        def proved() -> None:
+            self._post(lambda: self._unproved.pop(sock, None))
+
+        try:
+            start_thread(talk, "peer")
+        except NoThread as error:
+            self._over(sock, str(address[0]), str(error))
+
+    def _send_away(self, sock: socket.socket) -> None:
+        """Its thread sees the end of the connection, and closes nothing: `_over` does."""
+        del self._unproved[sock]
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    def _over(self, sock: socket.socket, host: str, refused: str) -> None:
+        sock.close()
+        self._open.discard(sock)
+        self._unproved.pop(sock, None)
+        if refused and self._strangers < MAX_STRANGERS:
+            self._strangers += 1
+            last = self._strangers == MAX_STRANGERS
+            more = " (no more of this kind will be told)" if last else ""
+            self._say(Remark(f"a connection from {host} came to nothing: {refused}{more}"))
+
+    def _asked(self, request: Get | Put, data: bytes) -> transfer.Answer:
+        """In a connection's thread: what the loop answers."""
+        try:
+            part = PartWritten.decode(data) if data else None
+        except PartError as error:
+            return Refusal(str(error)[:MAX_TEXT], again=False)
+        answers: SimpleQueue[transfer.Answer] = SimpleQueue()
+        self._post(lambda: answers.put(self._answer(request, part)))
+        try:
+            return answers.get(timeout=ASK_LIMIT)
+        except Empty:
+            return Refusal("the saver there is too busy", again=True)
+
+
+def listen(host: str) -> tuple[socket.socket | None, str]:
+    """A listener for other savers at this address, and a sentence where it could not be just so."""
+    if not host:
+        return None, ""
+    wrong = ""
+    for address, family in ((host, 0), ("", socket.AF_INET)):
+        try:
+            found = socket.getaddrinfo(
+                address or None, 0, family, socket.SOCK_STREAM, 0, socket.AI_PASSIVE
+            )
+            listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=BACKLOG)
+        except OSError as error:
+            wrong = wrong or str(error.strerror or error)
+            continue
+        remark = f"the saver listens on all addresses, since {host} is none of its own: {wrong}"
+        return listener, remark if wrong else ""
+    return None, f"this node's snapshots cannot be had by others: no port on {host}: {wrong}"

@@ -1,0 +1,281 @@
+"""The saver: one a node, it hashes, checks, writes out, serves and fetches snapshots.
+
+One loop takes the agent's orders and owns all state; what takes long runs in pools (`pool.py`), so
+that a file system that blocks makes nothing deaf. It ends with the agent's socket.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any, Final, NoReturn
+
+from elasticrun.host.system.reasons import reason_of
+from elasticrun.host.system.sandbox import raise_file_limit
+from elasticrun.snapshots.saver import hashing
+from elasticrun.snapshots.saver.attempts import Attempts
+from elasticrun.snapshots.saver.hashing import OpenSegment
+from elasticrun.snapshots.saver.peers import Fetches, Peers, listen
+from elasticrun.snapshots.saver.pool import Full, Inbox, WorkerPool, WorkItem
+from elasticrun.snapshots.saver.transfer import Answer, Get, Put, Refusal, Served
+from elasticrun.snapshots.saver.written import PartWritten
+from elasticrun.snapshots.shm.segment import VERSION, round_key
+from elasticrun.wire import snapshots as m
+from elasticrun.wire.frames import Connection, DescriptorsLost, FrameError, HungUp, NotRead
+from elasticrun.wire.spawning import SpawnSaver
+
+EXIT_CONFUSED: Final = 2
+"""The agent said what cannot be understood."""
+EXIT_DEFECT: Final = 70
+EXIT_HUNG: Final = 76
+"""A file system did not let go of an attempt that was given up."""
+
+DIAL_LIMIT: Final = 30.0
+MAX_DESCRIPTORS: Final = 64
+"""That come with one read."""
+MAX_SEGMENTS: Final = 16_384
+MAX_SERVED: Final = 65_536
+
+
+class Lost(Exception):
+    """The conversation with the agent is over; the sentence is empty for a clean end."""
+
+
+class Saver:
+    """The loop. `agent` is connected; `listener` None where other nodes are not served; `remark`: a
+    sentence for the operator, or ""."""
+
+    def __init__(
+        self,
+        order: SpawnSaver,
+        agent: socket.socket,
+        listener: socket.socket | None,
+        remark: str,
+    ) -> None:
+        self._order = order
+        self._agent = Connection(agent, m.ToSaver, descriptors=MAX_DESCRIPTORS)
+        self._remark = remark
+        self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._inbox = Inbox(self._poke)
+        self._selector = selectors.DefaultSelector()
+        self._segments: dict[int, OpenSegment] = {}
+        self._served: dict[tuple[bytes, int, int], m.Serve] = {}
+        post = self._inbox.post
+        self._peers = Peers(listener, order.secret, self._answer, self.say, post)
+        self._memory = WorkerPool("hash", 1, post)
+        disk, puts = WorkerPool("disk", 1, post), WorkerPool("put", 4, post)
+        self._attempts = Attempts(order.secret, self._segments, self.say, disk, puts)
+        pools = (WorkerPool("fetch", 4, post), WorkerPool("replica", 2, post))
+        self._fetches = Fetches(order.secret, self.say, *pools)
+
+    def run(self) -> NoReturn:
+        """Until the agent hangs up; ends the process."""
+        code = EXIT_DEFECT
+        try:
+            self._selector.register(self._agent, selectors.EVENT_READ)
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            self.say(m.SaverHere(VERSION, self._order.key, self._peers.port))
+            if self._remark:
+                self.say(m.Remark(self._remark))
+            self._attempts.get_ready()
+            while True:
+                self._turn()
+        except Lost as lost:
+            code = EXIT_CONFUSED if str(lost) else 0
+            if code:
+                complain(str(lost))
+        except Exception as defect:  # ours
+            sys.__excepthook__(type(defect), defect, defect.__traceback__)
+        os._exit(code)  # threads may hang in a file system
+
+    def say(self, message: m.FromSaver) -> None:
+        """Tell the agent. Lost if it does not read."""
+        try:
+            self._agent.send(message)
+        except NotRead:
+            raise Lost("the agent does not read what its saver says") from None
+
+    # ------------------------------------------------------------ one turn
+
+    def _turn(self) -> None:
+        writing = selectors.EVENT_WRITE if self._agent.unsent else 0
+        self._selector.modify(self._agent, selectors.EVENT_READ | writing)
+        listening = self._peers.listening()
+        if listening is not None:
+            self._selector.register(listening, selectors.EVENT_READ)
+        due = self._attempts.next_deadline()
+        patience = None if due is None else max(0.0, due - time.monotonic())
+        ready = [key.fileobj for key, _ in self._selector.select(patience)]
+        if listening is not None:
+            self._selector.unregister(listening)
+        if self._wake in ready:
+            with suppress(BlockingIOError):
+                os.read(self._wake, 4096)
+        for call in self._inbox.take():
+            call()
+        if self._agent in ready:
+            self._agent.flush()
+            self._hear()
+        if listening in ready:
+            self._peers.accept()
+        if self._attempts.hung(time.monotonic()):
+            self._agent.flush()
+            self._agent.hang_up()  # the kernel does not before the last thread is gone, which hangs
+            os._exit(EXIT_HUNG)
+
+    def _poke(self) -> None:
+        with suppress(BlockingIOError):  # full: it will wake as it is
+            os.write(self._woken, b"\0")
+
+    def _hear(self) -> None:
+        try:
+            messages = self._agent.receive()
+        except DescriptorsLost:
+            raise Lost("descriptors of the agent's got lost: there is room for no more") from None
+        except HungUp:
+            raise Lost("the agent's last frame is cut" if self._agent.cut else "") from None
+        except OSError:
+            raise Lost("") from None
+        try:
+            for message in messages or ():
+                self._obey(message)
+        except FrameError as error:
+            raise Lost(str(error)) from None
+
+    def _descriptor(self) -> int:
+        """The one that came with the present message."""
+        descriptor = self._agent.descriptor()
+        if descriptor is None:
+            raise Lost("a message came without its descriptor")
+        return descriptor
+
+    # ------------------------------------------------------------ orders
+
+    def _obey(self, order: Any) -> None:
+        try:
+            match order:
+                case m.SegmentOpen():
+                    self._open(order, self._descriptor())
+                case m.SegmentClosed():
+                    self._segments.pop(order.key, None)
+                    self._memory.drop(order.key)
+                    served = self._served.items()
+                    self._served = {name: one for name, one in served if one.key != order.key}
+                case m.HashSnapshot():
+                    self._hash(order)
+                case m.CheckSnapshot():
+                    self._check(order)
+                case m.PersistParts():
+                    self._attempts.begin(order)
+                case m.CommitNow():
+                    self._attempts.commit(order)
+                case m.GiveUp():
+                    self._attempts.give_up(order.attempt, time.monotonic())
+                case m.Fetch():
+                    self._fetches.begin(order)
+                case m.FetchInto():
+                    self._fetches.go_on(order, self._descriptor())
+                case m.Serve():
+                    self._serve(order)
+                case m.PingSaver():
+                    self.say(m.SaverPong(order.number))
+        except Full as full:
+            raise Lost(str(full)) from None
+
+    def _open(self, order: m.SegmentOpen, descriptor: int) -> None:
+        self._segments.pop(order.key, None)
+        if len(self._segments) >= MAX_SEGMENTS:
+            os.close(descriptor)
+            raise Lost(f"the agent has opened {MAX_SEGMENTS} segments and closed none")
+        try:
+            self._segments[order.key] = OpenSegment(descriptor, order.local_rank)
+        except (OSError, ValueError) as error:
+            about = f"the segment of local rank {order.local_rank} cannot be read"
+            self.say(m.Remark(f"{about}: {reason_of(error)}"))
+
+    def _hash(self, order: m.HashSnapshot) -> None:
+        opened = self._segments.get(order.key)
+        if opened is None:
+            return
+
+        def work(stop: threading.Event) -> str:
+            hashing.hash_snapshot(opened, order.slot, order.sequence)
+            return ""
+
+        def failed(error: BaseException) -> str:
+            # A rank that commits faster than we hash is no news: the next one is waiting already.
+            return "" if isinstance(error, hashing.Gone) else reason_of(error)
+
+        def done(reason: str) -> None:
+            if reason:
+                about = f"a snapshot of {opened.whose} was not hashed"
+                self.say(m.Remark(f"{about}: {reason}"))
+
+        self._memory.add(WorkItem(work, failed, done, urgent=False, name=order.key))
+
+    def _check(self, order: m.CheckSnapshot) -> None:
+        which = (order.key, order.slot, order.sequence)
+        opened = self._segments.get(order.key)
+        if opened is None:
+            self.say(m.Checked(*which, False, "the saver does not have that segment"))
+            return
+
+        def work(stop: threading.Event) -> m.Checked:
+            reason = hashing.check_snapshot(opened, order.slot, order.sequence)
+            return m.Checked(*which, True, reason)
+
+        def failed(error: BaseException) -> m.Checked:
+            return m.Checked(*which, False, reason_of(error))
+
+        self._memory.add(WorkItem(work, failed, self.say))
+
+    def _serve(self, order: m.Serve) -> None:
+        name = (round_key(order.round), order.step, order.rank)
+        self._served.pop(name, None)
+        while len(self._served) >= MAX_SERVED:
+            self._served.pop(next(iter(self._served)))
+        self._served[name] = order
+
+    # ------------------------------------------------------------ other nodes
+
+    def _answer(self, request: Get | Put, part: PartWritten | None) -> Answer:
+        if isinstance(request, Put):
+            return self._attempts.part_comes(request, part)
+        with suppress(ValueError):
+            order = self._served.get((bytes.fromhex(request.round), request.step, request.rank))
+            opened = None if order is None else self._segments.get(order.key)
+            if order is not None and opened is not None:
+                return Served(opened, order.slot, order.sequence)
+        return Refusal(
+            f"this node does not serve step {request.step} of rank {request.rank}", again=True
+        )
+
+
+# ---------------------------------------------------------------- the start
+
+
+def complain(sentence: str) -> None:
+    """One sentence on stderr, if there still is one."""
+    with suppress(OSError):
+        print(f"elasticrun saver: {sentence}", file=sys.stderr)
+
+
+def run(order: SpawnSaver) -> NoReturn:
+    """Be the saver that was ordered, in a process of its own; ends it."""
+    gc.enable()  # the fork server has it off
+    raise_file_limit()
+    agent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    agent.settimeout(DIAL_LIMIT)
+    try:
+        agent.connect("\0" + order.place)
+    except OSError as error:
+        complain(f"the agent is not there: {error.strerror or error}")
+        os._exit(1)
+    listener, remark = listen(order.host)
+    Saver(order, agent, listener, remark).run()

@@ -1,0 +1,532 @@
+"""Snapshots and parts of checkpoints between savers of two nodes: what these say to each other, and
+both ends of one connection.
+
+One request a connection, over TCP. Frames (`wire.frames`) of bounded length, and after some of them
+raw bytes whose number the frame has said. Both sides prove the job's secret before anything else is
+looked at (the manner is that of `wire.auth`; the host proves first):
+
+    client                                host
+    Dial       nonce                  ->
+                                      <-  Counter    nonce, the host's proof
+    Shown      the client's proof     ->
+    Get | Put                         ->
+                                      <-  Head, then bytes | GoOn | Refusal
+    after GoOn: the bytes             ->
+                                      <-  Taken | Refusal
+
+The client's proof covers its request too, and a Put says the digest of what follows it. The bytes
+themselves are neither encrypted nor proved against somebody who sits on the way.
+
+After a Head that was asked for with its body: the layout, then the tensors in blocks, each followed
+by its xxh3 of eight bytes (little-endian), then the opaque values with their table and their xxh3,
+then a Sent.
+
+Plain blocking sockets, each in a thread of its own; every wait has a limit, and so has the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import mmap
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from elasticrun.snapshots.saver.hashing import Gone, OpenSegment, digest, keep
+from elasticrun.snapshots.shm.layout import MAX_LAYOUT_BYTES, MAX_SIZE, PAGE
+from elasticrun.snapshots.shm.segment import Segment, SegmentError, block_of, round_key
+from elasticrun.wire.frames import LENGTH_BYTES, FrameError, decode, encode, length_of, types_of
+from elasticrun.wire.types import Endpoint, RoundName
+
+M = TypeVar("M")
+
+VERSION: Final = 1
+
+MAX_HEADER: Final = 64 * 1024
+"""Bytes of any frame here."""
+
+MAX_TEXT: Final = 1000
+"""Characters of a reason that are passed on."""
+
+NONCE_BYTES: Final = 32
+
+SECRET_WANTED: Final = "the saver of the other node has a secret and this one has none"
+OTHER_HAS_NONE: Final = "the saver of the other node has no secret and this one has"
+WRONG: Final = "the saver of the other node does not know this job's secret"
+
+CONNECT_LIMIT: Final = 10.0
+DOOR_LIMIT: Final = 5.0
+"""Seconds for a connection, and for a stranger to prove who it is and say what it wants."""
+
+STALL_LIMIT: Final = 30.0
+"""Seconds without a byte after which the other side counts as gone."""
+
+SLOWEST: Final = 4 * 1024 * 1024
+"""Bytes a second: whoever is slower over a whole request is given up."""
+
+CHUNK: Final = 4 * 1024 * 1024
+"""Bytes that are sent or received at once."""
+
+
+# ---------------------------------------------------------------- what they say
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """A client's first message."""
+
+    version: int
+    nonce: str  # hex
+    proves: bool  # whether it has a secret
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """The host's answer to Dial."""
+
+    version: int
+    nonce: str
+    proof: str  # hex; "" without a secret
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The client's proof; its request follows at once."""
+
+    proof: str
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """The snapshot of a rank of (round, step); without `body` only what its sizes are."""
+
+    round: str  # hex of segment.round_key
+    step: int
+    rank: int
+    body: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """What an attempt's coordinator must know of a part that another node has written; after GoOn
+    its `length` bytes follow. A part that comes again changes nothing."""
+
+    attempt: str
+    rank: int
+    length: int
+    digest: str  # hex; sha256 of the bytes
+
+
+FromClient = Dial | Shown | Get | Put
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """There is such a snapshot."""
+
+    layout_length: int  # bytes, encoded
+    slot_bytes: int
+    tensor_bytes: int  # own and shared stretch
+    values_bytes: int  # opaque values with their table
+    sequence: int
+    layout: int  # Layout.key
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """After the last byte: whether the snapshot was still what it had been at the first."""
+
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """The part that was announced may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The part is in good hands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """It cannot be done; `again`: it may be possible in a moment."""
+
+    reason: str
+    again: bool
+
+
+FromHost = Counter | Head | Sent | GoOn | Taken | Refusal
+
+CLIENT_TYPES: Final = types_of(FromClient)
+HOST_TYPES: Final = types_of(FromHost)
+
+
+def read(payload: bytes, types: dict[str, type], *wanted: type) -> Any:
+    """The message in a payload, which must be one of `wanted`. FrameError."""
+    message = decode(payload, types)
+    if not isinstance(message, wanted):
+        raise FrameError(f"a {type(message).__name__} message came out of turn")
+    return message
+
+
+def prove(secret: str, side: str, client: str, host: str, request: bytes = b"") -> str:
+    """What this side ("host" or "client") shows after these nonces; "" without a secret. `request`:
+    the payload of a client's Get or Put."""
+    if not secret:
+        return ""
+    label = f"elasticrun saver/{VERSION} {side}".encode()
+    nonces = [nonce.encode(errors="replace") for nonce in (client, host)]
+    # Each part with its length: no two exchanges run together into the same bytes.
+    parts = (label, *nonces, request)
+    said = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.digest(secret.encode(), said, "sha256").hex()
+
+
+def check(secret: str, shown: str, right: str) -> None:
+    """Whether to go on with a peer that has `shown` this, where `right` is due. NotLetIn."""
+    if not secret and shown:
+        raise NotLetIn(SECRET_WANTED)
+    if secret and not shown:
+        raise NotLetIn(OTHER_HAS_NONE)
+    if not hmac.compare_digest(shown.encode(errors="replace"), right.encode()):
+        raise NotLetIn(WRONG)
+
+
+# ---------------------------------------------------------------- one connection
+
+
+class NotLetIn(Exception):
+    """The other side is not let in, or not followed; the text is a sentence."""
+
+
+class Broken(Exception):
+    """The other side went away, or said what cannot be understood; a sentence."""
+
+
+class Spoiled(Exception):
+    """What came is not what was written; a sentence. Another try would bring the same."""
+
+
+class PeerRefused(Exception):
+    """The other side cannot do it; a sentence. `again`: it may in a moment."""
+
+    def __init__(self, reason: str, again: bool) -> None:
+        super().__init__(reason[:MAX_TEXT])
+        self.again = again
+
+
+class PeerLink:
+    """One end of one connection. Raises Broken."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._end = time.monotonic() + DOOR_LIMIT
+
+    def allow(self, nbytes: int) -> None:
+        """Give it time for as many bytes, from now on."""
+        self._end = time.monotonic() + STALL_LIMIT + nbytes / SLOWEST
+
+    def send(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        try:
+            for at in range(0, len(view), CHUNK):
+                self._hurry()
+                self._socket.sendall(view[at : at + CHUNK])
+        except OSError as error:
+            raise Broken(_about(error)) from None
+
+    def say(self, message: FromClient | FromHost) -> None:
+        self.send(encode(message))
+
+    def take_into(self, view: memoryview) -> None:
+        """Fill `view`."""
+        at = 0
+        try:
+            while at < len(view):
+                self._hurry()
+                got = self._socket.recv_into(view[at : at + CHUNK])
+                if not got:
+                    raise Broken("the other side has hung up in the middle of it")
+                at += got
+        except OSError as error:
+            raise Broken(_about(error)) from None
+
+    def take(self, length: int) -> bytes:
+        taken = bytearray(length)
+        self.take_into(memoryview(taken))
+        return bytes(taken)
+
+    def payload(self) -> bytes:
+        """The payload of the next frame."""
+        try:
+            return self.take(length_of(self.take(LENGTH_BYTES), MAX_HEADER))
+        except FrameError as error:
+            raise Broken(str(error)) from None
+
+    def _hurry(self) -> None:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(min(left, STALL_LIMIT))
+
+
+def _about(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return "the other side takes too long"
+    return f"the connection broke: {error.strerror or type(error).__name__}"
+
+
+# ---------------------------------------------------------------- the host's end
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A snapshot that may be sent."""
+
+    opened: OpenSegment
+    slot: int
+    sequence: int
+
+
+Answer = Served | GoOn | Taken | Refusal
+Ask = Callable[[Get | Put, bytes], Answer]
+"""Who knows what is served and which parts are awaited; the bytes are those of a Put, b"" at first.
+Is called in the connection's thread."""
+
+
+def serve(sock: socket.socket, secret: str, ask: Ask, proved: Callable[[], None]) -> str:
+    """Answer the one request of a connection, which stays the caller's: "" or a sentence about a
+    peer that was refused. `proved` is called once it has said what only a saver of the job can."""
+    try:
+        return _let_in(PeerLink(sock), secret, ask, proved)
+    except NotLetIn as denied:
+        return str(denied)
+    except (Broken, FrameError, SegmentError) as error:
+        return str(error)
+
+
+def _let_in(link: PeerLink, secret: str, ask: Ask, proved: Callable[[], None]) -> str:
+    dial = read(link.payload(), CLIENT_TYPES, Dial)
+    if dial.version != VERSION:
+        return _refuse(link, f"this saver speaks version {VERSION}, not {dial.version}")
+    if dial.proves != bool(secret):
+        return _refuse(link, OTHER_HAS_NONE if dial.proves else SECRET_WANTED)
+    nonce = secrets.token_hex(NONCE_BYTES)
+    link.say(Counter(VERSION, nonce, prove(secret, "host", dial.nonce, nonce)))
+    shown = read(link.payload(), CLIENT_TYPES, Shown)
+    request = link.payload()
+    try:
+        check(secret, shown.proof, prove(secret, "client", dial.nonce, nonce, request))
+    except NotLetIn:
+        return _refuse(link, WRONG)
+    proved()
+    match read(request, CLIENT_TYPES, Get, Put):
+        case Get() as get:
+            return _send_snapshot(link, get, ask)
+        case put:
+            return _take_part(link, put, ask)
+
+
+def _refuse(link: PeerLink, reason: str, *, again: bool = False) -> str:
+    link.say(Refusal(reason[:MAX_TEXT], again))
+    return "" if again else reason
+
+
+def _send_snapshot(link: PeerLink, get: Get, ask: Ask) -> str:
+    served = ask(get, b"")
+    if not isinstance(served, Served):
+        assert isinstance(served, Refusal)
+        link.say(served)
+        return ""
+    opened = served.opened
+    try:
+        snapshot = opened.snapshot(served.slot, served.sequence)
+        if (snapshot.round.hex(), snapshot.step) != (get.round, get.step):
+            raise Gone(f"step {get.step} was withdrawn, and its slot was used again")
+        layout = opened.segment.layout()
+        tensors = opened.tensor_bytes(snapshot)
+    except Gone as gone:  # it was needed no more: no news here
+        link.say(Refusal(str(gone)[:MAX_TEXT], again=False))
+        return ""
+    except SegmentError as error:
+        return _refuse(link, str(error))
+    known = opened.known(snapshot)
+    encoded = layout.encode()
+    values = snapshot.values_bytes
+    link.say(
+        Head(
+            *(len(encoded), layout.slot_bytes, tensors, values),
+            *(snapshot.sequence, snapshot.layout),
+        )
+    )
+    if not get.body:
+        return ""
+    link.allow(len(encoded) + tensors + values)
+    link.send(encoded)
+    wrong = ""
+    for number, stretch in enumerate(opened.stretches(snapshot)):
+        link.send(stretch)
+        # What was hashed right after the commit tells of any harm since then, too.
+        mark = known[number] if number < len(known) else digest(stretch)
+        link.send(mark.to_bytes(8, "little"))
+    try:
+        opened.still(snapshot)
+    except Gone as gone:
+        wrong = str(gone)
+    link.say(Sent(not wrong, wrong))
+    return ""
+
+
+def _take_part(link: PeerLink, put: Put, ask: Ask) -> str:
+    if not 0 < put.length <= MAX_LAYOUT_BYTES:
+        return _refuse(link, f"no part has {put.length} bytes")
+    answer = ask(put, b"")
+    if isinstance(answer, GoOn):
+        link.say(answer)
+        link.allow(put.length)
+        data = link.take(put.length)
+        if hashlib.sha256(data).hexdigest() != put.digest:
+            return _refuse(link, "a part is not what its digest says")
+        answer = ask(put, data)
+    assert isinstance(answer, Taken | Refusal)
+    link.say(answer)
+    return ""
+
+
+# ---------------------------------------------------------------- the client's end
+
+
+def _dial(place: Endpoint, secret: str, request: Get | Put) -> tuple[socket.socket, PeerLink]:
+    """Connect, prove, ask. Broken, NotLetIn, PeerRefused."""
+    try:
+        sock = socket.create_connection((place.host, place.port), CONNECT_LIMIT)
+    except OSError as error:
+        raise Broken(f"nobody answers there: {error.strerror or error}") from None
+    link = PeerLink(sock)
+    try:
+        nonce = secrets.token_hex(NONCE_BYTES)
+        link.say(Dial(VERSION, nonce, bool(secret)))
+        counter = _hear(link, Counter)
+        check(secret, counter.proof, prove(secret, "host", nonce, counter.nonce))
+        asked = encode(request)
+        proof = prove(secret, "client", nonce, counter.nonce, asked[LENGTH_BYTES:])
+        link.send(encode(Shown(proof)) + asked)
+    except BaseException:
+        sock.close()
+        raise
+    return sock, link
+
+
+def _hear(link: PeerLink, wanted: type[M]) -> M:
+    try:
+        message: M | Refusal = read(link.payload(), HOST_TYPES, wanted, Refusal)
+    except FrameError as error:
+        raise Broken(str(error)) from None
+    if isinstance(message, Refusal):
+        raise PeerRefused(message.reason, message.again)
+    return message
+
+
+def _head(link: PeerLink) -> Head:
+    head = _hear(link, Head)
+    numbers = (head.layout_length, head.slot_bytes, head.tensor_bytes, head.values_bytes)
+    if not all(0 <= n <= MAX_SIZE for n in numbers) or head.layout_length > MAX_LAYOUT_BYTES:
+        raise Broken("it offers a snapshot of impossible sizes")
+    if head.tensor_bytes + head.values_bytes > head.slot_bytes or head.slot_bytes % PAGE:
+        raise Broken("it offers a snapshot that is longer than its slot")
+    return head
+
+
+def ask_size(place: Endpoint, secret: str, get: Get) -> Head:
+    """What a snapshot takes. Broken, NotLetIn, PeerRefused."""
+    sock, link = _dial(place, secret, get)
+    with sock:
+        return _head(link)
+
+
+def fetch(
+    place: Endpoint,
+    secret: str,
+    round: RoundName,
+    step: int,
+    rank: int,
+    descriptor: int,
+    slot: int = 0,
+    layout_key: int = 0,
+) -> None:
+    """Copy a snapshot into a slot of the segment behind `descriptor` and commit it there, if it has
+    this layout (0: any; another slot's snapshot would lose its own).
+    Broken, NotLetIn, PeerRefused, Spoiled, SegmentError, OSError: nothing is committed then."""
+    mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)  # ends with its last view
+    segment = Segment(memoryview(mapping))
+    if not 0 <= slot < segment.slots:
+        raise SegmentError(f"a segment of {segment.slots} slots has no slot {slot}")
+    segment.withdraw(slot)
+    get = Get(round_key(round).hex(), step, rank, body=True)
+    sock, link = _dial(place, secret, get)
+    with sock:
+        head = _head(link)
+        if head.slot_bytes > segment.slot_bytes or head.layout_length > segment.slot_at(0) - PAGE:
+            raise SegmentError("the memory that was made for a snapshot is too small for it")
+        if layout_key not in (0, head.layout):
+            raise SegmentError("the snapshot has another layout than it was announced with")
+        link.allow(head.layout_length + head.slot_bytes)
+        link.take_into(memoryview(mapping)[PAGE : PAGE + head.layout_length])
+        layout = segment.layout()
+        if (layout.key, layout.tensor_bytes) != (head.layout, head.tensor_bytes):
+            raise Broken("its layout is not the one that it has announced")
+        hashes = _receive(link, head, segment.payload(slot))
+        sent = _hear(link, Sent)
+    if not sent.ok:
+        raise Spoiled(sent.reason[:MAX_TEXT])
+    segment.commit(
+        slot,
+        round=round,
+        sequence=head.sequence,
+        step=step,
+        layout=head.layout,
+        values=head.values_bytes,
+    )
+    snapshot = segment.read(slot)
+    assert snapshot is not None
+    keep(descriptor, segment.slot_at(slot), snapshot, hashes)
+
+
+def _receive(link: PeerLink, head: Head, payload: memoryview) -> tuple[int, ...]:
+    """The stretches of a snapshot; their hashes. Broken, Spoiled."""
+    block = block_of(head.tensor_bytes)
+    ends = [min(at + block, head.tensor_bytes) for at in range(0, head.tensor_bytes, block)]
+    ends.append(head.tensor_bytes + head.values_bytes)
+    hashes = []
+    at = 0
+    for number, end in enumerate(ends):
+        stretch = payload[at:end]
+        link.take_into(stretch)
+        mark = int.from_bytes(link.take(8), "little")
+        if digest(stretch) != mark:
+            raise Spoiled(
+                f"block {number + 1} of {len(ends)} is not what was written: it differs from its "
+                "hash"
+            )
+        hashes.append(mark)
+        at = end
+    return tuple(hashes)
+
+
+def put(place: Endpoint, secret: str, attempt: str, rank: int, part: bytes) -> None:
+    """Hand a part to its attempt's coordinator. Broken, NotLetIn, PeerRefused."""
+    request = Put(attempt, rank, len(part), hashlib.sha256(part).hexdigest())
+    sock, link = _dial(place, secret, request)
+    with sock:
+        _hear(link, GoOn)
+        link.allow(len(part))
+        link.send(part)
+        _hear(link, Taken)

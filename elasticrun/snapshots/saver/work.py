@@ -1,0 +1,109 @@
+"""What the saver does with storage, each piece in its one thread for that.
+
+torch and all that writes checkpoints (`saver.parts`) are imported when the first piece is done, so
+that the saver answers its agent before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from elasticrun.host.system.reasons import reason_of
+from elasticrun.snapshots.saver.hashing import Gone, OpenSegment
+from elasticrun.snapshots.saver.written import PartWritten
+from elasticrun.snapshots.storage import retention
+from elasticrun.snapshots.storage.folder import Folder
+from elasticrun.wire.snapshots import PersistParts
+
+MAX_FOLDERS: Final = 8
+"""That are kept, with what was found out about their file systems."""
+
+_folders: dict[str, Folder] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a piece of work: "" or why it failed, and sentences for the operator."""
+
+    reason: str = ""
+    remarks: tuple[str, ...] = ()
+    parts: tuple[PartWritten, ...] = ()
+
+    @classmethod
+    def failed(cls, error: BaseException) -> Outcome:
+        remarks = [text for folder in list(_folders.values()) for text in folder.take_remarks()]
+        return cls(reason_of(error), tuple(remarks))
+
+
+def get_ready() -> Outcome:
+    """Import torch, with one thread to work with, and what writes checkpoints."""
+    torch: Any = importlib.import_module("torch")
+    torch.set_num_threads(1)
+    importlib.import_module("elasticrun.snapshots.saver.parts")
+    return Outcome()
+
+
+def write_parts(
+    opened: Mapping[int, OpenSegment | None], order: PersistParts, stop: Callable[[], bool]
+) -> Outcome:
+    """Every part of this node, one after the other. The agent has had them compared before."""
+    from elasticrun.snapshots.saver.parts import PersistError, write_part
+
+    folder = _folder(order)
+    ranks = {part.rank for part in order.parts}
+    retention.clear_earlier(folder, order.step, ranks, order.attempt)
+    parts = []
+    for part in order.parts:
+        if stop():
+            raise PersistError("it was given up")
+        held = opened[part.key]
+        if held is None:
+            raise Gone(f"the saver does not have the segment of rank {part.rank}")
+        held.drop_others(held.snapshot(part.slot, part.sequence))
+        parts.append(write_part(held.segment, part, order, folder, stop=stop))
+    return Outcome("", tuple(folder.take_remarks()), tuple(parts))
+
+
+def commit(order: PersistParts, parts: Sequence[PartWritten], stop: Callable[[], bool]) -> Outcome:
+    """Write manifest and marker."""
+    from elasticrun.snapshots.saver import parts as saver_parts
+
+    folder = _folder(order)
+    saver_parts.commit(folder, order, parts, stop)
+    return Outcome("", tuple(folder.take_remarks()))
+
+
+def sweep(order: PersistParts) -> Outcome:
+    """Remove what is not to be kept any more."""
+    return _swept(order, order.keep_last, order.keep_every, order.in_use)
+
+
+def tidy(order: PersistParts) -> Outcome:
+    """Remove what was begun long ago, and no checkpoint: where no attempt comes through there is no
+    sweep."""
+    return _swept(order, 0, 0, ())
+
+
+def _swept(order: PersistParts, last: int, every: int, in_use: Sequence[int]) -> Outcome:
+    folder = _folder(order)
+    used = (order.step, *in_use)
+    _, remarks = retention.sweep(folder, keep_last=last, keep_every=every, in_use=used)
+    return Outcome("", (*remarks, *folder.take_remarks()))
+
+
+def clean(order: PersistParts) -> Outcome:
+    """Remove the files of an attempt that came to nothing."""
+    folder = _folder(order)
+    retention.give_up(folder, order.step, order.attempt)
+    return Outcome("", tuple(folder.take_remarks()))
+
+
+def _folder(order: PersistParts) -> Folder:
+    if order.folder not in _folders:
+        while len(_folders) >= MAX_FOLDERS:
+            del _folders[next(iter(_folders))]
+        _folders[order.folder] = Folder(order.folder)
+    return _folders[order.folder]

@@ -1,0 +1,123 @@
+"""What a saver tells the coordinator's of a part that it has written. Without torch, which a saver
+imports only after it has said that it is there."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from elasticrun.snapshots.shm.layout import (
+    MAX_ITEMS,
+    MAX_LAYOUT_BYTES,
+    MAX_SIZE,
+    ItemKind,
+    Layout,
+    LayoutError,
+    decode,
+    items_of,
+    stretch_of,
+)
+from elasticrun.snapshots.storage.manifest import FileEntry, ManifestError, file_of, plain_file
+from elasticrun.wire.types import MAX_ATTEMPT, RoundName
+
+_LENGTH: Final = struct.Struct("<I")
+
+MAX_BYTES: Final = 2 * MAX_LAYOUT_BYTES
+"""Of an encoded part, with its layout."""
+
+MAX_LAYOUTS: Final = 64
+"""Layouts that are kept decoded."""
+
+
+class PartError(ValueError):
+    """The bytes are no part, or one that cannot be; a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartWritten:
+    """One rank's share, on stable storage. `lengths`: of the opaque values in the file. `places`:
+    where each item lies in it (dcp.metadata.PartFile), () if as in the layout."""
+
+    file: FileEntry
+    step: int
+    round: RoundName
+    attempt: str
+    torch: str
+    lengths: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
+    layout: Layout
+
+    def encode(self) -> bytes:
+        """Compressed JSON, then the layout. LayoutError if it is beyond all bounds."""
+        plain = {
+            "file": plain_file(self.file),
+            "step": self.step,
+            "round": [self.round.term, self.round.number, self.round.nonce],
+            "attempt": self.attempt,
+            "lengths": self.lengths,
+            "places": self.places,
+        }
+        text = zlib.compress(json.dumps(plain, separators=(",", ":")).encode("ascii"), 1)
+        return _LENGTH.pack(len(text)) + text + self.layout.encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> PartWritten:
+        """Back from `encode`, with every number checked. PartError."""
+        if len(data) > MAX_BYTES or len(data) < _LENGTH.size:
+            raise PartError(f"{len(data)} bytes are no part")
+        (length,) = _LENGTH.unpack_from(data)
+        try:
+            layout = _layout(data[_LENGTH.size + length :])
+            stream = zlib.decompressobj()
+            text = stream.decompress(data[_LENGTH.size : _LENGTH.size + length], MAX_LAYOUT_BYTES)
+            if not stream.eof:
+                raise PartError("a part is too long, or cut")
+            return _checked(json.loads(text), layout)
+        except (LayoutError, ManifestError) as error:
+            raise PartError(f"this is no part: {error}") from None
+        except PartError:
+            raise
+        except (ValueError, TypeError, KeyError, zlib.error, RecursionError) as error:
+            raise PartError(f"this is no part ({type(error).__name__})") from None
+
+
+@lru_cache(maxsize=MAX_LAYOUTS)
+def _layout(encoded: bytes) -> Layout:
+    """The same comes with every checkpoint of a round."""
+    return decode(encoded)
+
+
+def _checked(plain: Any, layout: Layout) -> PartWritten:
+    file = file_of(plain["file"])
+    term, number, nonce = plain["round"]
+    attempt = plain["attempt"]
+    lengths = tuple(plain["lengths"])
+    places = tuple((offset, length) for offset, length in plain["places"])
+    numbers = [plain["step"], term, number, *lengths, *(n for place in places for n in place)]
+    if (
+        not all(type(n) is int and 0 <= n < MAX_SIZE for n in numbers)
+        or len(numbers) > 3 * MAX_ITEMS
+    ):
+        raise PartError("a part has impossible sizes")
+    if not isinstance(nonce, str) or len(nonce) > MAX_ATTEMPT:
+        raise PartError("a part names no round")
+    if not isinstance(attempt, str) or len(attempt) > MAX_ATTEMPT:
+        raise PartError("a part names no attempt")
+    if file.layout != layout.key:
+        raise PartError("a part is of another layout than it says")
+    if not places:
+        values = sum(i.kind is ItemKind.BYTES for i in items_of(layout, file.shared))
+        stretch = stretch_of(layout, file.shared)
+        sizes = (len(lengths), file.stretch, file.size)
+        if sizes != (values, stretch, stretch + sum(lengths)):
+            raise PartError(f"{file.name} is not as long as its items are together")
+    elif any(offset + length > file.size for offset, length in places):
+        raise PartError("an item reaches beyond the file of its part")
+    return PartWritten(
+        *(file, plain["step"], RoundName(term, number, nonce), attempt, layout.torch),
+        *(lengths, places, layout),
+    )

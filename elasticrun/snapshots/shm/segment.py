@@ -1,0 +1,327 @@
+"""The shared memory of one local rank: a control page, a layout, and two or three slots.
+
+A rank writes snapshots into its segment, its agent and its saver read them, and the segment lives
+on when the rank is killed. Nothing is locked. A slot is written in four steps: its commit word is
+taken back; the payload is copied; the record says whose it is; the commit word is set to the
+record's sequence number. Whoever reads believes a slot only if record and commit word agree and the
+record's checksum holds; a reader of a rank that lives looks at the commit word again afterwards.
+SIGKILL cannot undo stores, and on x86 they are seen in the order in which they were made; on other
+machines the notice over the socket, which comes after them, is the fence.
+
+    control page | layout (PAGE-aligned) | slot 0: header page, own tensors, shared tensors,
+    opaque values | slot 1 ...
+
+Words of the control page have one writer each: the agent `watermark`, `given_up` and `save_at`, the
+rank `current`. A slot's pin is set by the rank for a persist that it asks for (before it tells the
+agent) or by the agent while no rank lives, and cleared by the agent alone.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+from elasticrun.snapshots.shm.layout import MAX_SIZE, PAGE, Layout, LayoutError, decode, is_of
+from elasticrun.wire.types import RoundName
+
+MAGIC: Final = 0x3130_5047_5352_4C45  # "ELRSPG01", little-endian
+VERSION: Final = 2
+NONE: Final = -1
+"""In `watermark`, `save_at` and `current`: no step."""
+
+MIN_SLOTS: Final = 2
+MAX_SLOTS: Final = 4
+
+_MAGIC, _VERSION, _SLOTS, _LAYOUT_BYTES, _LAYOUT_LENGTH, _SLOT_BYTES = range(6)
+_WATERMARK, _SAVE_AT, _CURRENT, _GIVEN_UP = 16, 17, 18, 19
+_PINS = 24
+"""Indices of 8-byte words in the control page; pins take MAX_SLOTS of them."""
+
+COMMIT_AT: Final = 1024
+"""Where the commit word stands in a slot's header page."""
+
+HASHES_AT: Final = 2048
+"""Where the saver keeps its hashes: the sequence number they are of, how many, then each."""
+
+BLOCK: Final = 64 * 1024 * 1024
+"""Bytes of the stretch of tensors that one hash covers; one more covers the opaque values."""
+
+MAX_HASHES: Final = (PAGE - HASHES_AT) // 8 - 2
+"""Stretches of more blocks (16 GiB) are hashed in larger ones (`block_of`)."""
+
+_RECORD: Final = struct.Struct("<QIqq16sQqQQI")
+"""magic, version, term, number, key of the round, sequence, step, layout, bytes of opaque values,
+checksum of what stands before it. Not native order: it is guarded by its checksum."""
+
+
+class SegmentError(ValueError):
+    """The bytes are no segment of ours, or one that cannot be true; a sentence."""
+
+
+def round_key(name: RoundName) -> bytes:
+    """16 bytes that stand for the whole name of a round."""
+    text = f"{name.term}/{name.number}/{name.nonce}".encode()
+    return blake2b(text, digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A committed slot."""
+
+    slot: int
+    term: int
+    number: int
+    round: bytes  # round_key
+    sequence: int
+    step: int
+    layout: int  # Layout.key
+    values_bytes: int  # of opaque values with their table
+
+    def is_of(self, name: RoundName) -> bool:
+        return self.round == round_key(name)
+
+
+def segment_bytes(layout_length: int, slot_bytes: int, slots: int) -> int:
+    """Size of a segment for so many slots and an encoded layout of so many bytes."""
+    return PAGE + _up(layout_length) + slots * (PAGE + slot_bytes)
+
+
+def block_of(tensor_bytes: int) -> int:
+    """Bytes that one hash covers in a stretch of so many bytes of tensors (own and shared)."""
+    block = BLOCK
+    while -(-tensor_bytes // block) >= MAX_HASHES:
+        block *= 2
+    return block
+
+
+class _Word:
+    """A word of eight bytes in the control page."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, segment: Segment, _: object = None) -> int:
+        return segment._words[self._index]
+
+    def __set__(self, segment: Segment, step: int) -> None:
+        segment._words[self._index] = step
+
+
+class Segment:
+    """A view of one segment. `memory` is the whole of it, mapped shared; writers need it writable.
+
+    Words of eight bytes are read and written at once (`memoryview.cast`): half of one is never
+    seen. `close` lets go of the views; the mapping is the caller's."""
+
+    def __init__(self, memory: memoryview) -> None:
+        """SegmentError for what is no segment, or is shorter than it says."""
+        if len(memory) < PAGE:
+            raise SegmentError(f"a segment of {len(memory)} bytes has no room for anything")
+        self._memory = memory.cast("B")
+        self._words = self._memory[:PAGE].cast("q")
+        if self._words[_MAGIC] != MAGIC or self._words[_VERSION] != VERSION:
+            raise SegmentError("this is no segment of this version")
+        self.slots = self._words[_SLOTS]
+        self._layout_bytes = self._words[_LAYOUT_BYTES]
+        self.slot_bytes = self._words[_SLOT_BYTES]  # without its header page
+        sizes = (self._layout_bytes, self.slot_bytes, self._words[_LAYOUT_LENGTH])
+        if not MIN_SLOTS <= self.slots <= MAX_SLOTS or not all(0 <= n <= MAX_SIZE for n in sizes):
+            raise SegmentError("a segment has impossible sizes")
+        if len(memory) < self.slot_at(self.slots) or sizes[2] > self._layout_bytes:
+            raise SegmentError("a segment is shorter than it says")
+
+    def is_made_for(self, layout_length: int, slot_bytes: int, slots: int) -> bool:
+        """Whether the control page still says what `begin` wrote there for these sizes."""
+        made = (MAGIC, VERSION, slots, _up(layout_length), layout_length, slot_bytes)
+        return tuple(self._words[: len(made)]) == made
+
+    def has_layout(self, key: int) -> bool:
+        """Whether the layout that stands in it is the one with this key; without decoding it."""
+        length = self._words[_LAYOUT_LENGTH]
+        return is_of(bytes(self._memory[PAGE : PAGE + length]), key)
+
+    # ------------------------------------------------------------ places
+
+    def slot_at(self, slot: int) -> int:
+        """Where the header page of a slot begins, in bytes from the segment's first."""
+        return PAGE + self._layout_bytes + slot * (PAGE + self.slot_bytes)
+
+    def payload_at(self, slot: int) -> int:
+        """Where a slot's first tensor begins."""
+        return self.slot_at(slot) + PAGE
+
+    def payload(self, slot: int) -> memoryview:
+        """A slot without its header page."""
+        at = self.payload_at(slot)
+        return self._memory[at : at + self.slot_bytes]
+
+    def layout(self, key: int | None = None) -> Layout:
+        """What the slots are laid out as; with the `key` that a snapshot's record has, in a third
+        of the time (`layout.decode`). SegmentError."""
+        at = PAGE
+        length = self._words[_LAYOUT_LENGTH]
+        try:
+            layout = decode(bytes(self._memory[at : at + length]), key)
+        except LayoutError as error:
+            raise SegmentError(f"a segment's layout cannot be read: {error}") from None
+        if layout.slot_bytes > self.slot_bytes:
+            raise SegmentError("a segment's slots are smaller than its layout")
+        return layout
+
+    # ------------------------------------------------------------ the control page
+
+    watermark = _Word(_WATERMARK)
+    """The newest step of the present round that is whole over the whole job, or NONE."""
+
+    given_up = _Word(_GIVEN_UP)
+    """Steps above the watermark up to this one can never be whole, since some ranks have them and
+    others went on without; NONE: no step."""
+
+    save_at = _Word(_SAVE_AT)
+    """The step that everybody is asked to save, or NONE."""
+
+    current = _Word(_CURRENT)
+    """The step the rank is at, or NONE."""
+
+    def pinned(self, slot: int) -> bool:
+        """Whether somebody needs this snapshot still."""
+        return self._words[_PINS + slot] != 0
+
+    def pin(self, slot: int, on: bool = True) -> None:
+        self._words[_PINS + slot] = int(on)
+
+    # ------------------------------------------------------------ slots
+
+    def _commit(self, slot: int) -> memoryview:
+        at = self.slot_at(slot) + COMMIT_AT
+        return self._memory[at : at + 8].cast("q")
+
+    def committed(self, slot: int) -> int:
+        """The commit word, 0 for none: what a reader of a living rank looks at again."""
+        return self._commit(slot)[0]
+
+    def withdraw(self, slot: int) -> None:
+        """First step of a write, or the end of a snapshot: the slot holds nothing any more."""
+        self._commit(slot)[0] = 0
+
+    def commit(
+        self, slot: int, *, round: RoundName, sequence: int, step: int, layout: int, values: int
+    ) -> None:
+        """The last two steps of a write: the payload stands. `values`: bytes of opaque values with
+        their table; `sequence`: above that of every other slot."""
+        key = round_key(round)
+        fields = (MAGIC, VERSION, round.term, round.number, key, sequence, step, layout, values)
+        record = _RECORD.pack(*fields, 0)[:-4]
+        at = self.slot_at(slot)
+        self._memory[at : at + _RECORD.size] = record + struct.pack("<I", zlib.crc32(record))
+        self._commit(slot)[0] = sequence
+
+    def read(self, slot: int) -> Snapshot | None:
+        """The snapshot in a slot, None if there is no committed one."""
+        at = self.slot_at(slot)
+        record = bytes(self._memory[at : at + _RECORD.size])
+        magic, version, term, number, key, sequence, step, layout, values, crc = _RECORD.unpack(
+            record
+        )
+        if magic != MAGIC or version != VERSION or zlib.crc32(record[:-4]) != crc:
+            return None
+        if not sequence or self.committed(slot) != sequence or values > self.slot_bytes:
+            return None
+        if step < 0:  # no report could say it
+            return None
+        return Snapshot(slot, term, number, key, sequence, step, layout, values)
+
+    def snapshots(self) -> list[Snapshot]:
+        """All committed ones, the newest last."""
+        found = (self.read(slot) for slot in range(self.slots))
+        return sorted((s for s in found if s is not None), key=lambda s: s.sequence)
+
+    def free_slot(self) -> int | None:
+        """Where the next snapshot of the present life may go: a slot that holds nothing, else one
+        that is not pinned and is needless, because a newer step is whole or because its own step
+        was given up; None if there is none now. For the rank."""
+        held = {s.slot: s for s in self.snapshots()}
+        free = [j for j in range(self.slots) if not self.pinned(j)]
+        for slot in free:
+            if slot not in held:
+                return slot
+        watermark, given_up = self.watermark, self.given_up
+        whole = [s.sequence for s in held.values() if s.step <= watermark]
+        newest = max(whole, default=0)
+        needless = [
+            held[j]
+            for j in free
+            if held[j].sequence < newest or watermark < held[j].step <= given_up
+        ]
+        return min(needless, key=lambda s: s.sequence).slot if needless else None
+
+    def values(self, snapshot: Snapshot, layout: Layout) -> list[memoryview]:
+        """The opaque values of a snapshot. SegmentError for a table that cannot be true."""
+        at, count = layout.tensor_bytes, len(layout.values)
+        region = self.payload(snapshot.slot)[at : at + snapshot.values_bytes]
+        if not 8 * count <= len(region) == snapshot.values_bytes:
+            raise SegmentError("a snapshot's opaque values have no table")
+        found, begin = [], 8 * count
+        for length in struct.unpack(f"={count}Q", region[:begin]):
+            found.append(region[begin : begin + length])
+            begin += length
+        if begin != snapshot.values_bytes:
+            raise SegmentError(
+                "a snapshot's opaque values are longer or shorter than its record says"
+            )
+        return found
+
+    # ------------------------------------------------------------ hashes, kept by the saver
+
+    def hashes(self, snapshot: Snapshot) -> tuple[int, ...]:
+        """The xxh3 (64 bits) of each block of this snapshot's tensors, then that of its opaque
+        values; () if they have not been made."""
+        at = self.slot_at(snapshot.slot) + HASHES_AT
+        words = self._memory[at : at + PAGE - HASHES_AT].cast("Q")
+        sequence, count = words[0], words[1]
+        if sequence != snapshot.sequence or not 1 <= count <= MAX_HASHES:
+            return ()
+        return tuple(words[2 : 2 + count])
+
+    def close(self) -> None:
+        """Let go of the views."""
+        self._words.release()
+        self._memory.release()
+
+
+def begin(memory: memoryview, *, layout_length: int, slot_bytes: int, slots: int) -> None:
+    """Make fresh memory a segment with no snapshot; for the agent. The rank writes its layout of
+    `layout_length` bytes, encoded, at `PAGE` before its first snapshot. ValueError for sizes that
+    no segment has or that the memory is too small for."""
+    room = _up(layout_length)
+    if not MIN_SLOTS <= slots <= MAX_SLOTS or slot_bytes % PAGE or min(room, slot_bytes) < 0:
+        raise ValueError(f"{slots} slots of {slot_bytes} bytes are no segment")
+    if len(memory) < PAGE + room + slots * (PAGE + slot_bytes):
+        raise ValueError("the memory is smaller than the segment")
+    words = memory[:PAGE].cast("q")
+    words[_VERSION] = VERSION
+    words[_SLOTS] = slots
+    words[_LAYOUT_BYTES] = room
+    words[_LAYOUT_LENGTH] = layout_length
+    words[_SLOT_BYTES] = slot_bytes
+    words[_WATERMARK] = words[_SAVE_AT] = words[_CURRENT] = words[_GIVEN_UP] = NONE
+    words[_MAGIC] = MAGIC
+    words.release()
+
+
+def values_region(values: Sequence[bytes]) -> bytes:
+    """Opaque values as they lie in a slot: a table of their lengths, then each."""
+    return struct.pack(f"={len(values)}Q", *map(len, values)) + b"".join(values)
+
+
+def hashes_page(sequence: int, hashes: tuple[int, ...]) -> bytes:
+    """What the saver writes at `slot_at(slot) + HASHES_AT` once it has hashed a snapshot."""
+    return struct.pack(f"={2 + len(hashes)}Q", sequence, len(hashes), *hashes)
+
+
+def _up(number: int) -> int:
+    return -(-number // PAGE) * PAGE

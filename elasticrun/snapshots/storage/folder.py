@@ -1,0 +1,344 @@
+"""A folder of checkpoints: what is in it, whether that is whole, and what is no longer kept.
+
+A checkpoint `step-000000123` is committed once its marker `.metadata` is there, which is written
+last. It is found by listing; no file that points to the latest is believed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from operator import eq, ge
+from typing import Final, NamedTuple
+
+import xxhash
+
+from elasticrun.snapshots.storage import manifest as manifests
+from elasticrun.snapshots.storage.manifest import FileEntry, Manifest, ManifestError
+from elasticrun.snapshots.storage.places import Entry, LocalPlace, StoragePlace, UrlPlace
+from elasticrun.snapshots.storage.timeline import Listed, Timeline, chain, timeline_of
+from elasticrun.snapshots.storage.writing import PIECE, Calls, Sink, StorageError
+
+MARKER: Final = manifests.MARKER
+CONDEMNED: Final = "elasticrun.bad"
+MAX_STEP: Final = 2**53
+MAX_REMARKS: Final = 32
+MAX_VERDICT: Final = 4096
+"""Bytes that say why a checkpoint was condemned."""
+
+_STEP: Final = re.compile(r"step-(\d{9,16})\Z")
+_OURS: Final = re.compile(r"(__\d+_\d+\.\d+\..+\.distcp|elasticrun\..+|\.metadata\..+\.tmp)\Z")
+
+
+def step_name(step: int) -> str:
+    """Name of a checkpoint's folder."""
+    return f"step-{step:09d}"
+
+
+class CheckpointFault(NamedTuple):
+    """What is wrong with a checkpoint. `spoiled`: it is not what was written."""
+
+    what: str
+    spoiled: bool = True
+
+    @property
+    def clause(self) -> str:
+        """The rest of a sentence that begins with the checkpoint."""
+        return f"is spoiled: {self.what}" if self.spoiled else self.what
+
+
+class Folder:
+    """`url`: an absolute path, a `file://` URL, or any other that fsspec takes.
+
+    Methods raise StorageError where the storage does not do its work; what they find to be wrong
+    with a checkpoint they return as a sentence."""
+
+    def __init__(self, url: str, *, calls: Calls | None = None) -> None:
+        """StorageError if nothing can lie there. The storage is not asked yet."""
+        self.url = url
+        path = url.removeprefix("file://")
+        self.is_local = path != url or url.startswith("/") or "://" not in url
+        self._said: set[str] = set()
+        if self.is_local and not os.path.isabs(path):
+            raise StorageError(f"{url!r} is neither an absolute path nor a URL")
+        self._place: StoragePlace = (
+            LocalPlace(path, calls or Calls()) if self.is_local else UrlPlace(url)
+        )
+        self.unfit = self._place.unfit
+        """Why a job must not keep its checkpoints there, in a sentence; "" if it may."""
+
+    @property
+    def shows_others(self) -> bool:
+        """Whether what other nodes have written is seen here at once; not so on mounted buckets."""
+        return self._place.fresh
+
+    def path(self, step: int) -> str:
+        """Of a checkpoint, for torch's readers (`checkpoint_id`)."""
+        return self._place.full(step_name(step))
+
+    def remark(self, text: str) -> None:
+        """Keep a sentence for `take_remarks`."""
+        if len(self._place.remarks) < MAX_REMARKS:
+            self._place.remarks.append(text)
+
+    def take_remarks(self) -> list[str]:
+        """What is to be told the operator since the last call; each sentence comes once."""
+        fresh = [r for r in dict.fromkeys(self._place.remarks) if r not in self._said]
+        self._place.remarks.clear()
+        if len(self._said) < MAX_REMARKS:
+            self._said.update(fresh)
+        return fresh
+
+    def _steps(self) -> list[int]:
+        named = ((_STEP.match(one.name), one) for one in self._place.entries("") if one.folder)
+        steps = [(int(match[1]), one.name) for match, one in named if match]
+        return sorted(n for n, name in steps if n < MAX_STEP and name == step_name(n))
+
+    def _entries(self, step: int) -> dict[str, Entry]:
+        return {entry.name: entry for entry in self._place.entries(step_name(step))}
+
+    def survey(self) -> list[Listed]:
+        """Every checkpoint that is there or was begun, by steps; one listing of each."""
+        return [_found(step, self._entries(step)) for step in self._steps()]
+
+    def committed(self) -> list[int]:
+        """Steps that have a marker and were not condemned, ascending; also what was left."""
+        return [one.step for one in self.survey() if one.committed]
+
+    def newest(self, below: int = -1, above: int = -1) -> int:
+        """The step that a start goes on from, -1 for none: the newest one that was committed and
+        not left. `below`: nothing from that step on; -1: any. `above`: one that is later than this
+        step, or none; where the folder has no later one, it takes a single listing to say so."""
+        names = self._steps()
+        if not names or names[-1] <= above:
+            return -1
+        steps = chain(_found(step, self._entries(step)) for step in names)
+        return max((s for s in steps if s > above and (below < 0 or s < below)), default=-1)
+
+    def condemned(self) -> list[int]:
+        """Steps that were found to be spoiled, ascending."""
+        return [one.step for one in self.survey() if one.condemned]
+
+    def uncommitted(self, older_than: float, found: Iterable[Listed] | None = None) -> list[int]:
+        """Steps without a marker, of our making alone, on which nothing was written for so many
+        seconds. The storage's own clock says so: its now is the last change of any checkpoint.
+        `found`: a survey of just now."""
+        found = self.survey() if found is None else list(found)
+        now = max((one.changed for one in found), default=0.0)
+        begun = [one for one in found if not one.marker and one.only_ours and one.changed]
+        return [one.step for one in begun if now - one.changed > older_than]
+
+    def files(self, step: int) -> dict[str, int]:
+        """Names and sizes of what lies in a checkpoint."""
+        return {e.name: e.size for e in self._entries(step).values() if not e.folder}
+
+    def size(self, step: int, name: str) -> int | None:
+        """Of one file, None if it is not there; by opening it, since listings and what they say of
+        sizes may be some seconds old on NFS and on mounted buckets."""
+        try:
+            with self._place.opened(f"{step_name(step)}/{name}") as file:
+                return int(file.seek(0, os.SEEK_END))
+        except FileNotFoundError:
+            return None
+
+    def lacks(self, step: int, wanted: Iterable[FileEntry]) -> str:
+        """ "" if these files are there in their sizes, else what is wrong with one, in words."""
+        return self._wrong(step, {one.name: one.size for one in wanted}, eq, "not {}")
+
+    def short(self, step: int, least: Mapping[str, int]) -> str:
+        """ "" if these files are there with so many bytes or more, else what is wrong with one, in
+        words: for checkpoints of torch alone, which have no manifest."""
+        return self._wrong(step, least, ge, "and {} were written")
+
+    def _wrong(
+        self, step: int, wanted: Mapping[str, int], fits: Callable[[int, int], bool], why: str
+    ) -> str:
+        sizes = self.files(step)
+        sized = (self._missized(step, one, sizes, fits, why) for one in wanted.items())
+        return next(filter(None, sized), "")
+
+    def _missized(
+        self,
+        step: int,
+        wanted: tuple[str, int],
+        sizes: Mapping[str, int],
+        fits: Callable[[int, int], bool] = eq,
+        why: str = "not {}",
+    ) -> str:
+        name, bytes_ = wanted
+        if fits(sizes.get(name, -1), bytes_):  # of a listing, which may be old
+            return ""
+        size = self.size(step, name)
+        if size is None:
+            return f"{name} is missing"
+        return "" if fits(size, bytes_) else f"{name} has {size} bytes, {why.format(bytes_)}"
+
+    def has_manifest(self, step: int) -> bool:
+        """Whether we have written it, so that there is something to compare it with."""
+        return self.size(step, manifests.NAME) is not None
+
+    def manifest(self, step: int) -> Manifest | None:
+        """None where there is none: not committed, or written by torch alone. ManifestError."""
+        try:
+            data = self._read(step, manifests.NAME, manifests.MAX_BYTES)
+        except FileNotFoundError:
+            return None
+        found = manifests.decode(data)
+        if found.step != step:
+            raise ManifestError(f"the manifest is that of step {found.step}")
+        return found
+
+    def _read(self, step: int, name: str, most: int) -> bytes:
+        with self._place.opened(f"{step_name(step)}/{name}") as file:
+            pieces, have = [], 0
+            while piece := file.read(min(PIECE, most + 1 - have)):
+                pieces.append(piece)
+                have += len(piece)
+                if have > most:
+                    raise StorageError(f"{self.path(step)}/{name} is longer than it can be")
+        return b"".join(pieces)
+
+    def verify(self, step: int, part: int = 0, of: int = 1) -> str:
+        """Compare a checkpoint with its manifest: all sizes, its marker, and the hashes of every
+        `of`-th file from the `part`-th on (0: of no file). "" or what is wrong, in a sentence. ""
+        too for what has no manifest, since torch has written it: there is nothing to compare
+        with."""
+        wrong = next(self.faults(step, part, of), None)
+        return f"{self._where(step)} {wrong.clause}" if wrong is not None else ""
+
+    def faults(self, step: int, part: int = 0, of: int = 1) -> Iterator[CheckpointFault]:
+        """The same of every file that is wrong. Sizes come before hashes."""
+        sizes = self.files(step)
+        if MARKER not in sizes and self.size(step, MARKER) is None:
+            yield CheckpointFault("was never committed", spoiled=False)
+            return
+        if CONDEMNED in sizes:
+            yield CheckpointFault("was found to be spoiled before", spoiled=False)
+            return
+        try:
+            manifest = self.manifest(step)
+        except ManifestError as error:
+            yield CheckpointFault(str(error))
+            return
+        except OSError as error:
+            yield self._unread(step, manifests.NAME, error)
+            return
+        if manifest is not None:
+            yield from self._compare(manifest, sizes, manifest.files[part::of] if of else ())
+
+    def _where(self, step: int) -> str:
+        return f"step {step} in {self.url}"
+
+    def _unread(self, step: int, name: str, error: OSError) -> CheckpointFault:
+        """StorageError where the storage is away, which says nothing of a file."""
+        why = error.strerror or repr(error)
+        if error.errno != errno.EIO and not isinstance(error, FileNotFoundError):
+            raise StorageError(f"{self._where(step)} cannot be read: {why}") from error
+        return CheckpointFault(f"{name} cannot be read whole ({why})")
+
+    def _compare(
+        self, manifest: Manifest, sizes: Mapping[str, int], hashed: Iterable[FileEntry]
+    ) -> Iterator[CheckpointFault]:
+        step, gone = manifest.step, set()
+        for entry in manifest.files:
+            if wrong := self._missized(step, (entry.name, entry.size), sizes):
+                gone.add(entry.name)
+                yield CheckpointFault(wrong)
+        for name, check in (
+            (MARKER, partial(self._other_marker, manifest)),
+            *((one.name, partial(self._changed, step, one)) for one in hashed),
+        ):
+            if name in gone:
+                continue
+            try:
+                wrong = check()
+            except OSError as error:
+                yield self._unread(step, name, error)
+                continue
+            if wrong:
+                yield CheckpointFault(wrong)
+
+    def _other_marker(self, manifest: Manifest) -> str:
+        if self.size(manifest.step, MARKER) == manifest.marker_size:
+            marker = self._read(manifest.step, MARKER, manifest.marker_size)
+            if xxhash.xxh3_64_intdigest(marker) == manifest.marker_hash:
+                return ""
+        return f"{MARKER} is not what was written"
+
+    def _changed(self, step: int, entry: FileEntry) -> str:
+        with self._place.opened(f"{step_name(step)}/{entry.name}") as file:
+            room = memoryview(bytearray(min(PIECE, max(entry.size, 1))))
+            for (begin, end), wanted in zip(entry.spans(), entry.hashes, strict=True):
+                found, at = xxhash.xxh3_64(), begin
+                while at < end:
+                    took = file.readinto(room[: end - at])
+                    if not took:
+                        return f"{entry.name} ends at byte {at}"
+                    found.update(room[:took])
+                    at += took
+                if found.intdigest() != wanted:
+                    return f"{entry.name} was changed between bytes {begin} and {end}"
+        return ""
+
+    def verdict(self, step: int) -> str:
+        """Of a condemned one what it was condemned for; "" where it was not. StorageError."""
+        try:
+            return self._read(step, CONDEMNED, MAX_VERDICT).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+
+    def condemn(self, step: int, what: str) -> None:
+        """Never again list this checkpoint as committed; the first reason stays."""
+        data = what.encode()[: MAX_VERDICT - 1] + b"\n"
+        self._place.put_first(f"{step_name(step)}/{CONDEMNED}", data)
+
+    def clear_condemned(self, step: int) -> None:
+        """The checkpoint is about to be written anew."""
+        self._place.unlink(f"{step_name(step)}/{CONDEMNED}")
+
+    def remove(self, step: int) -> None:
+        """The marker first, so that what is half removed is no checkpoint."""
+        if MARKER in self._entries(step):
+            self._place.unlink(f"{step_name(step)}/{MARKER}")
+            self._place.settle(step_name(step))
+        self._place.remove(step_name(step))
+
+    def begin(self, step: int) -> None:
+        """Make the folder of a checkpoint that is to be written."""
+        self._place.make(step_name(step))
+
+    def create(self, step: int, name: str, size: int) -> Sink:
+        """A large file of a checkpoint."""
+        return self._place.create(f"{step_name(step)}/{name}", size)
+
+    def settle(self, step: int) -> None:
+        """Make the names of its files last."""
+        self._place.settle(step_name(step))
+
+    def put(self, step: int, name: str, data: bytes) -> None:
+        """A small file of a checkpoint, at once and in place of an older one."""
+        self._place.put(f"{step_name(step)}/{name}", data)
+
+    def unlink(self, step: int, names: Iterable[str]) -> None:
+        """Remove files of a checkpoint, and its folder if nothing is left in it."""
+        for name in names:
+            self._place.unlink(f"{step_name(step)}/{name}")
+        self._place.remove_empty(step_name(step))
+
+
+def _found(step: int, entries: dict[str, Entry]) -> Listed:
+    marker = entries.get(MARKER)
+    lines = [line for line in map(timeline_of, entries) if line is not None]
+    return Listed(
+        step,
+        marker is not None,
+        CONDEMNED in entries,
+        manifests.NAME in entries,
+        all(_OURS.match(name) for name in entries),
+        max(lines, default=Timeline()),
+        0.0 if marker is None else marker.changed,
+        max((entry.changed for entry in entries.values()), default=0.0),
+    )

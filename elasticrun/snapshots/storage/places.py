@@ -1,0 +1,376 @@
+"""Where files lie: a folder of a file system (`LocalPlace`) or what fsspec reaches (`UrlPlace`).
+
+Names are relative to the place, with `/` between folder and file. Every method raises StorageError
+with a sentence, and FileNotFoundError where that is said. What fsspec reaches is there once it was
+closed; nothing is ever renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from elasticrun.snapshots.storage.writing import (
+    PIECE,
+    Calls,
+    FileSink,
+    Sink,
+    StorageError,
+    Ways,
+    sentence,
+    sync_folder,
+    ways_of,
+    write_first,
+    write_small,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A name in a folder. `changed`: seconds by the storage's own clock, 0 if it does not say."""
+
+    name: str
+    folder: bool
+    size: int
+    changed: float
+
+
+class StoragePlace(Protocol):
+    """See above."""
+
+    remarks: list[str]
+    unfit: str
+    """Why checkpoints must not lie there, in a sentence; "" if they may."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether a listing shows at once what other nodes have written."""
+
+    def full(self, name: str) -> str: ...
+    def make(self, name: str) -> None: ...
+    def entries(self, name: str) -> list[Entry]:
+        """Of a folder; [] if there is none."""
+
+    def opened(self, name: str) -> AbstractContextManager[Any]:
+        """For reading; FileNotFoundError."""
+
+    def create(self, name: str, size: int) -> Sink: ...
+    def put(self, name: str, data: bytes) -> None:
+        """A small file, at once and in place of an older one."""
+
+    def put_first(self, name: str, data: bytes) -> bool:
+        """False if there is one."""
+
+    def settle(self, name: str) -> None:
+        """Make the names in a folder last."""
+
+    def unlink(self, name: str) -> None:
+        """Nothing happens if it is not there."""
+
+    def remove(self, name: str) -> None:
+        """A folder with all that is in it."""
+
+    def remove_empty(self, name: str) -> None:
+        """A folder, if nothing is in it."""
+
+
+@contextmanager
+def _said(path: str, doing: str) -> Iterator[None]:
+    """What the system refuses in the block is a StorageError; FileNotFoundError stays as it is."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StorageError(sentence(error, path, doing)) from error
+
+
+class LocalPlace:
+    """A folder by its absolute path, which need not exist yet. The constructor makes no system
+    call: a script names its folder in its main thread, where a file system that hangs would hold
+    up the start of the ranks without limit."""
+
+    def __init__(self, root: str, calls: Calls) -> None:
+        self._root, self._calls = os.path.normpath(root), calls
+        self._known: Ways | None = None
+        self.remarks: list[str] = []
+        self.unfit = ""
+
+    @property
+    def _ways(self) -> Ways:
+        """Found out by the first call that needs to know."""
+        if self._known is None:
+            self._known = ways_of(self._root, self._calls, self.remarks)
+        return self._known
+
+    @property
+    def fresh(self) -> bool:
+        return self._ways.fsync
+
+    def full(self, name: str) -> str:
+        return os.path.join(self._root, name) if name else self._root
+
+    def make(self, name: str) -> None:
+        path = self.full(name)
+        fresh = []
+        while not os.path.isdir(path) and path != os.path.dirname(path):
+            fresh.append(path)
+            path = os.path.dirname(path)
+        for folder in reversed(fresh):
+            try:
+                self._calls.mkdir(folder)
+            except FileExistsError:
+                pass
+            except OSError as error:
+                raise StorageError(sentence(error, folder, "made")) from error
+            sync_folder(self._ways, os.path.dirname(folder))
+
+    def entries(self, name: str) -> list[Entry]:
+        found: list[Entry] = []
+        path = self.full(name)
+        with suppress(FileNotFoundError), _said(path, "listed"), os.scandir(path) as listing:
+            for one in listing:
+                with suppress(FileNotFoundError):  # removed by another in this moment
+                    stat = one.stat(follow_symlinks=False)
+                    folder = one.is_dir(follow_symlinks=False)
+                    found.append(Entry(one.name, folder, stat.st_size, stat.st_mtime))
+            return found
+        return []
+
+    def opened(self, name: str) -> AbstractContextManager[Any]:
+        with _said(self.full(name), "read"):
+            return io.FileIO(self.full(name))
+
+    def create(self, name: str, size: int) -> Sink:
+        try:
+            return FileSink(self._ways, self.full(name), size)
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+        self.make(os.path.dirname(name))  # another node gave up and found the folder empty
+        return FileSink(self._ways, self.full(name), size)
+
+    def put(self, name: str, data: bytes) -> None:
+        write_small(self._ways, self.full(name), data)
+
+    def put_first(self, name: str, data: bytes) -> bool:
+        return write_first(self._ways, self.full(name), data)
+
+    def settle(self, name: str) -> None:
+        sync_folder(self._ways, self.full(name))
+
+    def unlink(self, name: str) -> None:
+        with suppress(FileNotFoundError), _said(self.full(name), "removed"):
+            self._calls.unlink(self.full(name))
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError), _said(self.full(name), "removed"):
+            self._calls.remove(self.full(name))
+
+    def remove_empty(self, name: str) -> None:
+        try:
+            os.rmdir(self.full(name))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise StorageError(sentence(error, self.full(name), "removed")) from error
+
+
+T = TypeVar("T")
+
+_CHANGED = ("mtime", "updated", "LastModified", "last_modified", "created", "timeCreated")
+"""How file systems of fsspec call the moment of the last change."""
+
+
+class ObjectSink:
+    """See writing.Sink."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs, self._path = fs, path
+        self._file = _tried(path, "written", lambda: fs.open(path, "wb"))
+
+    def write(self, data: memoryview) -> None:
+        for at in range(0, len(data), PIECE):
+            piece = data[at : at + PIECE]
+            took = _tried(self._path, "written", partial(self._file.write, piece))
+            if took is not None and took != len(piece):
+                raise StorageError(f"{self._path} was not written: it took {took} bytes only")
+
+    def close(self) -> None:
+        _tried(self._path, "written", self._file.close)
+
+    def abort(self) -> None:
+        # what a library raises here is its own; the file is unwanted in any case
+        with suppress(Exception):
+            self._file.discard()  # an upload in parts that was not finished
+        with suppress(Exception):
+            self._file.closed = True
+        with suppress(Exception):
+            self._fs.rm_file(self._path)
+
+
+_MEMORY = frozenset({"memory"})
+_CACHES = frozenset({"cached", "blockcache", "filecache", "simplecache"})
+"""Protocols of fsspec that keep files, or copies of them, where other processes do not see them."""
+
+
+def _unfit(url: str, kind: Any) -> str:
+    """Why checkpoints must not lie there, "" if they may. `kind`: the class of a file system that
+    the URL names."""
+    named = kind.protocol
+    protocols = {named} if isinstance(named, str) else set(named)
+    if protocols & _MEMORY:
+        return (
+            f"checkpoints cannot lie in {url}: that is the memory of a single process and ends "
+            "with it; name a folder, or the URL of a storage that all nodes reach"
+        )
+    if protocols & _CACHES:
+        return (
+            f"checkpoints cannot lie in {url}: {min(protocols & _CACHES)} keeps copies of its "
+            "own on each node, which may be older than the storage; name the URL of the "
+            "storage behind it"
+        )
+    return ""
+
+
+class UrlPlace:
+    """See StoragePlace. `url`: as fsspec takes it, with its protocol. The constructor looks for the
+    protocol's package alone: to make a file system may ask a server for credentials."""
+
+    fresh = True
+
+    def __init__(self, url: str) -> None:
+        import fsspec  # type: ignore[import-untyped]
+
+        self.remarks: list[str] = []
+        self._url = url.rstrip("/")
+        self._given = url
+        self.unfit = ""
+        self._reached: tuple[Any, str] | None = None
+        try:
+            for link in url.split("::"):
+                protocol = fsspec.core.split_protocol(link)[0] or link.partition("://")[0]
+                kind = fsspec.get_filesystem_class(protocol)
+                self.unfit = self.unfit or _unfit(url, kind)
+        except (ImportError, ValueError) as error:
+            raise _no_package(url, error) from None
+
+    def _reach(self) -> tuple[Any, str]:
+        """The file system and the place in it. StorageError."""
+        if self._reached is None:
+            import fsspec
+
+            try:
+                self._reached = fsspec.core.url_to_fs(self._given)
+            except (ImportError, ValueError) as error:
+                raise _no_package(self._url, error) from None
+            except Exception as error:  # of the library that knows the storage
+                raise StorageError(f"{self._url} cannot be reached: {error!s:.300}") from error
+        return self._reached
+
+    @property
+    def _fs(self) -> Any:
+        return self._reach()[0]
+
+    def full(self, name: str) -> str:
+        return f"{self._url}/{name}" if name else self._url
+
+    def _path(self, name: str) -> str:
+        root = self._reach()[1].rstrip("/")
+        return f"{root}/{name}" if name else root
+
+    def _do(self, name: str, doing: str, work: Callable[[str], T]) -> T:
+        """`work` is given the path as the file system has it."""
+        return _tried(self.full(name), doing, partial(work, self._path(name)))
+
+    def make(self, name: str) -> None:
+        self._do(name, "made", lambda path: self._fs.makedirs(path, exist_ok=True))
+
+    def entries(self, name: str) -> list[Entry]:
+        path = self._path(name)
+        self._fs.invalidate_cache(path)  # other processes write there as well
+        try:
+            found = self._do(name, "listed", lambda path: self._fs.ls(path, detail=True))
+        except FileNotFoundError:
+            return []
+        return [e for e in map(_entry, found) if e.name and e.name != path.rsplit("/", 1)[-1]]
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[Any]:
+        file = self._do(name, "read", lambda path: self._fs.open(path, "rb"))
+        try:
+            with file:
+                yield file
+        except (OSError, StorageError):
+            raise
+        except Exception as error:
+            raise StorageError(f"{self.full(name)} was not read: {error!s:.300}") from error
+
+    def create(self, name: str, size: int) -> Sink:
+        return ObjectSink(self._fs, self._path(name))
+
+    def put(self, name: str, data: bytes) -> None:
+        self._do(name, "written", lambda path: self._fs.pipe_file(path, data))
+
+    def put_first(self, name: str, data: bytes) -> bool:
+        if self._do(name, "read", self._fs.exists):
+            return False
+        self.put(name, data)
+        return True
+
+    def settle(self, name: str) -> None:
+        """Objects need nothing of the kind."""
+
+    def unlink(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._do(name, "removed", self._fs.rm_file)
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._do(name, "removed", lambda path: self._fs.rm(path, recursive=True))
+
+    def remove_empty(self, name: str) -> None:
+        if not self.entries(name):
+            with suppress(Exception):  # most object stores have no folders to remove
+                self._fs.rmdir(self._path(name))
+
+
+def _no_package(url: str, error: Exception) -> StorageError:
+    """Nothing here knows this kind of storage."""
+    return StorageError(
+        f"{url} cannot be reached: {error}; install the package that fsspec names for it"
+    )
+
+
+def _entry(found: dict[str, Any]) -> Entry:
+    name = str(found["name"]).rstrip("/").rsplit("/", 1)[-1]
+    changed = 0.0
+    for key in _CHANGED:
+        moment = found.get(key)
+        if isinstance(moment, datetime):
+            changed = moment.timestamp()
+        elif isinstance(moment, int | float):
+            changed = float(moment)
+        elif isinstance(moment, str):
+            with suppress(ValueError):
+                changed = datetime.fromisoformat(moment.replace("Z", "+00:00")).timestamp()
+        if changed:
+            break
+    return Entry(name, found.get("type") == "directory", int(found.get("size") or 0), changed)
+
+
+def _tried(path: str, doing: str, work: Callable[[], T]) -> T:
+    """Libraries of fsspec raise what they please; all of it is a sentence for us."""
+    try:
+        return work()
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        what = str(error) or type(error).__name__
+        raise StorageError(f"{path} was not {doing}: {what[:300]}") from error

@@ -1,0 +1,101 @@
+"""What is removed of a folder: what attempts have left, and checkpoints that are not kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple
+
+from elasticrun.snapshots.storage import manifest as manifests
+from elasticrun.snapshots.storage.folder import MARKER, Folder
+from elasticrun.snapshots.storage.manifest import ManifestError
+from elasticrun.snapshots.storage.timeline import PERIODIC, chain, not_kept, timeline_of
+from elasticrun.snapshots.storage.writing import StorageError
+
+OLD: Final = 3600.0
+"""Seconds after which a checkpoint that was never committed is removed."""
+
+_NAME: Final = re.compile(r"__(?P<rank>\d+)_\d+\.\d+\.(?P<attempt>.+)\.distcp\Z")
+_DRAFT: Final = re.compile(r"(elasticrun\.json|\.metadata)\.[0-9a-f]{8}\.tmp\Z")
+
+
+def file_name(rank: int, number: int, sequence: int, attempt: str) -> str:
+    """Of a part. No other attempt, round or life writes a file of this name."""
+    return f"__{rank}_{number}.{sequence}.{attempt}.distcp"
+
+
+def is_of_attempt(name: str) -> bool:
+    """Whether attempts write a file of this name."""
+    return bool(_NAME.match(name) or _DRAFT.match(name) or timeline_of(name))
+
+
+def clear_earlier(folder: Folder, step: int, ranks: Collection[int], attempt: str) -> None:
+    """Remove what earlier attempts of savers that were killed have left of these ranks: on a disk
+    that is nearly full no new one would come through. StorageError."""
+    files = folder.files(step)
+    if MARKER in files:
+        return
+    parts = [(name, found) for name in files if (found := _NAME.match(name))]
+    old = [n for n, f in parts if int(f["rank"]) in ranks and f["attempt"] != attempt]
+    if old:
+        folder.unlink(step, old)
+
+
+def give_up(folder: Folder, step: int, attempt: str) -> None:
+    """Remove what an attempt has written, unless it was committed. StorageError."""
+    files = folder.files(step)
+    names = [n for n in files if (found := _NAME.match(n)) and found["attempt"] == attempt]
+    try:
+        manifest = folder.manifest(step)
+    except ManifestError:
+        manifest = None
+    ours = manifest is not None and manifest.attempt == attempt
+    if MARKER in files and (ours or manifest is None):
+        return
+    if MARKER not in files:
+        names += [name for name in files if timeline_of(name)]
+    folder.unlink(step, [*names, manifests.NAME] if ours else names)
+
+
+class SweepResult(NamedTuple):
+    """Steps whose checkpoints were removed, and sentences about those that could not be."""
+
+    removed: tuple[int, ...]
+    remarks: tuple[str, ...]
+
+
+def sweep(
+    folder: Folder, *, keep_last: int, keep_every: int, in_use: Collection[int] = ()
+) -> SweepResult:
+    """Remove what is not to be kept (storage.timeline), what was condemned and is older than all
+    that is kept, and what was begun and never committed. To be called after a commit."""
+    removed, remarks = [], []
+    try:
+        found = folder.survey()
+        told = _reasons(folder, chain(found), keep_last)
+        gone = not_kept(found, told, last=keep_last, every=keep_every, in_use=in_use)
+        gone += [step for step in folder.uncommitted(OLD, found) if step not in in_use]
+    except StorageError as error:
+        return SweepResult((), (f"old checkpoints are not removed: {error}",))
+    for step in gone:
+        try:
+            folder.remove(step)
+            removed.append(step)
+        except StorageError as error:
+            remarks.append(str(error))
+    return SweepResult(tuple(removed), tuple(remarks))
+
+
+def _reasons(folder: Folder, committed: Sequence[int], last: int) -> list[tuple[int, str]]:
+    """Only manifests that matter are read: back to the newest periodic checkpoint."""
+    found: list[tuple[int, str]] = []
+    for step in reversed(committed):
+        reason = ""
+        if last > 0 and all(known != PERIODIC for _, known in found):
+            try:
+                manifest = folder.manifest(step)
+                reason = manifest.reason if manifest is not None else PERIODIC
+            except ManifestError:
+                pass
+        found.append((step, reason))
+    return found

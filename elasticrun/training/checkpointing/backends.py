@@ -1,0 +1,337 @@
+"""The two ways that a Checkpointer goes: with an agent, and with torch alone.
+
+With an agent: snapshots in shared memory, checkpoints written by the node's saver. With torch alone
+(torchrun, plain python): checkpoints by torch's asynchronous save, in folders of the same names.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from elasticrun.snapshots.shm.segment import NONE, VERSION
+from elasticrun.snapshots.storage.timeline import PERIODIC, chain, surplus
+from elasticrun.snapshots.storage.writing import StorageError
+from elasticrun.training.checkpointing.capture import Taker
+from elasticrun.training.checkpointing.choosing import Board, RankOptions, RestoreChoice
+from elasticrun.training.checkpointing.line import WHOLE_LIMIT, AgentLine, Departure, LineError
+from elasticrun.training.checkpointing.parts import StateError
+from elasticrun.training.checkpointing.restore import BadShard, Recall
+from elasticrun.training.checkpointing.state import TrainingState
+from elasticrun.wire.snapshots import (
+    CannotRestore,
+    RankHere,
+    Remark,
+    Restored,
+    Resume,
+    SaveFailed,
+    Skipped,
+)
+
+END_LIMIT: Final = 60.0
+"""Seconds that a rank waits to be ended, once it has said that it cannot go on."""
+
+
+class Way:
+    """One life of one rank. What is not said otherwise does nothing."""
+
+    snapshots: bool  # whether memory is used, so that more than what is written out is due
+    source = "nothing"  # where the restore came from
+
+    def resume(self, board: Board) -> int:
+        """Restore; the step that training goes on from, 0 if there is nothing."""
+        raise NotImplementedError
+
+    def fresh(self, step: int) -> None:
+        """Training goes on from this step without a restore."""
+
+    def save(self, step: int, persist: bool, wait: float) -> bool:
+        """False if it was skipped, for want of a slot."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Have room for a snapshot of the state as it is now; does nothing a second time."""
+
+    def note(self, step: int) -> None:
+        """Training is at this step."""
+
+    def is_asked(self, step: int) -> bool:
+        """Whether this step is to be saved, since a node leaves; once a step."""
+        return False
+
+    def answer(self, step: int, *, saved: bool) -> None:
+        """What was asked for was saved, or could not be. This process may end here."""
+
+    def skipped(self, count: int) -> None:
+        """So many saves were skipped in this life."""
+
+    def failed(self, step: int, persist: bool, reason: str) -> None:
+        """The snapshot of this step could not be taken; nobody need wait for it."""
+
+    def remark(self, text: str) -> None:
+        """One sentence for the operator."""
+        warnings.warn(f"elasticrun: {text}", stacklevel=2)
+
+    def close(self) -> None:
+        """Let go of what it has; this process may end here."""
+        raise NotImplementedError
+
+
+class AgentWay(Way):
+    """With an agent."""
+
+    snapshots = True
+
+    def __init__(self, setting: RankOptions, state: TrainingState, place: str) -> None:
+        """LineError if there is no agent at `place`; ConflictError if it refuses this rank."""
+        self._setting = setting
+        self._state = state
+        self._line = AgentLine(place)
+        here = RankHere(
+            *(VERSION, self._line.local_rank, setting.rank, setting.world_size),
+            *(setting.folder.url, setting.keep_last, setting.keep_every, setting.replicas),
+        )
+        self._resume, _ = self._line.ask(here, Resume)
+        present = self._resume.present
+        self.life = f"{present.term}.{present.number}.{present.nonce}"
+        self._taker = Taker(self._line, state, setting.slots, present, setting.least_slots)
+        self._departure = Departure(self._line, self._resume.put_off)
+        self._prepared = False
+
+    def resume(self, board: Board) -> int:
+        rewound = self._resume.rewound_from
+        asked = self._resume.restore_step
+        if rewound >= 0 > asked and self._setting.rank == 0:
+            self.remark(
+                f"checkpoints of step {rewound} and later ones come last: training was taken back"
+            )
+        choice = RestoreChoice(
+            *(self._setting, board, self.remark, self._resume.step, rewound),
+            suspect=self._resume.suspect,
+            restore_step=asked,
+        )
+        source, step = choice.restore(self._state)
+        if source == "memory":
+            self._recall()
+        self.source = source
+        self._departure.goes_on_from(step)
+        self._line.say(Restored(step, source))
+        if source != "nothing":
+            try:
+                self.prepare()
+            except StateError as error:  # training can go on without snapshots
+                self.remark(str(error))
+        return step
+
+    def prepare(self) -> None:
+        if not self._prepared:
+            self._prepared = True
+            self._taker.prepare()
+
+    def _recall(self) -> None:
+        recall = Recall(self._line, self._state, self._resume)
+        try:
+            recall.run(self._setting.world_size)
+        except BadShard as error:
+            self._line.say(CannotRestore(error.rank, error.reason[:1000]))
+            self._line.await_end(END_LIMIT)
+            raise RuntimeError(
+                f"step {self._resume.step} cannot be restored from memory: {error.reason}"
+            ) from error
+        self._taker.room_hint = recall.bytes_room
+        self._taker.spare = recall.kept
+
+    def fresh(self, step: int) -> None:
+        self._departure.goes_on_from(step)
+        self._line.say(Restored(step, self.source, looked=False))
+
+    def save(self, step: int, persist: bool, wait: float) -> bool:
+        return self._taker.take(step, persist=persist, wait=wait)
+
+    def note(self, step: int) -> None:
+        self._taker.note(step)
+
+    def is_asked(self, step: int) -> bool:
+        return self._departure.is_asked(self._taker.asked, step)
+
+    def answer(self, step: int, *, saved: bool) -> None:
+        self._departure.answer(step, saved=saved)
+        if self._departure.is_ending:
+            answered = self._departure.answered
+            if saved:  # other ranks may not have come so far; what they do needs this one
+                self._taker.until_whole(step, answered, WHOLE_LIMIT)
+            if self._taker.asked in (NONE, answered):  # else they could not: another is to be saved
+                self._departure.end()
+
+    def skipped(self, count: int) -> None:
+        self._line.say(Skipped(count))
+
+    def failed(self, step: int, persist: bool, reason: str) -> None:
+        self._line.say(SaveFailed(step, persist, reason[:1000]))
+
+    def remark(self, text: str) -> None:
+        try:
+            self._line.say(Remark(text[:1000]))
+        except LineError:
+            super().remark(text)
+
+    def close(self) -> None:
+        self._taker.close()
+        self._departure.close()
+        self._line.close()
+
+
+class _OfAllRanks(DefaultSavePlanner):
+    """torch saves what one rank has as if it were all, where the process group is destroyed before
+    the save in the background has begun: rather nothing. `failure`: this rank has no state to save;
+    it takes part all the same, to say so, or the others would have its next save for this one."""
+
+    def __init__(self, world_size: int, failure: str = "") -> None:
+        super().__init__()
+        self._world_size = world_size
+        self._failure = failure
+
+    def create_local_plan(self) -> SavePlan:
+        if self._failure:
+            raise StateError(self._failure)
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if len(all_plans) != self._world_size:
+            raise StateError("the process group was destroyed")
+        return super().create_global_plan(all_plans)
+
+
+@dataclass(slots=True)
+class _Saving:
+    """One save under way. `told`: that it fails is known."""
+
+    step: int
+    future: Any
+    told: bool
+
+
+class TorchWay(Way):
+    """With torch alone."""
+
+    snapshots = False
+
+    def __init__(self, setting: RankOptions, state: TrainingState) -> None:
+        self._setting = setting
+        self._state = state
+        self._running: list[_Saving] = []
+        weakref.finalize(self, _end, self._running)
+        self._group: Any = None  # made by the first save
+
+    def resume(self, board: Board) -> int:
+        self.source, step = RestoreChoice(self._setting, board, self.remark).restore(self._state)
+        return step
+
+    def save(self, step: int, persist: bool, wait: float) -> bool:
+        """Write a checkpoint, in the background where there is a process group. StorageError too if
+        the one before has failed; this one is begun all the same, as it is on the other ranks."""
+        if not persist:
+            return True
+        before = self._finish()
+        if dist.is_initialized():
+            self._begin(step)
+        elif self._setting.world_size > 1:
+            raise StateError("there is no process group: call init_process_group before step()")
+        else:
+            try:
+                save(
+                    self._state.whole(),
+                    checkpoint_id=self._setting.folder.path(step),
+                    no_dist=True,
+                )
+            except CheckpointException as error:  # which is no Exception
+                raise StorageError(_failed(step, error)) from error
+            self._retain()
+        if before:
+            raise StorageError(before)
+        return True
+
+    def _begin(self, step: int) -> None:
+        if self._group is None:
+            # of its own: the save runs beside training, whose collectives it must not meet
+            self._group = dist.new_group(backend="gloo")
+        try:
+            self._start(step, self._state.whole())
+        except Exception as error:  # a user's state_dict, memory
+            self._start(step, {}, f"{error!r:.300}")
+            raise
+
+    def _start(self, step: int, state: dict[str, Any], failure: str = "") -> None:
+        planner = _OfAllRanks(self._setting.world_size, failure)
+        path = self._setting.folder.path(step)
+        future = async_save(state, checkpoint_id=path, process_group=self._group, planner=planner)
+        self._running.append(_Saving(step, future, told=bool(failure)))
+
+    def _finish(self) -> str:
+        """Wait for the save under way; in a sentence what failed, "" if nothing did."""
+        failed = ""
+        while self._running:
+            saving = self._running.pop()
+            try:
+                saving.future.result()
+            except (Exception, CheckpointException) as error:  # torch raises many kinds
+                failed = failed if saving.told else _failed(saving.step, error)
+                continue
+            try:
+                self._retain()
+            except (OSError, StorageError) as error:
+                failed = str(error)
+        return failed
+
+    def _retain(self) -> None:
+        """Rank 0 removes what is no longer kept, once a newer one is there."""
+        if self._setting.rank != 0 or not self._setting.keep_last:
+            return
+        done = [(step, PERIODIC) for step in chain(self._setting.folder.survey())]
+        last, every = self._setting.keep_last, self._setting.keep_every
+        for step in surplus(done, last=last, every=every):
+            self._setting.folder.remove(step)
+
+    def remark(self, text: str) -> None:
+        if self._setting.rank == 0:
+            super().remark(text)
+
+    def close(self) -> None:
+        """StorageError if the last save has failed."""
+        if failed := self._finish():
+            raise StorageError(failed)
+
+
+def _failed(step: int, error: BaseException) -> str:
+    """Of a save by torch: what became of it, and on which rank."""
+    why = f"{error!r:.300}"
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (first, _) = min(error.failures.items(), key=lambda one: one[0])
+        why = f"rank {rank}: {str(first) or repr(first):.300}"
+    return f"the checkpoint of step {step} was not written ({why})"
+
+
+def _end(running: list[_Saving]) -> None:
+    """At the end of the process, or of the Checkpointer: wait for a save that is under way, and say
+    so if it has failed. It needs the process group, which a script may have destroyed by then."""
+    while running:
+        saving = running.pop()
+        try:
+            saving.future.result(timeout=END_LIMIT)
+        except (Exception, CheckpointException) as error:  # torch raises many kinds
+            if saving.told:
+                continue
+            warnings.warn(
+                f"elasticrun: the checkpoint of step {saving.step} was not finished "
+                f"({error!r:.200}): call the Checkpointer's close() before destroy_process_group()",
+                stacklevel=2,
+            )

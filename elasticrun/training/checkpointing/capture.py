@@ -1,0 +1,248 @@
+"""A snapshot: from this rank's tensors into a slot of its mapped segment, and no further.
+
+The time from `take`'s begin to its end is the stall of training. What can be done before is done
+before: the plan is kept, envelopes stand in the slots, pages are mapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from elasticrun.snapshots.dcp.image import arrange, views, write_envelopes
+from elasticrun.snapshots.dcp.restoring import copy_all
+from elasticrun.snapshots.shm.layout import PAGE, Layout
+from elasticrun.snapshots.shm.memory import map_pages, map_shared
+from elasticrun.snapshots.shm.segment import NONE, Segment, SegmentError, values_region
+from elasticrun.training.checkpointing.line import AgentLine
+from elasticrun.training.checkpointing.parts import StateError
+from elasticrun.training.checkpointing.state import SnapshotPlan, TrainingState
+from elasticrun.wire.snapshots import Committed, NeedSegment, SegmentHere
+from elasticrun.wire.types import RoundName
+
+LEAST_ROOM: Final = 64 * 1024
+"""Bytes for opaque values, at least."""
+
+
+class Mapped:
+    """One segment in this process: one mapping, seen as bytes, as words and as tensors.
+
+    The mapping goes when the last tensor over it has gone and never before (`shm.memory`)."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes the descriptor over. SegmentError, OSError or RuntimeError if it cannot be
+        mapped."""
+        try:
+            about = os.fstat(fd)
+            size, self._identity = about.st_size, (about.st_dev, about.st_ino)
+            array = map_shared(fd, size)
+        finally:
+            os.close(fd)
+        self._address = ctypes.addressof(array)
+        self.storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+        self.memory = memoryview(array).cast("B")
+        self.segment = Segment(self.memory)
+        self._tensors: dict[int, list[torch.Tensor]] = {}
+
+    def is_of(self, fd: int) -> bool:
+        """Whether this descriptor is of the same memory."""
+        about = os.fstat(fd)
+        return (about.st_dev, about.st_ino) == self._identity
+
+    def tensors(self, slot: int, layout: Layout) -> list[torch.Tensor]:
+        """The tensors of a slot in layout order; made once."""
+        if slot not in self._tensors:
+            at = self.segment.payload_at(slot)
+            self._tensors[slot] = views(self.storage, at, layout)
+        return self._tensors[slot]
+
+    def warm(self, slot: int) -> None:
+        """Map all pages of a slot, where the agent got no large ones."""
+        at = self._address + self.segment.slot_at(slot)
+        map_pages(at, at + self.segment.slot_bytes + PAGE)
+
+    def close(self) -> None:
+        """Unmapped once nobody has a tensor of it any more."""
+        self.segment.close()
+        self.memory.release()
+        self._tensors.clear()
+
+
+class Taker:
+    """One rank's snapshots of a life."""
+
+    def __init__(
+        self, line: AgentLine, state: TrainingState, slots: int, present: RoundName, least: int = 0
+    ) -> None:
+        """`least`: slots that will do where there is no room for more; 0: no fewer."""
+        self._line = line
+        self._state = state
+        self._slots, self._least = slots, least
+        self._present = present
+        self._mapped: Mapped | None = None
+        self._layout: Layout | None = None
+        self._plan: SnapshotPlan | None = None
+        self._refused: dict[int, str] = {}
+        self._sequence = 0
+        self.spare: Mapped | None = None  # the segment that was restored from
+        self.room_hint = 0  # what the restored snapshot had for opaque values, in bytes
+
+    def prepare(self) -> None:
+        """Have a segment for the state as it is, and map the slot that is written next: some 80 ms
+        a GiB, so that the first snapshot does not take five times as long as the others.
+        StateError, LineError."""
+        _, _, mapped, _ = self._ready()
+        slot = mapped.segment.free_slot()
+        if slot is not None:
+            mapped.warm(slot)
+
+    def _ready(self) -> tuple[SnapshotPlan, bytes, Mapped, Layout]:
+        """The state as it is, its opaque values as they lie in a slot, and where there is room for
+        both."""
+        plan = self._state.take()
+        serialised = self._state.serialised(plan.values)
+        values = values_region(serialised)
+        return plan, values, *self._fit(plan, len(values))
+
+    def note(self, step: int) -> None:
+        """Training is at this step."""
+        if self._mapped is not None:
+            self._mapped.segment.current = step
+
+    @property
+    def asked(self) -> int:
+        """The step that all ranks are asked to save, or NONE."""
+        return NONE if self._mapped is None else self._mapped.segment.save_at
+
+    def until_whole(self, step: int, asked: int, limit: float) -> None:
+        """Wait until all ranks have saved this step, or another one than `asked` is asked for,
+        `limit` seconds at most."""
+        deadline = time.monotonic() + limit
+        mapped = self._mapped
+        while (
+            mapped is not None
+            and mapped.segment.watermark < step
+            and mapped.segment.save_at in (NONE, asked)
+        ):
+            if not self._line.await_room(step, deadline - time.monotonic()):
+                return
+
+    def take(self, step: int, *, persist: bool, wait: float) -> bool:
+        """Take one; False if there was no free slot, for `wait` seconds either. `persist`: it is to
+        be written out. StateError, LineError, or what a Stateful raises; then there is none."""
+        plan, values, mapped, layout = self._ready()
+        segment = mapped.segment
+        deadline = time.monotonic() + wait
+        while (slot := segment.free_slot()) is None:
+            if not self._line.await_room(NONE, deadline - time.monotonic()):
+                return False
+        segment.withdraw(slot)
+        copy_out(mapped.tensors(slot, layout), plan.tensors)
+        at = layout.tensor_bytes
+        segment.payload(slot)[at : at + len(values)] = values
+        self._sequence += 1
+        if persist:
+            segment.pin(slot)
+        segment.commit(
+            slot,
+            round=self._present,
+            sequence=self._sequence,
+            step=step,
+            layout=layout.key,
+            values=len(values),
+        )
+        segment.current = step
+        self._line.say(Committed(step, slot, self._sequence, persist))
+        return True
+
+    def _fit(self, plan: SnapshotPlan, values_bytes: int) -> tuple[Mapped, Layout]:
+        """A segment for this plan: the present one, or a new one if the state has changed."""
+        layout = self._layout
+        if self._mapped is not None and layout is not None and values_bytes <= layout.bytes_room:
+            room = layout.bytes_room
+            if plan is self._plan or (plan.layout or arrange(plan.pieces, room)).key == layout.key:
+                self._plan = plan
+                return self._mapped, layout
+        layout = plan.layout
+        if layout is None or values_bytes > layout.bytes_room:
+            # a power of two with as much to spare as is needed: of two lives whose values are about
+            # as long, the second finds the segment of the first
+            room = max(LEAST_ROOM, 1 << (2 * values_bytes - 1).bit_length())
+            if values_bytes <= self.room_hint:
+                room = self.room_hint
+            layout = arrange(plan.pieces, room)
+        if layout.key in self._refused:
+            raise StateError(self._refused[layout.key])
+        self._mapped, self._layout, self._plan = self._obtain(layout), layout, plan
+        return self._mapped, layout
+
+    def _obtain(self, layout: Layout) -> Mapped:
+        encoded = layout.encode()
+        wanted = NeedSegment(
+            *(layout.key, layout.content, len(encoded), layout.slot_bytes, self._slots),
+            own=any(item.own for item in layout.items),
+            least=self._least,
+        )
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+        here, fd = self._line.ask(wanted, SegmentHere)
+        if not here.ok or fd is None:
+            self._refused = {layout.key: here.reason or "the agent gave no memory"}
+            raise StateError(self._refused[layout.key])
+        spare, self.spare = self.spare, None
+        if spare is not None and spare.is_of(fd):  # its pages are there already
+            os.close(fd)
+            mapped = spare
+        else:
+            if spare is not None:
+                spare.close()
+            try:
+                mapped = Mapped(fd)
+            except SegmentError as error:  # the agent checks it before it lends it
+                raise StateError(
+                    f"the memory for snapshots was spoiled just now: {error}"
+                ) from error
+        segment = mapped.segment
+        committed = [snapshot.sequence for snapshot in segment.snapshots()]
+        self._sequence = max([self._sequence, *committed])
+        if not committed:
+            mapped.memory[PAGE : PAGE + len(encoded)] = encoded
+            for slot in range(segment.slots):
+                write_envelopes(segment.payload(slot), layout)
+        return mapped
+
+    def close(self) -> None:
+        for mapped in (self._mapped, self.spare):
+            if mapped is not None:
+                mapped.close()
+        self._mapped = self.spare = None
+
+
+def copy_out(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy to shared memory; when it returns, all is there. From CUDA devices each by a stream of
+    its own, so that the devices copy at the same time."""
+    devices = {source.device for source in sources if source.is_cuda}
+    if not devices:
+        copy_all(targets, sources)
+        return
+    cuda: Any = torch.cuda  # its names have no types
+    events = []
+    for device in devices:
+        stream = cuda.Stream(device)
+        stream.wait_stream(cuda.current_stream(device))
+        with cuda.stream(stream):
+            at = [i for i, source in enumerate(sources) if source.device == device]
+            copy_all([targets[i] for i in at], [sources[i] for i in at], non_blocking=True)
+            event = cuda.Event()
+            event.record(stream)
+            events.append(event)
+    rest = [i for i, source in enumerate(sources) if source.device not in devices]
+    copy_all([targets[i] for i in rest], [sources[i] for i in rest])
+    for event in events:
+        event.synchronize()

@@ -1,0 +1,481 @@
+"""What all ranks go on from, found before anything is loaded; and the loading, from storage.
+
+That is the newest step, in memory or in storage. What ranks have failed with soon after they went
+on from it is suspect and comes last: it is tried again before training begins anew. A step that a
+person asks for is taken and no other.
+
+Rank 0 compares memory with storage and tells the others, without a collective: by keys in the store
+that the job has anyway. A checkpoint in storage is looked at by all ranks, each a part of it; where
+one finds it spoiled, rank 0 chooses once more, in the same life of the ranks: nothing has been
+loaded, so there is nothing to undo.
+
+Only what is missing, short or other than its hashes is spoiled. What is whole and cannot be loaded
+(a class that the script no longer has, memory, a storage that is away) stays as it is.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import timedelta
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from elasticrun.snapshots.dcp.items import OWN_PREFIX, own_key
+from elasticrun.snapshots.dcp.loading import Loading, NotAllowed, read_metadata
+from elasticrun.snapshots.shm.layout import Item, ItemKind
+from elasticrun.snapshots.storage.folder import MARKER, CheckpointFault, Folder
+from elasticrun.snapshots.storage.writing import StorageError
+from elasticrun.training.checkpointing.parts import Path, StateError
+from elasticrun.training.checkpointing.state import TrainingState
+from elasticrun.wire import env
+
+T = TypeVar("T")
+
+LIMIT: Final = 300.0
+"""Seconds that a rank waits for rank 0's word on what to go on from."""
+
+AGREE_LIMIT: Final = 1800.0
+"""Seconds that a rank waits for all others' word on a checkpoint: each has read a part of it."""
+
+LOOK_LIMIT: Final = 10.0
+"""Seconds for a look into storage, where there is a step in memory to go on from. Where there is
+none, the operator is told then that the ranks wait for the storage."""
+
+STORAGE_LIMIT: Final = LIMIT - 30.0
+"""Seconds for a look into storage without which nothing can be chosen: the other ranks hear why
+there is no choice before they stop waiting for one."""
+
+MOST_SPOILED: Final = 8
+"""Checkpoints found spoiled in one life, one after the other: then it is the storage."""
+
+MOST_NAMED: Final = 10
+"""Checkpoints that a sentence names."""
+
+
+class BoardError(RuntimeError):
+    """The store cannot be reached, or nothing is said there; a sentence."""
+
+
+class SpoiledError(RuntimeError):
+    """Checkpoints are not what was written, and no other can be taken in this life. A sentence."""
+
+
+class UnreadableError(RuntimeError):
+    """A checkpoint that is whole cannot be loaded; it stays as it is. A sentence."""
+
+
+class NotAgreed(RuntimeError):
+    """Another rank cannot look at the checkpoint; a sentence."""
+
+
+class NotThere(RuntimeError):
+    """The step that a person asks for cannot be had; a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """What both ways need to know."""
+
+    folder: Folder
+    rank: int
+    world_size: int
+    slots: int
+    keep_last: int
+    keep_every: int
+    verify: bool
+    replicas: int = 0
+    weights_only: bool = True
+    least_slots: int = 0  # that will do where there is no room for more; 0: no fewer
+
+
+def within(
+    limit: float, work: Callable[[], T], url: str, slow: Callable[[], None] = lambda: None
+) -> T:
+    """What `work` returns or raises, if its storage answers within `limit` seconds; else
+    StorageError. A call into a file system that hangs cannot be interrupted, so it is made in a
+    thread, which is left behind then. `slow` is called after LOOK_LIMIT."""
+    answer: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+    def look() -> None:
+        try:
+            answer.put((work(), None))
+        except BaseException as error:
+            answer.put((None, error))
+
+    try:
+        # not by `threading`, whose start() waits for ever for a thread that dies for want of
+        # memory before it is one
+        _thread.start_new_thread(look, ())
+    except RuntimeError as error:
+        raise StorageError(str(error)) from error
+    first = min(limit, LOOK_LIMIT)
+    try:
+        found, wrong = answer.get(timeout=first)
+    except Empty:
+        try:
+            if limit > first:
+                slow()
+            found, wrong = answer.get(timeout=limit - first)
+        except Empty:
+            raise StorageError(f"{url} has not answered for {limit:.0f} s") from None
+    if wrong is not None:
+        raise wrong
+    return found  # type: ignore[return-value]
+
+
+class Board:
+    """What ranks tell each other without a collective: keys under a prefix that is of this life of
+    the ranks alone. They are in the default process group's store, or else in torch's store at
+    MASTER_ADDR:MASTER_PORT, which every launcher has there. One rank alone needs none."""
+
+    def __init__(self, prefix: str, world_size: int) -> None:
+        self._prefix = prefix
+        self._world_size = world_size
+        self._alone = world_size < 2
+        self._store: Any = None
+
+    def say(self, key: str, text: str) -> None:
+        """For rank 0; nobody waits."""
+        if not self._alone:
+            self._tell(key, lambda store, name: store.set(name, text))
+
+    def _tell(self, key: str, act: Callable[[Any, str], Any]) -> Any:
+        """`act` on the store, with the key's whole name; what it returns."""
+        try:
+            return act(self._reach(), f"{self._prefix}/{key}")
+        except Exception as error:  # torch raises many kinds
+            raise BoardError(f"{key} cannot be told to the other ranks ({error})") from error
+
+    def hear(self, key: str, limit: float = LIMIT, who: str = "rank 0 has") -> str:
+        """What rank 0 said; waits for it, for so many seconds at most."""
+        try:
+            store, name = self._reach(), f"{self._prefix}/{key}"
+            store.wait([name], timedelta(seconds=limit))
+            return bytes(store.get(name)).decode()
+        except Exception as error:
+            raise BoardError(f"{who} not said {key} in {limit:.0f} s ({error})") from error
+
+    def object(self, key: str, objection: str) -> str:
+        """One rank's word on what all have to agree to, for `agreed`; nobody waits. The first one
+        stands, and is returned."""
+        if self._alone:
+            return objection
+        stands: str = self._tell(key, lambda store, name: _first(store, name, f"no {objection}"))
+        return stands.partition(" ")[2]
+
+    def agreed(self, key: str) -> str:
+        """This rank has no objection: wait until no rank has one (""), or for the first one's.
+        BoardError if that takes longer than AGREE_LIMIT."""
+        if self._alone:
+            return ""
+
+        def agree(store: Any, name: str) -> None:
+            if store.add(f"{name}/ranks", 1) == self._world_size:
+                _first(store, name, "yes")
+
+        self._tell(key, agree)
+        return self.hear(key, AGREE_LIMIT, "the ranks have").partition(" ")[2]
+
+    def _reach(self) -> Any:
+        c10d: Any = dist  # its names have no types
+        if self._store is None:
+            if dist.is_initialized():
+                # the store of the group is had by this name alone; it is in all of torch's own code
+                self._store = c10d.distributed_c10d._get_default_store()
+            else:
+                address, port = os.environ[env.MASTER_ADDR], int(os.environ[env.MASTER_PORT])
+                limit = timedelta(seconds=LIMIT)
+                self._store = c10d.TCPStore(address, port, is_master=False, timeout=limit)
+        return self._store
+
+
+def _first(store: Any, name: str, text: str) -> str:
+    """Say it unless something has been said; what stands. torch's older store server, which runs
+    where its libuv one cannot, wakes nobody who waits for a key that compare_set makes: it is set
+    once more, to what it is."""
+    stands = bytes(store.compare_set(name, "", text)).decode()
+    store.set(name, stands)
+    return stands
+
+
+class Stored:
+    """One checkpoint, as one rank of many sees it. StorageError if it cannot be reached."""
+
+    def __init__(self, setting: RankOptions, step: int) -> None:
+        self._setting, self._folder = setting, setting.folder
+        self._step = step
+        self._where = f"step {step} in {self._folder.url}"
+        self._reader = _reader(self._folder, step)
+        self._metadata: Metadata | None = None
+        self._saved: tuple[dict[str, Item], int] = ({}, 0)
+
+    def fault(self) -> CheckpointFault | None:
+        """What is not as it was written; None if nothing is found. The ranks share the work;
+        nothing is loaded. StorageError, UnreadableError: nobody can tell."""
+        setting = self._setting
+        if setting.verify:
+            found = self._folder.faults(self._step, setting.rank, setting.world_size)
+            if (wrong := next(found, None)) is not None:
+                return wrong
+        try:
+            self._metadata = read_metadata(self._reader, setting.weights_only)
+            self._saved = saved_in(self._metadata)
+        except Exception as error:  # torch's reader and pickle raise many kinds
+            return self._blamed(error)
+        if setting.rank == 0 and not (setting.verify and self._folder.has_manifest(self._step)):
+            return self._short()
+        return None
+
+    def condemn(self, fault: CheckpointFault) -> str:
+        """Have no later start take it. The sentence, with what is in the way of that."""
+        sentence = f"{self._where} {fault.clause}"
+        try:
+            self._folder.condemn(self._step, fault.what)
+        except (OSError, StorageError) as error:
+            return f"{sentence}; that could not be noted there ({error!s:.200})"
+        return f"{sentence}; it will not be taken again"
+
+    def _short(self) -> CheckpointFault | None:
+        """Which file is missing or short, by what torch's marker has of it; None if none is."""
+        least: dict[str, int] = {}
+        places = self._metadata.storage_data if self._metadata is not None else None
+        for place in (places or {}).values():
+            if isinstance(place, _StorageInfo):  # what another writer says is its own
+                end = place.offset + place.length
+                least[place.relative_path] = max(end, least.get(place.relative_path, 0))
+        wrong = self._folder.short(self._step, least)
+        return CheckpointFault(wrong) if wrong else None
+
+    def _blamed(self, error: Exception) -> CheckpointFault:
+        """Why it is spoiled, after it could not be read. Whatever does not say that is raised."""
+        if isinstance(error, NotAllowed):
+            raise UnreadableError(f"{self._where} is not loaded: {error}") from error
+        if isinstance(error, StorageError):
+            raise error
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            why = error.strerror or repr(error)
+            raise StorageError(f"{self._where} cannot be read: {why}") from error
+        wrong = next(self._folder.faults(self._step, 0, 0), None)
+        if wrong is not None:
+            return wrong
+        if self._folder.has_manifest(self._step):
+            found = "was not compared with its hashes (verify=True does that)"
+            if self._setting.verify:
+                found = "is whole"
+        else:
+            if self._metadata is None and type(error).__name__ in ("EOFError", "UnpicklingError"):
+                return CheckpointFault(f"{MARKER} cannot be read ({error})")
+            if (wrong := self._short()) is not None:
+                return wrong
+            found = "has all its bytes"
+        raise UnreadableError(
+            f"{self._where} {found} and could not be loaded: {error!r:.300}; it stays as it is: "
+            "mend the script (or the storage), or move that folder away to go on from an older one"
+        ) from error
+
+    def load(self, state: TrainingState) -> None:
+        """After `fault`. SpoiledError, UnreadableError, StateError, StorageError."""
+        saved, ranks = self._saved
+        mine = own_key(self._setting.rank)
+        own = ranks == self._setting.world_size and any(
+            str(item.path[0]) == mine for item in saved.values()
+        )
+        targets = state.targets(saved, own)
+        for fqn, target in targets.items():
+            shape, now = saved[fqn].shape, tuple(target.shape)
+            if now != shape:
+                raise StateError(f"{fqn} was saved with shape {shape} and is now {now}")
+        values: dict[str, Any] = {**targets, **dict.fromkeys(state.wanted_values(saved, own))}
+        self._fill(values)
+        state.adopt(saved, values, own)
+        if not own:
+            state.resize(ranks, f"the checkpoint has that of {ranks} ranks", self._own_of)
+
+    def _fill(self, values: dict[str, Any]) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that this rank loads alone is meant so
+                load(
+                    values,
+                    storage_reader=self._reader,
+                    planner=Loading(self._setting.weights_only),
+                    no_dist=True,
+                )
+        except (Exception, CheckpointException) as error:  # torch's reader raises many kinds
+            first: Any = error
+            if isinstance(error, CheckpointException):  # which is no Exception
+                first = next(iter(error.failures.values()))[0]
+            raise SpoiledError(self.condemn(self._blamed(first))) from error
+
+    def _own_of(self, rank: int, name: str) -> dict[Path, Any]:
+        """The state of one old rank, {} if it has none."""
+        prefix = (own_key(rank), name)
+        items = [item for item in self._saved[0].values() if item.path[:2] == prefix]
+        values: dict[str, Any] = {
+            item.fqn: None
+            if item.kind is ItemKind.BYTES
+            else torch.empty(item.shape, dtype=getattr(torch, item.dtype))
+            for item in items
+        }
+        self._fill(values)
+        return {item.path[2:]: values[item.fqn] for item in items}
+
+
+def _reader(folder: Folder, step: int) -> Any:
+    if folder.is_local:
+        return FileSystemReader(folder.path(step))
+    # torch's own reader for URLs; its module has no public name
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    return FsspecReader(folder.path(step))
+
+
+def saved_in(metadata: Metadata) -> tuple[dict[str, Item], int]:
+    """What a checkpoint has, by name, and of how many ranks it has own state."""
+    paths: Mapping[str, Any] = metadata.planner_data or {}
+    found: dict[str, Item] = {}
+    for fqn, stored in metadata.state_dict_metadata.items():
+        path = tuple(paths.get(fqn, (fqn,)))
+        if isinstance(stored, BytesStorageMetadata):
+            found[fqn] = Item(fqn, path, ItemKind.BYTES, False)
+            continue
+        shape = tuple(stored.size)
+        whole = len(stored.chunks) == 1 and tuple(stored.chunks[0].sizes) == shape
+        kind = ItemKind.TENSOR if whole else ItemKind.SHARD
+        dtype = str(stored.properties.dtype).removeprefix("torch.")
+        found[fqn] = Item(fqn, path, kind, False, dtype, shape, (0,) * len(shape), shape)
+    ranks = {str(i.path[0]) for i in found.values() if str(i.path[0]).startswith(OWN_PREFIX)}
+    return found, len(ranks)
+
+
+@dataclass(slots=True)
+class RestoreChoice:
+    """One restore. Checkpoints of step `rewound_from` and later ones come last, and so does memory
+    if it is `suspect`."""
+
+    setting: RankOptions
+    board: Board
+    tell: Callable[[str], None]  # a sentence to the operator
+    memory: int = -1  # the step that can be had from memory, -1: none
+    rewound_from: int = -1  # -1: none comes last
+    _: KW_ONLY
+    suspect: bool = False
+    restore_step: int = -1  # that a person asks for; -1: nobody does
+    _spoiled: int = field(default=-1, init=False)  # what was found so last: none from there on
+    _round: int = field(default=0, init=False)  # of choosing
+
+    def restore(self, state: TrainingState) -> tuple[str, int]:
+        """Choose; from storage it is loaded too. Its name ("memory", "storage", "nothing") and the
+        step. SpoiledError, NotAgreed, NotThere, and whatever `Stored` raises."""
+        for self._round in range(MOST_SPOILED):
+            source, step = self._choose()
+            if source != "storage":
+                return source, step
+            stored, wrong = self._examine(step)
+            if wrong is None:
+                stored.load(state)
+                return source, step
+            if self.setting.rank == 0:
+                self.tell(stored.condemn(wrong))
+            self._spoiled = step
+        raise SpoiledError(
+            f"{MOST_SPOILED} checkpoints in {self.setting.folder.url} were found spoiled, one "
+            "after the other: see to the storage; the next start looks at those before them"
+        )
+
+    def _choose(self) -> tuple[str, int]:
+        """The same on all ranks: rank 0 finds it."""
+        key = f"from/{self._round}"
+        if self.setting.rank != 0:
+            source, _, what = self.board.hear(key).partition(" ")
+            if source == "away":
+                raise NotAgreed(f"rank 0 cannot say what to go on from: {what}")
+            return source, int(what)
+        try:
+            chosen = self._best() if self.restore_step < 0 else self._asked_for()
+        except Exception as error:  # the others must not wait for what is not to come
+            self.board.say(key, f"away {error!s:.500}")
+            raise
+        self.board.say(key, f"{chosen[0]} {chosen[1]}")
+        return chosen
+
+    def _asked_for(self) -> tuple[str, int]:
+        step, folder = self.restore_step, self.setting.folder
+        if self.memory == step:
+            return "memory", step
+        whole = sorted(self._look(folder.committed))
+        if step in whole:
+            return "storage", step
+        there = ", ".join(map(str, whole[-MOST_NAMED:])) or "none"
+        raise NotThere(
+            f"--restore-step={step}: step {step} is not whole in memory, and {folder.url} has no "
+            f"whole checkpoint of it (it has: {there})"
+        )
+
+    def _best(self) -> tuple[str, int]:
+        """The larger step wins, and memory where they are equal; what is suspect comes last."""
+        memory = -1 if self.suspect else self.memory
+        below = [step for step in (self.rewound_from, self._spoiled) if step >= 0]
+        stored = self._newest(memory, min(below, default=-1))
+        if max(memory, stored) < 0 and (self.suspect or self.rewound_from >= 0):
+            memory, stored = self.memory, self._newest(self.memory, self._spoiled)
+            if max(memory, stored) >= 0:
+                again = f"step {max(memory, stored)} is tried again"
+                self.tell(
+                    f"{again}, although ranks have failed soon after it: nothing else is left"
+                )
+        if memory >= 0 and memory >= stored:
+            return "memory", memory
+        return ("storage", stored) if stored >= 0 else ("nothing", 0)
+
+    def _newest(self, memory: int, below: int) -> int:
+        """In storage; a step in memory does not wait for a storage that is away."""
+        folder = self.setting.folder
+        if memory < 0:
+            return self._look(partial(folder.newest, below))
+        try:
+            return within(LOOK_LIMIT, partial(folder.newest, below, memory), folder.url)
+        except Exception as error:  # of a library that knows the storage
+            self.tell(f"step {memory} is taken from memory, storage was not looked at: {error}")
+            return -1
+
+    def _look(self, work: Callable[[], T]) -> T:
+        """What `work` finds in storage, without which nothing can be chosen. StorageError."""
+        url = self.setting.folder.url
+
+        def slow() -> None:
+            self.tell(f"{url} has not answered for {LOOK_LIMIT:.0f} s: the ranks wait for it")
+
+        return within(STORAGE_LIMIT, work, url, slow)
+
+    def _examine(self, step: int) -> tuple[Stored, CheckpointFault | None]:
+        """The checkpoint, and None if no rank finds a fault in it; then it may be loaded. Else what
+        the first one found, the same for all."""
+        setting, key = self.setting, f"whole/{self._round}"
+        try:
+            stored = Stored(setting, step)
+            wrong = within(AGREE_LIMIT, stored.fault, setting.folder.url)
+        except Exception as error:  # the others must not wait for this rank
+            self.board.object(key, f"away rank {setting.rank}: {error!s:.500}")
+            raise
+        if wrong is not None:
+            kind = "spoiled" if wrong.spoiled else "unfit"
+            heard = self.board.object(key, f"{kind} {wrong.what}")
+        else:
+            heard = self.board.agreed(key)
+        kind, _, what = heard.partition(" ")
+        if kind == "away":
+            raise NotAgreed(f"step {step} in storage cannot be restored by all ranks: {what}")
+        return stored, CheckpointFault(what, kind == "spoiled") if what else None

@@ -1,0 +1,401 @@
+"""A rank and its agent: one answer to one question over one socket; and what a rank does when a
+node leaves.
+
+All ranks save the first step from the one on that the agent has written into the segment's
+`save_at`; each finds that out by itself, at a step that is the same for all. A rank that was past
+it already says so.
+
+Where a scheduler signals every process, the signal comes to the rank too. It is *put off*: the rank
+ends by it at its next step, once the step that is asked for is saved, or after WORD_LIMIT without a
+word of one. So only where the script has left the signal alone. A second one is obeyed at once, but
+for a SIGTERM that Slurm says twice. The agent knows who puts signals off, and does not wait for
+them when it ends a rank itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+from elasticrun.snapshots.shm.segment import NONE
+from elasticrun.wire import env
+from elasticrun.wire.frames import FrameBuffer, FrameError, encode
+from elasticrun.wire.progress import RankCosts, address, encode as encode_spent, read_place
+from elasticrun.wire.snapshots import (
+    AwaitRoom,
+    FromRank,
+    PutsOff,
+    RankRefused,
+    RoomThere,
+    StepMissed,
+    ToRank,
+)
+from elasticrun.wire.types import SAID_AGAIN
+
+ANSWER_LIMIT: Final = 600.0
+"""Seconds for an answer: memory may have to be made, or a shard fetched from another node."""
+
+SAY_LIMIT: Final = 5.0
+"""Seconds for the agent to take what needs no answer."""
+
+ASKED_LIMIT: Final = 5.0
+"""Seconds that a snapshot which is asked for waits for a slot."""
+
+WHOLE_LIMIT: Final = 5.0
+"""Seconds that a rank which ends by a signal waits until all others have saved the same step."""
+
+WORD_LIMIT: Final = 5.0
+"""Seconds in which the agent says what is to be saved before a rank ends by a signal."""
+
+TELL_EVERY: Final = 0.1
+"""Seconds between two datagrams about steps and what saves cost."""
+
+READ_BYTES: Final = 64 * 1024
+MOST_FDS: Final = 4
+
+Answer = TypeVar("Answer")
+
+_places: dict[int, str] = {}  # by the pid that was given it: a forked child was given none
+
+
+def own_place() -> str:
+    """What the agent gave this process to dial (wire.env.SNAPSHOTS), "" if it gave nothing. From
+    the first question on it does not stand in os.environ any more, so that children of this process
+    do not take themselves for the rank."""
+    if place := os.environ.pop(env.SNAPSHOTS, ""):
+        _places[os.getpid()] = place
+    return _places.get(os.getpid(), "")
+
+
+class LineError(OSError):
+    """The agent does not speak with this rank (any more); a sentence."""
+
+
+class ConflictError(RuntimeError):
+    """Two Checkpointers contradict each other, so neither can be right; a sentence."""
+
+
+class NotInTime(LineError):
+    """Not in time; a sentence."""
+
+
+class AgentLine:
+    """The socket. LineError wherever the agent cannot be reached or does not answer in time; after
+    one the line is of no more use."""
+
+    def __init__(self, place: str) -> None:
+        """`place` is what the agent gave (wire.env.SNAPSHOTS)."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._buffer = FrameBuffer(ToRank)
+        self._fds: list[int] = []
+        try:
+            name, self.local_rank = read_place(place)
+            self._socket.settimeout(SAY_LIMIT)
+            self._socket.connect(address(name))
+        except (OSError, ValueError) as error:
+            self._socket.close()
+            raise LineError(f"the agent does not answer at {place!r} ({error})") from None
+
+    def say(self, message: FromRank) -> None:
+        """What needs no answer."""
+        try:
+            self._socket.settimeout(SAY_LIMIT)
+            self._socket.sendall(encode(message))
+        except OSError as error:
+            raise LineError(f"the agent takes no more messages ({error})") from None
+
+    def ask(self, message: FromRank, answer: type[Answer]) -> tuple[Answer, int | None]:
+        """What is answered by `answer`, and the descriptor that came with it, which is the
+        caller's. ConflictError if this rank is refused."""
+        self.say(message)
+        deadline = time.monotonic() + ANSWER_LIMIT
+        while True:
+            for found in self._receive(deadline, message):
+                if isinstance(found, RoomThere):  # too late for who has waited for it
+                    continue
+                if isinstance(found, RankRefused):
+                    raise ConflictError(found.reason)
+                fd = self._fds.pop(0) if self._fds else None
+                self._drop()
+                if isinstance(found, answer):
+                    return found, fd
+                if fd is not None:
+                    os.close(fd)
+                raise LineError(
+                    f"the agent answered {type(message).__name__} with a {type(found).__name__}"
+                )
+
+    def await_room(self, whole: int, limit: float) -> bool:
+        """Wait until a slot is free, or step `whole` is whole; False if that takes longer than
+        `limit` seconds. An answer that came too late for an earlier question is taken for one: look
+        again."""
+        if limit <= 0:
+            return False
+        message = AwaitRoom(whole)
+        self.say(message)
+        deadline = time.monotonic() + limit
+        while True:
+            try:
+                answers = self._receive(deadline, message)
+            except NotInTime:
+                return False
+            for found in answers:
+                if isinstance(found, RoomThere):
+                    return True
+                raise LineError(f"the agent said {type(found).__name__} unasked")
+
+    def _receive(self, deadline: float, message: FromRank) -> list[ToRank]:
+        what = type(message).__name__
+        try:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            data, fds, _, _ = socket.recv_fds(self._socket, READ_BYTES, MOST_FDS)
+            self._fds += fds
+            answers = list(self._buffer.feed(data))
+        except TimeoutError:
+            raise NotInTime(f"no answer to {what} in {ANSWER_LIMIT:.0f} s") from None
+        except (FrameError, OSError) as error:
+            raise LineError(f"the agent's answer to {what} was lost ({error})") from None
+        if not data:
+            raise LineError(f"the agent hung up instead of answering {what}")
+        return answers
+
+    def await_end(self, limit: float) -> None:
+        """Wait until the agent hangs up, which it does when it ends this rank, or `limit`
+        seconds."""
+        deadline = time.monotonic() + limit
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                self._socket.settimeout(left)
+                if not self._socket.recv(READ_BYTES):
+                    return
+        except OSError:
+            return
+
+    def _drop(self) -> None:
+        """Descriptors that nobody asked for."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def close(self) -> None:
+        self._drop()
+        self._socket.close()
+
+
+class Costs:
+    """What saves and restores have cost in this process: added up, and told to the agent."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._saves = 0
+        self._saved = self._restored = 0.0
+        self._socket: socket.socket | None = None
+        self._place = ("", -1)  # where the agent hears, and which local rank this is
+        self._tell_at = 0.0
+
+    def restored(self, seconds: float) -> None:
+        """A restore has taken so long."""
+        self._restored += seconds
+        self._tell_at = 0.0
+        self._tell()
+
+    def saved(self, seconds: float, *, taken: bool) -> None:
+        """A save, or the try, has kept the script waiting so long."""
+        self._saves += taken
+        self._saved += seconds
+        self._tell()
+
+    def stepped(self, step: int) -> None:
+        """Training is at this step; within a few microseconds."""
+        self._step = max(step, self._step)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Unless it was told just now."""
+        now = time.monotonic()
+        if now < self._tell_at:
+            return
+        self._tell_at = now + TELL_EVERY
+        with suppress(OSError, ValueError):  # no agent, a full queue: the next datagram has it all
+            if self._socket is None:
+                self._place = read_place(os.environ.get(env.PROGRESS, ""))
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                self._socket.setblocking(False)
+            name, local_rank = self._place
+            sums = RankCosts(local_rank, self._step, self._saves, self._saved, self._restored)
+            self._socket.sendto(encode_spent(sums), address(name))
+
+
+costs: Final = Costs()
+"""Of this process, whichever Checkpointer it has."""
+
+
+class PutOff:
+    """Signals that do not end this process at once. In its main thread only, and not in processes
+    that are forked from it."""
+
+    def __init__(self) -> None:
+        self._signals: set[int] = set()
+        self._handler = self._caught  # a method is another object each time it is looked up
+        self._is_hooked = False
+        self._came = 0
+        self._at = 0.0
+        self._is_due = False
+        self.holder: object = None
+        """Who asked last; whoever was before is not to take it back."""
+
+    def install(self, signals: Iterable[int]) -> tuple[int, ...]:
+        """Put these off from now on, but for those that the script has a handler for; which."""
+        if not _is_main_thread():
+            return ()
+        if not self._is_hooked:
+            self._is_hooked = True
+            os.register_at_fork(after_in_child=self._forked)
+        wanted = set(signals)
+        for signum in wanted - _handled():
+            if signal.getsignal(signum) == signal.SIG_DFL:
+                signal.signal(signum, self._handler)
+                self._signals.add(signum)
+        return tuple(sorted(self._signals & wanted))
+
+    def taken_over(self) -> bool:
+        """Whether the script has made a handler of its own for one of them since the last look."""
+        taken = {one for one in self._signals if signal.getsignal(one) is not self._handler}
+        self._signals -= taken
+        return bool(taken)
+
+    @property
+    def signals(self) -> tuple[int, ...]:
+        """Those that are put off."""
+        return tuple(sorted(self._signals))
+
+    @property
+    def waits(self) -> float | None:
+        """Seconds for which a signal has been put off, None if there is none."""
+        return time.monotonic() - self._at if self._came else None
+
+    def obey(self) -> None:
+        """End by the signal that came; from another thread than the main one, as a second one."""
+        signum = self._came
+        self._is_due = True
+        if _is_main_thread():
+            self._came = 0  # a handler that the script has made since may go on
+        self.restore()
+        # to the process, not to this thread: Linux gives it to the main one, and what that waits in
+        # is interrupted
+        os.kill(os.getpid(), signum)
+
+    def restore(self) -> None:
+        """Signals do what they did before."""
+        if not _is_main_thread():
+            return
+        for signum in self._signals:
+            if signal.getsignal(signum) is self._handler:
+                signal.signal(signum, signal.SIG_DFL)
+        self._signals.clear()
+
+    def _forked(self) -> None:
+        """In a child: what has come was for its parent."""
+        self.restore()
+        self._came = 0
+
+    def _caught(self, signum: int, frame: Any) -> None:
+        if not self._came:
+            self._came, self._at, self._is_due = signum, time.monotonic(), False
+            return
+        # no second signal: Slurm says SIGTERM twice, at a time limit
+        same = signum == signal.SIGTERM == self._came
+        if self._is_due or not same or time.monotonic() - self._at >= SAID_AGAIN:
+            self._came = signum
+            self.obey()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _handled() -> set[int]:
+    """Signals that this process has a handler for. Python knows of its own alone: faulthandler and
+    a JVM make theirs without it."""
+    with suppress(OSError, ValueError), open("/proc/self/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"SigCgt:"):
+                mask = int(line.split()[1], 16)
+                return {signum for signum in range(1, 65) if mask >> (signum - 1) & 1}
+    return set()
+
+
+_put_off = PutOff()
+"""Of this process, whichever Checkpointer it has."""
+
+
+class Departure:
+    """What one rank does when its node, or another one, leaves."""
+
+    def __init__(self, line: AgentLine, signals: Iterable[int], put_off: PutOff = _put_off) -> None:
+        """`signals`: those to put off."""
+        self._line = line
+        self._put_off = put_off
+        self._last = NONE  # the newest step
+        self.answered = NONE
+        """The step that was asked for last, and saved or missed."""
+        self._is_saved = False
+        self._by_itself = False  # nobody has asked for what is saved now
+        put_off.holder = self
+        if mine := put_off.install(signals):
+            line.say(PutsOff(mine))
+
+    def goes_on_from(self, step: int) -> None:
+        """Training goes on from this step."""
+        self._last = step
+
+    def is_asked(self, asked: int, step: int) -> bool:
+        """Whether this step is to be saved, whatever is due. `asked`: the segment's word."""
+        before, self._last = self._last, step
+        self._by_itself = False
+        if self._put_off.taken_over():
+            self._line.say(PutsOff(self._put_off.signals))
+        is_ahead = asked not in (NONE, self.answered)
+        if is_ahead and asked <= step:
+            self.answered, self._is_saved, is_ahead = asked, False, False
+            if before < asked:
+                return True
+            self._line.say(StepMissed(asked, step))
+        waits = self._put_off.waits
+        if waits is None or is_ahead:
+            return False
+        if self._is_saved:
+            self._put_off.obey()
+        self._by_itself = waits >= WORD_LIMIT
+        return self._by_itself
+
+    def answer(self, step: int, *, saved: bool) -> None:
+        """What was asked for is saved, or could not be: then another step is named."""
+        self._is_saved = saved
+        if not saved and not self._by_itself:
+            self._line.say(StepMissed(self.answered, step))
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a signal was put off until now."""
+        return self._put_off.waits is not None and (self._is_saved or self._by_itself)
+
+    def end(self) -> None:
+        """End by the signal that was put off."""
+        self._put_off.obey()
+
+    def close(self) -> None:
+        """No step comes any more: signals are as before, and one that was put off is obeyed."""
+        if self._put_off.holder is not self:
+            return
+        if self._put_off.signals:
+            with suppress(LineError):
+                self._line.say(PutsOff(()))
+        if self._put_off.waits is not None:
+            self._put_off.obey()
+        self._put_off.restore()

@@ -1,0 +1,330 @@
+"""A restore from memory: from the snapshots of the ranks of another life, into the tensors of now.
+
+At the same number of ranks a rank needs its own snapshot. At another number, or where its own is
+gone, it asks for others' until the chunks that it needs are covered. Nothing is overwritten before.
+
+The ranks of a node have all its cores then, as nothing else is done. Tensors that were never
+touched get their pages by the copy, which takes the kernel several times as long as the copy: that
+is shared among cores too. The threads live for the copy alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from elasticrun.snapshots.dcp.items import PLAIN, own_key, pieces
+from elasticrun.snapshots.dcp.loading import NotAllowed, deserialise
+from elasticrun.snapshots.dcp.restoring import Cover, RestoreError, copy, copy_all
+from elasticrun.snapshots.shm.layout import Item, Layout
+from elasticrun.snapshots.shm.segment import SegmentError, Snapshot
+from elasticrun.training.checkpointing.capture import Mapped
+from elasticrun.training.checkpointing.line import AgentLine
+from elasticrun.training.checkpointing.parts import Path, StateError
+from elasticrun.training.checkpointing.state import Known, TrainingState
+from elasticrun.wire import env
+from elasticrun.wire.snapshots import IsWhole, Resume, ShardHere, WantShard, Whole
+
+MOST_THREADS: Final = 8
+"""A few fill the memory bus."""
+
+LEAST_BYTES: Final = 32 * 1024 * 1024
+"""For one thread: less is copied before a second one has begun."""
+
+SHARES: Final = 8
+"""Of what one thread copies: who is through takes another one, so that all end together."""
+
+LEAST_SHARE: Final = 4 * 1024 * 1024
+"""Bytes; of smaller ones the handing out takes longer."""
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def threads_for(nbytes: int) -> int:
+    """How many threads this rank copies so many bytes with: its share of the node's cores."""
+    try:
+        local = max(1, int(os.environ.get(env.LOCAL_WORLD_SIZE, "1")))
+    except ValueError:
+        local = 1
+    cores = len(os.sched_getaffinity(0)) // local
+    return max(1, min(MOST_THREADS, cores, nbytes // LEAST_BYTES))
+
+
+def copy_in(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensor by tensor; what lies in this machine's memory by several threads. Whatever torch
+    raises."""
+    here = all(target.is_cpu for target in targets)
+    sizes = [target.nbytes for target in targets] if here else []
+    count = threads_for(sum(sizes))
+    if count < 2:
+        copy_all(targets, sources)
+        return
+    each = max(LEAST_SHARE, sum(sizes) // (count * SHARES) + 1)
+    todo = iter(_shares(zip(targets, sources, sizes, strict=True), each))  # the threads share it
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for share in todo:
+                copy_all([target for target, _ in share], [source for _, source in share])
+        except BaseException as error:
+            errors.append(error)
+
+    others = [threading.Thread(target=work, daemon=True) for _ in range(count - 1)]
+    for thread in others:
+        thread.start()
+    work()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _shares(sized: Iterable[tuple[torch.Tensor, torch.Tensor, int]], each: int) -> list[Pairs]:
+    """Pairs of about `each` bytes together; a large one is cut, where its elements are in a row."""
+    shares: list[Pairs] = [[]]
+    left = each
+    for target, source, nbytes in sized:
+        while (
+            nbytes > left
+            and target.is_contiguous()
+            and source.is_contiguous()
+            and target.shape == source.shape
+        ):
+            cut = max(1, left // target.element_size())
+            if cut >= target.numel():
+                break
+            target, source = target.detach().view(-1), source.view(-1)
+            shares[-1].append((target[:cut], source[:cut]))
+            target, source = target[cut:], source[cut:]
+            nbytes = target.nbytes
+            shares.append([])
+            left = each
+        shares[-1].append((target, source))
+        left -= nbytes
+        if left <= 0:
+            shares.append([])
+            left = each
+    return [share for share in shares if share]
+
+
+class BadShard(Exception):
+    """The snapshot cannot be used: `rank`, whose shard it is about, and a sentence."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(reason)
+        self.rank = rank
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Shard:
+    """One rank's snapshot, mapped."""
+
+    rank: int  # whose it is
+    mapped: Mapped
+    layout: Layout
+    snapshot: Snapshot
+
+    def tensors(self) -> list[torch.Tensor]:
+        return self.mapped.tensors(self.snapshot.slot, self.layout)
+
+    def value(self, place: int, weights_only: bool) -> Any:
+        """NotAllowed, or whatever a user's class makes of its bytes."""
+        found = self.mapped.segment.values(self.snapshot, self.layout)
+        name = self.layout.values[place].fqn
+        return deserialise(bytes(found[place]), weights_only, name)
+
+
+def asking_order(rank: int, world_size: int, old: int, *, here: bool) -> list[int]:
+    """The ranks of the old job, as this rank of the new one asks for their shards. First the one of
+    its own number, if that lies on this node (`here`): it costs nothing, and has all of what is not
+    sharded. Then those that had, of what is sharded in equal parts, what this rank has now."""
+    begin = rank * old // world_size
+    order = [one % old for one in range(begin, begin + old)]
+    return sorted(order, key=lambda one: one != rank) if here else order
+
+
+class Recall:
+    """One restore."""
+
+    def __init__(self, line: AgentLine, state: TrainingState, resume: Resume) -> None:
+        self._line = line
+        self._state = state
+        self._resume = resume
+        self._shards: dict[int, Shard] = {}
+        self._checked: set[int] = set()
+        self._filled: dict[str, torch.Tensor] = {}
+        self.bytes_room = 0
+        self.kept: Mapped | None = None  # this rank's own segment, its pages mapped: the caller's
+
+    def run(self, world_size: int) -> None:
+        """BadShard, LineError; RuntimeError where this process has no room for it."""
+        same = self._resume.world_size == world_size
+        ranks = self._resume.world_size
+        order = asking_order(self._state.rank, world_size, ranks, here=self._resume.same)
+        try:
+            self._restore(order, same)
+            if not same:
+                self._state.resize(ranks, f"the job had {ranks} ranks before", self._own_of)
+            own = self._shards.get(self._state.rank)
+            if same and own is not None and own.rank == self._state.rank:
+                self.kept = own.mapped
+                self._state.known = Known(own.layout, self._filled)
+        finally:
+            for shard in self._shards.values():
+                if shard.mapped is not self.kept:
+                    shard.mapped.close()
+            self._shards.clear()
+
+    def _fetch(self, rank: int) -> Shard | str:
+        """A shard, or why there is none."""
+        if rank in self._shards:
+            return self._shards[rank]
+        here, fd = self._line.ask(WantShard(rank), ShardHere)
+        if not here.ok or fd is None:
+            return here.reason or f"the shard of rank {rank} is gone"
+        mapped = self._mapped(rank, fd)
+        try:
+            snapshot = mapped.segment.read(here.slot)
+            fits = snapshot is not None and snapshot.sequence == here.sequence
+            if snapshot is None or not fits or not snapshot.is_of(self._resume.round):
+                raise BadShard(rank, f"the snapshot of rank {here.rank} is not the one promised")
+            layout = mapped.segment.layout(snapshot.layout)
+            if snapshot.step != self._resume.step:
+                raise BadShard(rank, f"the snapshot of rank {here.rank} is of another state")
+        except (SegmentError, RuntimeError, ValueError) as error:
+            raise BadShard(rank, f"the snapshot of rank {rank} cannot be read: {error}") from error
+        self._shards[rank] = Shard(here.rank, mapped, layout, snapshot)
+        return self._shards[rank]
+
+    def _mapped(self, rank: int, fd: int) -> Mapped:
+        """A shard's segment. Where this process cannot map it, nothing is wrong with the shard:
+        RuntimeError."""
+        try:
+            return Mapped(fd)
+        except (OSError, RuntimeError, ValueError) as error:
+            if not isinstance(error, OSError) or error.errno == errno.EINVAL:  # it has no bytes
+                raise BadShard(
+                    rank, f"the snapshot of rank {rank} cannot be mapped: {error}"
+                ) from error
+            raise RuntimeError(
+                f"step {self._resume.step} is whole in memory, but this process cannot map the "
+                f"snapshot of rank {rank} ({error.strerror}): raise its limits (ulimit -v, "
+                "vm.max_map_count)"
+            ) from error
+
+    def _restore(self, order: list[int], same: bool) -> None:
+        saved: dict[str, Item] = {}
+        mine = own_key(self._state.rank)
+        why = "nothing of it is held any more"
+        found: tuple[Cover, list[torch.Tensor], dict[str, torch.Tensor]] | None = None
+        for rank in order:
+            shard = self._fetch(rank)
+            if isinstance(shard, str):
+                why = shard
+                continue
+            # what belongs to other ranks is left out: each has its own, and what is needed would
+            # have to be looked up anew for every shard
+            items = shard.layout.items
+            names = {i.fqn: i for i in items if not i.own or i.path[0] == mine}
+            self.bytes_room = self.bytes_room or shard.layout.bytes_room
+            try:
+                if found is None or not names.keys() <= saved.keys():
+                    saved = {**names, **saved}
+                    found = self._cover(saved, same)
+                else:
+                    found[0].offer(rank, shard.layout)
+            except (StateError, RestoreError) as error:
+                why = str(error)
+                continue
+            if found[0].whole:
+                self._finish(saved, *found, same)
+                return
+            why = f"{found[0].missing[0]} is held by no rank that was asked"
+        raise BadShard(order[0], why)
+
+    def _cover(
+        self, saved: dict[str, Item], own: bool
+    ) -> tuple[Cover, list[torch.Tensor], dict[str, torch.Tensor]]:
+        targets = self._state.targets(saved, own)
+        items: list[Item] = []
+        self._filled = {}
+        rest: dict[str, torch.Tensor] = {}
+        for fqn, target in targets.items():
+            item = saved[fqn]
+            if type(target) in PLAIN and item.sizes == item.shape == target.shape:
+                items.append(item)  # the same as `pieces` makes, in no time
+                self._filled[fqn] = target
+            else:
+                rest[fqn] = target
+        try:
+            more = pieces(rest)
+        except ValueError as error:
+            raise StateError(str(error)) from error
+        items += [one.item for one in more]
+        wanted = [*self._filled.values(), *(one.value for one in more)]
+        cover = Cover(items, self._state.wanted_values(saved, own))
+        for rank, shard in self._shards.items():
+            cover.offer(rank, shard.layout)
+        return cover, wanted, targets
+
+    def _finish(
+        self,
+        saved: dict[str, Item],
+        cover: Cover,
+        wanted: list[torch.Tensor],
+        targets: dict[str, torch.Tensor],
+        own: bool,
+    ) -> None:
+        sources = {move.source: self._shards[move.source] for move in cover.moves}
+        for shard in sources.values():
+            shard.mapped.warm(shard.snapshot.slot)
+        shards = {rank: shard.tensors() for rank, shard in sources.items()}
+        copy(cover.moves, shards, wanted, copy_in)
+        for rank in sources.keys() | {rank for rank, _ in cover.values.values()}:
+            self._check(rank)
+        values: dict[str, Any] = dict(targets)
+        for fqn, (rank, place) in cover.values.items():
+            try:
+                values[fqn] = self._shards[rank].value(place, self._state.weights_only)
+            except NotAllowed:  # the snapshot is as it was written
+                raise
+            except Exception as error:  # whatever a user's class makes of its bytes
+                raise BadShard(rank, f"{fqn} cannot be read: {error!r:.200}") from error
+        self._state.adopt(saved, values, own)
+
+    def _check(self, rank: int) -> None:
+        """What was copied is what was written; asked once for each shard."""
+        if rank in self._checked:
+            return
+        self._checked.add(rank)
+        whole, fd = self._line.ask(IsWhole(rank), Whole)
+        assert fd is None
+        shard = self._shards[rank]
+        if not whole.ok:
+            raise BadShard(rank, whole.reason)
+        if shard.mapped.segment.committed(shard.snapshot.slot) != shard.snapshot.sequence:
+            raise BadShard(rank, f"the snapshot of rank {rank} was overwritten meanwhile")
+
+    def _own_of(self, rank: int, name: str) -> dict[Path, Any]:
+        """The state of one old rank, {} if it is lost."""
+        shard = self._fetch(rank)
+        if isinstance(shard, str) or shard.rank != rank:
+            return {}
+        self._check(rank)
+        prefix = (own_key(rank), name)
+        found: dict[Path, Any] = {}
+        for tensor, item in zip(shard.tensors(), shard.layout.tensors, strict=True):
+            if item.path[:2] == prefix:
+                found[item.path[2:]] = tensor.clone()
+        for place, item in enumerate(shard.layout.values):
+            if item.path[:2] == prefix:
+                found[item.path[2:]] = shard.value(place, self._state.weights_only)
+        return found

@@ -1,0 +1,589 @@
+"""A user's whole state: taken for a snapshot, and put back; this rank's random states among it.
+
+What is asked of it at every snapshot is cheap while nothing but values has changed: the plan (which
+items there are, and where their tensors lie) is made once and kept for as long as the watched
+tensors are the same objects and the loose state has the same names and shapes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from elasticrun.snapshots.dcp.garbage import no_collection
+from elasticrun.snapshots.dcp.items import (
+    OWN_PREFIX,
+    Flat,
+    NameClash,
+    Piece,
+    flatten,
+    in_order,
+    is_array,
+    is_filled_item,
+    is_item,
+    local,
+    own_key,
+    pieces,
+    serialise,
+)
+from elasticrun.snapshots.dcp.loading import NotAllowed, deserialise
+from elasticrun.snapshots.shm.layout import Item, ItemKind, Layout
+from elasticrun.training.checkpointing.parts import (
+    ModulePart,
+    OptimizerPart,
+    Path,
+    PlainPart,
+    RestPart,
+    StateError,
+    StatefulPart,
+    StatePart,
+    TensorWatch,
+    fitting,
+    unflatten,
+)
+
+RNG: Final = "__rng"
+"""Of the random states: below `__rank3`, beside what `per_rank` was given."""
+
+_HEAD: Final = struct.Struct("<8sHHI")
+"""Whose state follows, the number of the device, whether it was the current one, and the bytes."""
+
+_PYTHON: Final = struct.Struct("<625I?d")
+"""The words, and the second of two normal numbers that were drawn together, if it is left."""
+
+_NUMPY: Final = struct.Struct("<624Iiid?")
+"""The words, the place in them, whether a second number is left, and that; whether there is a state
+at all."""
+
+_NUMPY_KIND: Final = "MT19937"
+
+_PYTHON_VERSION: Final = 3
+_DEVICES: Final = ("cuda", "xpu", "npu", "mlu", "musa", "hpu")
+"""Names of torch's modules of devices; only of those that are there and initialised."""
+
+
+class RandomPart:
+    """The random states as a part of the state of one rank: Python's, numpy's global generator,
+    torch's of the CPU and of every device that is in use.
+
+    All of them are one tensor of bytes, so that they cost a snapshot one item of a fixed length
+    (about 10 kB; a layout that changed would need new memory) and a checkpoint one entry a rank.
+    They are taken with the snapshot, and put back at the end of a restore."""
+
+    def __init__(self, remark: Callable[[str], None]) -> None:
+        """`remark`: takes a sentence for the operator."""
+        self._remark = remark
+        self._saved: torch.Tensor | None = None  # what was restored
+        self._numpy()  # what is to be said of it is said with the restore
+
+    def steady(self) -> None:
+        return None
+
+    def loose(self) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        for name, index, is_current, state in self._sections():
+            head = _HEAD.pack(name.encode(), index, is_current, state.numel())
+            found += [_tensor(head), state]
+        return torch.cat(found)
+
+    def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
+        return fitting(None, saved, in_place=False)
+
+    def adopt(self, values: Mapping[Path, Any]) -> None:
+        self._saved = values[()]
+
+    def put_back(self) -> None:
+        """What was restored is what is drawn from now on; nothing where nothing was."""
+        if self._saved is None:
+            return
+        sections = list(_split(self._saved))
+        current = {name: int(module.current_device()) for name, module in _devices()}
+        before = {name: index for name, index, was_current, _ in sections if was_current}
+        for name, index, was_current, state in sections:
+            # a rank may have another device than before: its own state goes with it
+            if was_current:
+                index = current.get(name, index)
+            elif index == current.get(name):
+                index = before.get(name, index)
+            try:
+                _go_on_from(name, index, state)
+            except Exception as error:  # of another torch, say
+                self._remark(f"the random state of {name} could not be restored: {error!r:.200}")
+
+    def _sections(self) -> Iterator[tuple[str, int, bool, torch.Tensor]]:
+        """Whose each state is, of which device, whether that is the current one, and the state."""
+        version, words, left = random.getstate()
+        if version == _PYTHON_VERSION:
+            packed = _PYTHON.pack(*words, left is not None, left or 0.0)
+            yield "python", 0, False, _tensor(packed)
+        if "numpy" in sys.modules:
+            yield "numpy", 0, False, _tensor(self._numpy())
+        yield "torch", 0, False, torch.get_rng_state()
+        for name, module in _devices():
+            mine = module.current_device()
+            for index in range(module.device_count()):
+                yield name, index, index == mine, module.get_rng_state(index).cpu()
+
+    def _numpy(self) -> bytes:
+        numpy_random: Any = sys.modules.get("numpy.random")  # torch loads numpy without it
+        if numpy_random is None:
+            return bytes(_NUMPY.size)
+        state = numpy_random.get_state(legacy=False)
+        if (kind := state["bit_generator"]) != _NUMPY_KIND:
+            self._remark(f"the state of numpy's global generator, a {kind}, is in no snapshot")
+            return bytes(_NUMPY.size)
+        words, place = state["state"]["key"].tolist(), state["state"]["pos"]
+        return _NUMPY.pack(*words, place, state["has_gauss"], state["gauss"], True)
+
+
+def _split(states: torch.Tensor) -> Iterator[tuple[str, int, bool, torch.Tensor]]:
+    """Back to what `_sections` gave."""
+    at = 0
+    while at < states.numel():
+        tag, index, was_current, length = _HEAD.unpack(bytes(states[at : at + _HEAD.size].tolist()))
+        at += _HEAD.size + length
+        yield tag.rstrip(b"\0").decode(), index, bool(was_current), states[at - length : at].clone()
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _devices() -> Iterator[tuple[str, Any]]:
+    """torch's modules of devices that this process uses; it is not made to use one."""
+    for name in _DEVICES:
+        module = getattr(torch, name, None)
+        begun = getattr(module, "is_initialized", None)
+        if begun is not None and begun():
+            yield name, module
+
+
+def _go_on_from(name: str, index: int, state: torch.Tensor) -> None:
+    """Draw from this state from now on; nothing for a device that this node does not have."""
+    if name == "python":
+        *words, is_left, left = _PYTHON.unpack(bytes(state.tolist()))
+        random.setstate((_PYTHON_VERSION, tuple(words), left if is_left else None))
+    elif name == "numpy":
+        *words, place, has_gauss, gauss, is_there = _NUMPY.unpack(bytes(state.tolist()))
+        if is_there:
+            numpy_random: Any = importlib.import_module("numpy.random")  # it may not be loaded yet
+            numpy_random.set_state((_NUMPY_KIND, words, place, has_gauss, gauss))
+    elif name == "torch":
+        torch.set_rng_state(state)
+    else:
+        module: Any = getattr(torch, name, None)
+        if module is not None and index < module.device_count():
+            module.set_rng_state(state, index)
+
+
+STATE = "state"
+"""The name whose dict may have objects with a `state_dict` beside plain values."""
+
+_VOUCHED = frozenset((int, float, bool, str, type(None), torch.Tensor, nn.Parameter, DTensor))
+"""Types whose values can always be loaded."""
+
+REMEMBERED = 16 * 1024
+"""Characters of a plain value, at most, whose bytes are remembered; random.getstate() has half."""
+
+_Groups = dict[Path, dict[Path, Item]]
+
+OnResize = Callable[[list[Any]], None]
+"""Given the state of one per-rank object of every rank of the old job, by rank."""
+
+
+@dataclass(slots=True)
+class SnapshotPlan:
+    """What a snapshot is made of, as a layout orders it."""
+
+    tensors: list[torch.Tensor]  # this rank's parts, not copies
+    values: list[Any]  # the opaque ones
+    items: Sequence[Item]  # the tensors', then the values'
+    layout: Layout | None = None  # if it is known to be of this one
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The items with what they are of."""
+        return list(map(Piece, self.items, [*self.tensors, *self.values]))
+
+
+@dataclass(slots=True)
+class Known:
+    """What this rank's state was laid out as in the snapshot that it was restored from, and the
+    plain tensors, by name, that were filled with whole items of it."""
+
+    layout: Layout
+    filled: Mapping[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class OwnState:
+    """One object of this rank alone."""
+
+    part: StatePart
+    on_resize: OnResize | None
+
+
+class TrainingState:
+    """The parts by their names."""
+
+    def __init__(
+        self, parts: Mapping[str, Any], rank: int, rng: bool = False, weights_only: bool = True
+    ) -> None:
+        """`rng`: with this rank's random states. `weights_only`: nothing is saved that cannot be
+        loaded so. StateError for what cannot be part of a state."""
+        self.weights_only = weights_only
+        self._vouched: set[tuple[str, type]] = set()  # names and types that can be loaded
+        self.remarks: list[str] = []
+        self.rank = rank
+        self.own: dict[str, OwnState] = {}
+        self._rng = RandomPart(self._remark) if rng else None
+        if self._rng is not None:
+            self.own[RNG] = OwnState(self._rng, None)
+        self.parts = self._sort(*_spread(parts))
+        self.known: Known | None = None
+        self._below: tuple[Mapping[str, Item], _Groups] = ({}, {})
+        self._plan: SnapshotPlan | None = None
+        self._watches: list[TensorWatch] = []
+        self._signature: tuple[Any, ...] = ()
+        self._places: dict[str, tuple[bool, int]] = {}
+        self._serialised: dict[tuple[type, str], bytes] = {}
+
+    def _sort(self, parts: Mapping[str, Any], among: Mapping[str, Any]) -> dict[str, StatePart]:
+        """`among`: those of `parts` that stand in the dict `state`, which is one of them."""
+        for name in parts:
+            if name.startswith(OWN_PREFIX):
+                raise StateError(f"{name!r} cannot be a name: per_rank state has such names")
+        made: dict[str, StatePart] = {
+            name: ModulePart(name, value)
+            for name, value in parts.items()
+            if isinstance(value, nn.Module)
+        }
+        for name, value in parts.items():
+            if name == STATE and among:
+                made[name] = RestPart(name, value, among)
+            elif name not in made:
+                made[name] = self._part(name, value, list(made.values()))
+        return {name: made[name] for name in parts}
+
+    def _part(self, name: str, value: Any, others: Iterable[StatePart]) -> StatePart:
+        if isinstance(value, torch.optim.Optimizer):
+            return self._optimizer(name, value, [p for p in others if isinstance(p, ModulePart)])
+        if isinstance(value, Stateful):
+            return StatefulPart(value)
+        if isinstance(value, Mapping):
+            if not isinstance(value, dict):
+                raise StateError(f"{name} is a {type(value).__name__}, which cannot be refilled")
+            for key, inner in value.items():
+                if isinstance(inner, Stateful | nn.Module):
+                    what = f"{name}[{key!r}] is a {type(inner).__name__}"
+                    raise StateError(f"{what}: pass it by a name of its own, or in state={{...}}")
+        return PlainPart(name, value)
+
+    def _optimizer(
+        self, name: str, optimizer: torch.optim.Optimizer, modules: list[ModulePart]
+    ) -> StatePart:
+        """By its parameters' names if one of the modules has them all, or all together have."""
+        for candidates in [*([module] for module in modules), modules]:
+            try:
+                return OptimizerPart(name, optimizer, candidates)
+            except StateError as error:
+                why = str(error)
+        if modules:
+            self._remark(f"{why}; its state is kept by their places, for as many ranks alone")
+        return StatefulPart(optimizer)
+
+    def add_own(self, name: str, value: Any, on_resize: OnResize | None) -> None:
+        """State of this rank alone. StateError."""
+        if name == RNG:
+            raise StateError(f"{name!r} cannot be a name: the random states have it")
+        if isinstance(value, nn.Module | torch.optim.Optimizer):
+            raise StateError(f"{name} is a {type(value).__name__}, which is not state of one rank")
+        self.own[name] = OwnState(self._part(name, value, ()), on_resize)
+        self._plan = None
+
+    def resize(
+        self, ranks: int, why: str, own_of: Callable[[int, str], Mapping[Path, Any]]
+    ) -> None:
+        """Another number of ranks than `ranks`: hand the own state of all those, which `own_of` has
+        by rank and name ({} for one that is lost), to who can make use of it. `why`: the words for
+        the others."""
+        for name, own in self.own.items():
+            if own.on_resize is None or not ranks:
+                self.not_had(name, why)
+                continue
+            template = own.part.loose()
+            found = [own_of(rank, name) for rank in range(ranks)]
+            own.on_resize([unflatten(one, template) if one else None for one in found])
+
+    def not_had(self, name: str, why: str) -> None:
+        """Own state of this name is not what it was."""
+        if name == RNG:
+            text = "random states are as the script has them now, not as they were"
+            self._remark(f"{text}: {why}")
+        else:
+            self._remark(f"per-rank state {name} is left as it is: {why}")
+
+    def _remark(self, text: str) -> None:
+        if text not in self.remarks:
+            self.remarks.append(text)
+
+    def put_back_rng(self) -> None:
+        """The random states of the restore are those that are drawn from now on."""
+        if self._rng is not None:
+            self._rng.put_back()
+
+    def vouch(self) -> None:
+        """Refuse, before training begins, what cannot be saved, or could be saved and not loaded.
+        StateError."""
+        try:
+            steady, loose = self._steady(), self._loose()
+            whole = _joined(steady, loose)
+        except Exception:  # of a user's state_dict: that is told when a snapshot is due
+            return
+        try:
+            flatten(whole)
+            self._vouch(flatten(loose))
+        except NameClash as error:
+            raise StateError(str(error)) from None
+
+    def _vouch(self, flat: Flat) -> None:
+        """Whether opaque values can be loaded again is tried once for each name and type."""
+        for fqn, value in flat.values.items() if self.weights_only else ():
+            if type(value) in _VOUCHED or (fqn, type(value)) in self._vouched:
+                continue
+            if not (isinstance(value, torch.Tensor) and is_array(value)) and not _is_plain(value):
+                try:
+                    deserialise(serialise(value), name=fqn)
+                except NotAllowed as error:
+                    raise StateError(str(error)) from error
+            self._vouched.add((fqn, type(value)))
+
+    def take(self) -> SnapshotPlan:
+        """What there is now. Not a copy: it is to be copied before training goes on. StateError,
+        or whatever a Stateful raises."""
+        flat = flatten(self._loose())
+        self._vouch(flat)
+        plan = self._plan if _signature(flat) == self._signature else None
+        if plan is not None and all(watch.holds() for watch in self._watches):
+            for fqn, value in flat.values.items():
+                if fqn in self._places:  # else sharded over a mesh that this rank is not in
+                    is_tensor, at = self._places[fqn]
+                    if is_tensor:
+                        plan.tensors[at] = local(value)
+                    else:
+                        plan.values[at] = value
+            return plan
+        known, self.known = self.known, None
+        with no_collection():
+            found = None if known is None else self._as_known(known)
+            return self._planned() if found is None else found
+
+    def _steady(self) -> dict[str, Any]:
+        self._watches = []
+        steady: dict[str, Any] = {}
+        for name, part in self.parts.items():
+            found = part.steady()
+            if found is not None:
+                steady[name] = found[0]
+                self._watches.append(found[1])
+        return steady
+
+    def _loose(self) -> dict[str, Any]:
+        found = {}
+        for name, part in self.parts.items():
+            value = part.loose()
+            if value is not None and not (isinstance(value, Mapping) and not value):
+                found[name] = value
+        if self.own:
+            found[own_key(self.rank)] = {n: own.part.loose() for n, own in self.own.items()}
+        return found
+
+    def _planned(self) -> SnapshotPlan:
+        try:
+            ordered = in_order(pieces(self.whole(), own_key(self.rank)))
+        except ValueError as error:
+            raise StateError(str(error)) from error
+        return self._keep([(one.item, one.value) for one in ordered])
+
+    def _keep(
+        self, found: Iterable[tuple[Item, Any]], layout: Layout | None = None
+    ) -> SnapshotPlan:
+        """The plan of these items, in the order of a layout, with what each is of."""
+        items: list[Item] = []
+        tensors: list[torch.Tensor] = []
+        values: list[Any] = []
+        self._places = {}
+        for item, value in found:
+            items.append(item)
+            is_tensor = item.kind is not ItemKind.BYTES
+            of_its_kind = tensors if is_tensor else values
+            self._places[item.fqn] = (is_tensor, len(of_its_kind))
+            of_its_kind.append(value)
+        self._plan = SnapshotPlan(tensors, values, items, layout)
+        return self._plan
+
+    def _as_known(self, known: Known) -> SnapshotPlan | None:
+        """The plan, if the state is laid out so: what is compared item by item need not be laid out
+        anew, which takes three times as long."""
+        layout, filled = known.layout, known.filled
+        if layout.torch != str(torch.__version__):
+            return None
+        flat, loose = flatten(self._steady()), flatten(self._loose())
+        if len(flat.values) + len(loose.values) != len(layout.items):
+            return None
+        flat.values.update(loose.values)
+        flat.paths.update(loose.paths)
+        there: list[tuple[Item, Any]] = []
+        for item in layout.items:
+            value, target = flat.values.get(item.fqn, self), filled.get(item.fqn)
+            filled_so = target is not None and value is target and is_filled_item(item, target)
+            if not filled_so and (
+                value is self or flat.paths[item.fqn] != item.path or not is_item(item, value)
+            ):
+                return None
+            there.append((item, value if item.kind is ItemKind.BYTES else local(value)))
+        self._signature = _signature(loose)
+        return self._keep(there, layout)
+
+    def whole(self) -> dict[str, Any]:
+        """All of it, nested as a checkpoint names it; not a copy."""
+        steady, loose = self._steady(), self._loose()
+        flat = flatten(loose)
+        self._vouch(flat)
+        self._signature = _signature(flat)
+        self._plan = None
+        return _joined(steady, loose)
+
+    def serialised(self, values: Iterable[Any]) -> list[bytes]:
+        """Opaque values as bytes; small plain ones that were the same the last time are not made
+        again."""
+        before, self._serialised = self._serialised, {}
+        found = []
+        for value in values:
+            text = repr(value) if _is_plain(value) else ""
+            if not 0 < len(text) <= REMEMBERED:
+                found.append(serialise(value))
+                continue
+            key = (type(value), text)
+            if key not in self._serialised:
+                self._serialised[key] = before[key] if key in before else serialise(value)
+            found.append(self._serialised[key])
+        return found
+
+    def targets(self, saved: Mapping[str, Item], own: bool) -> dict[str, torch.Tensor]:
+        """Where the tensors that were saved under these names go; nothing is changed yet. `own`:
+        this rank's own state too. StateError."""
+        found: dict[str, torch.Tensor] = {}
+        for prefix, part, below in self._restored(saved, own):
+            names = {path: item.fqn for path, item in below.items()}
+            if not below:
+                now = part.loose()
+                if prefix[-1] == RNG:
+                    self.not_had(RNG, f"those of rank {self.rank} were not saved")
+                elif part.steady() is not None or (now is not None and now != {}):
+                    self._remark(f"{'.'.join(prefix)} was not saved and is left as it is")
+                continue
+            for path, tensor in part.targets(below).items():
+                found[names[path]] = tensor
+        return found
+
+    def _restored(
+        self, saved: Mapping[str, Item], own: bool
+    ) -> Iterator[tuple[tuple[str, ...], StatePart, dict[Path, Item]]]:
+        """Each part that is to be had: where it stands, and its items by the rest of their
+        paths."""
+        mine = own_key(self.rank)
+        if self._below[0] is not saved:
+            groups: _Groups = {}
+            for item in saved.values():
+                size = 2 if item.path[0] == mine else 1
+                groups.setdefault(item.path[:size], {})[item.path[size:]] = item
+            self._below = (saved, groups)
+        for name, part in self.parts.items():
+            yield (name,), part, self._below[1].get((name,), {})
+        for name, one in self.own.items() if own else ():
+            yield (mine, name), one.part, self._below[1].get((mine, name), {})
+
+    def wanted_values(self, saved: Mapping[str, Item], own: bool) -> list[str]:
+        """Names of the opaque values that belong to these parts."""
+        return [
+            item.fqn
+            for _, _, below in self._restored(saved, own)
+            for item in below.values()
+            if item.kind is ItemKind.BYTES
+        ]
+
+    def adopt(self, saved: Mapping[str, Item], values: Mapping[str, Any], own: bool) -> None:
+        """The targets are filled; `values`: they and the opaque ones by name."""
+        for _, part, below in self._restored(saved, own):
+            had = {p: values[item.fqn] for p, item in below.items() if item.fqn in values}
+            if had:
+                part.adopt(had)
+        self._plan = None
+        self._below = ({}, {})
+
+
+def _spread(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parts by name, with what has a `state_dict` in the dict `state` by its key there; and the
+    latter alone. StateError."""
+    state = given.get(STATE)
+    if type(state) is not dict:
+        return dict(given), {}
+    among = {
+        key: one
+        for key, one in state.items()
+        if isinstance(one, Stateful | nn.Module) and not isinstance(one, type)
+    }
+    for key, one in among.items():
+        what = f"{STATE}[{key!r}] is a {type(one).__name__}"
+        if not isinstance(key, str):
+            raise StateError(f"{what}: its key is to be a text, by which it is saved")
+        if key in given:
+            raise StateError(f"{what}, and {key}= is given too: it needs another key")
+    return {**given, **among}, among
+
+
+def _joined(steady: Mapping[str, Any], loose: Mapping[str, Any]) -> dict[str, Any]:
+    """Both parts of a state, nested."""
+    whole = dict(steady)
+    for name, value in loose.items():
+        if (known := whole.get(name)) is None:
+            whole[name] = value
+            continue
+        state = {key: dict(entries) for key, entries in known["state"].items()}
+        for key, entries in value["state"].items():  # an optimizer's state is in both
+            state.setdefault(key, {}).update(entries)
+        whole[name] = {**value, "state": state}
+    return whole
+
+
+def _signature(flat: Flat) -> tuple[Any, ...]:
+    """Equal for two states whose values are the same items one by one."""
+    return tuple((fqn, _shape(value)) for fqn, value in flat.values.items())
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return (value.dtype, value.shape, value.placements, id(value.device_mesh))
+    if isinstance(value, torch.Tensor) and is_array(value):
+        return (value.dtype, value.shape)
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `repr` tells all of it, and is not long for certain."""
+    if type(value) in (int, float, bool, type(None)):
+        return True
+    if type(value) not in (str, bytes, list, tuple) or len(value) > REMEMBERED:
+        return False
+    return type(value) in (str, bytes) or all(map(_is_plain, value))
