@@ -6,8 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from elasticrun.cli.flags import OURS
-from elasticrun.cli.table import FLAGS
+from elasticrun.cli.table import FLAGS, OURS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
+from elasticrun.cli.detection.found import Machine
 from elasticrun.cli.rendezvous import SHARED_VARIABLE
 from elasticrun.cli.settings import NotHere
 from elasticrun.host.accelerators.asking import NoAnswer, json_of
@@ -45,24 +46,6 @@ else:
     count = module.device_count() if known and module and module.is_available() else 0
 print(json.dumps({"known": known, "count": count}))
 """
-
-
-class Machine(NamedTuple):
-    """What resolving needs to know of this machine; tests hand in one of their own.
-
-    `cores()` counts the cores this process may use. `accelerators(word)` counts the devices that
-    `gpu`, `xpu`, `auto` or a private backend's name means, and returns None for a word that no
-    installed torch knows; `say` hears one sentence when that takes long. `facts()` is what the
-    detection of schedulers needs beside the environment; without it nothing is detected.
-    `shared(folder)` names the network file system of a folder, "" for one of this host's.
-    """
-
-    cores: Callable[[], int]
-    accelerators: Callable[[str], int | None]
-    entry_points: Callable[[str], Iterable[str]]  # names in a group
-    facts: Callable[[], HostFacts] | None = None
-    shared: Callable[[str], str] = lambda folder: ""
-    user: str = ""
 
 
 def this_machine(

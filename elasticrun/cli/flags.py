@@ -1,4 +1,4 @@
-"""The command line's grammar: what a flag is, and the argparse parser built from the table.
+"""The command line's grammar: the argparse parser built from the table.
 
 A flag is data (`table.FLAGS`); this module turns the data into an ordinary parser. Both spellings
 of every flag, abbreviations of torchrun's and defaults from the environment are as torchrun has
@@ -13,65 +13,13 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from elasticrun.cli.table import EPILOG, FLAGS, GROUPS, HELP, NEWER, OURS, TORCHRUN, Flag
 from elasticrun.core.words import nearest
 from elasticrun.wire.env import LAST_WORDS
 
 PROG = "elasticrun"
-
-TORCHRUN = "torchrun"
-"""Origin of the flags that torchrun 2.13 has: their abbreviations stay valid whatever we add."""
-NEWER = "torchrun 2.14+"
-DLROVER = "dlrover-run"
-OURS = "elasticrun"
-
-
-class Flag(NamedTuple):
-    """One flag, as a row of the table.
-
-    `name` is the long spelling with dashes; the one with underscores exists as well. `kind` turns
-    text into the value (ValueError when it cannot, `wants` then says what it should have been);
-    None makes it a switch. `env` is the variable of the default: "" for none, "*" for the usual
-    name (PET_<DEST>; ELASTICRUN_<DEST> for a flag of ours; see `variable_in`).
-    """
-
-    name: str
-    help: str
-    group: str
-    kind: Callable[[str], Any] | None = None
-    wants: str = "a value"
-    default: Any = None
-    choices: tuple[str, ...] = ()
-    metavar: str = ""
-    short: str = ""
-    env: str = "*"
-    origin: str = TORCHRUN
-
-    @property
-    def dest(self) -> str:
-        return self.name.lstrip("-").replace("-", "_")
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        underscored = "--" + self.dest
-        names = (self.short,) if self.short else ()
-        return (*names, self.name, *((underscored,) if underscored != self.name else ()))
-
-    @property
-    def variable(self) -> str:
-        """The environment variable that holds its default, "" for none."""
-        if self.env != "*":
-            return self.env
-        return ("ELASTICRUN_" if self.origin == OURS else "PET_") + self.dest.upper()
-
-    def variable_in(self, environ: Mapping[str, str]) -> str:
-        """The variable that gives its default in this environment, "" for none. Where the usual
-        name is PET_<DEST>, an ELASTICRUN_<DEST> that is not empty counts more."""
-        ours = f"ELASTICRUN_{self.dest.upper()}"
-        if self.env == "*" and environ.get(ours):
-            return ours
-        return self.variable if self.variable in environ else ""
 
 
 class FromEnvironment(str):
@@ -306,8 +254,6 @@ class _Help(argparse.Action):
     """One screen; --help-all is argparse's page of everything."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from elasticrun.cli.table import HELP
-
         parser._print_message(HELP, sys.stdout)  # where it fails, `main` sees it
         parser.exit(0)
 
@@ -356,8 +302,6 @@ def truth(text: str) -> bool:
 
 def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
     """The parser of the whole command line, with defaults taken from `environ` (os.environ)."""
-    from elasticrun.cli.table import EPILOG, FLAGS, GROUPS
-
     parser = LaunchParser(
         prog=PROG,
         usage=f"{PROG} [options] script [arguments of the script ...]",
@@ -388,8 +332,6 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
 
 def in_torchruns_words(environ: Mapping[str, str]) -> dict[str, str]:
     """For torchrun in our place: the PET_ variables that mean what ELASTICRUN_ ones mean to us."""
-    from elasticrun.cli.table import FLAGS
-
     rows = [(flag, flag.variable_in(environ)) for flag in FLAGS if flag.origin == TORCHRUN]
     return {
         flag.variable: environ[name] if flag.kind else str(int(truth(environ[name])))

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from elasticrun.cli import settings
 from elasticrun.cli.flags import PROG, get_args_parser, leave_word
-from elasticrun.cli.settings import Asked, NoProgram, NotHere, NothingToDo, UsageError, look
+from elasticrun.cli.settings import Asked, NoProgram, NotHere, NothingToDo, UsageError
 from elasticrun.cli.trust import GIT_SECRETS, notes, withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, AgentConfig, MasterPlace
 from elasticrun.core.words import nearest
@@ -247,6 +247,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     program = config.entry.words()
     done = _already(config)
     if ns.dry_run:
+        from elasticrun.cli.place import look
         from elasticrun.cli.verbs.dry_run import show
 
         if done:

@@ -30,7 +30,7 @@ from elasticrun.wire.messages import MAX_NODES
 from elasticrun.wire.types import Endpoint
 
 if TYPE_CHECKING:
-    from elasticrun.cli.devices import Machine
+    from elasticrun.cli.detection.found import Machine
     from elasticrun.cli.settings import Asked
 
 
@@ -247,3 +247,10 @@ def explain(place: Whereabouts) -> str:
     if place.by:
         return f"{place.found.seen}; {place.by} says where nodes meet, and counts more"
     return f"{place.found.seen}; a command without flags is a job of one node"
+
+
+def look(asked: Asked, machine: Machine) -> Whereabouts:
+    """What the scheduler says, as far as the flags leave room. UsageError for a bad --nnodes."""
+    if machine.facts is None or not any(name.startswith(settings.MARKS) for name in asked.environ):
+        return NOWHERE
+    return settle(asked, machine, machine.facts())

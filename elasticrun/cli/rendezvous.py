@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elasticrun import config
 from elasticrun.cli import settings
-from elasticrun.cli.flags import Flag
 from elasticrun.cli.settings import Asked, UsageError
-from elasticrun.cli.table import FLAGS
+from elasticrun.cli.table import FLAGS, Flag
 from elasticrun.config import JoinCommand, MasterPlace
 from elasticrun.core.words import some
 from elasticrun.wire.rpc.etcd_place import PlaceError, parse_place
 
 if TYPE_CHECKING:
-    from elasticrun.cli.devices import Machine
+    from elasticrun.cli.detection.found import Machine
 
 FILE: Final = "file:"
 """How an endpoint begins that is a file."""

@@ -14,11 +14,12 @@ from typing import Any, Final
 
 from elasticrun import config
 from elasticrun.cli import rendezvous, settings, table, trust
+from elasticrun.cli.detection.found import Machine
 from elasticrun.cli.detection.kubernetes import POD
-from elasticrun.cli.devices import Machine
-from elasticrun.cli.flags import TORCHRUN
+from elasticrun.cli.place import look
 from elasticrun.cli.rendezvous import Meeting, find_meeting
 from elasticrun.cli.settings import Asked, NotHere, NothingToDo, UsageError
+from elasticrun.cli.table import TORCHRUN
 from elasticrun.config import AgentConfig, LogPlan, RunPlan
 from elasticrun.core.words import nearest, some
 from elasticrun.host import accelerators
@@ -78,7 +79,7 @@ _ONE_THREAD: Final = (
 def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine) -> AgentConfig:
     """What the agent is to do; raises `UsageError` with one sentence where it cannot be done, and
     `NothingToDo` where another task on this node is the agent."""
-    place = settings.look(Asked(ns, environ), machine)
+    place = look(Asked(ns, environ), machine)
     if place.idle:
         raise NothingToDo(place.idle)
     asked = Asked(ns, environ, place.filled)

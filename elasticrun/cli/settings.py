@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from elasticrun import config
-from elasticrun.cli.flags import Flag
-from elasticrun.cli.table import FLAGS
+from elasticrun.cli.table import FLAGS, Flag
 from elasticrun.wire.messages import MAX_NODES, CheckSpec, JobSpec, SaveSpec, WatchSpec
 from elasticrun.wire.types import MAX_NAME, MAX_SECONDS
 
 if TYPE_CHECKING:
     from elasticrun.cli.detection.found import Found, Given
-    from elasticrun.cli.devices import Machine
 
 
 C10D_PORT: Final = 29400
@@ -291,15 +289,6 @@ class Whereabouts:
 
 
 NOWHERE: Final = Whereabouts()
-
-
-def look(asked: Asked, machine: Machine) -> Whereabouts:
-    """What the scheduler says, as far as the flags leave room. UsageError for a bad --nnodes."""
-    if machine.facts is None or not any(name.startswith(MARKS) for name in asked.environ):
-        return NOWHERE
-    from elasticrun.cli import place
-
-    return place.settle(asked, machine, machine.facts())
 
 
 _BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in FLAGS}

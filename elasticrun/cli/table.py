@@ -6,10 +6,63 @@ One row a flag. `tests/compat/test_flags.py` compares the rows with the installe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from elasticrun import config
-from elasticrun.cli.flags import DLROVER, NEWER, OURS, TORCHRUN, Flag
+
+TORCHRUN = "torchrun"
+"""Origin of the flags that torchrun 2.13 has: their abbreviations stay valid whatever we add."""
+NEWER = "torchrun 2.14+"
+DLROVER = "dlrover-run"
+OURS = "elasticrun"
+
+
+class Flag(NamedTuple):
+    """One flag, as a row of the table.
+
+    `name` is the long spelling with dashes; the one with underscores exists as well. `kind` turns
+    text into the value (ValueError when it cannot, `wants` then says what it should have been);
+    None makes it a switch. `env` is the variable of the default: "" for none, "*" for the usual
+    name (PET_<DEST>; ELASTICRUN_<DEST> for a flag of ours; see `variable_in`).
+    """
+
+    name: str
+    help: str
+    group: str
+    kind: Callable[[str], Any] | None = None
+    wants: str = "a value"
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    metavar: str = ""
+    short: str = ""
+    env: str = "*"
+    origin: str = TORCHRUN
+
+    @property
+    def dest(self) -> str:
+        return self.name.lstrip("-").replace("-", "_")
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        underscored = "--" + self.dest
+        names = (self.short,) if self.short else ()
+        return (*names, self.name, *((underscored,) if underscored != self.name else ()))
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that holds its default, "" for none."""
+        if self.env != "*":
+            return self.env
+        return ("ELASTICRUN_" if self.origin == OURS else "PET_") + self.dest.upper()
+
+    def variable_in(self, environ: Mapping[str, str]) -> str:
+        """The variable that gives its default in this environment, "" for none. Where the usual
+        name is PET_<DEST>, an ELASTICRUN_<DEST> that is not empty counts more."""
+        ours = f"ELASTICRUN_{self.dest.upper()}"
+        if self.env == "*" and environ.get(ours):
+            return ours
+        return self.variable if self.variable in environ else ""
+
 
 GROUPS: Final = {
     "size": "how many processes",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 from elasticrun.forkserver import child, trust
 from elasticrun.forkserver.child import EXEC_NEXT, EXECED, FAILED, NOTICE, Page
@@ -30,6 +30,7 @@ from elasticrun.wire.env import OMP_NUM_THREADS
 from elasticrun.wire.spawning import (
     Execed,
     Exited,
+    FromSpawner,
     Notice,
     Spawned,
     SpawnFailed,
@@ -38,12 +39,16 @@ from elasticrun.wire.spawning import (
 )
 from elasticrun.wire.types import EntryKind
 
-if TYPE_CHECKING:
-    from elasticrun.forkserver.life import Conversation
-
 _EVERY_SIGNAL = sorted(map(int, signal.valid_signals()))
 
 FORKABLE = (EntryKind.SCRIPT, EntryKind.MODULE, EntryKind.RUN_PATH)
+
+
+class Reports(Protocol):
+    """Where a report for the agent goes."""
+
+    def send(self, report: FromSpawner) -> None:
+        """Queue it; never blocks."""
 
 
 @dataclass
@@ -56,9 +61,7 @@ class _Rank:
 class Children:
     """All of them. `in_child` closes the server's descriptors in a fork."""
 
-    def __init__(
-        self, prepared: Prepared, talk: Conversation, in_child: Callable[[], None]
-    ) -> None:
+    def __init__(self, prepared: Prepared, talk: Reports, in_child: Callable[[], None]) -> None:
         self._prepared = prepared
         self._birth = prepared.birth
         self._tell = talk.send

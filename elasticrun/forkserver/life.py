@@ -14,13 +14,13 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 from elasticrun.forkserver.child import Birth
 from elasticrun.forkserver.children import Children
 from elasticrun.forkserver.helpers.stopped import STOPPED_LIMIT, StoppedStores
 from elasticrun.forkserver.lazy_imports import Baseline
-from elasticrun.forkserver.prepare import Poisoned, Prepared, prepare
+from elasticrun.forkserver.prepare import Poisoned, Prepared, Stock, options, prepare
 from elasticrun.host.system import processes, sweep
 from elasticrun.host.system.processes import memory_file
 from elasticrun.host.system.title import FORK_SERVER, forget_words, set_title
@@ -46,10 +46,6 @@ from elasticrun.wire.spawning import (
     Swept,
     ToSpawner,
 )
-
-if TYPE_CHECKING:
-    from elasticrun.forkserver.warm.keeper import Stock
-
 
 EXIT_CONFUSED: Final = 2
 """Exit code where the agent said something that cannot be understood."""
@@ -223,15 +219,6 @@ def complain(reason: str) -> None:
     """One sentence on stderr, if there still is one."""
     with contextlib.suppress(OSError):
         print(f"elasticrun fork server: {reason}", file=sys.stderr)
-
-
-def options(words: Sequence[str]) -> dict[str, list[str]]:
-    """The values of each `--NAME=VALUE` of the command lines that `wire.spawning` writes."""
-    given: dict[str, list[str]] = {}
-    for word in words:
-        name, _, value = word.strip().removeprefix("--").partition("=")
-        given.setdefault(name, []).append(value)
-    return given
 
 
 def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:

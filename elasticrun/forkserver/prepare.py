@@ -17,20 +17,16 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from elasticrun.forkserver import trust
 from elasticrun.forkserver.child import Birth
-from elasticrun.forkserver.lazy_imports import Stash
+from elasticrun.forkserver.lazy_imports import Baseline, Stash
 from elasticrun.forkserver.program import hides_frames
 from elasticrun.forkserver.renew import Walked, environment_watch
 from elasticrun.host.system import processes
 from elasticrun.wire.env import PYTHON_EXEC, RANK_VARIABLES
 from elasticrun.wire.spawning import Configure
 from elasticrun.wire.types import EntryKind
-
-if TYPE_CHECKING:
-    from elasticrun.forkserver.warm.keeper import Stock
 
 
 class Poisoned(Exception):
@@ -256,3 +252,22 @@ def _imports(prepared: Prepared, configure: Configure, refused: list[str], *, al
     if not alone:
         prepared.remarks += prepared.preloader.import_modules(configure.preload, refused)
     return ""
+
+
+@dataclass
+class Stock:
+    """What was imported, for fork servers to take over."""
+
+    baseline: Baseline
+    stash: Stash
+    preloader: Preloader
+    torch: str
+
+
+def options(words: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each `--NAME=VALUE` of the command lines that `wire.spawning` writes."""
+    given: dict[str, list[str]] = {}
+    for word in words:
+        name, _, value = word.strip().removeprefix("--").partition("=")
+        given.setdefault(name, []).append(value)
+    return given

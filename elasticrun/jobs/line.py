@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from elasticrun.cli.verbs.masters import unanswered
 from elasticrun.config import Tls
 from elasticrun.core.sight.picture import Picture
 from elasticrun.host.runs import index
@@ -103,14 +104,6 @@ class JobLine:
     def pause(self, seconds: float) -> None:
         """Let time pass; ^C ends it."""
         self._runner.run(asyncio.sleep(seconds))
-
-
-def unanswered(where: Endpoint, why: str, run: str = "") -> str:
-    """That the master there does not answer, and what follows. `run`: the run folder of its job; ""
-    where that is not known."""
-    goes_on = "; its ranks may train on without it" if run else ""
-    look = f"to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
-    return f"the master at {where} does not answer ({why}){goes_on}; {look}"
 
 
 def who() -> str:

@@ -3,10 +3,12 @@ done to it. One word says how it stands, the same in every verb."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict
 
@@ -144,3 +146,8 @@ class NodeRow(Struct, frozen=True, kw_only=True):
     memory: int = 0
     memory_taken: int = -1
     memory_used: int = -1
+
+
+def as_json(value: Any) -> str:
+    """Records as a person or a program reads them."""
+    return json.dumps(msgspec.to_builtins(value), indent=1)

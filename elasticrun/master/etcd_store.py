@@ -47,7 +47,7 @@ from elasticrun.config import (
 )
 from elasticrun.core.persisted import Facts
 from elasticrun.master.file_store import CRASH_WINDOW, MAX_CRASHES
-from elasticrun.master.records import StoreRefused
+from elasticrun.master.store import StoreRefused
 from elasticrun.wire.rpc import etcd, protobuf
 from elasticrun.wire.rpc.etcd_place import Keys, Leader, leader_from_bytes, parse_place
 from elasticrun.wire.types import dumps, loads

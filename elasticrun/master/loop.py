@@ -34,7 +34,7 @@ from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.core.sight.hangs.waiting import Klass
 from elasticrun.core.sight.picture import CAUSES, Goodput, IncidentRow, Picture, VerdictRow
 from elasticrun.host.log import LEVELS, logger
-from elasticrun.master.records import FactStore
+from elasticrun.master.store import FactStore
 from elasticrun.master.trace.writer import TraceWriter
 from elasticrun.wire import messages as m
 from elasticrun.wire.rpc import protobuf

@@ -60,8 +60,9 @@ from elasticrun.master.loop import BrainFault, Listeners, Loop, RecordStuck
 from elasticrun.master.outward.outward import Outward
 from elasticrun.master.page.http import StatusPage, reachable
 from elasticrun.master.page.readers import Readers
-from elasticrun.master.records import Records, StoreRefused
+from elasticrun.master.records import Records
 from elasticrun.master.server import MAX_CALLS, METHODS, Servicer
+from elasticrun.master.store import StoreRefused
 from elasticrun.master.trace.writer import Life
 from elasticrun.wire import auth
 from elasticrun.wire.auth import TlsError, operator_token, reader_token

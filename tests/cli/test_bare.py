@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.cli.detection.found import HostFacts
-from elasticrun.cli.devices import Machine, shared_folder
+from elasticrun.cli.detection.found import HostFacts, Machine
+from elasticrun.cli.devices import shared_folder
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.rendezvous import for_others
 from elasticrun.cli.resolve import resolve

@@ -7,9 +7,9 @@ from typing import Final
 
 import pytest
 
-from elasticrun.cli.flags import NEWER, TORCHRUN, get_args_parser
+from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.place import srun_command
-from elasticrun.cli.table import FLAGS
+from elasticrun.cli.table import FLAGS, NEWER, TORCHRUN
 from elasticrun.jobs.verbs import render
 from elasticrun.jobs.verbs.render import split
 from elasticrun.jobs.verbs.render_flags import parser as render_parser

@@ -20,7 +20,7 @@ from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import JobRecord, RunFolder, RunResult
 from elasticrun.host.system.processes import ProcessId
 from elasticrun.jobs import line
-from elasticrun.jobs.rows import DoneRow, live_row, page_of
+from elasticrun.jobs.rows import DoneRow, as_json, live_row, page_of
 from elasticrun.jobs.running import asking, listing, top
 from elasticrun.master.outward.record import result_of
 from elasticrun.wire import auth
@@ -151,7 +151,7 @@ def test_the_schema_is_that_of_what_is_printed() -> None:
         "done": DoneRow(name="train", done="it ends"),
         "result": result_of(JobOver(1, "it failed"), whole),
     }.items():
-        found = fits(output, asking.as_json(value))
+        found = fits(output, as_json(value))
         with pytest.raises(jsonschema.ValidationError):
             fits(output, json.dumps(dict.fromkeys(found)))
 

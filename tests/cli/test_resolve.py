@@ -11,8 +11,7 @@ import pytest
 from msgspec import structs
 
 from elasticrun import config
-from elasticrun.cli.detection.found import Given
-from elasticrun.cli.devices import Machine
+from elasticrun.cli.detection.found import Given, Machine
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import UsageError, resolve
 from elasticrun.cli.settings import Asked, sources

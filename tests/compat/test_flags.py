@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from elasticrun.cli import trust
-from elasticrun.cli.flags import NEWER, OURS, get_args_parser
-from elasticrun.cli.table import FLAGS
+from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.table import FLAGS, NEWER, OURS
 from elasticrun.wire import env
 from tests.harness import ran
 

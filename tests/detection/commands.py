@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elasticrun.cli.detection.found import HostFacts
-from elasticrun.cli.devices import Machine
+from elasticrun.cli.detection.found import HostFacts, Machine
 from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.place import look
 from elasticrun.cli.resolve import resolve
-from elasticrun.cli.settings import Asked, Whereabouts, look
+from elasticrun.cli.settings import Asked, Whereabouts
 from elasticrun.cli.verbs.dry_run import describe
 from elasticrun.config import AgentConfig
 

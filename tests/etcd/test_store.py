@@ -13,7 +13,7 @@ from elasticrun.core.persisted import Facts
 from elasticrun.master import etcd_store
 from elasticrun.master.etcd_store import EtcdStore, boot_clock, facts_from_bytes, facts_to_bytes
 from elasticrun.master.file_store import MAX_CRASHES
-from elasticrun.master.records import StoreRefused
+from elasticrun.master.store import StoreRefused
 from elasticrun.wire.messages import End, Failure, FailureKind
 from elasticrun.wire.rpc import etcd, protobuf
 from elasticrun.wire.rpc.etcd_place import Keys, parse_place

@@ -11,7 +11,7 @@ lets in nobody with another job's id (`wire.auth`), and who is refused ends with
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -115,3 +115,21 @@ def text(environ: Mapping[str, str], *names: str) -> Given | None:
 
 TERMINAL = "standard input is a terminal"
 """Why a person's command stays on one node, whatever the scheduler has set up around it."""
+
+
+class Machine(NamedTuple):
+    """What resolving needs to know of this machine; tests hand in one of their own.
+
+    `cores()` counts the cores this process may use. `accelerators(word)` counts the devices that
+    `gpu`, `xpu`, `auto` or a private backend's name means, and returns None for a word that no
+    installed torch knows; `say` hears one sentence when that takes long. `facts()` is what the
+    detection of schedulers needs beside the environment; without it nothing is detected.
+    `shared(folder)` names the network file system of a folder, "" for one of this host's.
+    """
+
+    cores: Callable[[], int]
+    accelerators: Callable[[str], int | None]
+    entry_points: Callable[[str], Iterable[str]]  # names in a group
+    facts: Callable[[], HostFacts] | None = None
+    shared: Callable[[str], str] = lambda folder: ""
+    user: str = ""

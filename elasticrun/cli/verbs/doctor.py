@@ -18,8 +18,8 @@ from elasticrun import __version__
 from elasticrun.cli import resolve, settings, trust
 from elasticrun.cli.detection.found import amount
 from elasticrun.cli.flags import Parser, add_group
-from elasticrun.cli.place import PLACE_FLAGS, explain
-from elasticrun.cli.settings import Asked, Setting, UsageError, Whereabouts, look, setting
+from elasticrun.cli.place import PLACE_FLAGS, explain, look
+from elasticrun.cli.settings import Asked, Setting, UsageError, Whereabouts, setting
 from elasticrun.cli.table import FLAGS, TRUST
 from elasticrun.cli.verbs import masters
 from elasticrun.cli.verbs.columns import print_table, width

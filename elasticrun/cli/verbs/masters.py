@@ -3,14 +3,17 @@ own user asks."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
+from elasticrun import __version__
 from elasticrun.config import Tls
 from elasticrun.host.user_folder import Published, published, user_folder
 from elasticrun.wire.auth import reader_token
+from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.types import Endpoint
 
 
@@ -80,3 +83,69 @@ def is_here(host: str) -> bool:
     from elasticrun.host.system.network import is_ours, is_this_host
 
     return is_this_host(host) or is_ours(host)
+
+
+NO_JOBS: Final = (
+    "you have no jobs on this host; `elasticrun train.py` starts one (name a job whose master is "
+    "elsewhere by HOST:PORT)"
+)
+
+
+class Unheard(NamedTuple):
+    """A master that gave no page, and a sentence."""
+
+    where: Endpoint
+    sentence: str
+
+
+def ask(
+    questions: list[Question], runner: asyncio.Runner
+) -> tuple[list[tuple[Endpoint, JobStatus]], list[Unheard]]:
+    """The pages of those who answer, by their addresses, and those who are silent."""
+    # Late: grpc takes longer to import than everything else here together.
+    from elasticrun.agent.link.answering import PortAnswer, probe
+    from elasticrun.wire import auth
+    from elasticrun.wire.rpc.channel import LinkError, get_status
+
+    async def ask_one(question: Question) -> JobStatus:
+        pem = None if question.files is None else auth.read_pem(question.files)
+        where = question.endpoint
+        try:
+            return await get_status(
+                where, ANSWER_LIMIT, token=question.reader, tls=pem, version=__version__
+            )
+        except LinkError as error:
+            if error.rejected:
+                raise
+            found, why = await probe(where, ANSWER_LIMIT, question.files)
+            if found is PortAnswer.INSECURE:
+                raise LinkError(why, rejected=True) from None
+            raise
+
+    async def ask_all() -> list[JobStatus | BaseException]:
+        return await asyncio.gather(*map(ask_one, questions), return_exceptions=True)
+
+    pages: list[tuple[Endpoint, JobStatus]] = []
+    silent: list[Unheard] = []
+    for asked, answer in zip(questions, runner.run(ask_all()), strict=True):
+        where = asked.endpoint
+        if isinstance(answer, LinkError):
+            sentence = f"the master at {where} refuses to answer: {answer}"
+            if not answer.rejected:
+                sentence = unanswered(where, str(answer), asked.run)
+            silent.append(Unheard(where, sentence))
+        elif isinstance(answer, auth.TlsError):
+            raise NoStatus(str(answer))
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            pages.append((where, answer))
+    return pages, silent
+
+
+def unanswered(where: Endpoint, why: str, run: str = "") -> str:
+    """That the master there does not answer, and what follows. `run`: the run folder of its job; ""
+    where that is not known."""
+    goes_on = "; its ranks may train on without it" if run else ""
+    look = f"to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
+    return f"the master at {where} does not answer ({why}){goes_on}; {look}"

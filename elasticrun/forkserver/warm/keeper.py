@@ -22,8 +22,7 @@ from typing import Final, NoReturn
 from elasticrun.forkserver import trust
 from elasticrun.forkserver.child import set_environ
 from elasticrun.forkserver.lazy_imports import OURS, Baseline, Stash
-from elasticrun.forkserver.life import options
-from elasticrun.forkserver.prepare import Poisoned, Preloader, installed_folders
+from elasticrun.forkserver.prepare import Poisoned, Preloader, Stock, installed_folders, options
 from elasticrun.forkserver.warm import surroundings
 from elasticrun.forkserver.warm.guard import become_guard
 from elasticrun.host.system import processes
@@ -50,16 +49,6 @@ READ_BYTES: Final = 256 * 1024
 
 BACKLOG: Final = 64
 """Launchers that may be answered at once; one more starts cold."""
-
-
-@dataclass
-class Stock:
-    """What was imported, for fork servers to take over."""
-
-    baseline: Baseline
-    stash: Stash
-    preloader: Preloader
-    torch: str
 
 
 def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Stock]:

@@ -29,8 +29,7 @@ from elasticrun.jobs.cluster import inside, logs
 from elasticrun.jobs.cluster.meant import add_cluster, remembered
 from elasticrun.jobs.manage.jobs import finished
 from elasticrun.jobs.manage.listing import COLUMNS, TITLES, add_output, shown
-from elasticrun.jobs.rows import DoneRow, page_of
-from elasticrun.jobs.running.asking import as_json
+from elasticrun.jobs.rows import DoneRow, as_json, page_of
 from elasticrun.jobs.running.orders import settle
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from elasticrun.host.runs.layout import ENDED, RunFolder
 from elasticrun.jobs.backend import NotDone
 from elasticrun.jobs.choosing import backend_of, place_of, refuse_taken
 from elasticrun.jobs.manage.listing import add_output
-from elasticrun.jobs.rows import DoneRow
-from elasticrun.jobs.running.asking import JOB, as_json
+from elasticrun.jobs.rows import DoneRow, as_json
+from elasticrun.jobs.running.asking import JOB
 
 if TYPE_CHECKING:
     import argparse

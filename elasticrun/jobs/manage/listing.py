@@ -22,7 +22,14 @@ from elasticrun.cli.flags import PROG, Parser, add_group
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import TRUST
 from elasticrun.cli.verbs.columns import duration, lines
-from elasticrun.cli.verbs.masters import NoStatus, Question, published_here, question_to
+from elasticrun.cli.verbs.masters import (
+    NO_JOBS,
+    NoStatus,
+    Question,
+    ask,
+    published_here,
+    question_to,
+)
 from elasticrun.config import EXIT_USAGE, Tls
 from elasticrun.core.words import plain, some
 from elasticrun.host.runs import index
@@ -31,9 +38,7 @@ from elasticrun.jobs.backend import NotDone, is_ours, submission, typed
 from elasticrun.jobs.choosing import by_their_places
 from elasticrun.jobs.kubernetes import note_end
 from elasticrun.jobs.line import NotAnswered, master_of
-from elasticrun.jobs.rows import SUSPENDED, JobRow, live_row, row_of
-from elasticrun.jobs.running.asking import as_json
-from elasticrun.jobs.running.status import NO_JOBS, ask
+from elasticrun.jobs.rows import SUSPENDED, JobRow, as_json, live_row, row_of
 
 TITLES: Final = ("NAME", "ID", "STATE", "NODES", "STEP", "RESTARTS", "AGE", "WHERE")
 

@@ -25,7 +25,7 @@ from elasticrun.host.runs.layout import ENDED, RunFolder
 from elasticrun.host.system.network import names_this_host_only
 from elasticrun.jobs.line import JobLine, JobMaster, NotAnswered, master_of
 from elasticrun.jobs.manage.listing import COLUMNS, add_output, has_ended
-from elasticrun.jobs.running.asking import as_json
+from elasticrun.jobs.rows import as_json
 
 TITLES: Final = ("NODE", "JOBS", "RANKS", "CPU", "MEMORY", "GPUS BUSY", "ALLOCATED")
 

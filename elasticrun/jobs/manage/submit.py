@@ -47,8 +47,7 @@ from elasticrun.jobs.manage.code import pinned
 from elasticrun.jobs.manage.jobs import finished
 from elasticrun.jobs.render import checks, slurm
 from elasticrun.jobs.render.checks import Invalid
-from elasticrun.jobs.rows import DoneRow
-from elasticrun.jobs.running.asking import as_json
+from elasticrun.jobs.rows import DoneRow, as_json
 from elasticrun.jobs.verbs import render, render_flags
 from elasticrun.wire.env import ON
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
-
-import msgspec
+from typing import TYPE_CHECKING, Final
 
 from elasticrun.cli import trust
 from elasticrun.cli.flags import PROG, Parser, add_group
@@ -159,8 +156,3 @@ def reach(asked: Asked, does: Callable[[JobLine, argparse.Namespace], int]) -> i
     master = find(asked.ns.job, trust.token(asked), trust.tls(asked))
     with asyncio.Runner() as runner:
         return does(JobLine(master, runner), asked.ns)
-
-
-def as_json(value: Any) -> str:
-    """Records as a person or a program reads them."""
-    return json.dumps(msgspec.to_builtins(value), indent=1)

@@ -26,7 +26,7 @@ from elasticrun.core.words import plain, some
 from elasticrun.host.doctor.verdict import amount
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import CHECKPOINTS, RunFolder
-from elasticrun.jobs.running.asking import as_json
+from elasticrun.jobs.rows import as_json
 from elasticrun.snapshots.storage.folder import MAX_STEP, Folder
 from elasticrun.snapshots.storage.manifest import ManifestError
 from elasticrun.snapshots.storage.retention import sweep

@@ -19,8 +19,8 @@ from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.host.runs.layout import INCIDENTS
 from elasticrun.jobs.choosing import by_their_places
 from elasticrun.jobs.line import JobLine, NotAnswered
-from elasticrun.jobs.rows import row_of
-from elasticrun.jobs.running.asking import add_way, as_json, find, left_by
+from elasticrun.jobs.rows import as_json, row_of
+from elasticrun.jobs.running.asking import add_way, find, left_by
 from elasticrun.master.outward.report import page, table
 from elasticrun.master.outward.run_files import read
 

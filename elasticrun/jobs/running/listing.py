@@ -14,7 +14,8 @@ import msgspec
 from elasticrun.core.sight.picture import EventRow, Picture, StackRow
 from elasticrun.core.words import plain, some
 from elasticrun.jobs.line import JobLine, NotAnswered
-from elasticrun.jobs.running.asking import as_json, ended, left_by, parsed, parser, reach, run
+from elasticrun.jobs.rows import as_json
+from elasticrun.jobs.running.asking import ended, left_by, parsed, parser, reach, run
 from elasticrun.jobs.running.top import is_off
 from elasticrun.wire.messages import MAX_RANKS
 from elasticrun.wire.types import read_ranges

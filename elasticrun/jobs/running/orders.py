@@ -21,8 +21,8 @@ from elasticrun.host.runs.layout import RunFolder
 from elasticrun.jobs.backend import NotDone, is_ours, submission
 from elasticrun.jobs.choosing import backend_of
 from elasticrun.jobs.line import JobLine, MeantJob, NotAnswered, meant, who
-from elasticrun.jobs.rows import DoneRow
-from elasticrun.jobs.running.asking import as_json, parsed, parser, reach
+from elasticrun.jobs.rows import DoneRow, as_json
+from elasticrun.jobs.running.asking import parsed, parser, reach
 from elasticrun.wire.messages import MAX_NODES, Reply, Request
 
 if TYPE_CHECKING:

@@ -21,16 +21,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from elasticrun import __version__
 from elasticrun.cli.verbs.columns import Row, duration, lines, width
 from elasticrun.cli.verbs.masters import (
-    ANSWER_LIMIT,
+    NO_JOBS,
     NoStatus,
     Question,
+    ask,
     is_here,
     parse_endpoint,
     published_here,
@@ -41,7 +41,7 @@ from elasticrun.config import ETCD_CALL_LIMIT, Tls
 from elasticrun.core.words import nearest, plain, some
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import ENDED, RunFolder
-from elasticrun.jobs.line import MeantJob, NotAnswered, master_of, meant, unanswered
+from elasticrun.jobs.line import MeantJob, NotAnswered, master_of, meant
 from elasticrun.jobs.rows import JobPage, live_row, page_of, row_of
 from elasticrun.wire.auth import page_key
 from elasticrun.wire.messages import JobStatus
@@ -83,12 +83,6 @@ async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
 
 
 TITLES: Final = ("JOB", "STATE", "NODES", "STEP", "STEP AGE", "RESTARTS", "AGE")
-
-
-NO_JOBS: Final = (
-    "you have no jobs on this host; `elasticrun train.py` starts one (name a job whose master is "
-    "elsewhere by HOST:PORT)"
-)
 
 
 def name_of(job_id: str, where: str, name: str = "") -> str:
@@ -200,58 +194,6 @@ def _here(token: str, files: Tls | None) -> list[Question]:
                 )
         raise NoStatus(NO_JOBS)
     return [question_to(master, token, files) for master in masters]
-
-
-class Unheard(NamedTuple):
-    """A master that gave no page, and a sentence."""
-
-    where: Endpoint
-    sentence: str
-
-
-def ask(
-    questions: list[Question], runner: asyncio.Runner
-) -> tuple[list[tuple[Endpoint, JobStatus]], list[Unheard]]:
-    """The pages of those who answer, by their addresses, and those who are silent."""
-    # Late: grpc takes longer to import than everything else here together.
-    from elasticrun.agent.link.answering import PortAnswer, probe
-    from elasticrun.wire import auth
-    from elasticrun.wire.rpc.channel import LinkError, get_status
-
-    async def ask_one(question: Question) -> JobStatus:
-        pem = None if question.files is None else auth.read_pem(question.files)
-        where = question.endpoint
-        try:
-            return await get_status(
-                where, ANSWER_LIMIT, token=question.reader, tls=pem, version=__version__
-            )
-        except LinkError as error:
-            if error.rejected:
-                raise
-            found, why = await probe(where, ANSWER_LIMIT, question.files)
-            if found is PortAnswer.INSECURE:
-                raise LinkError(why, rejected=True) from None
-            raise
-
-    async def ask_all() -> list[JobStatus | BaseException]:
-        return await asyncio.gather(*map(ask_one, questions), return_exceptions=True)
-
-    pages: list[tuple[Endpoint, JobStatus]] = []
-    silent: list[Unheard] = []
-    for asked, answer in zip(questions, runner.run(ask_all()), strict=True):
-        where = asked.endpoint
-        if isinstance(answer, LinkError):
-            sentence = f"the master at {where} refuses to answer: {answer}"
-            if not answer.rejected:
-                sentence = unanswered(where, str(answer), asked.run)
-            silent.append(Unheard(where, sentence))
-        elif isinstance(answer, auth.TlsError):
-            raise NoStatus(str(answer))
-        elif isinstance(answer, BaseException):
-            raise answer
-        else:
-            pages.append((where, answer))
-    return pages, silent
 
 
 # ---------------------------------------------------------------- the page

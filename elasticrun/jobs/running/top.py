@@ -14,8 +14,8 @@ from elasticrun.cli.verbs.columns import duration, width
 from elasticrun.core.sight.picture import Picture, RankRow
 from elasticrun.core.words import some
 from elasticrun.jobs.line import JobLine, NotAnswered
-from elasticrun.jobs.rows import state_of
-from elasticrun.jobs.running.asking import as_json, parser, run
+from elasticrun.jobs.rows import as_json, state_of
+from elasticrun.jobs.running.asking import parser, run
 from elasticrun.jobs.running.status import name_of
 from elasticrun.wire.types import write_ranges
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elasticrun.cli import settings, trust
-from elasticrun.cli.devices import Machine
+from elasticrun.cli.detection.found import Machine
 from elasticrun.cli.flags import Parser, get_args_parser
 from elasticrun.cli.resolve import resolve, shutdown_timeout
 from elasticrun.cli.settings import Asked, UsageError

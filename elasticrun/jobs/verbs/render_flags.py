@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Collection
 from typing import Any, Final
 
-from elasticrun.cli.flags import PROG, Flag, Parser, Store, add_group
-from elasticrun.cli.table import FLAGS, GROUPS
+from elasticrun.cli.flags import PROG, Parser, Store, add_group
+from elasticrun.cli.table import FLAGS, GROUPS, Flag
 from elasticrun.jobs.render.grammar import VOLUME_FORM
 from elasticrun.jobs.render.wanted import ASSUMED, GANGS, MASTER_PORT
 
