@@ -42,7 +42,6 @@ NAMED_BOOKS: Final = {
     "core.rounds.attribution:_records": "outlives a node's lives; the oldest are forgotten first",
     "core.health.policy:_unresolved": "they are called in by their order",
     "core.sight.ledger:_sums": "what is booked of each one's sums: recorded, ends with the round",
-    "core.sight.hangs.watch:_since_of": "forgotten with its round; empty while all train",
     "core.sight.hangs.look:answers": "of one look, in the order in which nodes were asked",
     "core.sight.ledger:_places": "what was booked last, beside what a node does now",
     "core.snapshots.choice:reports": "a watermark is told in the order in which nodes spoke",
@@ -409,7 +408,17 @@ class House:
         return self._attributes_of("elasticrun.agent.node", "NodeAgent")
 
     def attributes_of_the_hang_watch(self) -> Count:
-        return self._attributes_of("elasticrun.core.sight.hangs.watch", "Watch")
+        """The most that the watch, one of its states or one of its parts has."""
+        whole = "elasticrun.core.sight.hangs"
+        most = Count(0, [])
+        for name in ("watch", "states", "schedule", "limits"):
+            home = self.modules.get(f"{whole}.{name}")
+            for node in home.nodes[ast.ClassDef] if home is not None else ():
+                assert isinstance(node, ast.ClassDef)
+                own = sorted(_attributes(node) | _fields(node))
+                if len(own) > most.number:
+                    most = Count(len(own), [f"{node.name}.{one}" for one in own])
+        return most
 
     def _attributes_of(self, module: str, name: str) -> Count:
         if (home := self.modules.get(module)) is None:
@@ -467,6 +476,15 @@ def _attributes(node: ast.ClassDef) -> set[str]:
         one.attr
         for one in ast.walk(node)
         if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store) and _is_self(one.value)
+    }
+
+
+def _fields(node: ast.ClassDef) -> set[str]:
+    """Of a dataclass."""
+    return {
+        one.target.id
+        for one in node.body
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
     }
 
 

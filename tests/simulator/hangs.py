@@ -2,8 +2,10 @@
 
 A script says `hang b 1 KIND` (idle, busy, stopped, traced, held, disk, ended, mismatch, said):
 local rank 1 of b enters no further collective, and all others wait for it in the next; `go` lets
-all go on. `silence` has every rank do nothing, outside of any collective. Nodes say Quiet after
-QUIET seconds, as real agents do, and answer Inspect with what stands here.
+all go on. `silence` has every rank do nothing, outside of any collective. `turn KIND` changes what
+the rank does, or with `turn awake` and `turn silence` what all do outside of collectives, while no
+counter moves. Nodes say Quiet after QUIET seconds, as real agents do, and answer Inspect with what
+stands here.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ KINDS = {
     "said": replace(SLEEPS, says="judge", says_left=1200.0),
 }
 
+OUTSIDE = ("silence", "awake")
+
 
 @dataclass(slots=True)
 class Insides:
@@ -50,7 +54,7 @@ class Insides:
 
     done: int = 30
     still_since: float | None = None
-    kind: str = ""  # of the fault; "silence": nobody is in a collective
+    kind: str = ""  # of the fault; "silence", "awake": nobody is in a collective
     odd: tuple[str, int] = ("", -1)  # node, local rank
     limit: float = 0.0  # torch's own, of the collective
     told: set[tuple[str, RoundName]] = field(default_factory=set)
@@ -84,7 +88,7 @@ class Insides:
             return
         self.told.add((node.name, name))
         odd = self.odd[0] == node.name and self.kind != "mismatch"
-        waiting = 0 if self.kind == "silence" else len(node.ranks) - odd
+        waiting = 0 if self.kind in OUTSIDE else len(node.ranks) - odd
         node.say(m.Quiet(name, now - self.still_since, 1.0, True, waiting, self.kind == "busy"))
 
     def _homes(self, world: World) -> Iterator[tuple[Node, RoundName]]:
@@ -121,8 +125,9 @@ class Insides:
         inside = m.Position(0, self.done + 1, self.done, -1, CALL, age, self.limit)
         outside = m.Position(0, self.done, self.done)
         pid = node.ranks[local_rank].pid
-        if self.kind == "silence" or self.still_since is None:
-            return replace(SLEEPS, rank=rank, pid=pid, quiet=age, at=(outside,))
+        if self.kind in OUTSIDE or self.still_since is None:
+            does = KINDS["busy"] if self.kind == "awake" else SLEEPS
+            return replace(does, rank=rank, pid=pid, quiet=age, at=(outside,))
         if (node.name, local_rank) != self.odd:
             return replace(
                 SLEEPS, rank=rank, pid=pid, quiet=age, at=(inside,), place="train.py:9 step"

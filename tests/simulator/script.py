@@ -27,8 +27,8 @@ that takes over what a killed one of this node had; `disk a full` (or stuck, ok)
 
 Operators: `ask stop why`, `ask restart`, `ask exclude b why`, `ask include b`, `ask scale 2`.
 
-Hangs: `watch on_hang=tell hang_limit=200` (a line like `job`); `hang b 1 idle` and `go`, `silence`
-as `hangs` has them, `torch 600` sets the limit of torch's own for a collective.
+Hangs: `watch on_hang=tell hang_limit=200` (a line like `job`); `hang b 1 idle`, `turn busy`, `go`,
+`silence` as `hangs` has them, `torch 600` sets the limit of torch's own for a collective.
 
 `python -m tests.simulator FILE` runs it and shows where the trace differs; `--rewrite` writes what
 was seen into the file, to be read before it is committed.
@@ -58,7 +58,7 @@ from elasticrun.config import (
 from elasticrun.core.events import Requested
 from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import JobSpec, Request, WatchSpec
-from tests.simulator.hangs import KINDS
+from tests.simulator.hangs import KINDS, OUTSIDE
 from tests.simulator.node import NodeSetup
 from tests.simulator.world import Doom, World
 
@@ -351,6 +351,12 @@ def _hang(world: World, spec: JobSpec, words: list[str]) -> None:
     world.insides.hang(world, words[2], words[0], int(words[1]))
 
 
+def _turn(world: World, spec: JobSpec, words: list[str]) -> None:
+    if words[0] not in (*KINDS, *OUTSIDE) or world.insides.still_since is None:
+        raise ScriptError(f"no rank turns {words[0]}")
+    world.insides.kind = words[0]
+
+
 def _torch(world: World, spec: JobSpec, words: list[str]) -> None:
     world.insides.limit = float(words[0])
 
@@ -395,6 +401,7 @@ VERBS: dict[str, Verb] = {
     "hang": _hang,
     "silence": lambda world, _, words: world.insides.hang(world, "silence"),
     "go": lambda world, _, words: world.insides.go(world),
+    "turn": _turn,
     "torch": _torch,
     "master": _master,
     "ask": _ask,

@@ -39,7 +39,7 @@ class _Answer:
 
 class RollCall:
     """See the module's head. `at`, `until`: monotonic seconds; `ended`: ranks that have ended with
-    0 on nodes that are not asked any more."""
+    0 on nodes that are not asked any more; `final`: if it confirms the verdict, the round ends."""
 
     def __init__(
         self,
@@ -47,8 +47,11 @@ class RollCall:
         nodes: Iterable[str],
         now: float,
         ended: Iterable[Sighting] = (),
+        *,
+        final: bool = False,
     ) -> None:
         self.order = order
+        self.final = final
         self.at = now
         self.until = now + (LONG if order.stacks else BRIEF)
         self.answers: dict[str, _Answer] = {node: _Answer() for node in nodes}

@@ -366,7 +366,7 @@ def _odd_ones(scene: Scene) -> Impasse | None:
     top = group.top
     sample = next((at for at in group.at.values() if at.is_in and at.done + 1 == top), None)
     what = f" in {_call_words(group, sample)}" if sample else ""
-    more = f", as are ranks {write_ranges(same[1:])}" if len(same) > 1 else ""
+    more = f", like {_ranks(same[1:])}" if len(same) > 1 else ""
     who = "them" if more else "it"
     return Impasse(
         klass,
@@ -512,7 +512,7 @@ def _halted(scene: Scene) -> Impasse | None:
     does = _class_of(scene, halted[0])
     klass, kind = does.klass, does.kind
     same = [rank for rank in halted if scene.ranks[rank].seen.being is one.seen.being]
-    more = f", as are ranks {write_ranges(same[1:])}" if same[1:] else ""
+    more = f", like {_ranks(same[1:])}" if same[1:] else ""
     return Impasse(
         klass,
         kind,

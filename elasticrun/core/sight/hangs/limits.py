@@ -1,0 +1,99 @@
+"""How long a verdict must be true before users are told, and before the round is ended for it.
+
+class     told     acted on (--on-hang=auto)
+certain   10 s     30 s
+strong    60 s     never; with --on-hang=restart, as long as that place may wait (`stillness`)
+weak      120 s    never, unless --hang-limit
+still     300 s    never; with --on-hang=restart, 900 s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from elasticrun.core.context import JobContext
+from elasticrun.core.deadlines import earliest
+from elasticrun.core.sight.hangs.schedule import FIRST_LOOK, SECOND
+from elasticrun.core.sight.hangs.states import GRAIN, Opinion, Still
+from elasticrun.core.sight.hangs.stillness import Place, Places, place_of
+from elasticrun.core.sight.hangs.waiting import Impasse, Klass
+
+TOLD: Final[Mapping[Klass, float]] = {
+    Klass.CERTAIN: 10.0,
+    Klass.STRONG: 60.0,
+    Klass.WEAK: 120.0,
+    Klass.STILL: 300.0,
+}
+"""Seconds of stillness after which users are told a verdict of this class."""
+
+CERTAIN_ENDS: Final = 30.0
+"""Seconds of stillness after which a round that certainly cannot go on is ended."""
+
+STILL_ENDS: Final = 900.0
+"""The same where no rank does anything or waits for another, and --on-hang=restart."""
+
+
+class HangLimits:
+    """See the module's head."""
+
+    def __init__(self, ctx: JobContext) -> None:
+        self._ctx = ctx
+        self._places = Places()
+        self._places.restore(ctx.waits)
+
+    def learn(self, still: Still, seconds: float) -> bool:
+        """A wait has ended well after so long. Whether the record has changed."""
+        opinion = still.opinion
+        if opinion is None or not self._places.learn(_place(opinion.impasse), seconds):
+            return False
+        self._ctx.waits = self._places.record()
+        return True
+
+    def is_told(self, still: Still, opinion: Opinion, at: float) -> bool:
+        """Whether it has been true for long enough at that time."""
+        klass = Klass.STRONG if opinion.impasse.held else opinion.impasse.klass
+        return at + GRAIN >= _told_since(still, opinion) + TOLD[klass]
+
+    def needs_stacks(self, still: Still, opinion: Opinion) -> bool:
+        """Whether users are told after a sample taken now, and what they are told needs stacks."""
+        klass = opinion.impasse.klass
+        due = self._ctx.now + GRAIN >= _told_since(still, opinion) + TOLD[klass]
+        return due and klass is not Klass.WEAK
+
+    def ends_at(self, still: Still, opinion: Opinion, *, first: bool) -> float | None:
+        """When the round is ended for it; None: never. --hang-limit counts from the last movement,
+        whatever ranks were seen to do. `first`: no rank has moved since the round began."""
+        watch, impasse = self._ctx.spec.watch, opinion.impasse
+        if watch.on_hang not in ("auto", "restart") or impasse.held:
+            return None
+        limit, hard = None, watch.on_hang == "restart"
+        if impasse.klass is Klass.CERTAIN:
+            limit = CERTAIN_ENDS
+        elif impasse.klass is Klass.STRONG and hard:
+            limit = self._places.limit(_place(impasse), first=first)
+        elif impasse.klass is Klass.STILL and hard:
+            limit = STILL_ENDS
+        ends = None if limit is None else begins(still, opinion) + limit
+        if watch.hang_limit <= 0.0 or impasse.klass is Klass.STILL:
+            return ends
+        return earliest(ends, still.since + max(watch.hang_limit, FIRST_LOOK + SECOND))
+
+
+def begins(still: Still, opinion: Opinion) -> float:
+    """From when the time of a verdict counts. A rank that works now and then is not idle, however
+    long nothing has moved; where no rank waits for another, what any of them does counts as a
+    movement."""
+    klass = opinion.impasse.klass
+    if klass is Klass.STILL and still.idle_at > still.since:
+        return still.idle_at
+    by_activity = klass in (Klass.STRONG, Klass.STILL)
+    return max(still.since, opinion.first_at - FIRST_LOOK) if by_activity else still.since
+
+
+def _told_since(still: Still, opinion: Opinion) -> float:
+    return begins(still, opinion) if opinion.impasse.klass is Klass.STILL else still.since
+
+
+def _place(impasse: Impasse) -> Place:
+    return place_of(impasse.place, impasse.library)

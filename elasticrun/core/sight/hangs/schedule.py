@@ -1,0 +1,129 @@
+"""When the ranks are sampled, and which samples are kept.
+
+The first two samples of a stillness are early and close together; later ones are further apart.
+There is one sample at a time, for the watch and for users alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from elasticrun.core.context import JobContext
+from elasticrun.core.rounds.rendezvous import Phase
+from elasticrun.core.sight.hangs.look import RollCall
+from elasticrun.core.sight.hangs.waiting import Sighting
+from elasticrun.wire import messages as m
+
+FIRST_LOOK: Final = 5.5
+"""Seconds of stillness before the first sample: agents report it after 5 s. With the 2.5 s at most
+that they take to see the last movement, what is certain is told 10 to 13 s after it."""
+
+SECOND: Final = 4.5
+"""Seconds between the first sample and the one that must say the same."""
+
+EARLY_EVERY: Final = 60.0
+"""Seconds between two such early pairs: a job with slow steps is quiet in each step. Where every
+rank is in a collective there is no such delay."""
+
+LATER: Final = (30.0, 60.0, 65.0)
+"""Seconds of stillness at the next samples; then there is one every LATEST seconds."""
+
+LATEST: Final = 30.0
+
+FRESH: Final = 1.0
+"""Seconds for which a sample is as good as a new one for a user: many may watch one job."""
+
+
+def next_look(looks: tuple[float, ...], *, early: bool, hang_limit: float) -> float:
+    """Seconds of stillness at which the next sample is due, after those at `looks`."""
+    if not looks:
+        late = min(LATER[0], max(FIRST_LOOK, (hang_limit or math.inf) - SECOND))
+        return FIRST_LOOK if early else late
+    last = looks[-1]
+    if len(looks) == 1:
+        return last + SECOND
+    for when in LATER:
+        if when > last + 1.0:
+            return when
+    return (last + 1.0) // LATEST * LATEST + LATEST
+
+
+class Samples:
+    """The sample that is under way, and the last one of each kind."""
+
+    def __init__(self, ctx: JobContext) -> None:
+        self._ctx = ctx
+        self._number = 0  # of the last sample
+        self.under_way: RollCall | None = None
+        self.last: RollCall | None = None
+        self.with_stacks: RollCall | None = None
+        self.with_lines: RollCall | None = None
+
+    def ask(
+        self, nodes: Iterable[str], *, stacks: bool, dump: int, lines: bool, final: bool = False
+    ) -> int:
+        """Ask these nodes about all their ranks; the number of the sample. `final`: the round is
+        ended if it confirms the verdict."""
+        round_, nodes = self._ctx.round, tuple(nodes)
+        assert round_ is not None
+        self._number += 1
+        order = m.Inspect(round_.name, self._number, stacks, dump, lines)
+        self.under_way = RollCall(order, nodes, self._ctx.now, self._ended(), final=final)
+        self._ctx.broadcast(nodes, order)
+        return self._number
+
+    def ask_for_user(self, nodes: Iterable[str], *, stacks: bool) -> int:
+        """The number of a sample that a user wants: the one under way, a fresh one or a new one. 0:
+        no round runs."""
+        found, last = self.under_way, self.last
+        if found is None and last is not None and last.whole and self._ctx.now - last.at < FRESH:
+            found = last
+        if found is not None and (found.order.stacks or not stacks):
+            return found.order.number
+        nodes = [node for node in nodes if self._ctx.nodes[node].session is not None]
+        if not nodes or self._ctx.rdzv.phase is not Phase.RUNNING:
+            return 0
+        return self.ask(nodes, stacks=stacks, dump=0, lines=True)
+
+    def take(self, node: str, report: m.Inspected | m.Stacks) -> bool:
+        """A node's answer; whether the sample is complete."""
+        look = self.under_way
+        if look is None or report.number != look.order.number:
+            return False
+        look.take(node, report)
+        return look.done
+
+    def finished(self) -> RollCall | None:
+        """The sample that has just become complete, or whose time is over."""
+        look = self.under_way
+        if look is None or not (look.done or self._ctx.now >= look.until):
+            return None
+        self.under_way, self.last = None, look
+        if look.order.stacks:
+            self.with_stacks = look
+        if look.order.lines:
+            self.with_lines = look
+        return look
+
+    def forget(self) -> None:
+        """The round is over. The last stacks and lines are kept."""
+        self.under_way = self.last = None
+
+    def lines_of(self, rank: int, since: float) -> Mapping[str, str]:
+        """Where the stacks show the threads of a rank, if they were taken since then."""
+        look = self.with_stacks
+        return look.lines_of(rank) if look is not None and look.at >= since else {}
+
+    def _ended(self) -> list[Sighting]:
+        """Ranks of members that are done."""
+        round_ = self._ctx.round
+        seats = round_.members if round_ is not None else {}
+        found = []
+        for node in self._ctx.rdzv.last.completed:
+            if (seat := seats.get(node)) is not None:
+                for rank in range(seat.first_rank, seat.first_rank + seat.ranks):
+                    seen = m.RankSeen(rank, 1, m.Being.ENDED, True, False, 0.0, 0.0)
+                    found.append(Sighting(node, seen))
+        return found

@@ -1,0 +1,169 @@
+"""The states of the hang watch, and what moves it from one to the next.
+
+    Moving -> Still    every node of the round is quiet
+    Still -> Moving    a rank moves, or the round ends
+
+`Still` has two states of its own. One is what the samples of the ranks say:
+
+    Unjudged -> Suspected    a sample finds an impasse
+    Suspected -> Agreed      the next one finds the same, and no counter has moved in between
+    any -> Unjudged          a sample finds none, or a node cannot be judged
+
+The other is what users have been shown:
+
+    Unreported -> Reported    the agreed verdict has been true for long enough
+    Reported -> Acted         the round is ended for it
+
+They are separate because a verdict stays on display when a later sample does not confirm it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticrun.core.sight.hangs.look import RollCall
+from elasticrun.core.sight.hangs.waiting import Impasse, Scene, Sighting, fingerprint, judge
+
+APART: Final = 4.0
+"""Seconds between two samples below which they count as one."""
+
+GRAIN: Final = 0.001
+"""Seconds by which a sample may be early because of rounding."""
+
+TORCH: Final = 0.8
+"""Stacks are taken when this part of torch's own limit for a collective is over: at its end torch
+kills the ranks, and their stacks are lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """Some rank moves, or not every node is known to be quiet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """What a sample says."""
+
+    impasse: Impasse
+    counters: tuple[object, ...]  # of the ranks; equal if nothing has moved
+    at: float  # time of the sample
+    first_at: float  # time of the first of the successive samples that say the same
+    away: float  # `JobContext.away` then
+
+
+@dataclass(frozen=True, slots=True)
+class Unjudged:
+    """No sample yet, or the last one says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspected:
+    """One sample says this."""
+
+    opinion: Opinion
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """Two successive samples say this."""
+
+    opinion: Opinion
+
+
+Belief = Unjudged | Suspected | Agreed
+
+
+@dataclass(frozen=True, slots=True)
+class Unreported:
+    """Users have been shown no verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Users are shown a verdict."""
+
+    verdict: Opinion
+    noted: Impasse  # the last one that a line was written about
+    first_at: float  # when the first line was written
+
+
+@dataclass(frozen=True, slots=True)
+class Acted:
+    """The round is being ended for what was told."""
+
+    reported: Reported
+
+
+Notice = Unreported | Reported | Acted
+
+
+@dataclass(slots=True)
+class Dump:
+    """The stacks that are written to files once in a stillness."""
+
+    taken: bool = False
+    written: RollCall | None = None  # the sample they belong to
+    torch_ends: float | None = None  # when torch itself ends the job
+    due: float | None = None  # before that, when they must be taken
+
+
+@dataclass(slots=True)
+class Still:
+    """Nothing has moved since then."""
+
+    since: float  # when the last node became quiet
+    members: tuple[str, ...] = ()  # nodes to sample; () while one of them cannot be judged
+    looks: tuple[float, ...] = ()  # seconds of stillness at the last two scheduled samples
+    idle_at: float = -math.inf  # until when any rank did anything, as of the last sample
+    belief: Belief = Unjudged()
+    notice: Notice = Unreported()
+    dump: Dump = field(default_factory=Dump)
+
+    def seconds(self, at: float) -> float:
+        """For how long nothing has moved at that time."""
+        return at - self.since + GRAIN
+
+    @property
+    def opinion(self) -> Opinion | None:
+        """What the last sample says."""
+        return None if isinstance(self.belief, Unjudged) else self.belief.opinion
+
+    @property
+    def reported(self) -> Reported | None:
+        """What users are shown."""
+        match self.notice:
+            case Reported() as reported:
+                return reported
+            case Acted(reported):
+                return reported
+        return None
+
+    def judge(self, look: RollCall, sightings: list[Sighting], away: float) -> None:
+        """Take in a sample of every rank."""
+        seconds = self.seconds(look.at)
+        scene = Scene(sightings, seconds)
+        impasse, before = judge(scene), self.opinion
+        self.idle_at = look.at - scene.idle if scene.idle < seconds else -math.inf
+        self._heed_torch(look, sightings)
+        if impasse is None:
+            self.belief = Unjudged()
+            return
+        counters = fingerprint(sightings)
+        if before is None or before.counters != counters or not before.impasse.is_like(impasse):
+            self.belief = Suspected(Opinion(impasse, counters, look.at, look.at, away))
+        elif look.at - before.at >= APART:
+            self.belief = Agreed(Opinion(impasse, counters, look.at, before.first_at, away))
+
+    def _heed_torch(self, look: RollCall, sightings: list[Sighting]) -> None:
+        """When torch will end an open collective, and by when stacks must have been taken."""
+        ends = []
+        for one in sightings:
+            for at in one.seen.at:
+                if at.limit > 0.0 and at.entered > at.done:
+                    ends.append((look.at + at.limit - at.age, look.at + TORCH * at.limit - at.age))
+        self.dump.torch_ends, self.dump.due = min(ends, default=(None, None))
+
+
+State = Moving | Still

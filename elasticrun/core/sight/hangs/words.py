@@ -1,0 +1,77 @@
+"""What users are told about a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elasticrun.core.context import JobContext
+from elasticrun.core.sight.hangs.look import RollCall
+from elasticrun.core.sight.hangs.states import Reported
+from elasticrun.core.sight.hangs.waiting import SAID, Impasse, Klass
+from elasticrun.core.words import Lasting, lasting
+
+
+def in_words(impasse: Impasse, lines: Mapping[str, str]) -> Lasting:
+    """Its sentence, and what only stacks show: where a rank is that does not say so itself, and a
+    worker of its data loader. `lines`: by thread, the main one ""."""
+    if "" in lines and not impasse.place and impasse.klass is not Klass.STILL:
+        return (*impasse.said, f"; it is at {lines['']}")
+    loader = next((thread for thread in lines if thread.startswith("loader")), "")
+    return (*impasse.said, f"; its {loader} is at {lines[loader]}") if loader else impasse.said
+
+
+def note(said: Lasting, impasse: Impasse, before: Reported | None, then: str, where: str) -> str:
+    """The line about a verdict. `before`: what users were told until now."""
+    kind = "no hang" if impasse.kind == SAID else f"hang ({impasse.klass.value})"
+    says = "" if before is None or impasse.says else before.noted.says
+    over = f" (its time in {says} is over)" if says else ""
+    return f"{kind}: {lasting(said)}{over}; {then}{where}"
+
+
+def where_written(look: RollCall | None, node: str, nodes: int) -> str:
+    """Where the stacks of a sample are, best on this node. `nodes`: how many the round has."""
+    if look is None:
+        return ""
+    folder, home = look.folder(node)
+    if not folder:
+        return "; stacks are in no file (--log-dir DIR keeps them)"
+    return f"; stacks are in {folder}" + (f" on node {home}" if nodes > 1 else "")
+
+
+def what_follows(
+    ctx: JobContext, impasse: Impasse, ends: float | None, torch_ends: float | None
+) -> str:
+    """What will be done about a verdict. `ends`: when the round is ended for it; `torch_ends`: when
+    torch ends the job."""
+    parts = []
+    if ends is None:
+        parts.append(f"it is left as it is{_why_left(ctx, impasse)}")
+    elif ctx.restarts.budget.left(ctx.now):
+        parts.append(f"all ranks are restarted in {max(0.0, ends - ctx.now):.0f} s")
+    else:
+        left = max(0.0, ends - ctx.now)
+        parts.append(f"the job ends in {left:.0f} s: {ctx.restarts.budget.none_left()}")
+    if torch_ends is not None and torch_ends > ctx.now:
+        if ends is not None and torch_ends < ends:
+            parts.clear()
+        parts.append(f"torch would end this in {torch_ends - ctx.now:.0f} s")
+    return "; ".join(parts)
+
+
+def _why_left(ctx: JobContext, impasse: Impasse) -> str:
+    if impasse.kind == SAID:
+        return ", as its script has said so"
+    if impasse.held:
+        return ", as a person is at work"
+    if ctx.spec.watch.on_hang == "tell":
+        return " (--on-hang=tell)"
+    if impasse.kind == "stopped":
+        return ", until somebody sends it SIGCONT (--on-hang=restart ends it)"
+    match impasse.klass:
+        case Klass.STRONG:
+            return ", as it may wait for something (--on-hang=restart ends it)"
+        case Klass.STILL:
+            return " (--on-hang=restart ends it)"
+        case Klass.WEAK:
+            return ", as it may well go on (--hang-limit sets an end)"
+    return ""
