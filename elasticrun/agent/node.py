@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,8 +17,9 @@ from msgspec import structs
 
 from elasticrun import __version__
 from elasticrun.agent import farewell
-from elasticrun.agent.boot import Reaper, SpawnerProcess, planted_in
+from elasticrun.agent.boot import Reaper, SignalInbox, SpawnerProcess, planted_in
 from elasticrun.agent.checkup import Checkup
+from elasticrun.agent.context import NodeContext
 from elasticrun.agent.farewell import Clearing, end_callers_ranks
 from elasticrun.agent.link import identity
 from elasticrun.agent.link.link import Link
@@ -26,12 +28,11 @@ from elasticrun.agent.link.trust import trust_of
 from elasticrun.agent.logs.last_lines import LIMIT
 from elasticrun.agent.logs.output import LogsUnusable, RankOutput
 from elasticrun.agent.logs.whereabouts import LogNotes
-from elasticrun.agent.main import SignalInbox
-from elasticrun.agent.rendezvous.c10d import HostError, rendezvous_of
+from elasticrun.agent.rendezvous.c10d import C10dRendezvous
+from elasticrun.agent.rendezvous.place import HostError
 from elasticrun.agent.runtime import (
     DISK_LIMIT,
     AgentLoop,
-    NodeContext,
     Tasks,
     awaited,
     in_thread,
@@ -40,12 +41,12 @@ from elasticrun.agent.runtime import (
 )
 from elasticrun.agent.sight.watching import LocalSight
 from elasticrun.agent.snapshots.snapshots import LocalSnapshots
-from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.story import LongWaits, Story, directed, in_words
 from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.probes import Probing
 from elasticrun.agent.workers.progress import Progress
 from elasticrun.agent.workers.ranks import Ranks
+from elasticrun.agent.workers.spawner import Spawners
 from elasticrun.agent.workers.stores import HOLD, Stores
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig
 from elasticrun.core import events as fx
@@ -60,6 +61,8 @@ from elasticrun.wire import env, messages as m
 from elasticrun.wire.types import Endpoint, mint_incarnation
 
 if TYPE_CHECKING:
+    from elasticrun.agent.rendezvous.etcd import EtcdRendezvous
+    from elasticrun.agent.rendezvous.file import FileRendezvous
     from elasticrun.agent.rendezvous.finding import FoundJob
 
 NAME_LIMIT: Final = 2.0
@@ -79,6 +82,23 @@ REMOVE_LIMIT: Final = 12.0
 
 LEAVE_LIMIT: Final = 10.0
 """Seconds for leaving the rendezvous; more than a meeting takes by itself."""
+
+
+def rendezvous_of(
+    node: NodeContext, met: Callable[[], None], found: FoundJob | None
+) -> C10dRendezvous | EtcdRendezvous | FileRendezvous:
+    """The way in which the nodes of this job meet. `met` is called when the master's place is known
+    and whenever one serves there anew; `found`: see `finding`. What is not needed is not
+    imported."""
+    if found is not None:
+        from elasticrun.agent.rendezvous.file import FileRendezvous
+
+        return FileRendezvous(node, met, found)
+    if node.config.rendezvous.kind == "etcd":
+        from elasticrun.agent.rendezvous.etcd import EtcdRendezvous
+
+        return EtcdRendezvous(node, met)
+    return C10dRendezvous(node, met)
 
 
 class NodeAgent:

@@ -16,18 +16,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from elasticrun.config import EXIT_FAILED, AgentConfig
+from elasticrun.config import EXIT_FAILED
 from elasticrun.core import events as fx
-from elasticrun.host.log import StderrWriter, logger
+from elasticrun.host.log import logger
 from elasticrun.host.system.sandbox import NoThread, start_thread
 from elasticrun.wire.frames import Connection
 
 if TYPE_CHECKING:
-    from elasticrun.agent.boot import Reaper
-    from elasticrun.agent.link.link import Link
     from elasticrun.core.worker.group import WorkerGroup
 
 T = TypeVar("T")
@@ -315,24 +312,6 @@ def tell_failure(task: asyncio.Task[Any], tell: Callable[[str], object], what: s
         tell(f"{what} failed: {error!r}")
 
     task.add_done_callback(look)
-
-
-@dataclass
-class NodeContext:
-    """What the parts of a node share. What is found out later is an attribute."""
-
-    config: AgentConfig
-    deliver: Callable[[fx.AgentEvent], None]
-    """Tells the node's state machine."""
-    fatal: Callable[[str], None]
-    """Ends the node with this sentence."""
-    reaper: Reaper
-    writer: StderrWriter
-    host: str = ""
-    """This host's name for people."""
-    address: str = ""
-    """What other nodes dial."""
-    link: Link = field(init=False, repr=False)
 
 
 class AgentLoop:

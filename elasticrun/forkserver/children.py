@@ -126,7 +126,7 @@ class Children:
                               "torch was imported with"))  # fmt: skip
             return "environment"
         if not self._stale:
-            self._stale = self._prepared.preloader.stale()
+            self._stale = self._prepared.stash.stale()
             if self._stale:
                 self._tell(Stale(f"{self._stale} has changed since it was imported"))
         return self._stale

@@ -237,6 +237,14 @@ class Effects:
             logger._cache.clear()
 
 
+def mtime(path: str) -> int:
+    """When a file was written, in ns; -1: there is none."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return -1
+
+
 class Root(NamedTuple):
     """A module that the server imported on purpose, with all that came with it."""
 
@@ -253,8 +261,8 @@ class Stash:
         self.roots: list[Root] = []
         saw = {os.fsdecode(n): os.fsdecode(v) for n, v in baseline.environ.items()}
         self.environment = Environment(saw)
-        self.stale: Callable[[], str] = lambda: ""
-        """The first file that has changed since it was imported, or empty."""
+        self.files: dict[str, int] = {}
+        """mtime in ns of every file that a change of makes this process stale."""
         self.too_late: Callable[[str], None] | None = None
         """Called in a rank where numpy or torch must not come from here: to execute it anew. It
         returns where that cannot be. None in our own processes, which take what there is."""
@@ -272,6 +280,10 @@ class Stash:
         self.finder = _Finder(self)
 
     # ------------------------------------------------------------ in the server
+
+    def stale(self) -> str:
+        """The first file that has changed since it was imported, or empty."""
+        return next((path for path, then in self.files.items() if mtime(path) != then), "")
 
     @contextlib.contextmanager
     def importing(self, name: str) -> Iterator[None]:

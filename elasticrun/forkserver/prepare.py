@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from elasticrun.forkserver import trust
 from elasticrun.forkserver.child import Birth
-from elasticrun.forkserver.lazy_imports import Baseline, Stash
+from elasticrun.forkserver.lazy_imports import Baseline, Stash, mtime
 from elasticrun.forkserver.program import hides_frames
 from elasticrun.forkserver.renew import Walked, environment_watch
 from elasticrun.host.system import processes
@@ -47,23 +47,12 @@ def installed_folders() -> list[str]:
     return [os.path.realpath(folder) for folder in dict.fromkeys(folders) if folder in sys.path]
 
 
-def _mtime(path: str) -> int:
-    """When a file was written, in ns; -1: there is none."""
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return -1
-
-
 class Preloader:
     """Imports on purpose; what came with each import is noted in the stash."""
 
     def __init__(self, stash: Stash) -> None:
         self._stash = stash
-        stash.stale = self.stale
         self._folders = installed_folders()
-        self.files: dict[str, int] = {}
-        """mtime in ns of every file that a change of makes this process stale."""
 
     def import_torch(self) -> None:
         """Import numpy, where it is installed, since torch would; then torch. Raises whatever the
@@ -95,10 +84,6 @@ class Preloader:
             if remark := self._not_installed(name) or self._try(name):
                 remarks.append(f"{name} is not preloaded: {remark}")
         return remarks
-
-    def stale(self) -> str:
-        """The first file that has changed since it was imported, or empty."""
-        return next((path for path, then in self.files.items() if _mtime(path) != then), "")
 
     # ------------------------------------------------------------
 
@@ -158,8 +143,8 @@ class Preloader:
     def _note_files(self, names: Iterable[str]) -> None:
         for name in names:
             path = getattr(sys.modules.get(name), "__file__", None)
-            if isinstance(path, str) and (now := _mtime(path)) >= 0:
-                self.files.setdefault(path, now)
+            if isinstance(path, str) and (now := mtime(path)) >= 0:
+                self._stash.files.setdefault(path, now)
 
 
 def _hooks() -> dict[str, object]:

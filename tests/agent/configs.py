@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import pytest
 
 from elasticrun.agent.boot import Reaper, start_spawner
-from elasticrun.agent.runtime import NodeContext
-from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.context import NodeContext
+from elasticrun.agent.workers.spawner import Spawners
 from elasticrun.config import AgentConfig, LogPlan, MasterPlace
 from elasticrun.wire.messages import JobSpec, Start
 from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint, RoundName

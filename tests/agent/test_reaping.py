@@ -15,9 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticrun.agent.boot import SpawnerProcess
-from elasticrun.agent.main import SignalInbox
-from elasticrun.agent.spawner import Spawner
+from elasticrun.agent.boot import SignalInbox, SpawnerProcess
+from elasticrun.agent.workers.spawner import Spawner
 from elasticrun.host.system.processes import below
 from elasticrun.wire import frames
 from elasticrun.wire.spawning import Notice

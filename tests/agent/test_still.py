@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from elasticrun.agent import spawner
 from elasticrun.agent.boot import Reaper
-from elasticrun.agent.spawner import Child
+from elasticrun.agent.workers import spawner
+from elasticrun.agent.workers.spawner import Child
 from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnRank
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.agent.configs import agent_config, reaping, spawners

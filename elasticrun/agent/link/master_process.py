@@ -36,7 +36,7 @@ from elasticrun.wire.types import Endpoint, dumps
 if TYPE_CHECKING:
     import asyncio
 
-    from elasticrun.agent.runtime import NodeContext
+    from elasticrun.agent.context import NodeContext
 
 PACKAGE_ROOT: Final = str(Path(__file__).resolve().parents[3])
 

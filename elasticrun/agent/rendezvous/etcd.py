@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from elasticrun.agent.context import NodeContext
 from elasticrun.agent.link.identity import offered_address
 from elasticrun.agent.link.master_process import (
     InEtcd,
@@ -25,7 +26,7 @@ from elasticrun.agent.link.master_process import (
     new_record,
     sweep_records,
 )
-from elasticrun.agent.rendezvous.c10d import (
+from elasticrun.agent.rendezvous.place import (
     RESOLVE_AGAIN,
     Bind,
     HostError,
@@ -34,7 +35,7 @@ from elasticrun.agent.rendezvous.c10d import (
     everywhere,
     resolve,
 )
-from elasticrun.agent.runtime import NodeContext, Tasks, Timer, in_thread
+from elasticrun.agent.runtime import Tasks, Timer, in_thread
 from elasticrun.config import CANDIDATE_TTL, ETCD_CALL_LIMIT, Tls
 from elasticrun.core.events import AgentEvent, Ordered
 from elasticrun.host.log import logger

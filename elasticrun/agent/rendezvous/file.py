@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from elasticrun.agent.context import NodeContext
 from elasticrun.agent.link.identity import offered_address
 from elasticrun.agent.link.master_process import (
     MasterHost,
@@ -29,7 +30,6 @@ from elasticrun.agent.link.master_process import (
     sweep_records,
 )
 from elasticrun.agent.rendezvous import finding
-from elasticrun.agent.rendezvous.c10d import HostError
 from elasticrun.agent.rendezvous.claims import (
     LOOK_EVERY,
     Claim,
@@ -39,7 +39,8 @@ from elasticrun.agent.rendezvous.claims import (
     timed,
 )
 from elasticrun.agent.rendezvous.finding import FoundJob, on_file, place_of
-from elasticrun.agent.runtime import NodeContext, Tasks, in_thread, threadsafe
+from elasticrun.agent.rendezvous.place import HostError
+from elasticrun.agent.runtime import Tasks, in_thread, threadsafe
 from elasticrun.config import FIRST_PORT, JoinCommand
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.host.log import logger

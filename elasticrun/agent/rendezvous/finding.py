@@ -20,9 +20,8 @@ from typing import Any, Final
 
 from msgspec import structs
 
+from elasticrun.agent.boot import SignalInbox
 from elasticrun.agent.link.trust import TOKEN_BYTES
-from elasticrun.agent.main import SignalInbox
-from elasticrun.agent.rendezvous.c10d import LOOPBACK, Bind, HostError, NotYet, bind_test, resolve
 from elasticrun.agent.rendezvous.claims import (
     FILE_LIMIT,
     LOOK_EVERY,
@@ -35,6 +34,7 @@ from elasticrun.agent.rendezvous.claims import (
     on_disk,
     timed,
 )
+from elasticrun.agent.rendezvous.place import LOOPBACK, Bind, HostError, NotYet, bind_test, resolve
 from elasticrun.agent.runtime import first_of, in_thread, threadsafe
 from elasticrun.agent.story import directed
 from elasticrun.config import AgentConfig

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from elasticrun.agent.context import NodeContext
 from elasticrun.agent.logs.last_lines import LIMIT
-from elasticrun.agent.runtime import NodeContext, Once, Tasks, in_thread
+from elasticrun.agent.runtime import Once, Tasks, in_thread
 from elasticrun.agent.sight import dump, looked
 from elasticrun.agent.sight.activity import Activities, Activity
 from elasticrun.agent.sight.asking import Asking

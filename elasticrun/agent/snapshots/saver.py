@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from elasticrun.agent.runtime import Patience, Timer
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Held
-from elasticrun.agent.spawner import Child, Spawners
+from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.config import AgentConfig
 from elasticrun.host.log import logger
 from elasticrun.host.system.processes import how_silent

@@ -19,8 +19,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from elasticrun.agent.context import NodeContext
 from elasticrun.agent.rendezvous.claims import FolderClaim
-from elasticrun.agent.runtime import NodeContext, Once, Tasks
+from elasticrun.agent.runtime import Once, Tasks
 from elasticrun.agent.snapshots.checkpoints import Persisting
 from elasticrun.agent.snapshots.fetching import MAX_REASON, Replicator, Shards
 from elasticrun.agent.snapshots.generation import BROKEN, MUTE_AFTER, Drain, Generation
@@ -34,7 +35,7 @@ from elasticrun.agent.snapshots.inventory import (
 from elasticrun.agent.snapshots.peers import Peer, PeerServer, one_line
 from elasticrun.agent.snapshots.saver import Hashing, Savers
 from elasticrun.agent.snapshots.segments import Segments, Sizes
-from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.workers.spawner import Spawners
 from elasticrun.host.log import logger
 from elasticrun.snapshots.shm.memory import NoRoom
 from elasticrun.snapshots.shm.segment import NONE, round_key

@@ -14,10 +14,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-from elasticrun.agent.runtime import NodeContext, Tasks, Timer, in_thread
-from elasticrun.agent.spawner import Child, Spawners
+from elasticrun.agent.context import NodeContext
+from elasticrun.agent.runtime import Tasks, Timer, in_thread
 from elasticrun.agent.workers import numa
 from elasticrun.agent.workers.ranks import probe_environment
+from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.config import PROBE_LOAD_CPU, PROBE_LOAD_GPU, ProbeLoad
 from elasticrun.core.events import ProbeEnded
 from elasticrun.core.health.words import duration

@@ -23,11 +23,12 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from elasticrun.agent.context import NodeContext
 from elasticrun.agent.logs.output import LogsUnusable, RankLogs, RankOutput
-from elasticrun.agent.runtime import DISK_LIMIT, NodeContext, Tasks, in_thread
-from elasticrun.agent.spawner import Child, Spawners
+from elasticrun.agent.runtime import DISK_LIMIT, Tasks, in_thread
 from elasticrun.agent.workers import numa
 from elasticrun.agent.workers.exits import Killers, describe, oom_kills
+from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.config import AgentConfig
 from elasticrun.core.events import RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.core.reasons import text

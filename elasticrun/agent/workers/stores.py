@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from elasticrun.agent.runtime import NodeContext, Once, Timer
-from elasticrun.agent.spawner import Child, Spawners
+from elasticrun.agent.context import NodeContext
+from elasticrun.agent.runtime import Once, Timer
+from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.core.events import StoreLost, StoreReady
 from elasticrun.host.log import logger
 from elasticrun.wire import spawning

@@ -178,7 +178,7 @@ class Keeper:
         self._visitors: dict[int, _Visitor] = {}
         """By descriptor: who has come and has not been answered to the end."""
         # What makes us stale beside torch: our own package, and any installation at all.
-        files = self.stock.preloader.files
+        files = self.stock.stash.files
         ours = [module for name, module in sys.modules.items() if name.split(".")[0] == OURS]
         paths = [getattr(module, "__file__", None) for module in ours]
         for path in [*filter(None, paths), *installed_folders(), sys.executable]:
@@ -267,7 +267,7 @@ class Keeper:
 
     def _grant(self, visitor: _Visitor, ask: Ask) -> bool:
         """Look at who asks; whether it is served as soon as it has sent its descriptors."""
-        if stale := self.stock.preloader.stale():
+        if stale := self.stock.stash.stale():
             self._say(visitor.conn, Declined(f"{stale} has changed since it was imported"))
             self._leave()
         if reason := self._against(visitor.conn, ask):

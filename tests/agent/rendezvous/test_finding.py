@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.main import SignalInbox
+from elasticrun.agent.boot import SignalInbox
 from elasticrun.agent.rendezvous import claims, finding
 from elasticrun.agent.rendezvous.finding import FoundJob, find, free_port
 from elasticrun.config import AgentConfig, MasterPlace

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elasticrun.agent.snapshots.snapshots import LocalSnapshots
-from elasticrun.agent.spawner import Child, Owner
+from elasticrun.agent.workers.spawner import Child, Owner
 from elasticrun.snapshots.shm.layout import PAGE, Item, ItemKind, Layout, lay_out
 from elasticrun.snapshots.shm.segment import VERSION, Segment
 from elasticrun.wire import snapshots as s

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from elasticrun.agent.boot import Reaper
-from elasticrun.agent.spawner import Child, Spawner
 from elasticrun.agent.workers.probes import Probing
 from elasticrun.agent.workers.ranks import probe_environment
+from elasticrun.agent.workers.spawner import Child, Spawner
 from elasticrun.agent.workers.stores import Stores
 from elasticrun.config import EXIT_USAGE
 from elasticrun.core.events import AgentEvent, ProbeEnded, StoreReady

@@ -16,9 +16,9 @@ from typing import Any, cast
 import pytest
 
 from elasticrun.agent.logs.output import RankLogs, RankOutput
-from elasticrun.agent.spawner import Child, Owner, Spawner, Spawners
 from elasticrun.agent.workers import ranks as ranks_module
 from elasticrun.agent.workers.ranks import BadEnvironment, Ranks, rank_entry, rank_environment
+from elasticrun.agent.workers.spawner import Child, Owner, Spawner, Spawners
 from elasticrun.config import AgentConfig, LogPlan, MasterPlace
 from elasticrun.core.events import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.host.system.sandbox import NoThread

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.spawner import Child
 from elasticrun.agent.workers import stores
+from elasticrun.agent.workers.spawner import Child
 from elasticrun.agent.workers.stores import Stores
 from elasticrun.core.events import AgentEvent, StoreReady
 from elasticrun.wire.spawning import Exited, FromSpawner, SpawnFailed

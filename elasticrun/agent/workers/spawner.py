@@ -16,7 +16,8 @@ from itertools import count
 from typing import Final, Protocol
 
 from elasticrun.agent.boot import SpawnerProcess, configure_message, start_spawner
-from elasticrun.agent.runtime import NodeContext, Once, Patience, Tasks, Timer, keep_sending
+from elasticrun.agent.context import NodeContext
+from elasticrun.agent.runtime import Once, Patience, Tasks, Timer, keep_sending
 from elasticrun.agent.warm import WarmChild
 from elasticrun.host.log import logger
 from elasticrun.host.system.processes import how_silent

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticrun.agent.rendezvous import c10d
+from elasticrun.agent.rendezvous import place as places
 from elasticrun.config import MasterPlace
 from elasticrun.host.system.network import routed_address
 from elasticrun.wire.types import Endpoint
@@ -29,24 +29,24 @@ def test_a_free_port_is_ours_and_stays_free() -> None:
     port = free_port()
     mapped = ["::ffff:127.0.0.1"] if socket.has_dualstack_ipv6() else []
     for address in ("127.0.0.1", "127.0.0.1", *mapped):
-        assert c10d.bind_test(address, port) is c10d.Bind.OURS
+        assert places.bind_test(address, port) is places.Bind.OURS
 
 
 def test_a_listening_port_is_taken_even_with_reuseport(taken: int) -> None:
-    assert c10d.bind_test("127.0.0.1", taken) is c10d.Bind.TAKEN
+    assert places.bind_test("127.0.0.1", taken) is places.Bind.TAKEN
 
 
 def test_an_address_of_another_host_is_elsewhere() -> None:
-    assert c10d.bind_test("192.0.2.1", free_port()) is c10d.Bind.ELSEWHERE
+    assert places.bind_test("192.0.2.1", free_port()) is places.Bind.ELSEWHERE
 
 
 def test_an_address_is_ours_when_our_own_nonce_answers_there() -> None:
-    assert c10d.leads_here("127.0.0.1")
-    assert c10d.leads_here("127.0.1.1")
-    assert not c10d.leads_here("192.0.2.1")
+    assert places.leads_here("127.0.0.1")
+    assert places.leads_here("127.0.1.1")
+    assert not places.leads_here("192.0.2.1")
     routed = routed_address()
     if routed:
-        assert c10d.leads_here(routed)
+        assert places.leads_here(routed)
 
 
 def test_an_address_at_which_somebody_else_answers_is_not_ours(monkeypatch) -> None:
@@ -65,14 +65,14 @@ def test_an_address_at_which_somebody_else_answers_is_not_ours(monkeypatch) -> N
             made.settimeout(0.2)
             return made
 
-        monkeypatch.setattr(c10d, "is_loopback", lambda address: False)
-        assert c10d.leads_here("127.0.0.1")
-        monkeypatch.setattr(c10d, "_socket_for", misled)
-        assert not c10d.leads_here("127.0.0.1")
+        monkeypatch.setattr(places, "is_loopback", lambda address: False)
+        assert places.leads_here("127.0.0.1")
+        monkeypatch.setattr(places, "_socket_for", misled)
+        assert not places.leads_here("127.0.0.1")
 
 
 def test_a_name_is_asked_for_more_and_more_rarely() -> None:
-    waits = [c10d.resolve_again(tries) for tries in range(1, 2000)]
+    waits = [places.resolve_again(tries) for tries in range(1, 2000)]
     assert waits[:4] == [1.0, 2.0, 4.0, 5.0]
     assert set(waits[3:]) == {5.0}
 
@@ -80,9 +80,11 @@ def test_a_name_is_asked_for_more_and_more_rarely() -> None:
 def test_the_first_of_several_agents_hosts_and_the_second_dials(taken: int) -> None:
     several = {"max_nodes": 2}
     free = free_port()
-    first = c10d.settle(agent_config(several, rendezvous=MasterPlace("elastic", "localhost", free)))
+    first = places.settle(
+        agent_config(several, rendezvous=MasterPlace("elastic", "localhost", free))
+    )
     assert first.bind == Endpoint("127.0.0.1", free)
-    second = c10d.settle(
+    second = places.settle(
         agent_config(several, rendezvous=MasterPlace("elastic", "localhost", taken))
     )
     assert second.bind is None
@@ -100,7 +102,7 @@ def test_the_first_of_several_agents_hosts_and_the_second_dials(taken: int) -> N
 def test_what_is_host_says(host: str, is_host: bool | None, bind: str | None) -> None:
     where = MasterPlace("elastic", host, free_port(), is_host=is_host)
     expected = None if bind is None else Endpoint(bind, where.port)
-    assert c10d.settle(agent_config(rendezvous=where)).bind == expected
+    assert places.settle(agent_config(rendezvous=where)).bind == expected
 
 
 def test_a_name_of_ours_on_loopback_is_hosted_where_others_reach_it(monkeypatch) -> None:
@@ -111,27 +113,27 @@ def test_a_name_of_ours_on_loopback_is_hosted_where_others_reach_it(monkeypatch)
     ask = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: ask("127.0.1.1", *a, **k))
     where = MasterPlace("elastic", "debian-host", free_port())
-    place = c10d.settle(agent_config({"max_nodes": 2}, rendezvous=where))
+    place = places.settle(agent_config({"max_nodes": 2}, rendezvous=where))
     assert place.bind == Endpoint(routed, where.port)
-    alone = c10d.settle(agent_config(rendezvous=where))
+    alone = places.settle(agent_config(rendezvous=where))
     assert alone.bind == Endpoint("127.0.1.1", where.port)
 
 
 def test_a_name_that_does_not_resolve_may_yet() -> None:
-    with pytest.raises(c10d.NotYet, match=r"no-such-host\.invalid"):
-        c10d.resolve("no-such-host.invalid", 1)
+    with pytest.raises(places.NotYet, match=r"no-such-host\.invalid"):
+        places.resolve("no-such-host.invalid", 1)
 
 
 def test_static_rank_0_has_a_proxy_and_the_others_dial_it() -> None:
     where = MasterPlace("static", "127.0.0.1", free_port())
-    head = c10d.settle(agent_config({"max_nodes": 2}, rendezvous=where, node_rank=0))
+    head = places.settle(agent_config({"max_nodes": 2}, rendezvous=where, node_rank=0))
     assert head.proxy == Endpoint("127.0.0.1", where.port)
     assert head.bind == Endpoint("127.0.0.1", 0)
-    other = c10d.settle(agent_config({"max_nodes": 2}, rendezvous=where, node_rank=1))
+    other = places.settle(agent_config({"max_nodes": 2}, rendezvous=where, node_rank=1))
     assert (other.proxy, other.bind) == (None, None)
     assert other.dial == Endpoint("127.0.0.1", where.port)
 
 
 def test_a_taken_proxy_port_is_a_sentence(taken: int) -> None:
-    with pytest.raises(c10d.HostError, match=f"{taken}: another process listens there"):
-        c10d.listen_proxy(Endpoint("127.0.0.1", taken))
+    with pytest.raises(places.HostError, match=f"{taken}: another process listens there"):
+        places.listen_proxy(Endpoint("127.0.0.1", taken))

@@ -1,0 +1,216 @@
+"""Which addresses are this host's, and where the job's master is to be as far as that shows here.
+
+standalone  on loopback, on a free port
+elastic     on the host that can bind the very address which the endpoint's name resolves to
+static      with node rank 0, behind a proxy on the port that the user named (decision 008)
+external    where the user says
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+from elasticrun.config import AgentConfig
+from elasticrun.host.system.network import (
+    is_loopback,
+    is_ours,
+    names_this_host_only,
+    routed_address,
+)
+from elasticrun.wire.types import Endpoint
+
+if TYPE_CHECKING:
+    pass
+
+LOOPBACK: Final = "127.0.0.1"
+ANYWHERE: Final = ("::", "0.0.0.0")
+
+DIAL_LIMIT: Final = 2.0
+"""Seconds for a dial to an address of our own, which takes microseconds."""
+
+NONCE_BYTES: Final = 16
+
+RESOLVE_AGAIN: Final = 1.0
+"""Seconds until a name that is needed to meet is tried again for the first time: pods get theirs
+late."""
+
+RESOLVE_CAP: Final = 5.0
+"""The longest such wait: name servers remember for some seconds that a name was not there."""
+
+
+class HostError(Exception):
+    """The master can neither be started nor found; the text is one sentence."""
+
+
+class NotYet(Exception):
+    """The endpoint's name does not resolve (yet: pods get their names late)."""
+
+
+class Bind(Enum):
+    """What came of binding an address."""
+
+    OURS = "ours"
+    TAKEN = "taken"
+    ELSEWHERE = "elsewhere"
+
+
+@dataclass(frozen=True, slots=True)
+class SettledPlace:
+    """Where the master is to be.
+
+    `dial`: what this agent dials, `address` the same in numbers (for the choice of our own
+    address). `bind`: where to start it, None if that is not our part. `proxy`: where the static
+    job's port proxy listens, None without one."""
+
+    dial: Endpoint
+    address: str
+    bind: Endpoint | None = None
+    proxy: Endpoint | None = None
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """The addresses of a name in numbers, IPv4 loopback before IPv6's. NotYet. Blocks."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise NotYet(f"the name {host} does not resolve: {error.strerror}") from None
+    except UnicodeError:
+        raise HostError(f"{host!r} is no host name") from None
+    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+    return sorted(addresses, key=lambda address: is_loopback(address) and ":" in address)
+
+
+def bind_test(address: str, port: int) -> Bind:
+    """Whether this host may listen at exactly this address and port. HostError if it must not.
+
+    No SO_REUSEPORT, and no wildcard: both would succeed anywhere and prove nothing."""
+    try:  # a port in TIME_WAIT is free; a listening one is not
+        _listen(address, port, backlog=1).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return Bind.TAKEN
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            return Bind.ELSEWHERE
+        where = Endpoint(address, port)
+        raise HostError(f"cannot listen on {where}: {os.strerror(error.errno or 0)}") from None
+    # `ip_nonlocal_bind` lets any address be bound.
+    return Bind.OURS if is_ours(address) and leads_here(address) else Bind.ELSEWHERE
+
+
+def leads_here(address: str) -> bool:
+    """Whether a dial to this address comes out at this host: what answers shows our own nonce.
+
+    On a port that nobody else knows: at the endpoint's, other nodes may be dialling already."""
+    if is_loopback(address):
+        return True
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    try:
+        with _socket_for(address) as listener, _socket_for(address) as dialled:
+            listener.bind((address, 0))
+            listener.listen(1)
+            dialled.connect(listener.getsockname())
+            answering, _ = listener.accept()
+            with answering:
+                answering.sendall(nonce)
+                return dialled.recv(NONCE_BYTES, socket.MSG_WAITALL) == nonce
+    except OSError:
+        return False
+
+
+def _socket_for(address: str) -> socket.socket:
+    made = socket.socket(_family(address), socket.SOCK_STREAM)
+    made.settimeout(DIAL_LIMIT)
+    return made
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _listen(address: str, port: int, backlog: int) -> socket.socket:
+    """OSError. One of IPv6 is for IPv4 as well, as a master's is: `::`, or `::ffff:10.0.0.1`."""
+    both = ":" in address and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        (address, port), family=_family(address), backlog=backlog, dualstack_ipv6=both
+    )
+
+
+def settle(config: AgentConfig) -> SettledPlace:
+    """Where the master is to be, as far as this host can say now. NotYet, HostError. Blocks."""
+    where = config.rendezvous
+    if where.kind == "standalone":
+        return SettledPlace(Endpoint(LOOPBACK, 0), LOOPBACK, bind=Endpoint(LOOPBACK, 0))
+    addresses = resolve(where.host, where.port)
+    if where.kind == "static" and config.node_rank <= 0:
+        proxy = Endpoint(_proxy_address(where.host, addresses), where.port)
+        here = Endpoint(LOOPBACK, 0)
+        return SettledPlace(here, addresses[0], bind=here, proxy=proxy)
+    if where.kind == "elastic" and where.is_host is not False:
+        place = _elastic(config, addresses)
+        if place is not None:
+            return place
+    return SettledPlace(Endpoint(where.host, where.port), addresses[0])
+
+
+def _elastic(config: AgentConfig, addresses: list[str]) -> SettledPlace | None:
+    """Our part of the bind test; None if the master is another host's."""
+    where = config.rendezvous
+    several = config.spec.max_nodes > 1 and not names_this_host_only(where.host)
+    for address in addresses:
+        at = address
+        if several and is_loopback(address):
+            # Debian's `127.0.1.1 hostname`: it proves that the name is ours, but nobody else
+            # could reach a master there.
+            at = routed_address() or address
+        result = bind_test(at, where.port)
+        if result is Bind.OURS:
+            here = Endpoint(at, where.port)
+            return SettledPlace(here, at, bind=here)
+        if result is Bind.TAKEN:
+            return SettledPlace(Endpoint(at, where.port), at)
+    if where.is_host:
+        # The user says so although no address is ours: behind NAT, or a Service of Kubernetes.
+        return SettledPlace(
+            Endpoint(LOOPBACK, where.port), addresses[0], bind=Endpoint("::", where.port)
+        )
+    return None
+
+
+def _proxy_address(host: str, addresses: list[str]) -> str:
+    """The address at which node rank 0 of a static job listens: the named one where it is ours,
+    else all of them, as torchrun does."""
+    if names_this_host_only(host):
+        return addresses[0]
+    local = [a for a in addresses if not is_loopback(a) and is_ours(a)]
+    return local[0] if local else everywhere()
+
+
+def everywhere() -> str:
+    """The address at which one listens on all of this host's."""
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def listen_proxy(where: Endpoint) -> socket.socket:
+    """The port proxy's listening socket. HostError with a sentence when the port is taken."""
+    try:
+        return _listen(where.host, where.port, backlog=1024)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        text = os.strerror(error.errno or 0)
+        if taken:
+            text = (
+                "another process listens there; if it is the first node of this job, give this "
+                "one its --node-rank or all of them --rdzv-backend=c10d, else take another port"
+            )
+        raise HostError(f"cannot listen on the master port {where}: {text}") from None
+
+
+def resolve_again(tries: int) -> float:
+    """Seconds until a name that did not resolve is tried again, after so many tries."""
+    return float(min(RESOLVE_CAP, RESOLVE_AGAIN * 2.0 ** min(tries - 1, 10)))
