@@ -29,7 +29,7 @@ MOST = {
     "callables_assigned_from_outside": 1,  # 0
     "polled_mailboxes": 0,
     "types_of_a_round": 8,  # 3
-    "places_of_a_fact": 7,  # those of its part, and one in its record
+    "places_of_a_fact": 3,  # its part gives it and takes it back, and one in its record
     "places_of_an_order": 6,  # 4
     "attributes_of_the_agent": 35,  # 18
     "attributes_of_the_hang_watch": 7,  # 8 a state

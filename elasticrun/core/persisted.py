@@ -3,8 +3,12 @@
 A job says `Record(facts)` before the orders that the facts permit; whoever starts the next master
 hands the newest `Facts` to its `Job`, which takes them for true and is never told old events again
 (decision 012). Facts are bounded: a round, the order of first joins, the budget, who is left out
-and the outcome; some hundred bytes a node. Times are ages or remainders in seconds, because the
-next master has another clock.
+and the outcome; some hundred bytes a node.
+
+Each part of the core has one struct here and reads and writes it alone, by `facts` and `restore`
+(`core/parts.py`). Times are ages or remainders in seconds, because the next master has another
+clock; `restore` is given the moment of the record on the new clock, so that the time for which the
+facts lay in the record counts.
 """
 
 from __future__ import annotations
@@ -31,31 +35,36 @@ class Seat(Struct, frozen=True):
 
 
 class RoundFacts(Struct, frozen=True):
-    """The last round that was formed or adopted, and how it stood."""
+    """The last round that was formed or adopted."""
 
     name: RoundName
     world_size: int
     restart_count: int
     store: Endpoint
     store_node: str
-    age: float
     seats: tuple[Seat, ...]
     adopted: bool = False  # its nodes told of it; what they do not know is missing
     over: str = ""  # why its members were told to stop, empty while it runs
-    over_code: ReasonCode | None = None  # the reason that this is the text of, and so below
+    over_code: ReasonCode | None = None  # the reason that this is the text of
+    restore: Restore | None = None  # the snapshot that it was to go on from
+    rewound_from: int = -1  # as in Start, and so are these
+    suspect: bool = False
+    restore_step: int = -1
+
+
+class RendezvousFacts(Struct, frozen=True):
+    """How the last round stands, and what the job waits for."""
+
+    age: float = 0.0  # of the round
     lost: str = ""  # which member was lost first, in a sentence
-    lost_code: ReasonCode | None = None
-    excuse: str = ""  # why what fails in it from here on costs nothing
-    excuse_code: ReasonCode | None = None
+    lost_code: ReasonCode | None = None  # the reason that this is the text of
     gone: tuple[str, ...] = ()  # members whose agents have gone
     done: tuple[str, ...] = ()  # of these, the ones whose ranks had all ended with 0
     waiting: tuple[str, ...] = ()  # once it is over: nodes that wait to be in the next one
     fenced: bool = False  # it can complete no further collective
     silent: float = 0.0  # since the last word of the members that have gone
-    restore: Restore | None = None  # the snapshot that it was to go on from
-    rewound_from: int = -1  # as in Start, and so are these
-    suspect: bool = False
-    restore_step: int = -1
+    starved: float = 0.0  # how long the job has waited below its smallest size; 0.0: it does not
+    blind: bool = False  # no round, but another master served before, without leaving a record
 
 
 class LeftOut(Struct, frozen=True):
@@ -66,6 +75,25 @@ class LeftOut(Struct, frozen=True):
     silences: tuple[float, ...]
     bars: int
     remaining: float
+
+
+class MembershipFacts(Struct, frozen=True):
+    """Which nodes have fallen silent."""
+
+    left_out: tuple[LeftOut, ...] = ()
+
+
+class FlapFacts(Struct, frozen=True):
+    """Which nodes never stay."""
+
+    fickle: tuple[LeftOut, ...] = ()
+
+
+class ExclusionFacts(Struct, frozen=True):
+    """Which nodes are refused."""
+
+    excluded: tuple[ExcludedNode, ...] = ()
+    slow_ages: tuple[float, ...] = ()  # since nodes were excluded as slow, within the hour
 
 
 class Blamed(Struct, frozen=True):
@@ -80,6 +108,17 @@ class Blamed(Struct, frozen=True):
     remaining: float
 
 
+class RestartFacts(Struct, frozen=True):
+    """What failures have cost, and who was to blame."""
+
+    count: int = 0  # restarts charged since the job began
+    charges: tuple[float, ...] = ()  # the ages of those that count
+    short_lives: int = 0
+    blamed: tuple[Blamed, ...] = ()
+    excuse: str = ""  # why what fails in the last round from here on costs nothing
+    excuse_code: ReasonCode | None = None  # the reason that this is the text of
+
+
 class Rejected(Struct, frozen=True):
     """A snapshot, and how many rounds that trained on from it failed by themselves within a few
     steps."""
@@ -87,6 +126,15 @@ class Rejected(Struct, frozen=True):
     round: RoundName
     step: int
     times: int
+
+
+class SnapshotFacts(Struct, frozen=True):
+    """What ranks can go on from, and what they should not."""
+
+    written: Restore | None = None  # the newest checkpoint that was committed
+    rejected: tuple[Rejected, ...] = ()
+    rewound_from: int = -1  # training was taken back from this step since the newest checkpoint
+    restore_step: int = -1  # as in Start; -1 too once there is a checkpoint of what came of it
 
 
 class LongWait(Struct, frozen=True):
@@ -142,66 +190,34 @@ class LedgerFacts(Struct, frozen=True):
     nodes: tuple[LedgerNode, ...] = ()
     stood: tuple[tuple[Cause, float], ...] = ()  # seconds without training, by cause of incidents
     hung: float = 0.0  # seconds of hangs in these
-    age: float = 0.0  # seconds for which this has lain in the record
 
 
 class Facts(Struct, frozen=True):
-    """All of it; the next master believes this and asks the agents for the rest."""
+    """All of it: what the parts share (`core/context.py`), and an entry for each part. The next
+    master believes this and asks the agents for the rest."""
 
     spec: JobSpec
     term: int
     number: int  # of the last round
-    round: RoundFacts | None
-    order: tuple[str, ...]  # node ids in the order of first join
-    charges: tuple[float, ...]  # restarts charged, their ages
-    restart_count: int
-    short_lives: int
-    left_out: tuple[LeftOut, ...]
-    starved: float  # how long the job has waited below its smallest size; 0.0: it does not
-    outcome: End | None
-    blamed: tuple[Blamed, ...] = ()
-    fickle: tuple[LeftOut, ...] = ()  # nodes whose stays were brief
-    excluded: tuple[ExcludedNode, ...] = ()  # who is refused
-    slow_ages: tuple[float, ...] = ()  # since nodes were excluded as slow, within the hour
-    written: Restore | None = None  # the newest checkpoint that was committed
-    rejected: tuple[Rejected, ...] = ()
-    rewound_from: int = -1  # training was taken back from this step since the newest checkpoint
-    restore_step: int = -1  # as in Start; -1 too once there is a checkpoint of what came of it
+    scaled: bool = False  # the numbers of nodes in the spec are an operator's
+    outcome: End | None = None
     incidents: int = 0  # the number of the last one
     dumps: int = 0  # the number of the last folder of stacks
     waits: tuple[LongWait, ...] = ()  # at each place the longest that ended well
-    ledger: LedgerFacts | None = None
-    scaled: bool = False  # the numbers of nodes in the spec are an operator's
-    blind: bool = False  # no round, but another master served before, without leaving a record
+    age: float = 0.0  # seconds for which this has lain in the record
+    order: tuple[str, ...] = ()  # node ids in the order of first join
+    round: RoundFacts | None = None
+    rendezvous: RendezvousFacts = RendezvousFacts()
+    membership: MembershipFacts = MembershipFacts()
+    flaps: FlapFacts = FlapFacts()
+    exclusions: ExclusionFacts = ExclusionFacts()
+    restarts: RestartFacts = RestartFacts()
+    snapshots: SnapshotFacts = SnapshotFacts()
+    ledger: LedgerFacts = LedgerFacts()
 
 
 def aged(facts: Facts, seconds: float) -> Facts:
-    """The same facts, after they have lain in the record for so long: ages have grown, what remains
-    has shrunk. Without this every crash of a master would start an exclusion or a window of the
-    restart budget anew, and a master that crashes often enough would never let anything end.
-    `starved` stays as it is: while there was no master nobody could have joined."""
-    if seconds <= 0.0:
-        return facts
-
-    def left_out(entry: LeftOut) -> LeftOut:
-        silences = tuple(age + seconds for age in entry.silences)
-        return replace(entry, silences=silences, remaining=rest(entry.remaining))
-
-    def rest(remaining: float) -> float:
-        return max(0.0, remaining - seconds)
-
-    last = facts.round
-    return replace(
-        facts,
-        round=last and replace(last, age=last.age + seconds, silent=last.silent + seconds),
-        charges=tuple(age + seconds for age in facts.charges),
-        left_out=tuple(map(left_out, facts.left_out)),
-        fickle=tuple(map(left_out, facts.fickle)),
-        blamed=tuple(replace(b, remaining=b.remaining - seconds) for b in facts.blamed),
-        excluded=tuple(
-            replace(entry, age=entry.age + seconds, remaining=rest(entry.remaining))
-            for entry in facts.excluded
-        ),
-        slow_ages=tuple(age + seconds for age in facts.slow_ages),
-        ledger=facts.ledger and replace(facts.ledger, age=facts.ledger.age + seconds),
-    )
+    """The same facts, after they have lain in the record for so long. Without this every crash of
+    a master would start an exclusion or a window of the restart budget anew, and a master that
+    crashes often enough would never let anything end."""
+    return replace(facts, age=facts.age + seconds) if seconds > 0.0 else facts

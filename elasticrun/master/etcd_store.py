@@ -64,7 +64,7 @@ CLOSE_LIMIT: Final = 1.0
 RENEW_RECORD: Final = 3600.0
 """Seconds between renewals of the record's own lease, which is much longer."""
 
-HEAD: Final = b"elasticrun facts 1\n"
+HEAD: Final = b"elasticrun facts 2\n"
 MAX_BYTES: Final = 1_400_000
 """What etcd takes (1.5 MiB by default), less room for the rest of the transaction."""
 MAX_TERM: Final = 2**62

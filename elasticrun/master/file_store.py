@@ -36,7 +36,7 @@ from elasticrun.wire.types import dumps, loads
 FILE: Final = "record"
 """A line with version and checksum, then a line of JSON."""
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the file's format; a file of another version is set aside."""
 
 ASIDE: Final = ".aside"

@@ -428,7 +428,7 @@ class Master:
         brings."""
         spec = self._config.spec or _unknown(self._config.job_id)
         over = End(EXIT_OK, sentence, ())
-        return Facts(spec, self._term, 0, None, (), (), 0, 0, (), 0.0, over)
+        return Facts(spec, self._term, 0, outcome=over)
 
     def _job(self, facts: Facts | None) -> Job:
         return Job(self._config.spec, self._term, lambda: self._mint(), facts)

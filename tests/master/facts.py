@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import structs
 
-from elasticrun.core.persisted import Facts, RoundFacts, Seat
+from elasticrun.core.persisted import Facts, RendezvousFacts, RoundFacts, Seat
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.master.people import SPEC
 
@@ -22,7 +22,6 @@ def round_facts(number: int = 1, nodes: int = 2, **changes: Any) -> RoundFacts:
         restart_count=0,
         store=Endpoint("10.0.0.1", 40_000),
         store_node="node-00000",
-        age=1.5,
         seats=seats,
     )
     return structs.replace(made, **changes)
@@ -35,12 +34,7 @@ def facts(number: int = 1, nodes: int = 2, **changes: Any) -> Facts:
         term=1,
         number=number,
         round=round_facts(number, nodes),
+        rendezvous=RendezvousFacts(age=1.5),
         order=tuple(f"node-{i:05d}" for i in range(nodes)),
-        charges=(),
-        restart_count=0,
-        short_lives=0,
-        left_out=(),
-        starved=0.0,
-        outcome=None,
     )
     return structs.replace(made, **changes)

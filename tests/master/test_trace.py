@@ -107,7 +107,7 @@ def test_a_trace_has_everything_with_its_time(tmp_path: Path) -> None:
     writer.took(Heard(1, m.Beat(3)), 3.5, [])
     writer.close(LIMIT)
     head, first, beats, second, third, last = _lines(tmp_path / "trace")
-    assert (head["trace"], head["job"], head["term"]) == (2, "job", 7)
+    assert (head["trace"], head["job"], head["term"]) == (3, "job", 7)
     assert head["spec"]["job_id"] == "job"
     assert (first["t"], first["do"]) == (1.5, ["info: hello"])
     assert beats == {"beats": [[2.0, 1, 1], [2.25, 1, 2]]}
@@ -175,7 +175,7 @@ def test_a_successor_writes_on_behind_half_a_line(tmp_path: Path) -> None:
         file.write('{"t": 1.0, "e": {"Ti')
     TraceWriter(tmp_path, LIFE).close(LIMIT)
     lines = (tmp_path / "trace").read_text().splitlines()
-    assert [line[:10] for line in lines] == ['{"trace":2', '{"t": 1.0,', '{"trace":2']
+    assert [line[:10] for line in lines] == ['{"trace":3', '{"t": 1.0,', '{"trace":3']
 
 
 def test_no_disk_no_trace_and_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

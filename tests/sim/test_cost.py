@@ -133,7 +133,7 @@ def test_counting_sees_what_looks_at_all(monkeypatch: pytest.MonkeyPatch) -> Non
     heard = Membership.heard
 
     def curious(self: Membership, session: int, now: float) -> str | None:
-        self.left_out(now)
+        self.facts(now)
         return heard(self, session, now)
 
     small, large = running(SMALL), running(LARGE)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from elasticrun.core.events import JobEffect, JobEvent, Record
 from elasticrun.core.job.job import Job
 from elasticrun.core.job.streams import Streams
-from elasticrun.core.persisted import Facts
+from elasticrun.core.persisted import Facts, RestartFacts
 from elasticrun.wire.messages import Order, Start
 from elasticrun.wire.types import RoundName, dumps, loads
 from tests.further import cases
@@ -207,7 +207,9 @@ def test_the_proof_can_fail_by_its_bill(monkeypatch: pytest.MonkeyPatch) -> None
 
     def wrong(self: Job, event: JobEvent, now: float) -> list[JobEffect]:
         return [
-            Record(replace(effect.facts, restart_count=0)) if isinstance(effect, Record) else effect
+            Record(replace(effect.facts, restarts=RestartFacts()))
+            if isinstance(effect, Record)
+            else effect
             for effect in step(self, event, now)
         ]
 

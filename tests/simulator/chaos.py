@@ -335,10 +335,10 @@ class Chaos:
         """What is written is what will be read."""
         if loads(dumps(facts), Facts) != facts:
             self._fault(f"a record that changes when it is read: {facts}")
-        if self.remembers and facts.restart_count < self.recorded:
-            self._fault(f"{self.recorded} charges were recorded, now {facts.restart_count}")
-        self.recorded = facts.restart_count
-        self._check_budget(facts.number, facts.restart_count)
+        if self.remembers and facts.restarts.count < self.recorded:
+            self._fault(f"{self.recorded} charges were recorded, now {facts.restarts.count}")
+        self.recorded = facts.restarts.count
+        self._check_budget(facts.number, facts.restarts.count)
 
     def _check_budget(self, number: int, count: int) -> None:
         if self.spec.max_restarts < count:

@@ -71,7 +71,7 @@ class HealthPolicy:
             self._netcheck = NetCheck(replace(checks, perf=perf), ctx.mint)
             self._netcheck.trust(tuple(round_.members) if round_ is not None else ())
 
-    def due(self) -> float | None:
+    def next_deadline(self) -> float | None:
         """When an answer to a probe is overdue, by the master's own clock."""
         due = self._netcheck.next_deadline() if self._netcheck is not None else None
         return None if due is None else due + self._ctx.away
@@ -116,7 +116,7 @@ class HealthPolicy:
                 if check.standing(node) is not Standing.GOOD:
                     self._nodes[node].slow = ""
             self._order(check.begin(ready, self._time(), ranks=ranks))
-        return Decision(Verb.WAIT, Checking(check.reason()), self.due())
+        return Decision(Verb.WAIT, Checking(check.reason()), self.next_deadline())
 
     def _in_order(self) -> list[str]:
         """The ready nodes in the order of placement, so that neighbours are probed together."""
@@ -216,11 +216,14 @@ class HealthPolicy:
                 if self._rdzv.admit(node):
                     self._joined(node)
 
-    def join(self, node: str) -> None:
-        """No rank lives on this node, and it is ready. Probed by itself where it must be, it may be
-        in a round."""
-        if not self._is_probed_at_door(node):
+    def heard(self, node: str, report: m.Join | m.Probed) -> bool:
+        """A node without ranks is ready, or has been probed. Before it is in a round, a node that
+        has joined is probed by itself where it must be."""
+        if isinstance(report, m.Probed):
+            self._answer(node, report)
+        elif not self._is_probed_at_door(node):
             self._joined(node)
+        return True
 
     def _joined(self, node: str) -> None:
         ctx, now = self._ctx, self._ctx.now
@@ -234,7 +237,7 @@ class HealthPolicy:
 
     # ------------------------------------------------------------ a check goes on
 
-    def answered(self, node: str, answer: m.Probed) -> None:
+    def _answer(self, node: str, answer: m.Probed) -> None:
         if self._netcheck is not None:
             self._netcheck.answered(node, answer, self._time())
             self._stirred = True
@@ -246,7 +249,7 @@ class HealthPolicy:
         found, and say what it came to. A job whose nodes all failed it ends."""
         if (check := self._netcheck) is None:
             return ()
-        due = self.due()
+        due = self.next_deadline()
         late = due is not None and self._ctx.now >= due
         if not (self._stirred or late):
             return ()

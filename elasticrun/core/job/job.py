@@ -18,11 +18,12 @@ from elasticrun.config import EXIT_OK, EXIT_SAVED
 from elasticrun.core import events as fx
 from elasticrun.core.context import JobContext
 from elasticrun.core.deadlines import earliest
-from elasticrun.core.job.record import Recorder
+from elasticrun.core.job.record import Recorder, load
 from elasticrun.core.job.requests import OperatorRequests
 from elasticrun.core.job.streams import Streams
 from elasticrun.core.job.views import nothing_yet, picture
 from elasticrun.core.nodes.node import Health
+from elasticrun.core.parts import Part
 from elasticrun.core.persisted import Facts
 from elasticrun.core.reasons import (
     AllLeft,
@@ -93,6 +94,9 @@ class Job:
         self._streams: Streams
         self._sight: Sight
         self._requests: OperatorRequests
+        self._parts: tuple[
+            Part[m.Join | m.Probed], Part[m.SaveReport], Part[m.SightReport]
+        ]  # that want something done
 
         self._due: float | None = None if facts is None else 0.0  # as next_deadline() says
         self._parts_due: float | None = None  # the same without membership
@@ -199,8 +203,7 @@ class Job:
         self._is_calm = False  # nor is it if this fails
         if ctx.outcome is None:
             streams.bury()
-            parts = (streams.health, self._saving, self._sight)
-            for wish in [wish for part in parts for wish in part.pursue()]:
+            for wish in [wish for part in self._parts for wish in part.pursue()]:
                 self._grant(wish)
             self._advance()
             if joined is not None:
@@ -222,9 +225,7 @@ class Job:
         self._parts_due = earliest(
             self._until,
             self._record_due,
-            self._streams.health.due(),
-            self._snapshots.next_deadline(),
-            self._sight.next_deadline(),
+            *[part.next_deadline() for part in self._parts],
         )
         self._due = earliest(self._ctx.membership.next_deadline(), self._parts_due)
         # any report may say that silent nodes are heard again, or see through what was stirred
@@ -245,17 +246,17 @@ class Job:
         self._ctx = ctx = JobContext(spec, self.term, self._mint, now)
         ctx.out = out
         self._snapshots = Snapshots(spec.saves, self._mint, self.term)
-        self._recorder = Recorder(ctx, self._snapshots)
         self._saving = SnapshotPolicy(ctx, self._snapshots)
         if facts is not None:
-            self._recorder.load(facts)
-        recorded_term = 0 if facts is None else facts.term
+            load(facts, ctx, self._snapshots)
         self._sight = Sight(ctx, self.status)
-        self._recorder.ledger = self._sight.ledger
-        if facts is not None and facts.ledger is not None:
-            self._sight.ledger.restore(facts.ledger)
+        if facts is not None:  # booked by what the other parts say
+            self._sight.ledger.restore(facts.ledger, now - facts.age)
+        self._recorder = Recorder(ctx, self._snapshots, self._sight.ledger)
+        recorded_term = 0 if facts is None else facts.term
         self._streams = Streams(ctx, self._recorder, self._saving, recorded_term)
         self._requests = OperatorRequests(ctx, self._streams)
+        self._parts = (self._streams.health, self._saving, self._sight)
         self._recorder.record()
         return facts is None or not isinstance(event, fx.Overslept)  # it listens only since now
 
@@ -284,17 +285,15 @@ class Job:
         match report:
             case m.Join():
                 self._ctx.nodes.joined(node, report.store)
-                self._streams.health.join(node)
+                return self._streams.health.heard(node, report)
             case m.Probed():
-                self._streams.health.answered(node, report)
-            case m.Departing() | m.Missed():
-                self._saving.departing(node, report)
-            case m.Holdings() | m.WhereIs() | m.ShardBad() | m.Persisted() | m.NotReplicated():
-                self._saving.heard(node, report)
+                return self._streams.health.heard(node, report)
             case m.Leaving():
                 self._leaving(node, report)
-            case m.Quiet() | m.Inspected() | m.Stacks() | m.LastLines():
-                return self._sight.heard(node, report) or is_news
+        if isinstance(report, m.SaveReport):
+            return self._saving.heard(node, report)
+        if isinstance(report, m.SightReport):
+            return self._sight.heard(node, report) or is_news
         return True
 
     def _leaving(self, node: str, report: m.Leaving) -> None:

@@ -1,4 +1,5 @@
-"""The record: what of this master must outlive it, as `Facts`, and what it makes of another's.
+"""The record: what of this master must outlive it, as `Facts`, and what it makes of another's. Each
+part gives its own facts and takes them back.
 
 What is not written down is asked of the agents, who say all of it again on every stream: which
 round they run, what failed, what has stopped. Beats and joins are no facts.
@@ -6,15 +7,14 @@ round they run, what failed, what has stopped. Beats and joins are no facts.
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from elasticrun.config import GROW_YOUNG
 from elasticrun.core.context import JobContext
 from elasticrun.core.events import Record
 from elasticrun.core.nodes.node import Health
-from elasticrun.core.persisted import Facts, RoundFacts
-from elasticrun.core.reasons import Reason, Said, read, recorded
-from elasticrun.core.rounds.rendezvous import Phase, Rendezvous
+from elasticrun.core.parts import Kept, Recorded
+from elasticrun.core.persisted import Facts, RendezvousFacts
+from elasticrun.core.reasons import read
+from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.rounds.round import Round
 from elasticrun.core.sight.ledger import SlotLedger
 from elasticrun.core.snapshots.snapshots import Snapshots
@@ -28,12 +28,12 @@ that a master which dies again and again neither waits for ever nor gives up at 
 class Recorder:
     """When the record is made, and of what."""
 
-    def __init__(self, ctx: JobContext, snapshots: Snapshots) -> None:
+    def __init__(self, ctx: JobContext, snapshots: Snapshots, ledger: SlotLedger) -> None:
         self._ctx = ctx
         self._snapshots = snapshots
+        self._ledger = ledger
         self._at = 0.0
         self._is_owed = False  # a fact has changed that no order waits for
-        self.ledger: SlotLedger | None = None
 
     def record(self) -> None:
         """Whatever is told after this waits until it is durable."""
@@ -70,103 +70,76 @@ class Recorder:
 
     def _facts(self) -> Facts:
         """O(nodes)."""
-        ctx, now, saves = self._ctx, self._ctx.now, self._snapshots
-        restarts, round_ = ctx.restarts, ctx.round
+        ctx, now, round_ = self._ctx, self._ctx.now, self._ctx.round
         here = (Health.ALIVE, Health.SUSPECT)
         keep = {node.id for node in ctx.nodes.values() if node.health in here}
         keep.update(round_.members if round_ else ())
-        excuse = restarts.window.excused
         return Facts(
             spec=ctx.spec,
             term=ctx.term,
             number=ctx.number,
-            round=_round_facts(round_, ctx.rdzv, excuse, now) if round_ else None,
-            order=ctx.nodes.order(keep, others=ctx.spec.max_nodes),
-            charges=restarts.budget.ages(now),
-            restart_count=restarts.budget.count,
-            short_lives=restarts.budget.short_lives,
-            left_out=ctx.membership.left_out(now),
-            fickle=ctx.flaps.record(now),
-            starved=ctx.rdzv.starved(now),
+            scaled=ctx.scaled,
             outcome=ctx.outcome,
-            blind=ctx.rdzv.takeover.expected_until is not None,
-            blamed=restarts.attribution.record(now),
-            excluded=ctx.exclusions.page(now),
-            slow_ages=ctx.exclusions.slow_ages(now),
-            written=saves.checkpoints.written,
-            rejected=saves.points.rejected(),
-            rewound_from=saves.points.rewound_from,
-            restore_step=saves.points.restore_step,
             incidents=ctx.incidents,
             dumps=ctx.dumps,
             waits=ctx.waits,
-            scaled=ctx.scaled,
-            ledger=self.ledger.record() if self.ledger is not None else None,
+            order=ctx.nodes.order(keep, others=ctx.spec.max_nodes),
+            round=round_.recorded() if round_ else None,
+            rendezvous=ctx.rdzv.facts(now),
+            membership=ctx.membership.facts(now),
+            flaps=ctx.flaps.facts(now),
+            exclusions=ctx.exclusions.facts(now),
+            restarts=ctx.restarts.facts(now),
+            snapshots=self._snapshots.facts(now),
+            ledger=self._ledger.facts(now),
         )
 
-    def load(self, facts: Facts) -> None:
-        """Give every machine what the master before this one knew."""
-        ctx, now = self._ctx, self._ctx.now
-        ctx.number = facts.number
-        ctx.incidents = facts.incidents
-        ctx.dumps = facts.dumps
-        ctx.waits = facts.waits
-        ctx.outcome = facts.outcome
-        if facts.scaled:
-            ctx.scale(facts.spec.min_nodes, facts.spec.max_nodes)
-        ctx.nodes.remember(facts.order)
-        ctx.restarts.budget.restore(facts.restart_count, facts.charges, facts.short_lives, now)
-        ctx.restarts.attribution.restore(facts.blamed, now)
-        ctx.membership.remember(facts.left_out, now)
-        ctx.flaps.restore(facts.fickle, now)
-        ctx.exclusions.restore(facts.excluded, facts.slow_ages, now)
-        written = (facts.written, facts.rejected)
-        self._snapshots.restore(*written, facts.rewound_from, facts.restore_step)
-        if facts.round is not None:
-            over = read(facts.round.over, facts.round.over_code)
-            ctx.round = Round(facts.round, inherited=True, why_stopped=over)
-        if facts.outcome is None and ctx.round is not None:
-            self._load_round(ctx.round, facts.starved)
-        elif facts.outcome is None:
-            ctx.rdzv.restore(None, facts.starved, now, 0.0)
-            if facts.blind:
-                ctx.rdzv.takeover.expect_round(now)
-        ctx.note(_in_words(facts))
 
-    def _load_round(self, round_: Round, starved: float) -> None:
-        was = round_.facts
-        ctx, now, gone = self._ctx, self._ctx.now, set(was.gone)
+def load(facts: Facts, ctx: JobContext, snapshots: Snapshots) -> None:
+    """Give every machine what the master before this one knew."""
+    at = ctx.now - facts.age
+    ctx.number = facts.number
+    ctx.outcome = facts.outcome
+    ctx.incidents, ctx.dumps, ctx.waits = facts.incidents, facts.dumps, facts.waits
+    if facts.scaled:
+        ctx.scale(facts.spec.min_nodes, facts.spec.max_nodes)
+    ctx.nodes.remember(facts.order)
+    if (was := facts.round) is not None:
+        ctx.round = Round(was, inherited=True, why_stopped=read(was.over, was.over_code))
         ctx.restarts.new_round(adopted=was.adopted)  # its agents tell its failures again
-        ctx.restarts.window.excuse(read(was.excuse, was.excuse_code))
-        redial = ctx.membership.redial(len(was.seats))
-        ctx.flaps.taken_over(seat.node for seat in was.seats)
-        for seat in was.seats:
-            if seat.node in gone:
-                ctx.membership.recall(seat.node, seat.incarnation, now)
-            else:
-                ctx.membership.expect(seat.node, seat.incarnation, now, redial=redial)
-        ctx.rdzv.restore(was, starved, now, redial)
-        seats = round_.seats  # itself: members of an adopted round are seated as they come
-        self._snapshots.begin_round(was.name, was.world_size, was.restore, seats)
-        self._snapshots.checkpoints.take_over(None if was.suspect else was.restore)
-        self._snapshots.points.expect(node for node in seats if node not in gone)
+    _restore(ctx.restarts, facts.restarts, at)
+    _restore(ctx.membership, facts.membership, at)
+    _restore(ctx.flaps, facts.flaps, at)
+    _restore(ctx.exclusions, facts.exclusions, at)
+    _restore(snapshots, facts.snapshots, at)
+    if facts.outcome is None and ctx.round is not None:
+        _load_round(ctx.round, facts.rendezvous, ctx, snapshots, at)
+    if facts.outcome is None:
+        ctx.rdzv.restore(facts.rendezvous, ctx.now)
+    ctx.note(_in_words(facts))
 
 
-def _round_facts(round_: Round, rdzv: Rendezvous, excuse: Reason | None, now: float) -> RoundFacts:
-    last, running = rdzv.last, rdzv.phase is Phase.RUNNING
-    over = None if running else round_.why_stopped or Said("it is over")
-    lost = last.lost[0] if last.lost else None
-    return replace(
-        round_.facts,
-        age=now - rdzv.formed_at,
-        seats=tuple(round_.members.values()),
-        **recorded(over=over, lost=lost, excuse=excuse),
-        gone=tuple(last.away),
-        done=tuple(node for node in last.away if node in last.completed),
-        waiting=() if running else tuple(n for n in rdzv.ready if not last.is_member(n)),
-        fenced=last.fenced,
-        silent=now - last.last_word,
-    )
+def _restore(part: Recorded[Kept], facts: Kept, at: float) -> None:
+    part.restore(facts, at)
+
+
+def _load_round(
+    round_: Round, facts: RendezvousFacts, ctx: JobContext, snapshots: Snapshots, at: float
+) -> None:
+    """Tell every machine of the round that the master before this one has left."""
+    was, now, gone = round_.facts, ctx.now, set(facts.gone)
+    redial = ctx.membership.redial(len(was.seats))
+    ctx.flaps.taken_over(seat.node for seat in was.seats)
+    for seat in was.seats:
+        if seat.node in gone:
+            ctx.membership.recall(seat.node, seat.incarnation, now)
+        else:
+            ctx.membership.expect(seat.node, seat.incarnation, now, redial=redial)
+    ctx.rdzv.restore_round(was, facts, at, now, redial)
+    seats = round_.seats  # itself: members of an adopted round are seated as they come
+    snapshots.begin_round(was.name, was.world_size, was.restore, seats)
+    snapshots.checkpoints.take_over(None if was.suspect else was.restore)
+    snapshots.points.expect(node for node in seats if node not in gone)
 
 
 def _in_words(facts: Facts) -> str:

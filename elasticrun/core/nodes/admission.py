@@ -30,7 +30,7 @@ from elasticrun.config import (
     STRAGGLERS_PER_HOUR,
 )
 from elasticrun.core.deadlines import Deadlines
-from elasticrun.core.persisted import LeftOut
+from elasticrun.core.persisted import ExclusionFacts, FlapFacts, LeftOut
 from elasticrun.core.reasons import Banned, Excluded
 from elasticrun.wire.messages import MAX_EXCLUDED, ExcludedNode
 
@@ -121,12 +121,12 @@ class Deaths:
         )
 
     @classmethod
-    def recalled(cls, fact: LeftOut, now: float, after: int = EXCLUDE_SILENT_AFTER) -> Deaths:
-        """What `fact` gave to a master before this one."""
+    def recalled(cls, fact: LeftOut, at: float, after: int = EXCLUDE_SILENT_AFTER) -> Deaths:
+        """What `fact` said of a node `at` that time."""
         deaths = cls(after)
-        deaths.times, deaths._backoffs = [now - age for age in fact.silences], fact.bars
+        deaths.times, deaths._backoffs = [at - age for age in fact.silences], fact.bars
         if fact.remaining > 0.0:
-            deaths.backoff_until = now + fact.remaining
+            deaths.backoff_until = at + fact.remaining
         return deaths
 
 
@@ -170,14 +170,15 @@ class FlapHistory:
         record = self._brief.get(node)
         return now if record is None else max(now, record.backoff_until)
 
-    def record(self, now: float) -> tuple[LeftOut, ...]:
+    def facts(self, now: float) -> FlapFacts:
         """What the next master must know."""
-        return tuple(one.fact(node, now) for node, one in self._brief.items() if one.matter(now))
+        found = ((node, one) for node, one in self._brief.items() if one.matter(now))
+        return FlapFacts(tuple(one.fact(node, now) for node, one in found))
 
-    def restore(self, facts: Iterable[LeftOut], now: float) -> None:
+    def restore(self, facts: FlapFacts, at: float) -> None:
         """Take over what another master had recorded."""
-        for one in facts:
-            self._brief[one.node] = Deaths.recalled(one, now, EXCLUDE_BRIEF_AFTER)
+        for one in facts.fickle:
+            self._brief[one.node] = Deaths.recalled(one, at, EXCLUDE_BRIEF_AFTER)
 
 
 HOUR = 3600.0
@@ -227,10 +228,10 @@ class Exclusions:
 
     def may_be_slow(self, now: float) -> bool:
         """Whether one more node may be excluded for being slow."""
-        return len(self.slow_ages(now)) < STRAGGLERS_PER_HOUR
+        return len(self._slow_within_an_hour(now)) < STRAGGLERS_PER_HOUR
 
     def page(self, now: float) -> tuple[ExcludedNode, ...]:
-        """Those that are refused now, for people, for schedulers and for the next master."""
+        """Those that are refused now."""
         return tuple(
             ExcludedNode(
                 node, host, entry.how.by, entry.how.verdict, now - entry.at, entry.until - now
@@ -239,17 +240,19 @@ class Exclusions:
             if now < entry.until
         )
 
-    def slow_ages(self, now: float) -> tuple[float, ...]:
-        """How long ago (seconds) nodes were excluded for being slow within the hour, oldest first,
-        STRAGGLERS_PER_HOUR at most; the next master must know of these too."""
+    def _slow_within_an_hour(self, now: float) -> tuple[float, ...]:
+        """How long ago (seconds) nodes were excluded for being slow, oldest first,
+        STRAGGLERS_PER_HOUR at most."""
         return tuple(now - at for at in self._slow if now - at < HOUR)
 
-    def restore(
-        self, excluded: Iterable[ExcludedNode], slow_ages: Iterable[float], now: float
-    ) -> None:
+    def facts(self, now: float) -> ExclusionFacts:
+        """What the next master must know."""
+        return ExclusionFacts(self.page(now), slow_ages=self._slow_within_an_hour(now))
+
+    def restore(self, facts: ExclusionFacts, at: float) -> None:
         """Take over what another master had recorded."""
-        self._slow.extend(now - age for age in slow_ages)
-        for one in excluded:
+        self._slow.extend(at - age for age in facts.slow_ages)
+        for one in facts.excluded:
             self._entries[one.node, one.host] = _Entry(
-                Excluded(one.kind, one.reason), now - one.age, now + one.remaining
+                Excluded(one.kind, one.reason), at - one.age, at + one.remaining
             )

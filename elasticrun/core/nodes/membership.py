@@ -26,7 +26,7 @@ Every report costs O(1). The caller owes `due` a look whenever `next_deadline` h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from elasticrun.config import (
@@ -43,7 +43,7 @@ from elasticrun.core.deadlines import Deadlines
 from elasticrun.core.events import Detached
 from elasticrun.core.nodes.admission import Deaths
 from elasticrun.core.nodes.node import Health, Node, Nodes
-from elasticrun.core.persisted import LeftOut
+from elasticrun.core.persisted import MembershipFacts
 from elasticrun.core.reasons import (
     CutOff,
     LostContact,
@@ -358,11 +358,11 @@ class Membership:
         self.moved.add(node)
         self._deadlines.arm(node, now + REATTACH_GRACE)
 
-    def remember(self, left_out: Iterable[LeftOut], now: float) -> None:
+    def restore(self, facts: MembershipFacts, at: float) -> None:
         """Nodes that fell silent under another master."""
-        self._past = {one.node: Deaths.recalled(one, now) for one in left_out}
+        self._past = {one.node: Deaths.recalled(one, at) for one in facts.left_out}
 
-    def left_out(self, now: float) -> tuple[LeftOut, ...]:
+    def facts(self, now: float) -> MembershipFacts:
         """The nodes whose silences still matter, the newest of them, the newest last."""
         found = [
             *self._past.items(),
@@ -370,7 +370,8 @@ class Membership:
         ]
         found = [one for one in found if one[1].times and one[1].matter(now)]
         found.sort(key=lambda one: one[1].times[-1])
-        return tuple(silences.fact(node, now) for node, silences in found[-MAX_LEFT_OUT:])
+        newest = found[-MAX_LEFT_OUT:]
+        return MembershipFacts(tuple(silences.fact(node, now) for node, silences in newest))
 
     def _recalled(self, node: str) -> Deaths:
         return self._past.pop(node, None) or Deaths()

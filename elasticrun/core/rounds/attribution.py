@@ -159,13 +159,13 @@ class Attribution:
             found[last.node] = replace(entry, rounds=row)
         return tuple(found.values())
 
-    def restore(self, blamed: Iterable[Blamed], now: float) -> None:
-        """Take over what another master had recorded."""
+    def restore(self, blamed: Iterable[Blamed], at: float) -> None:
+        """Take over what another master had recorded `at` that time."""
         for one in blamed:
             for _ in range(min(one.rounds, TRAIL)):
-                self._trail.append(Cause(one.node, one.rank, -1, others=False, at=now))
+                self._trail.append(Cause(one.node, one.rank, -1, others=False, at=at))
             if one.times:
-                self._records[one.node] = _Record(one.times, now + one.remaining, one.rank)
+                self._records[one.node] = _Record(one.times, at + one.remaining, one.rank)
 
     def _wherever_it_runs(self, cause: Cause) -> bool:
         """Whether this very rank has just failed as often as it takes on other nodes as well."""

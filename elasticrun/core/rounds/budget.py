@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from elasticrun.config import RESTART_HEALTHY_AFTER
+from elasticrun.core.persisted import RestartFacts
 from elasticrun.core.reasons import (
     FailedElsewhere,
     NoRestartsLeft,
@@ -23,6 +24,8 @@ from elasticrun.core.reasons import (
     RestartDelayed,
     SaidFinal,
     no_restarts_left,
+    read,
+    recorded,
     text,
 )
 from elasticrun.core.rounds.attribution import Attribution, Cause
@@ -246,14 +249,14 @@ class Budget:
             self._adopted += count - self.count
             self.count = count
 
-    def restore(self, count: int, ages: Iterable[float], short_lives: int, now: float) -> None:
-        """What the record of the master before this one says; `ages` as `ages` gave them."""
-        self.count = count
-        self.short_lives = short_lives
+    def restore(self, facts: RestartFacts, at: float) -> None:
+        """What the record of the master before this one said `at` that time."""
+        self.count = facts.count
+        self.short_lives = facts.short_lives
         if self._window > 0:
-            self._charges = deque(now - age for age in ages)
+            self._charges = deque(at - age for age in facts.charges)
         else:
-            self._adopted = count
+            self._adopted = facts.count
 
     def ages(self, now: float) -> tuple[float, ...]:
         """For the record: how old the charges are that lie in the window, oldest first, the newest
@@ -318,6 +321,23 @@ class Restarts:
         self.window = Window(self._doubt)
         self.attribution = Attribution()
         self._nodes = 0
+
+    def facts(self, now: float) -> RestartFacts:
+        """What the next master must know."""
+        budget, excuse = self.budget, self.window.excused
+        return RestartFacts(
+            count=budget.count,
+            charges=budget.ages(now),
+            short_lives=budget.short_lives,
+            blamed=self.attribution.record(now),
+            **recorded(excuse=excuse) if excuse is not None else {},
+        )
+
+    def restore(self, facts: RestartFacts, at: float) -> None:
+        """Take over what another master had recorded; its round has been told of before."""
+        self.budget.restore(facts, at)
+        self.attribution.restore(facts.blamed, at)
+        self.window.excuse(read(facts.excuse, facts.excuse_code))
 
     def new_round(self, *, adopted: bool = False, nodes: int = 0) -> None:
         """A round begins, or one of another master is taken over. `nodes`: how many, if known."""

@@ -57,7 +57,7 @@ from elasticrun.config import GROW_YOUNG, STORM_NODES, STORM_QUIET
 from elasticrun.core.deadlines import Deadlines, earliest
 from elasticrun.core.nodes.admission import Backoffs
 from elasticrun.core.nodes.membership import beat_interval
-from elasticrun.core.persisted import RoundFacts
+from elasticrun.core.persisted import RendezvousFacts, RoundFacts
 from elasticrun.core.reasons import (
     AtDoor,
     BackedOff,
@@ -82,7 +82,7 @@ from elasticrun.core.reasons import (
     Storm,
     Survivors,
     TooFewNodes,
-    read,
+    recorded,
     text,
 )
 from elasticrun.core.rounds.join_window import Burst, Door, LastCall
@@ -149,13 +149,10 @@ class Rendezvous:
         self.backing_off = Backoffs()
         """Nodes that are left out: they wait at the door until their time is over."""
         self._kept: dict[str, Reason] = {}  # kept out until the network check passes them, and why
-        self._shortage: NodeExcluded | None = (
-            None  # which node was excluded since the last round was formed
-        )
+        self._shortage: NodeExcluded | None = None  # since the last round was formed
         self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when
         self._call = LastCall(spec.last_call_timeout)
         self._door = Door(spec)
-        # of losses; the news of one takes `heartbeat_timeout` at most
         self._storm = Burst(least=min(spec.heartbeat_timeout, STORM_QUIET))
         self._struck: list[str] = []  # nodes just lost, until `decide` knows when
         self._recount = False  # whether there are nodes enough is to be asked again
@@ -461,41 +458,47 @@ class Rendezvous:
 
     # ------------------------------------------------------------ a round of another master
 
-    def starved(self, now: float) -> float:
-        """For how many seconds the job has been below its smallest size; 0.0: it is not."""
-        since = self._starved_since
-        return 0.0 if since is None or self.phase is Phase.RUNNING else now - since
+    def facts(self, now: float) -> RendezvousFacts:
+        """How the last round stands, for the record."""
+        last, running, since = self.last, self.phase is Phase.RUNNING, self._starved_since
+        lost = last.lost[0] if last.lost else None
+        return RendezvousFacts(
+            age=now - self.formed_at,
+            **recorded(lost=lost) if lost is not None else {},
+            gone=tuple(last.away),
+            done=tuple(node for node in last.away if node in last.completed),
+            waiting=() if running else tuple(n for n in self.ready if not last.is_member(n)),
+            fenced=last.fenced,
+            silent=now - last.last_word,
+            starved=0.0 if since is None or running else now - since,
+            blind=self.takeover.expected_until is not None,
+        )
 
-    def restore(self, was: RoundFacts | None, starved: float, now: float, redial: float) -> None:
-        """What the record says: of the last round, and for how long the job had been below its
-        smallest size. Its nodes have the grace to come back, whatever is left of `join_timeout`.
-        `redial`: seconds in which a living agent has dialled again."""
-        if was is not None:
-            self._restore_round(was, now, redial)
+    def restore(self, facts: RendezvousFacts, now: float) -> None:
+        """As recorded. No node can join without a master, so that time is no wait for nodes."""
         self.takeover.grant(now)
-        self._starved_since = now - starved if starved else None
+        self._starved_since = now - facts.starved if facts.starved else None
+        if facts.blind:
+            self.takeover.expect_round(now)
 
-    def _restore_round(self, was: RoundFacts, now: float, redial: float) -> None:
+    def restore_round(
+        self, was: RoundFacts, facts: RendezvousFacts, at: float, now: float, redial: float
+    ) -> None:
+        """The last round as it was `at` the time of the record; its members have the grace to come
+        back. `redial`: seconds in which a living agent has dialled again."""
         members = {seat.node: seat.ranks for seat in was.seats}
-        self._begin(dict.fromkeys(members, Stage.STARTING), now - was.age)
-        gone = dict.fromkeys(was.gone)
-        unseen = [node for node in members if node not in gone]
+        self._begin(dict.fromkeys(members, Stage.STARTING), at - facts.age)
+        self.last.restore(facts, at)
         missing = max(0, was.world_size - sum(members.values()))  # of one that was adopted
         self.takeover.round_taken(was.world_size, missing, now)
-        last = self.last
-        last.unseen = dict.fromkeys(unseen)
-        last.away, last.completed, last.unheard = gone, set(was.done), set(unseen)
-        last.fenced = was.fenced
-        # who was not gone may have been heard until the last master's last moment
-        last.last_word = now if unseen or missing else now - was.silent
-        if (lost := read(was.lost, was.lost_code)) is not None:
-            last.lost.append(lost)
-            self._recount = True
+        if self.last.unseen or missing:  # heard, maybe, until the last master's last moment
+            self.last.last_word = now
+        self._recount = bool(self.last.lost)
         if was.over:
             self.phase = Phase.GATHERING
-            for node in unseen:
+            for node in self.last.unseen:
                 self._awaited.arm(node, self.takeover.grace_until)
-            for node in was.waiting:  # no reason to form without them, who dial again just now
+            for node in facts.waiting:  # no reason to form without them, who dial again just now
                 self._awaited.arm(node, now + redial)
 
     def begins_now(self, now: float) -> None:

@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from msgspec.structs import replace
+
 from elasticrun.core.nodes.node import Node, is_loopback
-from elasticrun.core.persisted import RoundFacts, Seat
-from elasticrun.core.reasons import Reason, said
+from elasticrun.core.persisted import RendezvousFacts, RoundFacts, Seat
+from elasticrun.core.reasons import Reason, read, recorded, said
 from elasticrun.wire.messages import Hello, Restore, RoundReport, Start
 from elasticrun.wire.types import RoundName
 
@@ -76,6 +78,11 @@ class Round:
         self.members = {seat.node: seat for seat in self.facts.seats}
         self.seats = {seat.node: seat.group_rank for seat in self.facts.seats}
 
+    def recorded(self) -> RoundFacts:
+        """The round with all members that are known by now, and why it was stopped if it was."""
+        over = {} if self.why_stopped is None else recorded(over=self.why_stopped)
+        return replace(self.facts, seats=tuple(self.members.values()), **over)
+
     def is_older_than(self, name: RoundName) -> bool:
         """Whether `name` is of a later round."""
         return (name.term, name.number) > (self.name.term, self.name.number)
@@ -121,7 +128,6 @@ def adopt(report: RoundReport) -> Round:
         restart_count=report.restart_count,
         store=report.store,
         store_node="",
-        age=0.0,
         seats=(),
         adopted=True,
         restore=report.restore,
@@ -175,7 +181,7 @@ def begin(
         world_size += hello.local_world_size
         role_first_ranks[hello.role] += hello.local_world_size
     store = (host.store, host.id)
-    return RoundFacts(name, world_size, restart_count, *store, 0.0, tuple(seats), restore=snapshot)
+    return RoundFacts(name, world_size, restart_count, *store, tuple(seats), restore=snapshot)
 
 
 class Stage(StrEnum):
@@ -203,6 +209,15 @@ class Participants:
     lost: list[Reason] = field(default_factory=list)  # who went before its ranks were done
     broken: Reason | None = None  # why the round cannot go on although nobody is lost
     fenced: bool = False  # it can complete no further collective
+
+    def restore(self, facts: RendezvousFacts, at: float) -> None:
+        """What another master recorded of these members `at` that time; nobody is heard yet."""
+        self.away = dict.fromkeys(facts.gone)
+        self.unseen = {node: None for node in self.stages if node not in self.away}
+        self.completed, self.unheard = set(facts.done), set(self.unseen)
+        self.fenced, self.last_word = facts.fenced, at - facts.silent
+        if (lost := read(facts.lost, facts.lost_code)) is not None:
+            self.lost.append(lost)
 
     def is_member(self, node: str) -> bool:
         """Whether the node has a place in the last round and its agent has not gone."""

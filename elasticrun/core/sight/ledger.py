@@ -376,7 +376,7 @@ class SlotLedger:
 
     # ------------------------------------------------------------ for the next master
 
-    def record(self) -> LedgerFacts:
+    def facts(self, _now: float) -> LedgerFacts:
         """What the next master goes on from."""
         self._advance()
         lines = []
@@ -401,10 +401,10 @@ class SlotLedger:
             nodes=tuple(self._sums.values()),
         )
 
-    def restore(self, facts: LedgerFacts) -> None:
-        """Go on from what the master before this one has recorded. What passed since then is not
-        known, until the nodes of its round are heard and still run it."""
-        passed = _micros(facts.age)
+    def restore(self, facts: LedgerFacts, at: float) -> None:
+        """Go on from what the master before this one recorded `at` that time. What passed since
+        then is not known, until the nodes of its round are heard and still run it."""
+        passed = _micros(self._ctx.now - at)
         for line in facts.lines:
             self._book[line.category, line.cause] += line.micros
             self._total += line.micros

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from elasticrun.core.persisted import Rejected
+from elasticrun.core.persisted import SnapshotFacts
 from elasticrun.core.snapshots.ledger import Ledger, in_spans
 from elasticrun.core.snapshots.replication import Replicas
 from elasticrun.core.snapshots.types import Key, Outbox, key_of
@@ -90,7 +90,7 @@ class RestorePoints:
         self._waiting: dict[tuple[str, m.WhereIs], None] = {}  # questions and who asks
         self._named: dict[tuple[str, Key, int], tuple[str, int]] = {}  # who was named to whom
         self._dropped: dict[Key, None] = {}  # not to be restored again: they are spoilt
-        self._rejected: dict[Key, int] = {}  # rounds that trained on from it and failed soon
+        self.rejected: dict[Key, int] = {}  # rounds that trained on from it and failed soon
         self._restored: m.Restore | None = None  # by the present round
         self._failures: dict[tuple[int, str], None] = {}  # ranks that could not save, and why
         self._reached = -1  # newest step of those that ranks did after they had put that back
@@ -141,7 +141,7 @@ class RestorePoints:
         self._reached = self.watermark = -1
         known = {one.name for one in self.ledgers}
         self._dropped = {key: None for key in self._dropped if key[0] in known}
-        self._rejected = {key: n for key, n in self._rejected.items() if key[0] in known}
+        self.rejected = {key: n for key, n in self.rejected.items() if key[0] in known}
         self._named.clear()
         self._failures.clear()
         self._waiting.clear()
@@ -257,7 +257,7 @@ class RestorePoints:
             return Choice(self._whole(asked, self._dropped), restore_step=asked)
         if choice.restore is not None:
             return choice
-        suspects = sorted((key[1] for key in self._rejected if self._is_suspect(key)), reverse=True)
+        suspects = sorted((key[1] for key in self.rejected if self._is_suspect(key)), reverse=True)
         last = (self._whole(step, self._dropped) for step in suspects)
         found = next((one for one in last if one is not None), None)
         return Choice(found, choice.why, suspect=found is not None)
@@ -270,7 +270,7 @@ class RestorePoints:
         return None
 
     def _is_suspect(self, key: Key) -> bool:
-        return self._rejected.get(key, 0) >= MAX_REJECTED
+        return self.rejected.get(key, 0) >= MAX_REJECTED
 
     def _newest(self) -> Choice:
         """The newest whole step that nothing speaks against."""
@@ -328,8 +328,8 @@ class RestorePoints:
         if not on.step < self._reached <= on.step + FEW_STEPS:
             return
         key = key_of(on)
-        self._rejected[key] = self._rejected.get(key, 0) + 1
-        if self._rejected[key] == MAX_REJECTED:
+        self.rejected[key] = self.rejected.get(key, 0) + 1
+        if self.rejected[key] == MAX_REJECTED:
             low = self.rewound_from
             self.rewound_from = on.step if low < 0 else min(low, on.step)
             times = f"ranks have failed {MAX_REJECTED} times within {FEW_STEPS} steps of it"
@@ -410,14 +410,10 @@ class RestorePoints:
         if rewound_from == self.rewound_from and (self.restore_step < 0 or self._has_obeyed):
             self.rewound_from = self.restore_step = -1  # storage tells by itself from now on
 
-    def rejected(self) -> tuple[Rejected, ...]:
-        """Snapshots soon after which rounds failed by themselves, and how many did."""
-        return tuple(Rejected(*key, times) for key, times in self._rejected.items())
-
-    def restore(self, rejected: Iterable[Rejected], rewound_from: int, restore_step: int) -> None:
+    def restore(self, facts: SnapshotFacts) -> None:
         """What the master before this one knew."""
-        self.rewound_from, self.restore_step = rewound_from, restore_step
-        self._rejected.update({(one.round, one.step): one.times for one in rejected})
+        self.rewound_from, self.restore_step = facts.rewound_from, facts.restore_step
+        self.rejected.update({(one.round, one.step): one.times for one in facts.rejected})
 
 
 def _age(last: m.LastRound) -> tuple[int, int]:

@@ -43,11 +43,8 @@ class SnapshotPolicy:
 
     # ------------------------------------------------------------ nodes
 
-    def heard(
-        self,
-        node: str,
-        report: m.Holdings | m.WhereIs | m.ShardBad | m.Persisted | m.NotReplicated,
-    ) -> None:
+    def heard(self, node: str, report: m.SaveReport) -> bool:
+        """Always news: what follows is seen by `pursue`."""
         now, saves = self._ctx.now, self._saves
         if isinstance(report, m.Holdings):
             saves.heard(node, report, now)
@@ -60,9 +57,12 @@ class SnapshotPolicy:
                 self._wishes.append(RecordSoon())
         elif isinstance(report, m.NotReplicated):
             saves.not_replicated(node, report, now)
+        elif isinstance(report, m.Departing | m.Missed):
+            self._departing(node, report)
         elif saves.points.bad(node, report):
             self._wishes.append(Reopen(SnapshotUnusable(report.step)))
         self._send()
+        return True
 
     def attached(self, node: str) -> None:
         """An agent has attached: what it may not have been told."""
@@ -76,14 +76,13 @@ class SnapshotPolicy:
         self._saves.going(nodes, self._ctx.now, signalled=signalled)
         self._send()
 
-    def departing(self, node: str, report: m.Departing | m.Missed) -> None:
+    def _departing(self, node: str, report: m.Departing | m.Missed) -> None:
         """A node is to leave, or a rank cannot save the step that was named."""
         round_ = self._ctx.round
         if round_ is None or self._rdzv.phase is not Phase.RUNNING:
             return  # it is told to stop anyway
         members = tuple(one for one in self._rdzv.last.stages if self._rdzv.last.is_member(one))
         self._saves.departing(node, report, round_.name, members)
-        self._send()
 
     def lost_contact(self, node: str) -> None:
         """Its stream broke: it will say again what it holds."""
@@ -158,6 +157,10 @@ class SnapshotPolicy:
             self._due = self._saves.next_deadline()
         wishes, self._wishes = self._wishes, []
         return tuple(wishes)
+
+    def next_deadline(self) -> float | None:
+        """When anything follows by itself."""
+        return self._saves.next_deadline() if self.is_stirred else self._due
 
     def overslept(self, by: float) -> None:
         """The master did not listen for `by` seconds: no answer is late by that."""

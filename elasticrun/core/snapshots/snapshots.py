@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from elasticrun.config import REPLICA_LIMIT
 from elasticrun.core.deadlines import earliest
-from elasticrun.core.persisted import Rejected
+from elasticrun.core.persisted import Rejected, SnapshotFacts
 from elasticrun.core.snapshots.checkpoints import Checkpoints
 from elasticrun.core.snapshots.choice import RestorePoints
 from elasticrun.core.snapshots.replication import Replicas
@@ -142,16 +142,17 @@ class Snapshots:
 
     # ------------------------------------------------------------ the record, the page
 
-    def restore(
-        self,
-        written: m.Restore | None,
-        rejected: Iterable[Rejected],
-        rewound_from: int = -1,
-        restore_step: int = -1,
-    ) -> None:
+    def facts(self, _now: float) -> SnapshotFacts:
+        """What the next master must know."""
+        points = self.points
+        rejected = tuple(Rejected(*key, times) for key, times in points.rejected.items())
+        written = self.checkpoints.written
+        return SnapshotFacts(written, rejected, points.rewound_from, points.restore_step)
+
+    def restore(self, facts: SnapshotFacts, _at: float) -> None:
         """What the master before this one knew."""
-        self.checkpoints.restore(written)
-        self.points.restore(rejected, rewound_from, restore_step)
+        self.checkpoints.restore(facts.written)
+        self.points.restore(facts)
 
     def status(self) -> str:
         """One sentence for the status page; empty of a job without snapshots."""

@@ -165,7 +165,7 @@ def _items(line: Any) -> Iterator[Item]:
 
 
 def _head(line: dict[str, Any]) -> TraceHead:
-    if line["trace"] not in (1, words.TRACE_VERSION):
+    if line["trace"] != words.TRACE_VERSION:
         raise ValueError(
             f"it is of version {line['trace']!r}, and this elasticrun reads {words.TRACE_VERSION}"
         )

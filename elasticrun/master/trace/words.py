@@ -33,8 +33,8 @@ from elasticrun.core.words import some
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import plain, typed
 
-TRACE_VERSION: Final = 2
-"""Raised with every change of the lines that an older reader cannot read; those of 1 are read."""
+TRACE_VERSION: Final = 3
+"""Raised with every change of the lines or of the facts in them."""
 
 MAX_EVENT: Final = 16 * 1024 * 1024
 """Bytes of an event that was packed."""
@@ -251,19 +251,19 @@ def _numbers(ranks: tuple[int, ...]) -> str:
 
 def facts_in_words(facts: Facts) -> str:
     """What the next master would believe, in short."""
-    words = ["no round", f"restarts {facts.restart_count}"]
+    words = ["no round", f"restarts {facts.restarts.count}"]
     if (last := facts.round) is not None:
         over = " (over)" if last.over else ""
         ranks = f"{some(last.world_size, 'rank')} on {some(len(last.seats), 'node')}"
         words[0] = f"round {last.name}{over}, {ranks}"
-    if facts.left_out:
-        words.append(f"{len(facts.left_out)} left out")
-    if facts.excluded:
-        words.append(f"{len(facts.excluded)} excluded")
-    if facts.written is not None:
-        words.append(f"step {facts.written.step} written")
-    if facts.starved:
-        words.append(f"below its smallest size for {facts.starved:.1f} s")
+    if left_out := facts.membership.left_out:
+        words.append(f"{len(left_out)} left out")
+    if excluded := facts.exclusions.excluded:
+        words.append(f"{len(excluded)} excluded")
+    if (written := facts.snapshots.written) is not None:
+        words.append(f"step {written.step} written")
+    if starved := facts.rendezvous.starved:
+        words.append(f"below its smallest size for {starved:.1f} s")
     if facts.outcome is not None:
         words.append(f"outcome {facts.outcome.exit_code}")
     return ", ".join(words)

@@ -4,7 +4,7 @@ JSON lines in a ring of two files, `trace` and before it `trace.1`. Nothing depe
 writes, its queue is bounded, and what does not fit is counted and the count is written. No session
 that has not proved itself comes here, and no secret is in any event.
 
-    {"trace": 2, "version": ..., "job": ..., "term": ..., "spec": ..., "facts": ...}   a master's
+    {"trace": 3, "version": ..., "job": ..., "term": ..., "spec": ..., "facts": ...}   a master's
     {"t": 12.5, "e": {"Heard": ...}, "mint": ["0badcafe"], "do": ["info: ...", "tell 1: ..."]}
     {"beats": [[12.6, 1, 3], [12.7, 2, 3]]}                  time, session, number of the beat
     {"dropped": 17}                                          so many events are missing here

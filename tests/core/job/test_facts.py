@@ -8,7 +8,17 @@ from msgspec.structs import replace
 from elasticrun.config import GROW_YOUNG, MASS_SILENCE_HOLD, REATTACH_GRACE
 from elasticrun.core import events as fx
 from elasticrun.core.job.record import RECORD_EVERY
-from elasticrun.core.persisted import Blamed, Facts, LeftOut, aged
+from elasticrun.core.persisted import (
+    Blamed,
+    ExclusionFacts,
+    Facts,
+    FlapFacts,
+    LeftOut,
+    MembershipFacts,
+    RendezvousFacts,
+    RestartFacts,
+    aged,
+)
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, dumps, loads
 from tests.core.by_hand import DONE, SPEC, Master, failure, hello
@@ -47,7 +57,7 @@ def test_what_is_recorded_and_before_what() -> None:
     assert reopened[:2] == ["Record", "Stop"]
     master.both_back(name)
     assert kinds(master.effects)[0] == "Record"
-    assert master.facts.restart_count == 1, "the charge is in the record of the round it pays for"
+    assert master.facts.restarts.count == 1, "the charge is in the record of the round it pays for"
     name = master.facts.round.name  # type: ignore[union-attr]
     master.hear(1, m.Finished(name))
     over = kinds(master.feed(fx.Heard(2, m.Finished(name))))
@@ -68,7 +78,9 @@ def test_a_restored_master_records_the_same_facts() -> None:
     again.now += REATTACH_GRACE
     again.feed(fx.Tick())
     assert again.job.status().phase == "gathering", "nobody came back"
-    assert again.facts.left_out == (), "nor can who died unheard be held to have fallen silent"
+    assert again.facts.membership.left_out == (), (
+        "nor can who died unheard be held to have fallen silent"
+    )
 
 
 def test_a_first_step_that_comes_late_is_no_stall() -> None:
@@ -88,7 +100,7 @@ def test_the_age_of_a_round_and_what_remains_of_a_wait() -> None:
     master.running()
     master.now = GROW_YOUNG
     assert kinds(master.feed(fx.Tick())) == ["Record"], "it is not young any more"
-    assert master.facts.round.age == GROW_YOUNG
+    assert master.facts.rendezvous.age == GROW_YOUNG
     master.feed(fx.Detached(1, False))
     master.now = GROW_YOUNG + 6.0
     master.feed(fx.Tick())
@@ -166,7 +178,7 @@ def test_thirty_days_of_crashes_are_one_day() -> None:
             master.come_back(2, name)
         found = master.facts
         assert found.round.name.number == crash + 2, "a round for every crash"
-        assert len(found.charges) <= 3
+        assert len(found.restarts.charges) <= 3
         name = found.round.name
         if crash % 72 == 71:
             sizes.append(len(dumps(found)))
@@ -174,7 +186,7 @@ def test_thirty_days_of_crashes_are_one_day() -> None:
             master = successor(master, now=float(crash))
             master.feed(fx.Attached(1, hello("a", attached=report)))
             master.feed(fx.Attached(2, replace(pod, attached=replace(report, group_rank=1))))
-    assert found.restart_count == 30 * 36, "every second one was a rank's own failure"
+    assert found.restarts.count == 30 * 36, "every second one was a rank's own failure"
     assert len(sizes) == 30
     assert max(sizes[1:]) <= 1.2 * min(sizes[1:]), sizes
     assert max(sizes) < 20_000
@@ -192,8 +204,8 @@ def test_charges_in_the_window_survive_and_others_do_not() -> None:
         master.hear(1, m.RanksFailed(name, (failure(0),)))
         master.both_back(name)
         name = master.facts.round.name
-    assert master.facts.charges == (30.0, 0.0), "the first is out of the window"
-    assert master.facts.restart_count == 3, "TORCHELASTIC_RESTART_COUNT counts them all"
+    assert master.facts.restarts.charges == (30.0, 0.0), "the first is out of the window"
+    assert master.facts.restarts.count == 3, "TORCHELASTIC_RESTART_COUNT counts them all"
     again = successor(master)
     again.feed(fx.Tick())
     assert again.job.status().restarts_left == 3
@@ -229,7 +241,7 @@ def test_when_most_are_unheard_it_is_the_master_that_is_cut_off() -> None:
 def test_a_member_that_never_heard_its_place_makes_the_round_young() -> None:
     master = Master()
     name = master.running()
-    old = replace(master.facts, round=replace(master.facts.round, age=500.0))
+    old = replace(master.facts, rendezvous=replace(master.facts.rendezvous, age=500.0))
     again = Master(None, facts=old)
     again.feed(fx.Attached(1, hello("a", attached=None)))
     (start,) = (order for order in again.orders(1) if isinstance(order, m.Start))
@@ -237,56 +249,53 @@ def test_a_member_that_never_heard_its_place_makes_the_round_young() -> None:
     again.now = GROW_YOUNG
     again.hear(1, m.Beat(1))
     again.feed(fx.Attached(2, hello("b", incarnation="another")))
-    assert again.facts.round.age == GROW_YOUNG
+    assert again.facts.rendezvous.age == GROW_YOUNG
 
 
 # ---------------------------------------------------------------- facts that have lain in a record
 
 LAIN = facts(
-    round=round_facts(silent=2.0),
-    charges=(1.0, 50.0),
-    left_out=(LeftOut("a", (3.0,), 1, 100.0), LeftOut("b", (3.0,), 1, 5.0)),
-    fickle=(LeftOut("c", (3.0, 1.0), 1, 100.0),),
-    blamed=(Blamed("c", 2, 1, 7, 30.0),),
-    starved=4.0,
-    excluded=(m.ExcludedNode("d", "h", "failed", "it is bad", 3.0, 50.0),),
-    slow_ages=(20.0, 4.0),
+    incidents=1,
+    spec=replace(SPEC, restart_window=3600.0),
+    round=round_facts(over="it is over"),
+    rendezvous=RendezvousFacts(age=1.5, silent=2.0, starved=4.0, gone=("node-00000", "node-00001")),
+    restarts=RestartFacts(2, (50.0, 1.0), 1, blamed=(Blamed("c", 2, 1, 7, 30.0),)),
+    membership=MembershipFacts((LeftOut("a", (3.0,), 1, 100.0), LeftOut("b", (3.0,), 1, 5.0))),
+    flaps=FlapFacts((LeftOut("c", (3.0, 1.0), 1, 100.0),)),
+    exclusions=ExclusionFacts(
+        (m.ExcludedNode("d", "h", "failed", "it is bad", 3.0, 50.0),), slow_ages=(20.0, 4.0)
+    ),
 )
 
 
+def taken_over(found: Facts) -> Facts:
+    """What a master that has loaded these facts records first."""
+    effects = Master(None, facts=found, now=1000.0).feed(fx.Tick())
+    return next(effect.facts for effect in effects if isinstance(effect, fx.Record))
+
+
 def test_ages_grow_and_remainders_shrink() -> None:
-    older = aged(LAIN, 10.0)
-    assert (older.round.age, older.round.silent) == (11.5, 12.0)
-    assert older.charges == (11.0, 60.0)
-    assert [entry.remaining for entry in older.left_out] == [90.0, 0.0]
-    assert [entry.silences for entry in older.left_out] == [(13.0,), (13.0,)]
-    assert older.fickle == (LeftOut("c", (13.0, 11.0), 1, 90.0),)
-    assert [entry.remaining for entry in older.blamed] == [20.0]
-    assert older.excluded == (m.ExcludedNode("d", "h", "failed", "it is bad", 13.0, 40.0),)
-    assert older.slow_ages == (30.0, 14.0)
+    older = taken_over(aged(LAIN, 10.0))
+    assert (older.rendezvous.age, older.rendezvous.silent) == (11.5, 12.0)
+    assert older.restarts.charges == (60.0, 11.0)
+    assert older.restarts.blamed == (Blamed("c", 2, 1, 7, 20.0),)
+    left_out = older.membership.left_out
+    assert [entry.remaining for entry in left_out] == [90.0, 0.0]
+    assert [entry.silences for entry in left_out] == [(13.0,), (13.0,)]
+    assert older.flaps.fickle == (LeftOut("c", (13.0, 11.0), 1, 90.0),)
+    refused = m.ExcludedNode("d", "h", "failed", "it is bad", 13.0, 40.0)
+    assert older.exclusions == ExclusionFacts((refused,), slow_ages=(30.0, 14.0))
 
 
 def test_a_wait_for_nodes_stands_still_while_there_is_no_master() -> None:
-    assert aged(LAIN, 1e6).starved == LAIN.starved
+    assert taken_over(aged(LAIN, 1e6)).rendezvous.starved == LAIN.rendezvous.starved
 
 
 def test_all_else_is_as_it_was_and_no_time_is_no_change() -> None:
     assert aged(LAIN, 0.0) == aged(LAIN, -5.0) == LAIN
-    assert (
-        replace(
-            aged(LAIN, 5.0),
-            round=LAIN.round,
-            charges=LAIN.charges,
-            left_out=LAIN.left_out,
-            fickle=LAIN.fickle,
-            blamed=LAIN.blamed,
-            excluded=LAIN.excluded,
-            slow_ages=LAIN.slow_ages,
-            ledger=LAIN.ledger,
-        )
-        == LAIN
-    )
-    assert aged(facts(round=None), 5.0) == facts(round=None)
+    assert aged(aged(LAIN, 2.0), 3.0) == aged(LAIN, 5.0) == replace(LAIN, age=5.0)
+    same = taken_over(LAIN)
+    assert same == replace(LAIN, term=LAIN.term + 1, ledger=same.ledger)
 
 
 def test_a_successor_has_replicas_made_of_a_round_that_it_learns_bit_by_bit() -> None:

@@ -202,7 +202,7 @@ def test_who_is_excluded_is_recorded_before_it_is_told() -> None:
     assert isinstance(refused, m.Refused)
     assert refused.exit_code == EXIT_BAD_NODE
     assert "a wrong result" in refused.reason
-    (fact,) = master.facts.excluded
+    (fact,) = master.facts.exclusions.excluded
     assert (fact.node, fact.host, fact.kind) == ("b", "host-b", "failed")
     page = master.job.status()
     assert [one.node for one in page.excluded] == ["b"]

@@ -17,7 +17,7 @@ from elasticrun.core.nodes.admission import (
     Exclusions,
     FlapHistory,
 )
-from elasticrun.core.persisted import Facts, aged
+from elasticrun.core.persisted import Facts
 from elasticrun.core.reasons import Excluded, text
 from elasticrun.wire import messages as m
 from elasticrun.wire.messages import MAX_EXCLUDED, CheckSpec, ExcludedNode
@@ -79,7 +79,7 @@ def test_a_stay_goes_on_over_rounds() -> None:
     for time in range(9):
         flaps.formed(["x", f"other{time}"], 10.0 * time)
     flaps.lost("x", 90.0, 90.0)
-    assert flaps.record(90.0) == ()
+    assert flaps.facts(90.0).fickle == ()
 
 
 def test_who_leaves_in_good_order_has_not_died() -> None:
@@ -87,7 +87,7 @@ def test_who_leaves_in_good_order_has_not_died() -> None:
     name = master.running()
     for _ in range(EXCLUDE_BRIEF_AFTER):
         master.hear(2, m.Leaving("received SIGTERM", 15), m.Stopped(name))
-    assert master.facts.fickle == ()
+    assert master.facts.flaps.fickle == ()
 
 
 def test_a_successor_knows_it_and_blames_nobody_for_what_it_has_not_seen() -> None:
@@ -97,23 +97,23 @@ def test_a_successor_knows_it_and_blames_nobody_for_what_it_has_not_seen() -> No
     now = 40.0 * EXCLUDE_BRIEF_AFTER
     master = Master()
     master.running()
-    recorded = replace(master.facts, fickle=flaps.record(now))
+    recorded = replace(master.facts, flaps=flaps.facts(now))
     following = FlapHistory()
-    following.restore(loads(dumps(recorded), Facts).fickle, 5000.0)
+    following.restore(loads(dumps(recorded), Facts).flaps, 5000.0)
     left = flaps.backoff_until("x", now) - now
     assert following.backoff_until("x", 5000.0) == 5000.0 + left > 5000.0
-    assert following.record(5000.0) == recorded.fickle
+    assert following.facts(5000.0) == recorded.flaps
     following.taken_over(["y"])
     following.lost("y", 5001.0, 5001.0)
     following.lost("z", 5001.0, 5001.0)
-    assert [one.node for one in following.record(5001.0)] == ["x"]
+    assert [one.node for one in following.facts(5001.0).fickle] == ["x"]
 
 
 def test_it_is_bounded() -> None:
     flaps = FlapHistory()
     for number in range(MAX_RECORDS + 5):
         stay(flaps, f"n{number}", 0.0, 1.0)
-    assert len(flaps.record(1.0)) == MAX_RECORDS
+    assert len(flaps.facts(1.0).fickle) == MAX_RECORDS
 
 
 # ---------------------------------------------------------------- excluded
@@ -176,7 +176,7 @@ def test_a_node_that_is_excluded_as_slow_twice_counts_twice() -> None:
     assert exclusions.may_be_slow(HOUR), "the first verdict is an hour old"
     exclusions.add("n0", "h", Excluded(SLOW, ""), seconds=50.0, now=HOUR)
     assert not exclusions.may_be_slow(HOUR + 1.0)
-    assert len(exclusions.slow_ages(HOUR)) == STRAGGLERS_PER_HOUR, "no more are kept"
+    assert len(exclusions.facts(HOUR).slow_ages) == STRAGGLERS_PER_HOUR, "no more are kept"
 
 
 def test_slow_verdicts_outlive_a_master() -> None:
@@ -184,11 +184,12 @@ def test_slow_verdicts_outlive_a_master() -> None:
     first = Exclusions()
     for _ in range(STRAGGLERS_PER_HOUR):
         first.add("n0", "h", Excluded(SLOW, ""), seconds=1.0, now=10.0)
-    recorded = facts(excluded=first.page(20.0), slow_ages=first.slow_ages(20.0))
-    read = aged(loads(dumps(recorded), Facts), 100.0)
-    assert (read.excluded, read.slow_ages) == ((), (110.0,) * STRAGGLERS_PER_HOUR)
+    recorded = facts(exclusions=first.facts(20.0))
+    read = loads(dumps(recorded), Facts)
     successor = Exclusions()
-    successor.restore(read.excluded, read.slow_ages, 5000.0)
+    successor.restore(read.exclusions, 4900.0)
+    told = successor.facts(5000.0)
+    assert (told.excluded, told.slow_ages) == ((), (110.0,) * STRAGGLERS_PER_HOUR)
     assert not successor.may_be_slow(5000.0 + HOUR - 111.0)
     assert successor.may_be_slow(5000.0 + HOUR - 110.0)
 
@@ -205,19 +206,21 @@ def test_the_oldest_are_forgotten() -> None:
 
 
 def test_a_successor_goes_on_with_what_is_left_of_the_time() -> None:
-    recorded = facts(excluded=of("a", now=0.0).page(20.0))
-    read = aged(loads(dumps(recorded), Facts), 10.0)
-    assert read.excluded == (ExcludedNode("a", "h1", FAILED, "it is bad", 30.0, 30.0),)
+    recorded = facts(exclusions=of("a", now=0.0).facts(20.0))
+    read = loads(dumps(recorded), Facts)
     exclusions = Exclusions()
-    exclusions.restore(read.excluded, (), 7000.0)
+    exclusions.restore(read.exclusions, 6990.0)
+    found = exclusions.facts(7000.0).excluded
+    assert found == (ExcludedNode("a", "h1", FAILED, "it is bad", 30.0, 30.0),)
     assert "for 25 s more" in text(exclusions.refusal("a", "h1", 7005.0))
-    assert aged(read, 100.0).excluded[0].remaining == 0.0
+    late = Exclusions()
+    late.restore(read.exclusions, 6900.0)
+    assert not late.refusal("a", "h1", 7000.0)
 
 
 def test_a_record_of_before_exclusions_is_read() -> None:
     old = plain(facts())
-    del old["excluded"]
-    del old["slow_ages"]
+    del old["exclusions"]
     del old["spec"]["checks"]
     read = typed(old, Facts)
     assert read == facts(spec=replace(facts().spec, checks=CheckSpec()))

@@ -92,7 +92,7 @@ B = Seat("b", "two", 1, 2, 1, 2, 3)
 
 
 def of(*seats: Seat) -> Round:
-    return Round(RoundFacts(NAME, 3, 4, STORE, "a", 0.0, seats), why=Said("grown"))
+    return Round(RoundFacts(NAME, 3, 4, STORE, "a", seats), why=Said("grown"))
 
 
 def test_each_member_is_told_its_own_place() -> None:

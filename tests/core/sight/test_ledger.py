@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from elasticrun.core import events as fx
-from elasticrun.core.persisted import LedgerEnd, LedgerFacts, aged
+from elasticrun.core.persisted import LedgerEnd, aged
 from elasticrun.core.sight.goodput import Account, goodput
 from elasticrun.core.sight.hangs.watch import Watch
 from elasticrun.core.sight.picture import VerdictRow
@@ -142,7 +142,7 @@ def one_was_always_slow(master: Master) -> None:
 
 def succeeds(master: Master, name: RoundName) -> None:
     assert master.facts is not None
-    recorded = sum(line.micros for line in (master.facts.ledger or LedgerFacts()).lines)
+    recorded = sum(line.micros for line in master.facts.ledger.lines)
     total = master.job.goodput()
     assert total is not None
     gone = total.slot_seconds - recorded / 1e6

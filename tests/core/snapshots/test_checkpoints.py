@@ -360,5 +360,5 @@ def test_the_record_has_what_was_restored_and_what_was_written() -> None:
     master.now += 30.0
     master.both(m.Beat(1))
     master.feed(fx.Tick())
-    assert master.facts.written == start.restore
+    assert master.facts.snapshots.written == start.restore
     assert master.facts.round.restore == start.restore

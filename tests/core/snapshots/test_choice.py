@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from elasticrun.core import events as fx
-from elasticrun.core.persisted import Facts
+from elasticrun.core.persisted import Facts, SnapshotFacts
 from elasticrun.core.snapshots.choice import Choice
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire import messages as m
@@ -118,7 +118,7 @@ def test_a_round_that_fails_by_itself_twice_ends_its_snapshot() -> None:
     assert step_of(saves) == 90
     assert "step 100 is suspect" in saves.says()
     again = Snapshots(m.SaveSpec(), str)
-    again.restore(None, saves.points.rejected())
+    again.restore(saves.facts(0.0), 0.0)
     again.begin_round(RoundName(1, 3, "y"), 2, m.Restore(R1, 100, 2))
     for rank, node in enumerate("ab"):
         held = tuple(m.Holding(R1, s, rank, 2, (rank + 1,), wanted=False) for s in (90, 100))
@@ -226,7 +226,7 @@ def test_the_lowest_step_counts_and_the_next_master_knows_it() -> None:
     assert saves.points.choose() == Choice(m.Restore(R1, 90, 2), suspect=True), "100 was withdrawn"
     assert saves.points.rewound_from == 90
     again = Snapshots(m.SaveSpec(), str)
-    again.restore(None, saves.points.rejected(), saves.points.rewound_from)
+    again.restore(saves.facts(0.0), 0.0)
     assert again.points.rewound_from == 90
 
 
@@ -298,7 +298,7 @@ def test_the_step_that_is_asked_for_and_no_other() -> None:
     saves.both(90, 100)
     assert saves.points.choose().restore == m.Restore(R1, 100, 2), "that is what came of it"
     again = asks_for(90)
-    again.restore(None, (), 91, 90)
+    again.restore(SnapshotFacts(rewound_from=91, restore_step=90), 0.0)
     again.begin_round(R2, 2, m.Restore(R1, 95, 2))
     for node in "ab":
         again.holds(node, 95)
@@ -414,5 +414,5 @@ def test_a_master_without_a_record_learns_what_was_restored() -> None:
     master.both_back(start.round)
     (again,) = [order for order in master.orders(2) if isinstance(order, m.Start)]
     assert again.restore == m.Restore(first, 100, 4)
-    assert [(one.step, one.times) for one in master.facts.rejected] == [(100, 1)]
+    assert [(one.step, one.times) for one in master.facts.snapshots.rejected] == [(100, 1)]
     assert loads(dumps(master.facts), Facts) == master.facts
