@@ -19,10 +19,10 @@ from elasticrun.core.reasons import (
     NoMaster,
     Said,
     Whom,
-    followed,
     out_of_reach,
     read,
     short,
+    text,
 )
 from elasticrun.core.words import some, way_back
 from elasticrun.core.worker.states import ENDINGS, GroupStatus, State
@@ -93,7 +93,7 @@ class Story:
             self._words = f": restart {start.restart_count} of {self._most}{why}{grown}"
         else:
             ended = read(start.why, start.code) or Said("the ranks were stopped")
-            told = followed(ended, f"restarting the ranks with {size} (no restart used)")
+            told = f"{text(ended)}; restarting the ranks with {size} (no restart used)"
             self._say(directed(told, out_of_reach(ended)))
 
     def recovered(self, order: Recovery) -> None:

@@ -49,6 +49,7 @@ class JobContext:
         self.scaled = False  # an operator has changed the number of nodes
         self.outcome: m.End | None = None
         self.out: list[fx.JobEffect] = []
+        self._notes = 0
 
     def scale(self, low: int, high: int) -> None:
         """So many nodes are needed, and taken at most, from now on."""
@@ -58,7 +59,8 @@ class JobContext:
 
     def note(self, text: str, level: str = "info", *, told: bool = False) -> None:
         """A line for the operator. `told`: nodes print it, too."""
-        self.out.append(fx.Note(text, level, told))
+        self._notes += 1
+        self.out.append(fx.Note(text, level, told, number=self._notes))
 
     def tell(self, session: int, order: m.Order) -> None:
         """An order to one stream."""

@@ -40,6 +40,7 @@ class Note(Struct, frozen=True):
     level: str = "info"  # info, warning, error
     told: bool = False  # to the nodes of the round, each of which prints it
     why: Reason | None = None  # of an agent's own line, where that names somebody out of reach
+    number: int = 0  # counts the notes of a master's core from 1; 0: no such note
 
 
 # ---------------------------------------------------------------- the master's: Job

@@ -545,12 +545,6 @@ def short(reason: NodesNeeded | MoreMayJoin) -> str:
     return text(reason)
 
 
-def followed(reason: Reason, then: str) -> str:
-    """The sentence followed by its consequence."""
-    said = text(reason)
-    return f"{said}{'; ' if ': ' in said else ': '}{then}"
-
-
 Whom = Literal["", "master", "node"]
 
 

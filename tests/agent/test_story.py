@@ -80,7 +80,7 @@ def test_a_job_of_one_node_begins_without_a_word() -> None:
 def test_a_join() -> None:
     both = after(FIRST, group_world_size=2, world_size=4, why="node b joined")
     assert Told().restart(both) == [
-        "node b joined: restarting the ranks with 2 nodes, world size 4 (no restart used)",
+        "node b joined; restarting the ranks with 2 nodes, world size 4 (no restart used)",
         "restarted in 0.41 s",
         "first step after 1.20 s",
     ]

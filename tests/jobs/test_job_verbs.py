@@ -291,6 +291,10 @@ def test_events_of_masters_before_this_one_come_first() -> None:
     assert listing.before(old, new) == old, "the disk is slow"
     alike = [EventRow(row.number, row.age, "", old[0].text, "info") for row in new]
     assert listing.before([*old, *alike], alike) == old, "a master may say what one before it did"
+    later = [EventRow(row.number, row.age + 0.5, "", "cut short", "info") for row in new]
+    assert listing.before([*old, *later], new) == old, "the number and the time count, not the text"
+    outside = EventRow(0, 11.0, "", "the job master before this one was killed", "warning")
+    assert listing.before([*old, outside, *later], new) == [*old, outside]
     assert listing.before(old, []) == old
     assert listing.before([], new) == []
 

@@ -85,7 +85,7 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
     known = {"job_id": "run", "restart_count": 3, "last_failure": "rank 3: bad", "age": 60.0}
     status = msgspec.structs.replace(nothing_yet(None), **known)
     files.over(result_of(end, Picture(status, incidents=(ROW,), goodput=goodput)))
-    files.noted(Note("round 1 begins", "warning"))
+    files.noted(Note("round 1 begins", "warning", number=1))
     files.formed("h:1")
     files.close(10.0)
     run = RunFolder(tmp_path / "run")

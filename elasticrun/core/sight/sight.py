@@ -49,22 +49,20 @@ class History:
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
-        self._lines: deque[tuple[int, float, Note]] = deque(maxlen=MOST_LINES)
-        self._count = 0
+        self._lines: deque[tuple[float, Note]] = deque(maxlen=MOST_LINES)
 
     def settle(self) -> None:
         """After every event that was decided on: keep what was noted."""
         for effect in self._ctx.out:
             if isinstance(effect, Note):
-                self._count += 1
-                self._lines.append((self._count, self._ctx.now, effect))
+                self._lines.append((self._ctx.now, effect))
 
     def page(self) -> tuple[EventRow, ...]:
         """The newest last."""
         now = self._ctx.now
         return tuple(
-            EventRow(number, max(0.0, now - at), "", note.text, note.level)
-            for number, at, note in self._lines
+            EventRow(note.number, max(0.0, now - at), "", note.text, note.level)
+            for at, note in self._lines
         )
 
 

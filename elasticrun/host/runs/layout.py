@@ -179,7 +179,7 @@ class RunResult(Struct, frozen=True, kw_only=True):
 class KeptEvent(Struct, frozen=True):
     """A line of `events.jsonl`. `time`: seconds since 1970."""
 
-    number: int  # counts from 1 with each master
+    number: int  # as in what its master tells, from 1; 0: its master does not tell it
     time: float
     level: str  # info, warning, error
     text: str

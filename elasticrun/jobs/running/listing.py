@@ -152,14 +152,15 @@ def _print(rows: list[EventRow], ns: argparse.Namespace) -> None:
 
 def before(left: Sequence[EventRow], told: Sequence[EventRow]) -> list[EventRow]:
     """Those in the run folder that are older than all that its master tells: of masters before it,
-    of earlier starts, and those it has forgotten. The ages of one event differ a little."""
+    of earlier starts, and those it has forgotten. Each master counts its events from 1, and the
+    ages of one event differ a little."""
     if not told:
         return list(left)
     first = told[0]
-    alike = [at for at, row in enumerate(left) if row.text == first.text]
-    near = [(abs(left[at].age - first.age), at) for at in alike]
-    same = [(off, at) for off, at in near if off < SAME]
-    return list(left[: min(same)[1]]) if same else [row for row in left if row.age > told[0].age]
+    for at, row in reversed(list(enumerate(left))):
+        if row.number == first.number and abs(row.age - first.age) < SAME:
+            return list(left[:at])
+    return [row for row in left if row.age > first.age]
 
 
 def unseen(rows: Sequence[EventRow], last: int) -> list[EventRow]:

@@ -54,7 +54,6 @@ class RunFiles:
         self._log_dir = log_dir
         self._run: OpenRun | None = None
         self._events: Appended | None = None
-        self._numbered = 0
         self._progress: ProgressFile | None = None
         self._held: ProgressRow | None = None  # until it is clear that rank 0 says no more
         self._told_in = -1  # the round in which rank 0 has told of its steps
@@ -167,8 +166,7 @@ class RunFiles:
     def _write_note(self, note: Note, now: float) -> None:
         if self._events is None:
             self._events = Appended(self._open().folder.path / layout.EVENTS, MOST_EVENTS)
-        self._numbered += 1
-        row = KeptEvent(self._numbered, now, note.level, note.text)
+        row = KeptEvent(note.number, now, note.level, note.text)
         self._events.add(msgspec.json.encode(row) + b"\n")
 
     def _write_metrics(self, report: Metrics, now: float) -> None:
