@@ -378,8 +378,7 @@ class AgentConfig:
     python_exec: str = ""  # PYTHON_EXEC; "": this interpreter
     set_omp_threads: bool = False  # OMP_NUM_THREADS was unset and nproc > 1
     numa_binding: str | None = None
-    numa_affinity: bool = False  # dlrover-run's word
-    membind_policy: str | None = None
+    numa_may_fail: bool = False  # ranks run unbound where that fails
     virtual_local_rank: bool = False
     # stopping
     signals_to_handle: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")

@@ -187,6 +187,7 @@ def agent_config_of(
         logs=log_words(config),
         set_omp_threads=False,  # as with torch, that is the command line's doing
         numa_binding=_numa_word(config.numa_options),
+        numa_may_fail=getattr(config.numa_options, "should_fall_back_if_binding_fails", False),
         notes=tuple(note for note in resolved.notes if "OMP_NUM_THREADS" not in note),
         run=dataclasses.replace(resolved.run, command=tuple(sys.argv)),
     )

@@ -153,7 +153,7 @@ def configure_message(config: AgentConfig) -> Configure:
         preload=config.preload,
         entry=config.entry,
         start_method=config.start_method,
-        numa=config.numa_binding is not None or config.numa_affinity,
+        numa=config.numa_binding is not None,
     )
 
 

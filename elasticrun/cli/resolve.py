@@ -98,6 +98,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
     set_omp = "OMP_NUM_THREADS" not in environ and nproc > 1
     notes += [_ONE_THREAD] if set_omp else []
     _choices(asked)
+    affinity = asked.switch("numa_affinity")
     notes += [*health_notes(asked, spec.checks), *_nothing_yet(asked), *_unread(environ)]
     token, tls = trust.token(asked), trust.tls(asked)
     if not meeting.delegate:
@@ -119,9 +120,8 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         warm=asked.switch("warm"),
         python_exec=environ.get("PYTHON_EXEC", ""),
         set_omp_threads=set_omp,
-        numa_binding=asked.value("numa_binding"),
-        numa_affinity=asked.switch("numa_affinity"),
-        membind_policy=asked.text("membind_policy") if asked.switch("numa_affinity") else None,
+        numa_binding=asked.value("numa_binding") or ("node" if affinity else None),
+        numa_may_fail=affinity and not asked.value("numa_binding"),
         virtual_local_rank=asked.switch("virtual_local_rank"),
         **_stopping(asked, shutdown),
         **_told(asked),
@@ -394,8 +394,6 @@ def _nothing_yet(asked: Asked) -> list[str]:
         if asked.value(dest) != defaults[dest]:
             name = "--" + dest.replace("_", "-")
             notes.append(f"{name} is accepted, but does nothing yet in this version")
-    if asked.explicitly("membind_policy") and not asked.switch("numa_affinity"):
-        notes.append("--membind-policy has no effect without --numa-affinity")
     return notes
 
 

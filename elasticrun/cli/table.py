@@ -349,13 +349,13 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             "console, dynamic_rendezvous."),
     ),
     "place": (
-        _flag("--numa-binding", _TEXT, "", None, "Bind each rank to cores near its GPU.", env="",
+        _flag("--numa-binding", _TEXT, "", None, "Bind each rank to cores near its GPU (torch 2.9 "
+            "or newer, and numactl).", env="",
             choices=("node", "socket", "exclusive", "core-complex")),
         _switch("--virtual-local-rank", "Every rank sees LOCAL_RANK=0 and its own GPU as the only "
             "one."),
-        _switch("--numa-affinity", "Bind each rank to the cores of its GPU's NUMA node.", DLROVER),
-        _flag("--membind-policy", _TEXT, "POLICY", "preferred", "Memory policy with "
-            "--numa-affinity: bind, preferred, or none.", DLROVER),
+        _switch("--numa-affinity", "--numa-binding=node, and unbound ranks where that fails.",
+            DLROVER),
     ),
     "health": (
         _switch("--network-check", "Probe every node and its links before its first round; a node "
@@ -412,6 +412,8 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             "(needs shtab).", NEWER, env=""),
     ),
     "dlrover": (
+        _flag("--membind-policy", _TEXT, "POLICY", "preferred", "Memory policy with "
+            "--numa-affinity (nothing yet).", DLROVER),
         _switch("--auto-tunning", "Tune the data loader (nothing yet).", DLROVER),
         _flag("--training-port", _WHOLE, "PORT", 60000, "First port of Ascend's collectives "
             "(nothing yet).", DLROVER),
@@ -426,5 +428,5 @@ FLAGS: Final = tuple(flag._replace(group=key) for key, rows in _ROWS.items() for
 TRUST: Final = tuple(flag for flag in FLAGS if flag.group == "trust")
 """What every command must be told that speaks with a job of a token or TLS."""
 
-NOTHING_YET: Final = ("auto_tunning", "training_port", "ucp_device_type")
+NOTHING_YET: Final = ("auto_tunning", "membind_policy", "training_port", "ucp_device_type")
 """Flags of dlrover-run that are accepted and have no effect in this version."""

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from elasticrun.forkserver.helpers import numa
 from elasticrun.forkserver.helpers.helper import environment
 from elasticrun.forkserver.lazy_imports import GUARDED, Baseline, Stash
 from elasticrun.forkserver.program import BecomeRank, Program
@@ -163,7 +164,7 @@ def exec_rank(birth: Birth, order: SpawnRank, page: Page, python: str) -> NoRetu
     _settle(birth, order, page)
     _dispositions(birth, for_python=False)
     environ = environment(birth.baseline.environ, order)
-    words = [*order.exec_prefix, *command(order.entry, python)]
+    words = command(order.entry, python)
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, birth.mask)
         os.execvpe(words[0], words, environ)
@@ -191,12 +192,14 @@ def _settle(birth: Birth, order: SpawnRank, page: Page) -> None:
         _redirect(2, order.stderr)
     except OSError as error:
         fail(page, f"cannot write the log file {error.filename}: {error.strerror}")
-    cores = set(order.cpus) or birth.baseline.affinity
-    try:
-        os.sched_setaffinity(0, cores)
-    except OSError as error:
-        words = ",".join(map(str, sorted(cores)))
-        page.write(NOTICE, f"local rank {order.local_rank} is not bound to cores {words}: {error}")
+    with suppress(OSError):
+        os.sched_setaffinity(0, birth.baseline.affinity)
+    if order.numa:
+        try:
+            cores = numa.cores(order.numa, order.local_rank, may_fail=order.numa_may_fail)
+            os.sched_setaffinity(0, cores)
+        except (numa.NotBound, OSError) as error:
+            fail(page, str(error))
 
 
 def _redirect(descriptor: int, path: str) -> None:
@@ -320,6 +323,7 @@ class FreshStart:
         self._compiled = 0  # files of compiled modules that were written
         self._written = 0
         self._pid = os.getpid()
+        self._cores = os.sched_getaffinity(0)
 
     def watch(self) -> None:
         """Begin to look; the last thing before the script's first line."""
@@ -348,9 +352,8 @@ class FreshStart:
     def _execute(self) -> NoReturn:
         os.chdir(self._folder)
         os.umask(self._umask)
-        cores = set(self._order.cpus) or self._birth.baseline.affinity
         with suppress(OSError):
-            os.sched_setaffinity(0, cores)
+            os.sched_setaffinity(0, self._cores)
         for timer in (_signal.ITIMER_REAL, _signal.ITIMER_VIRTUAL, _signal.ITIMER_PROF):
             _signal.setitimer(timer, 0)
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _SETTABLE)

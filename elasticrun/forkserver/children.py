@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, Protocol
 
-from elasticrun.forkserver import child, trust
+from elasticrun.forkserver import child
 from elasticrun.forkserver.child import EXEC_NEXT, EXECED, FAILED, NOTICE, Page
 from elasticrun.forkserver.helpers.helper import (
     KINDS,
@@ -26,7 +26,6 @@ from elasticrun.forkserver.helpers.helper import (
 from elasticrun.forkserver.prepare import Prepared
 from elasticrun.forkserver.program import BecomeRank
 from elasticrun.host.system import processes
-from elasticrun.wire.env import OMP_NUM_THREADS
 from elasticrun.wire.spawning import (
     Execed,
     Exited,
@@ -114,13 +113,10 @@ class Children:
 
     def _against_fork(self, order: SpawnRank) -> str:
         """Why this one rank is exec'd although forks are trusted in general."""
-        if order.entry.kind not in FORKABLE or order.exec_prefix:
+        if order.entry.kind not in FORKABLE:
             return "a command"
         if order.entry.target in self._exec_next:
             return "told already"
-        bound = bool(order.cpus) and set(order.cpus) != self._birth.baseline.affinity
-        if bound and (trust.placement(os.environ) or not os.environ.get(OMP_NUM_THREADS)):
-            return "placement"  # or torch would have as many threads as the server has cores
         if others := self._differing(order):
             self._tell(Notice(f"ranks are started by exec: {', '.join(others)} differ from what "
                               "torch was imported with"))  # fmt: skip

@@ -22,7 +22,7 @@ from elasticrun.forkserver.lazy_imports import GUARDED
 from elasticrun.forkserver.program import absolute, is_archive, script_folder
 from elasticrun.forkserver.renew import read_by_c
 from elasticrun.host.system import processes
-from elasticrun.wire.env import PLACEMENT_VARIABLES, PYTHON_EXEC
+from elasticrun.wire.env import OMP_NUM_THREADS, PLACEMENT_VARIABLES, PYTHON_EXEC
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 TRACERS: Mapping[str, str] = {
@@ -100,6 +100,8 @@ def placement(environ: Mapping[str, str]) -> str:
     for name in PLACEMENT_VARIABLES:
         if environ.get(name):
             return f"{name} is set, and a fork bound to its cores would get the places of others"
+    if not environ.get(OMP_NUM_THREADS):
+        return f"ranks are bound to cores, and without {OMP_NUM_THREADS} torch counts those it has"
     return ""
 
 

@@ -50,8 +50,8 @@ class SpawnRank:
     stdout: str  # file to write (truncated), "" to inherit, "/dev/null" to drop
     stderr: str
     error_file: str  # where an uncaught exception is described, "" for nowhere
-    cpus: tuple[int, ...]  # cores to bind to, empty for the spawner's first mask
-    exec_prefix: tuple[str, ...]  # words before the command when it is exec'd (membind policy)
+    numa: str = ""  # torch's word of --numa-binding, "" for the spawner's first mask
+    numa_may_fail: bool = False  # it runs unbound where torch finds no cores
     monitor: str = ""  # where a forked rank answers questions (wire.progress); "" nowhere
 
 
@@ -113,7 +113,6 @@ class SpawnProbe:
     plan: ProbePlan
     env: dict[str, str]
     unset: tuple[str, ...]
-    cpus: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,6 @@ class SpawnSaver:
     secret: str  # hex; what another node's saver must prove to know, "" for nothing
     env: dict[str, str]
     unset: tuple[str, ...]
-    cpus: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

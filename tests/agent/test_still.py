@@ -61,7 +61,7 @@ class Node:
     async def ranks(self, count: int) -> list[Spawned]:
         for number in range(count):
             entry = Entrypoint(EntryKind.COMMAND, "sleep", ("1000",))
-            order = SpawnRank(*(0, number, entry, {}, ()), "", "", "", (), ())
+            order = SpawnRank(*(0, number, entry, {}, ()), "", "", "")
             child = self.spawners.start(order, self)
             self.children[child.key] = child
         await self.until(lambda: len(self.born()) == count)

@@ -75,7 +75,7 @@ def order(key: int, store_port: int, rank: int, fault: str = "", check: str = "c
         sizes=(4096,),
         transfers=2,
     )
-    return sp.SpawnProbe(key, plan, {"OMP_NUM_THREADS": "1"}, ("PYTHONHOME",), ())
+    return sp.SpawnProbe(key, plan, {"OMP_NUM_THREADS": "1"}, ("PYTHONHOME",))
 
 
 @contextmanager

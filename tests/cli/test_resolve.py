@@ -397,10 +397,11 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("", {"ELASTICRUN_PRELOAD": "a"}, "preload", ("a",)),
     ("", {"PYTHON_EXEC": "/opt/python"}, "python_exec", "/opt/python"),
     ("--numa-binding socket", {}, "numa_binding", "socket"),
-    ("--numa-affinity", {}, "numa_affinity", True),
-    ("--numa-affinity", {}, "membind_policy", "preferred"),
-    ("--numa-affinity --membind_policy bind", {}, "membind_policy", "bind"),
-    ("--membind-policy bind", {}, "membind_policy", None),
+    ("--numa-binding socket", {}, "numa_may_fail", False),
+    ("--numa-affinity", {}, "numa_binding", "node"),
+    ("--numa-affinity", {}, "numa_may_fail", True),
+    ("--numa-affinity --numa-binding socket", {}, "numa_binding", "socket"),
+    ("--numa-affinity --numa-binding socket", {}, "numa_may_fail", False),
     ("--virtual-local-rank", {}, "virtual_local_rank", True),
     ("--signals-to-handle SIGTERM,SIGUSR1,", {}, "signals_to_handle", ("SIGTERM", "SIGUSR1")),
     ("--shutdown-timeout 5", {}, "shutdown_timeout", 5.0),
@@ -536,7 +537,6 @@ NOTES = [
     ("--standalone", DLROVER, "DLROVER_MASTER_ADDR is not used: --standalone"),
     ("", DLROVER, "expected at pod-0:50001"),
     ("", DLROVER, "NODE_NUM=4"),
-    ("--membind-policy bind", {}, "no effect without --numa-affinity"),
     ("--accelerator mthreads.com/gpu", {}, "mthreads.com/gpu is not supported: probes use what is"),
     ("--comm-perf-threshold 3", {}, "no effect without --comm-perf-test"),
     ("--auto-config --nnodes 4", {}, "--auto-config: the network is checked before training"),
@@ -553,7 +553,7 @@ def test_notes(words: str, environ: Mapping[str, str], part: str) -> None:
     ["", "--standalone", "--nnodes 2 --master-port 7",
      "--rdzv-backend c10d --rdzv-endpoint localhost:7",
      "--master-port 7 --rdzv-conf timeout=900", "--rdzv-conf join_timeout=5,is_host=1",
-     "--numa-affinity --membind-policy bind", "--network-check --exclude-straggler",
+     "--numa-affinity", "--network-check --exclude-straggler",
      "--precheck 2 --comm-perf-threshold 3", "--exclude-straggler --accelerator cpu",
      "--rdzv-conf probe_timeout=5,straggler_time=9"],
 )  # fmt: skip
@@ -561,7 +561,7 @@ def test_ordinary_commands_have_no_notes(words: str) -> None:
     assert made(words).notes == ()
 
 
-VALUES_THAT_DIFFER = {"training_port": "61000", "ucp_device_type": "gpu"}
+VALUES_THAT_DIFFER = {"membind_policy": "bind", "training_port": "61000", "ucp_device_type": "gpu"}
 
 
 @pytest.mark.parametrize("dest", NOTHING_YET)

@@ -144,8 +144,6 @@ class Driver(Conversation):
             "stdout": "",
             "stderr": "",
             "error_file": "",
-            "cpus": (),
-            "exec_prefix": (),
         }
         self.tell(sp.SpawnRank(key=key, entry=entry, **{**fields, **more}))
         return key

@@ -54,7 +54,7 @@ class Group:
         env = changes.pop("env", {})
         plan = replace(self.plan, rank=rank, fault=fault, **changes)
         key = self.driver.new_key()
-        self.driver.tell(sp.SpawnProbe(key, plan, env, (), ()))
+        self.driver.tell(sp.SpawnProbe(key, plan, env, ()))
         return key
 
     def pair(self, *faults: str, **changes: Any) -> list[int]:

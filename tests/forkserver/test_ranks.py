@@ -20,6 +20,7 @@ import pytest
 import typing_extensions
 
 from elasticrun.forkserver import child
+from elasticrun.forkserver.helpers import numa
 from elasticrun.testing import processes
 from elasticrun.wire.spawning import (
     Configure,
@@ -277,7 +278,7 @@ def test_a_kernel_that_counts_no_writes(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "addaudithook", lambda hook: None)  # it would stay for ever
     page, entry = child.Page(), Entrypoint(EntryKind.SCRIPT, "s.py")
     page.adopt()
-    order = SpawnRank(0, 0, entry, {}, (), "", "", "", (), ())
+    order = SpawnRank(0, 0, entry, {}, (), "", "", "")
     again = child.FreshStart(cast("Any", None), order, page, cast("Any", None), {})
     again.watch()
     again.take("a variable was set")
@@ -522,22 +523,55 @@ def test_ranks_die_with_a_server_that_is_killed(tmp_path: Path, launch: str) -> 
 # ---------------------------------------------------------------- cores and limits
 
 
-def test_cores_are_bound_before_the_script_and_torch_counts_them(tmp_path: Path) -> None:
-    core = min(os.sched_getaffinity(0))
-    entry = script(
-        tmp_path / "s.py",
-        "import json, os, sys\nmask = sorted(os.sched_getaffinity(0))\nimport torch\n"
-        f"json.dump([mask, torch.get_num_threads()], open({str(tmp_path / 'out')!r}, 'w'))\n",
-    )
-    environ = plain_environment()
-    del environ["OMP_NUM_THREADS"]
+def test_torch_names_the_cores_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The asking process has CUDA and the cores; this one has neither."""
+    binding = pytest.importorskip("torch.numa.binding")
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    asked = tmp_path / "asked"
+
+    def cores(*, gpu_index: int, numa_options: object) -> set[int]:
+        asked.write_text(f"{os.getpid()} {gpu_index} {numa_options}")
+        return {core}
+
+    monkeypatch.setattr(binding, "_get_logical_cpus_to_bind_to", cores)
+    monkeypatch.setattr("shutil.which", lambda _: "/numactl")
+    assert numa.cores("exclusive", 3, may_fail=False) == {core}
+    assert os.sched_getaffinity(0) == before
+    pid, gpu, options = asked.read_text().split(" ", 2)
+    assert (int(pid) != os.getpid(), gpu) == (True, "3")
+    assert "EXCLUSIVE" in options
+
+    def broken(**_: object) -> set[int]:
+        raise RuntimeError("no such GPU")
+
+    monkeypatch.setattr(binding, "_get_logical_cpus_to_bind_to", broken)
+    with pytest.raises(numa.NotBound, match=r"^--numa-binding=node: RuntimeError: no such GPU$"):
+        numa.cores("node", 0, may_fail=False)
+    assert numa.cores("node", 0, may_fail=True) == before
+
+
+def test_an_older_torch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    monkeypatch.setitem(sys.modules, "torch.numa", None)
+    wanted = "^--numa-binding needs torch 2.9 or newer, and this is torch 2.8.0$"
+    with pytest.raises(numa.NotBound, match=wanted):
+        numa.cores("node", 0, may_fail=True)
+
+
+def test_ranks_whose_cores_are_not_found_cannot_be_started(tmp_path: Path) -> None:
+    """This machine's torch has no GPU, or torch finds no numactl."""
+    entry = script(tmp_path / "s.py", "")
+    environ = plain_environment(CUDA_VISIBLE_DEVICES="", PATH=str(tmp_path))
     with forking(entry, env=environ, numa=True) as driver:
-        assert driver.run(entry, cpus=(core,)).code == 0
-        assert json.loads((tmp_path / "out").read_text()) == [[core], 1]
-        assert driver.run(entry).code == 0
-        everywhere = sorted(os.sched_getaffinity(0))
-        seen = json.loads((tmp_path / "out").read_text())
-        assert seen[0] == everywhere
+        reason = driver.failed(driver.start(entry, numa="node")).reason
+        assert reason.startswith("--numa-binding=node: ")
+        key = driver.start(entry, numa="node", numa_may_fail=True)
+        assert driver.spawned(key).forked
+        assert driver.exited(key).code == 0
 
 
 def test_placement_and_bound_cores_mean_exec(tmp_path: Path) -> None:
@@ -545,6 +579,11 @@ def test_placement_and_bound_cores_mean_exec(tmp_path: Path) -> None:
     with Driver(entry, env=plain_environment(OMP_PROC_BIND="true"), numa=True) as driver:
         ready = driver.ready()
         assert (ready.mode, "OMP_PROC_BIND" in ready.reason) == ("exec", True)
+    environ = plain_environment()
+    del environ["OMP_NUM_THREADS"]  # torch counts the cores at its import
+    with Driver(entry, env=environ, numa=True) as driver:
+        ready = driver.ready()
+        assert (ready.mode, "OMP_NUM_THREADS" in ready.reason) == ("exec", True)
 
 
 def test_configure_again_is_refused(tmp_path: Path) -> None:

@@ -398,16 +398,6 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
         assert reason == f"cannot run {tmp_path}/nothing: No such file or directory"
 
 
-def test_an_exec_prefix_stands_before_the_command(tmp_path: Path) -> None:
-    entry = script(tmp_path / "s.py", "import os\nprint(os.environ['ADDED'])\n")
-    with forking(entry) as driver:
-        prefix = ("env", "ADDED=yes")
-        key = driver.start(entry, exec_prefix=prefix, stdout=str(tmp_path / "out"))
-        assert not driver.spawned(key).forked
-        assert driver.exited(key).code == 0
-    assert (tmp_path / "out").read_text() == "yes\n"
-
-
 def test_a_function_is_not_ours_to_run(server: Driver) -> None:
     key = server.start(Entrypoint(EntryKind.FUNCTION, "f"))
     assert "its own caller" in server.failed(key).reason

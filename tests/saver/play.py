@@ -61,7 +61,7 @@ class Agent(Conversation):
             listener.bind("\0" + place)
             listener.listen()
             self.key = driver.new_key()
-            driver.tell(SpawnSaver(self.key, place, host, secret, dict(env), unset, ()))
+            driver.tell(SpawnSaver(self.key, place, host, secret, dict(env), unset))
             self.spawned_as = driver.spawned(self.key)
             self.pid = self.spawned_as.pid
             listener.settimeout(LIMIT)

@@ -282,7 +282,6 @@ class Savers:
                 secret=_secret(self._config),
                 env={env.OMP_NUM_THREADS: "1", env.CUDA_VISIBLE_DEVICES: ""},
                 unset=(),
-                cpus=(),
             ),
             self,
         )

@@ -16,7 +16,6 @@ from typing import Final
 
 from elasticrun.agent.context import NodeContext
 from elasticrun.agent.runtime import Tasks, Timer, in_thread
-from elasticrun.agent.workers import numa
 from elasticrun.agent.workers.ranks import probe_environment
 from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.config import PROBE_LOAD_CPU, PROBE_LOAD_GPU, ProbeLoad
@@ -85,7 +84,6 @@ class Probing:
         self._current: _Probing | None = None
         self._children: dict[Child, _Probing] = {}
         self._accelerator: Accelerator | None = None
-        self._bindings: list[numa.Binding] | None = None
         self._tasks = Tasks(logger.error)  # a probe that is not started is overdue later
 
     # ------------------------------------------------------------ orders
@@ -144,7 +142,6 @@ class Probing:
         ranks = range(config.nproc_per_node)
         try:
             accelerator = await self._find_accelerator()
-            bindings = await self._bind()
             environments = [probe_environment(config, rank, os.environ) for rank in ranks]
         except Exception as error:  # BadEnvironment, or whatever a vendor's tools have raised
             why = str(error) or type(error).__name__
@@ -159,7 +156,7 @@ class Probing:
         probing.started = True
         for rank in ranks:
             plan = self._plan(probing, accelerator, rank)
-            order = spawning.SpawnProbe(0, plan, environments[rank], (), bindings[rank].cpus)
+            order = spawning.SpawnProbe(0, plan, environments[rank], ())
             child = self._spawners.start(order, self)
             probing.children[child] = rank
             self._children[child] = probing
@@ -171,13 +168,6 @@ class Probing:
                 lambda: accelerators.of(word, os.environ), name="accelerator"
             )
         return self._accelerator
-
-    async def _bind(self) -> list[numa.Binding]:
-        """The cores that the ranks will have; why there are none is told when ranks start."""
-        config = self._config
-        if self._bindings is None and numa.wanted(config):
-            self._bindings, _ = await in_thread(lambda: numa.find(config), name="numa")
-        return self._bindings or [numa.Binding()] * config.nproc_per_node
 
     def _plan(
         self, probing: _Probing, accelerator: Accelerator, local_rank: int

@@ -26,7 +26,6 @@ from msgspec.structs import replace
 from elasticrun.agent.context import NodeContext
 from elasticrun.agent.logs.output import LogsUnusable, RankLogs, RankOutput
 from elasticrun.agent.runtime import DISK_LIMIT, Tasks, in_thread
-from elasticrun.agent.workers import numa
 from elasticrun.agent.workers.exits import Killers, describe, oom_kills
 from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.config import AgentConfig
@@ -183,7 +182,6 @@ class Ranks:
         self._is_put_off = is_put_off
         self._life: _Life | None = None
         self._sweeping: tuple[Child, ...] = ()
-        self._bindings: list[numa.Binding] | None = None
         self._exits: asyncio.Queue[tuple[_Life, asyncio.Task[RankExited]]] = asyncio.Queue()
         self._tasks = Tasks(node.fatal)
         self._killers = Killers()
@@ -372,7 +370,6 @@ class Ranks:
                 rank: rank_environment(config, life.start, rank, os.environ, own.get(rank, {}))
                 for rank in range(config.nproc_per_node)
             }
-            bindings = await self._bind()
             life.logs = await self._open_logs(life, environments)
         except (BadEnvironment, LogsUnusable) as error:
             self._node.fatal(str(error))
@@ -380,7 +377,7 @@ class Ranks:
         if life is not self._life or life.called_off:
             return
         for local_rank, environment in environments.items():
-            logs, binding = life.logs[local_rank], bindings[local_rank]
+            logs = life.logs[local_rank]
             order = spawning.SpawnRank(
                 key=0,
                 local_rank=local_rank,
@@ -390,8 +387,8 @@ class Ranks:
                 stdout=logs.stdout,
                 stderr=logs.stderr,
                 error_file=logs.error_file,
-                cpus=binding.cpus,
-                exec_prefix=binding.exec_prefix,
+                numa=config.numa_binding or "",
+                numa_may_fail=config.numa_may_fail,
                 monitor=life.monitors.get(local_rank, ""),
             )
             life.children[self._spawners.start(order, self)] = local_rank
@@ -416,18 +413,6 @@ class Ranks:
         except TimeoutError:
             words = f"log folders could not be made in {DISK_LIMIT:g} s: the disk does not answer"
             raise LogsUnusable(words) from None
-
-    async def _bind(self) -> list[numa.Binding]:
-        config = self._config
-        if self._bindings is not None:
-            return self._bindings
-        found, note = [numa.Binding()] * config.nproc_per_node, ""
-        if numa.wanted(config):
-            found, note = await in_thread(lambda: numa.find(config), name="numa")
-        if note:
-            logger.warning("%s", note)
-        self._bindings = found
-        return found
 
     # ------------------------------------------------------------ ends
 

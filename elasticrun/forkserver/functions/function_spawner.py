@@ -215,7 +215,9 @@ class FunctionSpawner:
             stdout=order.stdout,
             stderr=order.stderr,
             error_file=order.error_file,
-            cpus=order.cpus,
+            local_rank=order.local_rank,
+            numa=order.numa,
+            numa_may_fail=order.numa_may_fail,
             # A rank of the start method forkserver is the child of multiprocessing's own server.
             parent=0 if self._method == "forkserver" else os.getpid(),
             agent=self._agent.process.pid,

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
+from elasticrun.forkserver.helpers import numa
 from elasticrun.forkserver.program import write_error_file
 from elasticrun.host.system.processes import die_with_parent, let_trace
 from elasticrun.training.monitor import monitor, recorder
@@ -93,7 +94,9 @@ class RankPlan:
     stdout: str  # as in wire.spawning.SpawnRank
     stderr: str
     error_file: str
-    cpus: tuple[int, ...]
+    local_rank: int
+    numa: str  # as in wire.spawning.SpawnRank
+    numa_may_fail: bool
     parent: int  # pid whose death ends this rank, 0 where the kernel cannot watch it
     agent: int  # its pid
     monitor: str  # where it answers its agent (wire.progress), "" nowhere
@@ -120,7 +123,10 @@ def run_rank(
         monitor.start(plan.monitor)
 
     def call() -> bytes:
-        return pickle.dumps(function(*args), pickle.HIGHEST_PROTOCOL)
+        call = function
+        if plan.numa:
+            call = numa.bound(call, plan.numa, plan.local_rank, may_fail=plan.numa_may_fail)
+        return pickle.dumps(call(*args), pickle.HIGHEST_PROTOCOL)
 
     payload = _recorded(call, plan.error_file)
     _send(results, pickle.dumps(None) if payload is None else payload)
@@ -139,8 +145,6 @@ def _become_a_rank(plan: RankPlan) -> None:
     for name in plan.unset:
         os.environ.pop(name, None)
     os.environ.update(plan.env)
-    if plan.cpus:
-        os.sched_setaffinity(0, plan.cpus)
     for fd, path, name in ((1, plan.stdout, "stdout"), (2, plan.stderr, "stderr")):
         if path:
             _redirect(fd, path, name)

@@ -309,8 +309,6 @@ def enter(kind: str, order_fd: int, says_fd: int, parent: int) -> NoReturn:
             os._exit(1)
         case SpawnProbe() as order:
             try:
-                if order.cpus:
-                    os.sched_setaffinity(0, order.cpus)
                 probe.run(order.key, order.plan, say)
             except BaseException as error:  # a defect of ours, or nobody hears us any more
                 os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
@@ -320,10 +318,4 @@ def enter(kind: str, order_fd: int, says_fd: int, parent: int) -> NoReturn:
             from elasticrun.snapshots.saver import saver
 
             assert isinstance(order, SpawnSaver)
-            try:
-                if order.cpus:
-                    os.sched_setaffinity(0, order.cpus)
-            except OSError as error:
-                what = "it is not bound to the cores that were asked for"
-                saver.complain(f"{what}: {error.strerror}")
             saver.run(order)

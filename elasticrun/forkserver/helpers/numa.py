@@ -1,0 +1,76 @@
+"""`--numa-binding`: torch chooses the cores of a rank (torch.numa, torch 2.9 and newer).
+
+torch asks CUDA where the GPU is. torchrun does that in its launcher, so that a script finds CUDA
+untouched; here a child of the new rank does it, for the same reason. A function, whose process
+torch binds itself, calls `bound`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from elasticrun.host.system import processes
+
+CORES, WHY = "cores", "why"
+
+
+class NotBound(Exception):
+    """torch has found no cores for this rank; the text is one sentence."""
+
+
+def bound(function: Callable[..., Any], mode: str, local_rank: int, *, may_fail: bool) -> Any:
+    """The function, with torch's binding of its process in front. `may_fail`: it runs unbound
+    where that fails. Imports torch."""
+    import torch
+
+    try:
+        from torch.numa import binding
+    except ModuleNotFoundError:
+        words = f"--numa-binding needs torch 2.9 or newer, and this is torch {torch.__version__}"
+        raise NotBound(words) from None
+    # torch 2.9 has it without the underscore
+    name = "maybe_wrap_with_numa_binding"
+    wrap = getattr(binding, f"_{name}", None) or getattr(binding, name)
+    options = binding.NumaOptions(binding.AffinityMode(mode), may_fail)
+    return wrap(function, gpu_index=local_rank, numa_options=options)
+
+
+def cores(mode: str, local_rank: int, *, may_fail: bool) -> set[int]:
+    """Those to which torch binds this local rank; raises NotBound. What torch says of an error
+    goes to this process' stderr. Waits for torch, and for CUDA."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            processes.die_with_parent(signal.SIGKILL)
+            os.write(writing, json.dumps(_answer(mode, local_rank, may_fail)).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if not said:
+        how = os.waitstatus_to_exitcode(status)
+        raise NotBound(f"--numa-binding={mode}: the process that asks torch ended with {how}")
+    answer = json.loads(said)
+    if WHY in answer:
+        raise NotBound(answer[WHY])
+    return set(answer[CORES])
+
+
+def _answer(mode: str, local_rank: int, may_fail: bool) -> dict[str, Any]:
+    try:
+        find = bound(lambda: os.sched_getaffinity(0), mode, local_rank, may_fail=may_fail)
+        return {CORES: sorted(find())}
+    except NotBound as error:
+        return {WHY: str(error)}
+    except Exception as error:
+        return {WHY: f"--numa-binding={mode}: {type(error).__name__}: {error}"[:500]}
+    finally:
+        sys.stderr.flush()
