@@ -116,6 +116,23 @@ def test_the_last_step(tmp_path: Path, text: str, step: int) -> None:
     assert run.last_step() == max(step, 50)
 
 
+def test_a_job_that_was_resumed_is_at_the_step_that_it_goes_on_from(tmp_path: Path) -> None:
+    """Its last start told 57 at its end, has a row of step 55, and a checkpoint of step 50."""
+    run = RunFolder(tmp_path)
+    run.write_job(JobRecord(name="train", began=1.0, pid=7))
+    progress = tmp_path / "progress.csv"
+    progress.write_text("time,round,step\n2.5,1,55\n")
+    run.write_result(RunResult(state="saved", step=57, saved=50))
+    assert run.last_step() == 57
+    run.begin_again()
+    assert run.last_step() == 50
+    run.begin_again()  # its launcher has failed before it wrote a result
+    assert run.last_step() == 50
+    with progress.open("a") as file:
+        file.write(f"{time.time() + 1.0},1,51\n")
+    assert run.last_step() == 51
+
+
 def test_a_file_that_is_none_of_ours_says_nothing(tmp_path: Path) -> None:
     for text in ("", "{", "[1]", '{"name": 7}', "\xff\xfe"):
         (tmp_path / "job.json").write_text(text, encoding="latin-1")

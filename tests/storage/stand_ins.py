@@ -28,6 +28,24 @@ class Poor(Calls):
         raise refusal(errno.ENOSYS)
 
 
+class CutOff(Calls):
+    """Removes so many files and no more, as where the process is killed."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def unlink(self, path: str) -> None:  # type: ignore[override]
+        self._most -= 1
+        if self._most < 0:
+            raise refusal(errno.EIO)
+        super().unlink(path)
+
+    def remove(self, path: str) -> None:  # type: ignore[override]
+        if self._most < 1:
+            raise refusal(errno.EIO)
+        super().remove(path)
+
+
 class LateDirect(Calls):
     """Lets a file be opened with O_DIRECT and refuses to write on it."""
 

@@ -16,6 +16,8 @@ from elasticrun.host.runs.layout import JobRecord, RunFolder
 from elasticrun.jobs.running import checkpoints
 from elasticrun.snapshots.storage.folder import Folder
 from elasticrun.snapshots.storage.timeline import Timeline
+from elasticrun.snapshots.storage.writing import StorageError
+from tests.storage.stand_ins import CutOff
 from tests.storage.test_folder import DATA, entry, flip, save
 
 FIRST, SECOND = entry(0).name, entry(1).name
@@ -128,6 +130,21 @@ def test_one_that_is_being_written_is_not_bad_and_one_that_lost_its_marker_is(
     folder.unlink(20, [".metadata", SECOND])
     assert main(["ckpt", "verify", folder.url]) == 1
     assert capsys.readouterr().out.splitlines()[-2] == "step 20 was never committed"
+
+
+def test_what_is_half_removed_is_named_and_removed_by_the_next_prune(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(StorageError):
+        Folder(folder.url, calls=CutOff(1)).remove(20)
+    assert main(["ckpt", "ls", folder.url]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[2].split()[-1] == "removing"
+    said = "step 20 is being removed, or its removal was cut off: the next checkpoint"
+    assert said in " ".join(out.split())
+    assert main(["ckpt", "prune", folder.url, "--keep", "5"]) == 0
+    assert "removed step 20" in capsys.readouterr().out
+    assert folder.files(20) == {}
 
 
 def test_prune_never_takes_the_newest_verified_one(

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import fsspec
@@ -15,8 +16,10 @@ import xxhash
 from elasticrun.snapshots.storage import manifest as manifests
 from elasticrun.snapshots.storage.folder import Folder
 from elasticrun.snapshots.storage.manifest import FileEntry, Manifest
+from elasticrun.snapshots.storage.retention import clear_earlier, sweep
 from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.wire.types import RoundName
+from tests.storage import stand_ins
 
 BLOCK = 4096
 DATA = os.urandom(3 * BLOCK + 100)
@@ -101,6 +104,39 @@ def test_it_is_removed_as_a_whole(folder: Folder) -> None:
     folder.remove(5)
     assert folder.committed() == [6]
     assert folder.files(5) == {}
+
+
+@pytest.mark.parametrize("most", range(6))
+def test_a_removal_that_was_cut_off_is_known_and_finished(tmp_path: Path, most: int) -> None:
+    folder = Folder(str(tmp_path))
+    save(folder, 5, ranks=2)
+    save(folder, 6)
+    count = len(folder.files(5))
+    with suppress(StorageError):
+        Folder(folder.url, calls=stand_ins.CutOff(most)).remove(5)
+    (one,) = [one for one in folder.survey() if one.step == 5] or [None]
+    if most == 0:
+        assert one is not None
+        assert one.committed, "its marker goes first"
+    elif most > count:
+        assert one is None
+    else:
+        assert one is not None
+        assert one.removed
+        assert folder.verify(5).endswith("is being removed, or its removal was cut off")
+        assert sweep(folder, keep_last=9, keep_every=0).removed == (5,)
+        assert folder.files(5) == {}
+
+
+def test_what_is_written_anew_is_not_being_removed(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    save(folder, 5)
+    with pytest.raises(StorageError):
+        Folder(folder.url, calls=stand_ins.CutOff(1)).remove(5)
+    clear_earlier(folder, 5, [0], "later")
+    assert not [one for one in folder.survey() if one.removed]
+    save(folder, 5)
+    assert folder.committed() == [5]
 
 
 @pytest.mark.parametrize(

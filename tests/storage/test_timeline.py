@@ -28,7 +28,7 @@ def found(
     condemned: bool = False,
 ) -> Listed:
     line = Timeline(number, start)
-    return Listed(step, marker, condemned, ours, True, line, at or step, at or step)
+    return Listed(step, marker, condemned, False, ours, True, line, at or step, at or step)
 
 
 FIRST = [found(4), found(8), found(12)]

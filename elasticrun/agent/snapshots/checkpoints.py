@@ -194,8 +194,8 @@ class Persisting:
                 self._local.say(report)
 
     def _tell(self, attempt: _Attempt, report: Persisted) -> None:
-        if not report.ok:
-            logger.warning("step %d is not written: %s", attempt.order.step, report.reason)
+        if not report.ok:  # the master warns, with what follows
+            logger.info("step %d is not written: %s", attempt.order.step, report.reason)
         report = structs.replace(report, reason=report.reason[:MAX_REASON])
         attempt.said.append(report)
         self._local.say(report)

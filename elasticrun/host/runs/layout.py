@@ -104,6 +104,7 @@ class JobRecord(Struct, frozen=True, kw_only=True):
     endpoint: str = ""  # host:port of its master
     tensorboard: str = ""  # URL; "": there is none
     attempt: int = 1  # counts the starts in this folder
+    resumed_at: int = -1  # step that the start before had saved; -1: none
     first_began: float = 0.0  # the first start in this folder; 0.0: that is this one
     launch: str = ""  # 8 hexadecimal digits that identify the run folder; "": in its name only
     formed: float = 0.0  # when its first round was; 0.0: not yet
@@ -312,11 +313,15 @@ class RunFolder:
         return known.agents if known is not None else ()
 
     def last_step(self) -> int:
-        """The newest step that was told; -1: none."""
-        result, told = self.result(), -1
+        """The newest step that was told; of a job that was resumed, the step that it goes on from
+        until it tells one; -1: none."""
+        result, job, row = self.result(), self.job(), self._last_row()
+        told = at = -1.0
         with contextlib.suppress(ValueError):  # also where its last start has told none
-            told = int(self._last_row().get("step", "-1"))
-        return max(told, result.step if result else -1)
+            told, at = int(row.get("step", "-1")), float(row.get("time", "-1"))
+        if result is None and job is not None and job.resumed_at >= 0 and at < job.began:
+            return job.resumed_at
+        return max(int(told), result.step if result else -1)
 
     def told(self) -> str:
         """What the newest row of progress.csv says: `loss 0.2488 at step 140`; "" without numbers
@@ -373,10 +378,13 @@ class RunFolder:
     def next_start(self, before: JobRecord, job: JobRecord) -> JobRecord:
         """`job` as the start that follows `before`, whose result goes and whose incidents are kept.
         OSError."""
+        result = self.result()
+        saved = result.saved if result is not None else before.resumed_at
         (self.path / RESULT).unlink(missing_ok=True)
         self._keep_incidents(before.attempt)
         first = before.first_began or before.began
-        return replace(job, attempt=before.attempt + 1, first_began=first)
+        attempt = before.attempt + 1
+        return replace(job, attempt=attempt, first_began=first, resumed_at=saved)
 
     def _keep_incidents(self, attempt: int) -> None:
         """Those of this start, before another counts from 1 again: 0007.json becomes 1-0007.json.

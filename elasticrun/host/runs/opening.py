@@ -161,7 +161,8 @@ def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool =
             goes_on or _same_launch(before, job) or not before.pid
         ):  # a master after another, or one that was submitted
             known = (
-                "began", "first_began", "attempt", "formed", "git_commit", "versions", "endpoint",
+                "began", "first_began", "attempt", "resumed_at",
+                "formed", "git_commit", "versions", "endpoint",
             )  # fmt: skip
             job = replace(job, **{name: getattr(before, name) for name in known})
         else:

@@ -38,6 +38,7 @@ COLUMNS: Final = 80
 
 NO_HASHES: Final = "was written by torch alone: there are no sizes and hashes to compare with"
 WRITTEN: Final = ": it is being written, or its writing was cut off"
+REST: Final = f": the next checkpoint of its job, or `{PROG} ckpt prune`, removes the rest"
 LEFT: Final = "was left: training was taken back to an older step, and no start goes on from it"
 
 
@@ -45,7 +46,7 @@ class CheckpointRow(Struct, frozen=True, kw_only=True):
     """What `elasticrun ckpt ls -o json` prints of a checkpoint; its fields are a stable schema."""
 
     step: int
-    state: str  # whole, left (with its timeline), torn (not committed), spoiled
+    state: str  # whole, left (with its timeline), torn (not committed), removing, spoiled
     when: float = 0.0  # it was committed, else changed; seconds since 1970 by the storage's clock
     size: int = 0  # bytes
     world_size: int = 0  # ranks that have written it; 0: not known
@@ -148,11 +149,13 @@ def _row(folder: Folder, one: Listed, *, left: bool, hashes: bool) -> Checkpoint
     faults = tuple(fault.clause for fault in folder.faults(one.step, 0, int(hashes)))
     state = "left" if left else "whole"
     if faults:
-        state = "spoiled" if one.marker else "torn"
+        state = "spoiled" if one.marker else "removing" if one.removed else "torn"
     if one.condemned and (why := folder.verdict(one.step)):
         faults = (f"{faults[0]}: {why}", *faults[1:])
     elif state == "torn" and not one.ours:
         faults = (faults[0] + WRITTEN, *faults[1:])
+    elif state == "removing":
+        faults = (faults[0] + REST,)
     try:
         manifest = folder.manifest(one.step)
     except ManifestError:
@@ -207,8 +210,8 @@ def _shown(row: CheckpointRow) -> tuple[str, ...]:
 
 
 def _verify(folder: Folder, ns: argparse.Namespace) -> int:
-    """1 where one is bad. What has neither marker nor manifest may be about to be written: it is
-    bad only for who has named it."""
+    """1 where one is bad. What has neither marker nor manifest may be about to be written, and what
+    is being removed is missed by nobody: they are bad only for who has named them."""
     rows = _rows(folder, hashes=True, only=ns.step)
     if not rows:
         raise _nothing(folder, ns.step)
@@ -217,7 +220,7 @@ def _verify(folder: Folder, ns: argparse.Namespace) -> int:
     else:
         for row in rows:
             print(*(_said(row) or [f"step {row.step} is whole: {amount(row.size)}"]), sep="\n")
-    late = [row for row in rows if row.state == "torn" and not row.manifest]
+    late = [r for r in rows if r.state == "removing" or (r.state == "torn" and not r.manifest)]
     return int(any(row.faults and (row not in late or ns.step is not None) for row in rows))
 
 

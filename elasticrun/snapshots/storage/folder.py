@@ -24,6 +24,8 @@ from elasticrun.snapshots.storage.writing import PIECE, Calls, Sink, StorageErro
 
 MARKER: Final = manifests.MARKER
 CONDEMNED: Final = "elasticrun.bad"
+REMOVED: Final = "elasticrun.removed"
+"""In a checkpoint without a marker: its removal has begun."""
 MAX_STEP: Final = 2**53
 MAX_REMARKS: Final = 32
 MAX_VERDICT: Final = 4096
@@ -124,12 +126,13 @@ class Folder:
 
     def uncommitted(self, older_than: float, found: Iterable[Listed] | None = None) -> list[int]:
         """Steps without a marker, of our making alone, on which nothing was written for so many
-        seconds. The storage's own clock says so: its now is the last change of any checkpoint.
-        `found`: a survey of just now."""
+        seconds, and all whose removal has begun. The storage's own clock counts: its now is the
+        last change of any checkpoint. `found`: a survey of just now."""
         found = self.survey() if found is None else list(found)
         now = max((one.changed for one in found), default=0.0)
         begun = [one for one in found if not one.marker and one.only_ours and one.changed]
-        return [one.step for one in begun if now - one.changed > older_than]
+        old = [one.step for one in begun if now - one.changed > older_than]
+        return sorted({*old, *(one.step for one in found if one.removed)})
 
     def files(self, step: int) -> dict[str, int]:
         """Names and sizes of what lies in a checkpoint."""
@@ -213,7 +216,9 @@ class Folder:
         """The same of every file that is wrong. Sizes come before hashes."""
         sizes = self.files(step)
         if MARKER not in sizes and self.size(step, MARKER) is None:
-            yield CheckpointFault("was never committed", spoiled=False)
+            cut_off = "is being removed, or its removal was cut off"
+            what = cut_off if REMOVED in sizes else "was never committed"
+            yield CheckpointFault(what, spoiled=False)
             return
         if CONDEMNED in sizes:
             yield CheckpointFault("was found to be spoiled before", spoiled=False)
@@ -300,11 +305,12 @@ class Folder:
         self._place.unlink(f"{step_name(step)}/{CONDEMNED}")
 
     def remove(self, step: int) -> None:
-        """The marker first, so that what is half removed is no checkpoint."""
+        """The marker first, so that what is half removed is no checkpoint; what says so last."""
         if MARKER in self._entries(step):
+            self._place.put_first(f"{step_name(step)}/{REMOVED}", b"")
             self._place.unlink(f"{step_name(step)}/{MARKER}")
             self._place.settle(step_name(step))
-        self._place.remove(step_name(step))
+        self._place.remove(step_name(step), last=REMOVED)
 
     def begin(self, step: int) -> None:
         """Make the folder of a checkpoint that is to be written."""
@@ -336,6 +342,7 @@ def _found(step: int, entries: dict[str, Entry]) -> Listed:
         step,
         marker is not None,
         CONDEMNED in entries,
+        marker is None and REMOVED in entries,
         manifests.NAME in entries,
         all(_OURS.match(name) for name in entries),
         max(lines, default=Timeline()),

@@ -74,8 +74,9 @@ class StoragePlace(Protocol):
     def unlink(self, name: str) -> None:
         """Nothing happens if it is not there."""
 
-    def remove(self, name: str) -> None:
-        """A folder with all that is in it."""
+    def remove(self, name: str, *, last: str = "") -> None:
+        """A folder with all that is in it. `last`: the file that goes last, where the storage does
+        not remove all of them by one request."""
 
     def remove_empty(self, name: str) -> None:
         """A folder, if nothing is in it."""
@@ -170,7 +171,10 @@ class LocalPlace:
         with suppress(FileNotFoundError), _said(self.full(name), "removed"):
             self._calls.unlink(self.full(name))
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, *, last: str = "") -> None:
+        for one in self.entries(name):
+            if last and one.name != last and not one.folder:
+                self.unlink(f"{name}/{one.name}")
         with suppress(FileNotFoundError), _said(self.full(name), "removed"):
             self._calls.remove(self.full(name))
 
@@ -331,7 +335,7 @@ class UrlPlace:
         with suppress(FileNotFoundError):
             self._do(name, "removed", self._fs.rm_file)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, *, last: str = "") -> None:
         with suppress(FileNotFoundError):
             self._do(name, "removed", lambda path: self._fs.rm(path, recursive=True))
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 from elasticrun.snapshots.storage import manifest as manifests
-from elasticrun.snapshots.storage.folder import MARKER, Folder
+from elasticrun.snapshots.storage.folder import MARKER, REMOVED, Folder
 from elasticrun.snapshots.storage.manifest import ManifestError
 from elasticrun.snapshots.storage.timeline import PERIODIC, chain, not_kept, timeline_of
 from elasticrun.snapshots.storage.writing import StorageError
@@ -31,12 +31,14 @@ def is_of_attempt(name: str) -> bool:
 
 def clear_earlier(folder: Folder, step: int, ranks: Collection[int], attempt: str) -> None:
     """Remove what earlier attempts of savers that were killed have left of these ranks: on a disk
-    that is nearly full no new one would come through. StorageError."""
+    that is nearly full no new one would come through. The checkpoint is no longer one whose removal
+    has begun. StorageError."""
     files = folder.files(step)
     if MARKER in files:
         return
     parts = [(name, found) for name in files if (found := _NAME.match(name))]
     old = [n for n, f in parts if int(f["rank"]) in ranks and f["attempt"] != attempt]
+    old += [REMOVED] if REMOVED in files else []
     if old:
         folder.unlink(step, old)
 

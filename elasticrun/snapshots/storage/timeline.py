@@ -53,6 +53,7 @@ class Listed:
     step: int
     marker: bool  # it was committed
     condemned: bool  # and found to be spoiled
+    removed: bool  # its removal has begun
     ours: bool  # it has a manifest: torch alone writes none
     only_ours: bool  # nothing lies in it that we have not made
     timeline: Timeline
