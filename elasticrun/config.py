@@ -105,8 +105,8 @@ STORM_WINDOW: Final = 120.0
 """How soon after the one before a loss belongs to the same event."""
 
 STORM_QUIET: Final = 60.0
-"""The longest silence that is waited for before such an event counts as over; one that was quick
-is over much sooner (core/rounds/join_window.py). Raise it where losses come further apart."""
+"""Such an event is over when nothing more was lost for so long. Raise it where losses come further
+apart; lower it and an event spread over minutes costs more than two rounds."""
 
 STORM_LONGEST: Final = 300.0
 """An event that does not end holds a round back for this long in all."""

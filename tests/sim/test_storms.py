@@ -7,13 +7,12 @@ The rule is in `core.rounds.join_window`. A sample runs here; all seeds and 10,0
 from __future__ import annotations
 
 import random
-import statistics
 from functools import partial
 
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.core.rounds import join_window, rendezvous
+from elasticrun.core.rounds import rendezvous
 from tests.further import cases, further
 from tests.simulator.node import NodeSetup
 from tests.simulator.script import DEFAULT_SPEC
@@ -53,23 +52,11 @@ def test_nodes_that_return_while_others_die(spread: float) -> None:
         assert storm.deaths <= 4, f"seed {seed}: {storm}"
 
 
-def test_what_was_quick_is_over_quickly() -> None:
-    """A rack that goes dark within ten seconds does not cost the minute that two would need."""
-    waits = {spread: [strike(seed, 64, spread).waited for seed in range(8)] for spread in (1, 10)}
-    assert max(waits[1]) < 20.0
-    assert statistics.median(waits[10]) < 30.0
-
-
-def test_the_bar_can_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the rule each loss costs a round."""
-    monkeypatch.setattr(rendezvous, "STORM_NODES", 10_000)
+@pytest.mark.parametrize(("name", "value"), [("STORM_NODES", 10_000), ("STORM_QUIET", 5.0)])
+def test_the_bar_can_be_missed(monkeypatch: pytest.MonkeyPatch, name: str, value: float) -> None:
+    """Without the rule each loss costs a round, and a shorter silence misses some."""
+    monkeypatch.setattr(rendezvous, name, value)
     assert strike(0, 64, 120.0).deaths > 2
-
-
-def test_a_larger_doubt_misses_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The silence that ends an event is not longer than it has to be."""
-    monkeypatch.setattr(join_window, "DOUBT", 0.3)
-    assert any(strike(seed, 64, 60.0).deaths > 2 for seed in range(20))
 
 
 def test_a_storm_is_on_screen_and_says_until_when() -> None:

@@ -2,26 +2,14 @@
 
 *Last call*, before the first round, waits for nodes that nobody has announced: see `rendezvous`.
 
-A *burst* is things that befall nodes one after another: is it one event that goes on? A switch
-fails and its nodes are lost over a minute; a rack gets its power back and they return over two. A
-round for each of them would cost every node of the job a restart each time. The first answer is
-never held back: one lost node is mostly one lost node, and whatever happens until that round has
-formed is in it. Only when the next thing happens to another node, within `window` of the one before
-and after a round was already given for it, is it one event, and then the job waits for its end,
-once. So an event costs two rounds, however it is spread.
-
-How long is "its end"? If gaps are memoryless and n of them took T seconds together, a further gap
-longer than q has probability (1 + q/T)^-n, whatever their rate. So a silence of
-
-    q = T * (DOUBT^(-1/n) - 1)
-
-means with certainty 1 - DOUBT that nothing more comes: 1.05 T after 16 gaps (as long as the event
-itself has lasted), 9 T after five. Few gaps say little, so q is bounded by `most`. Where most came
-at once and a few trickle in after them T says little; there the silence is twice the largest gap at
-least. A fixed wait that is safe for losses spread over two minutes would cost a minute also where a
-rack went dark within one second; this one costs what the news itself takes.
-
-An event that does not end is answered after `longest` all the same, and then no more held back.
+A *debounce* is for things that befall nodes one after another and may be one event: a switch fails
+and its nodes are lost over a minute; a rack gets its power back and they return over two. A round
+for each of them would cost every node of the job a restart each time. The first answer is never
+held back: one lost node is mostly one lost node, and whatever happens until that round has formed
+is in it. Only when the next thing happens to another node, within STORM_WINDOW of the one before
+and after a round was already given for it, is it one event, and then the job waits until nothing
+more has come for a fixed time, once. So an event costs two rounds. One that does not end is
+answered after STORM_LONGEST all the same, and then no more held back.
 
 The *door*: when newcomers are let into a round that runs; a restart for all against a wait for
 some.
@@ -31,11 +19,11 @@ some.
   between newcomers). Last call counts from the moment an agent appears, since its join comes only
   when its torch is imported, and waits for those who have appeared and not joined; but one that
   comes and goes counts when it joins. It is spent before ranks are stopped, not after.
-* While the job is still *being started* newcomers are let in together, when `Burst` takes the start
-  for over: one larger round, and not one for each of eight nodes that start over forty seconds. It
-  is, in its first round, if the nodes of that round came apart, or if with the first newcomer not
-  more are there than missing and more than two are missing. (That one newcomer is alone cannot be
-  known; this is what tells a job of 2:8 with three nodes from one of 1:4 with two.)
+* While the job is still *being started* newcomers are let in together, when a debounce takes the
+  start for over: one larger round, and not one for each of eight nodes that start over forty
+  seconds. It is, in its first round, if the nodes of that round came apart, or if with the first
+  newcomer not more are there than missing and more than two are missing. (That one newcomer is
+  alone cannot be known; this is what tells a job of 2:8 with three nodes from one of 1:4 with two.)
 * In a large job the same holds for nodes that come back one after another: the first is let in at
   once, the others together.
 * An older round lets them in when `grow_cooldown` is over since it began; with `grow == "now"` the
@@ -111,67 +99,46 @@ class LastCall:
         )
 
 
-DOUBT = 1e-5
-"""Chance that an event whose gaps are memoryless goes on after it was taken to be over."""
-
-
-class Burst:
+class Debounce:
     """One series of happenings; times are monotonic seconds."""
 
-    def __init__(
-        self,
-        *,
-        least: float,
-        most: float = STORM_QUIET,
-        window: float = STORM_WINDOW,
-        longest: float = STORM_LONGEST,
-    ) -> None:
-        """`window`: happenings further apart are different events. `least` and `most` bound the
-        silence that ends an event, `longest` the whole wait; all in seconds."""
-        self._window = window
-        self._least = least
-        self._most = most
-        self._longest = longest
+    def __init__(self, quiet: float) -> None:
+        """`quiet`: seconds of silence that end a series."""
+        self._quiet = quiet
         self._seen: set[Hashable] = set()
-        self._first = self._last = 0.0
+        self._last = -math.inf
         self.gap = 0.0
-        """The largest between two happenings of the present event."""
-        self._answered = False  # a round was formed since the event began
-        self._open_since: float | None = None  # the first happening that no round has answered
-        self._exhausted = False
+        """The largest between two happenings of the present series."""
+        self._answered = False  # a round was formed since the series began
+        self._open = False  # something has happened that no round has answered
+        self._held_since = math.inf  # when something first happened after an answer
 
     def seen(self, what: Hashable, now: float) -> None:
         """It happened. The same thing again says nothing about how far the event spreads."""
-        if not self._seen or now - self._last > self._window:
-            self._seen = {what}
-            self._first = self._last = now
-            self.gap = 0.0
-            self._answered = self._exhausted = False
-            self._open_since = now
-        elif what not in self._seen:
-            self._seen.add(what)
+        if now - self._last > STORM_WINDOW:
+            self._seen.clear()
+            self.gap, self._answered, self._held_since = 0.0, False, math.inf
+        elif what in self._seen:
+            return
+        else:
             self.gap = max(self.gap, now - self._last)
-            self._last = now
-            if self._open_since is None:
-                self._open_since = now
+        self._seen.add(what)
+        self._last, self._open = now, True
+        if self._answered:
+            self._held_since = min(self._held_since, now)
 
     def answered(self, now: float, *, wholly: bool = True) -> None:
         """A round was formed of those who are there. `wholly`: for all that was seen so far."""
-        if self._open_since is not None:
-            self._exhausted = self._exhausted or now >= self._open_since + self._longest
-            self._answered = True
-            self._open_since = None if wholly else now
+        if self._open:
+            self._answered, self._open = True, not wholly
+            if self._open:
+                self._held_since = min(self._held_since, now)
 
-    def holds(self, most: float | None = None) -> float | None:
-        """Until when the answer to what was seen last should wait; None: it need not. `most`:
-        where less than its bound is to be waited in silence."""
-        gaps = len(self._seen) - 1
-        if not self._answered or self._open_since is None or self._exhausted or gaps < 1:
+    def holds(self) -> float | None:
+        """Until when the answer to what was seen last waits; None, or long past: it need not."""
+        if not (self._answered and self._open) or len(self._seen) < 2:
             return None
-        quiet = (self._last - self._first) * (math.pow(DOUBT, -1.0 / gaps) - 1.0)
-        quiet = max(quiet, 2.0 * self.gap, self._least)
-        quiet = min(quiet, self._most if most is None else most)
-        return min(self._last + quiet, self._open_since + self._longest)
+        return min(self._last + self._quiet, self._held_since + STORM_LONGEST)
 
 
 SERIES = 20.0
@@ -187,8 +154,11 @@ class Door:
         # the series goes on over the rounds that newcomers cause: nodes that come back one after
         # another are let in together, and not each by a round of its own
         self._call = LastCall(spec.last_call_timeout, horizon=SERIES)
-        self._starts = Burst(least=LAST_CALL_QUIET)  # of nodes, up to the job's second round
-        self._returns = Burst(least=LAST_CALL_QUIET)  # and after the first
+        # twice: unlike last call it costs those who are there nothing, since they train
+        self._starts = Debounce(
+            2.0 * spec.last_call_timeout
+        )  # of nodes, up to the job's second round
+        self._returns = Debounce(STORM_QUIET)  # and after the first
         self._appeared = 0
         self._running = False  # a round was formed
         self._starting = False  # it is the job's first
@@ -263,8 +233,7 @@ class Door:
         if starting and missing > 2 and possible <= missing:
             self._apart = True
         if starting and self._apart:
-            # twice: unlike last call it costs those who are there nothing, since they train
-            due = self._starts.holds(most=2.0 * self._spec.last_call_timeout)
+            due = self._starts.holds()
             reason = AtDoor("start")
         elif size >= STORM_NODES:
             due = self._returns.holds()

@@ -26,8 +26,8 @@ one leaves over are spares (decision 034).
 
 Storms. The round that follows a loss forms at once, with all who are left. In a job of STORM_NODES
 and more, when that round is broken by another loss within STORM_WINDOW, the two may be one event,
-and the next round waits for the event's end, as `Burst` judges it. Nodes that return meanwhile are
-in that round. A successor of the master knows nothing of a storm; the first loss that it sees is
+and the next round waits until none was lost for STORM_QUIET. Nodes that return meanwhile are in
+that round. A successor of the master knows nothing of a storm; the first loss that it sees is
 answered at once.
 
 The fence. A round whose ranks may still run somewhere must not be followed by another that writes
@@ -85,7 +85,7 @@ from elasticrun.core.reasons import (
     recorded,
     text,
 )
-from elasticrun.core.rounds.join_window import Burst, Door, LastCall
+from elasticrun.core.rounds.join_window import Debounce, Door, LastCall
 from elasticrun.core.rounds.round import Participants, Stage
 from elasticrun.core.rounds.takeover import Takeover
 from elasticrun.core.words import Count
@@ -153,7 +153,7 @@ class Rendezvous:
         self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when
         self._call = LastCall(spec.last_call_timeout)
         self._door = Door(spec)
-        self._storm = Burst(least=min(spec.heartbeat_timeout, STORM_QUIET))
+        self._storm = Debounce(STORM_QUIET)
         self._struck: list[str] = []  # nodes just lost, until `decide` knows when
         self._recount = False  # whether there are nodes enough is to be asked again
         self.formed_at = 0.0
