@@ -83,6 +83,5 @@ def _by_process(row: JobRow) -> JobRow:
         runs = living(run)
     except NotDone:
         return row
-    _, own, said = run.last_line().partition("elasticrun: ")  # of a host that is not reached, say
-    reason = said if own else ""
-    return replace(row, state="running", reason=reason) if runs else row
+    # Before the job has begun only launchers write to the console: which host is not reached, say.
+    return replace(row, state="running", reason=run.last_line()) if runs else row

@@ -34,6 +34,7 @@ from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.core.sight.hangs.waiting import Klass
 from elasticrun.core.sight.picture import CAUSES, Goodput, IncidentRow, Picture, VerdictRow
 from elasticrun.host.log import LEVELS, logger
+from elasticrun.master.page.readers import Readers
 from elasticrun.master.store import FactStore
 from elasticrun.master.trace.writer import TraceWriter
 from elasticrun.wire import messages as m
@@ -140,6 +141,7 @@ class Loop:
         store: FactStore | None = None,
         tracer: TraceWriter | None = None,
         listeners: Listeners = Listeners(),
+        page: Readers | None = None,
     ) -> None:
         self._brain = brain
         self._job_id = job_id
@@ -160,9 +162,8 @@ class Loop:
         self._whole = _Seldom[Picture](clock)
         self._asked: dict[int, asyncio.Future[m.Reply]] = {}
         self._numbers = itertools.count(1)
-        self.page_link: Callable[[], str] = lambda: ""
-        """Of the job's page, for who is welcomed now: its key is good from then on."""
-        """Told to agents in Welcome; "" without a status page."""
+        self.page = Readers() if page is None else page
+        """Makes the link to the job's page for each agent that is welcomed."""
         self.sources: Mapping[str, str] = {}
         """Who has set the settings of the job that somebody has set, for people."""
 
@@ -397,7 +398,7 @@ class Loop:
             return  # asked at the last moment: we may have been stopped since we decided
         if isinstance(order, m.Welcome) and not order.status_url:
             clock_us = time.time_ns() // 1000  # for the agent's checkup, which compares clocks
-            order = replace(order, status_url=self.page_link(), clock_us=clock_us)
+            order = replace(order, status_url=self.page.link(), clock_us=clock_us)
         elif isinstance(order, m.Start):
             if not self.figures.rounds:
                 self._listeners.on_formed()

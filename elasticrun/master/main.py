@@ -58,8 +58,8 @@ from elasticrun.host.system.sandbox import NoThread, raise_file_limit, refused, 
 from elasticrun.master.joining import Joining
 from elasticrun.master.loop import BrainFault, Listeners, Loop, RecordStuck
 from elasticrun.master.outward.outward import Outward
-from elasticrun.master.page.http import StatusPage, reachable
-from elasticrun.master.page.readers import Readers
+from elasticrun.master.page.http import StatusPage
+from elasticrun.master.page.readers import Readers, reachable
 from elasticrun.master.records import Records
 from elasticrun.master.server import MAX_CALLS, METHODS, Servicer
 from elasticrun.master.store import StoreRefused
@@ -312,9 +312,10 @@ class Master:
         port = listen(server, config.host, config.port, pem)
         records = Records(config, hosted=self._hosted)
         brain = await self._remember(records, port, life)
-        loop = self._loop(brain, records, life, port)
         # where the job has no token, its user on this host may still operate it, and nobody else
         operator = operator_token(config.token or secrets.token_hex(32))
+        readers = Readers(operator, guarded=bool(config.token))
+        loop = self._loop(brain, records, life, port, readers)
         servicer = life.streams = Servicer(
             loop,
             config.job_id,
@@ -324,10 +325,8 @@ class Master:
             joining=Joining(config.job_id, config.token, config.to_join),
             on_count=life.counted,
         )
-        page = StatusPage(loop, Readers(operator, guarded=bool(config.token)))
+        page = StatusPage(loop, readers)
         status_port = self._open(page)
-        if status_port:
-            loop.page_link = partial(page.url, status_port)
         await server.start()
         if config.ready_fd >= 0:
             _say(config.ready_fd, {"port": port, "status_port": status_port})
@@ -351,7 +350,9 @@ class Master:
             if self._hosted and life.is_orphan(config.lifeline_fd):
                 await _anyway("removing the record", records.remove)
 
-    def _loop(self, brain: Job, records: Records, life: Lifetime, port: int) -> Loop:
+    def _loop(
+        self, brain: Job, records: Records, life: Lifetime, port: int, readers: Readers
+    ) -> Loop:
         """The loop, with those who listen to it and what only the configuration knows."""
         config, outward = self._config, life.outward
         listeners = Listeners(
@@ -365,7 +366,14 @@ class Master:
             on_over=life.over,
         )
         store, tracer = records.store, records.trace
-        loop = Loop(brain, job_id=config.job_id, store=store, tracer=tracer, listeners=listeners)
+        loop = Loop(
+            brain,
+            job_id=config.job_id,
+            store=store,
+            tracer=tracer,
+            listeners=listeners,
+            page=readers,
+        )
         loop.name, loop.sources = outward.job_name, config.sources
         return loop
 
@@ -483,7 +491,7 @@ class Listing:
             job_id=config.job_id,
             host=reachable(config.host),
             port=port,
-            status_url=loop.page_link().partition("?")[0],
+            status_url=loop.page.link().partition("?")[0],
             process=ProcessId.own(),
             reader=reader_token(config.token),
             operator=operator,

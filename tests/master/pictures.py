@@ -27,6 +27,7 @@ from elasticrun.core.sight.picture import (
 )
 from elasticrun.master.loop import Loop
 from elasticrun.master.page.http import StatusPage
+from elasticrun.master.page.readers import Readers
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 from tests import needs
@@ -155,13 +156,14 @@ async def served(picture: Picture, port: int = 0) -> AsyncIterator[tuple[Recorde
     """The page that shows this picture: who makes it, and the page's address."""
     brain = Recorder()
     brain.page, brain.whole = picture.status, picture
+    readers = Readers()
     loop = Loop(brain)
     loop.figures._came_to(ROUND, picture.status.step)
     loop.figures.began -= picture.status.age
-    page = StatusPage(loop)
-    port = page.listen("127.0.0.1", port)
+    page = StatusPage(loop, readers)
+    page.listen("127.0.0.1", port)
     try:
-        yield brain, page.url(port)
+        yield brain, readers.link()
     finally:
         await page.close()
 

@@ -28,9 +28,9 @@ from elasticrun.core.reasons import NoRestartsLeft, RankFailed, code, text
 from elasticrun.core.sight.picture import IncidentRow, LedgerRow, RankRow, VerdictRow
 from elasticrun.master.loop import Loop
 from elasticrun.master.page import http as page_module, stream
-from elasticrun.master.page.http import MAX_CONNECTIONS, StatusPage, page_url
+from elasticrun.master.page.http import MAX_CONNECTIONS, StatusPage
 from elasticrun.master.page.metrics import SlotCounters
-from elasticrun.master.page.readers import MAX_SPENT, NO_KEY, Readers
+from elasticrun.master.page.readers import MAX_SPENT, NO_KEY, Readers, page_url
 from elasticrun.master.page.stream import for_strangers
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import PAGE_KEY_LIFE, operator_token, page_key
@@ -513,10 +513,11 @@ async def test_a_link_of_a_job_with_a_token_opens_the_page_once() -> None:
     brain = Recorder()
     brain.whole = hung()
     brain.page = brain.whole.status
-    page = StatusPage(Loop(brain), Readers(SECRET, guarded=True))
+    readers = Readers(SECRET, guarded=True)
+    page = StatusPage(Loop(brain), readers)
     port = page.listen("127.0.0.1", 0)
     try:
-        path = page.url(port).partition(f":{port}")[2]
+        path = readers.link().partition(f":{port}")[2]
         assert (await get(port, path, "HEAD"))[0] == 200  # who only looks at it spends no key
         request = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         head = (await say(port, request.encode())).decode()

@@ -60,12 +60,12 @@ async def _raw(served: Served, *messages: bytes) -> Any:
 
 async def test_an_agent_is_welcomed_and_echoed() -> None:
     async with serving() as served:
-        served.loop.page_link = lambda: "http://127.0.0.1:9/status"
+        served.loop.page.opened("127.0.0.1", 9)
         before = time.time_ns() // 1000
         async with served.stream() as stream:
             welcome = await enter(stream, hello())
             assert isinstance(welcome, m.Welcome)
-            assert welcome.status_url == "http://127.0.0.1:9/status"
+            assert welcome.status_url == "http://127.0.0.1:9/"
             assert before <= welcome.clock_us <= time.time_ns() // 1000
             await stream.send(m.Beat(1))
             assert await hear(stream) == m.Echo(1)

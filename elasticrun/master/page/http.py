@@ -29,7 +29,6 @@ from elasticrun.master.page.metrics import metrics_writer
 from elasticrun.master.page.readers import NO_KEY, Readers, query
 from elasticrun.master.page.stream import Receive, Send, Watchers, status_for_strangers
 from elasticrun.wire.messages import JobStatus
-from elasticrun.wire.types import Endpoint
 
 MAX_CONNECTIONS: Final = 64
 """Connections served at a time; for one more, the one that has been silent longest is closed."""
@@ -71,12 +70,10 @@ class StatusPage:
         self._render: Callable[[], bytes] | None = None
         self._names = {socket.gethostname().lower()}
         self._streams = Watchers(loop)
-        self._host = ""
 
     def listen(self, host: str, port: int) -> int:
         """Bind and wait for the first visitor; returns the port. OSError if it cannot be had."""
         self._names.add(host.lower())
-        self._host = host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         made = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -89,7 +86,9 @@ class StatusPage:
             raise
         self._socket = made
         asyncio.get_running_loop().add_reader(made, self._visited)
-        return int(made.getsockname()[1])
+        bound = int(made.getsockname()[1])
+        self._readers.opened(host, bound)
+        return bound
 
     def _visited(self) -> None:
         assert self._socket is not None
@@ -102,10 +101,6 @@ class StatusPage:
             await self._server.serve(sockets=[made])
         except Exception as wrong:
             logger.warning("the status page has ended: %s", wrong)
-
-    def url(self, port: int) -> str:
-        """Its address for people; where not all who can come may see all, with a key."""
-        return page_url(self._host, port, self._readers.key(self._host))
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
@@ -250,16 +245,6 @@ def status_json(status: JobStatus) -> bytes:
     if status.round is not None:
         fields["round"]["name"] = str(status.round)
     return json.dumps(fields, indent=1).encode() + b"\n"
-
-
-def reachable(host: str) -> str:
-    """Where who listens on `host` is reached from here: at a wildcard, by the loopback."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-
-
-def page_url(host: str, port: int, key: str = "") -> str:
-    """The address of the page for people; with a key, a link that opens all of it once."""
-    return f"http://{Endpoint(reachable(host), port)}/" + (f"?key={key}" if key else "")
 
 
 def _bounded_protocol() -> Any:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from urllib.parse import parse_qs
 
 from elasticrun.wire.auth import PAGE_KEY_LIFE, key_until, page_key
+from elasticrun.wire.types import Endpoint
 
 MAX_SPENT: Final = 1024
 """Keys that were used and have time left. While there are more no key opens the page; who can make
@@ -36,12 +37,22 @@ class Readers:
         self._spent: dict[str, float] = {}
         self._began = int(time.time())  # which keys the master before this one took, nobody knows
         # One browser may look at several jobs, and a cookie is for all ports of a host.
+        self._place: tuple[str, int] | None = None
         self._cookie = f"elasticrun-{secrets.token_hex(4)}={secrets.token_urlsafe(16)}"
 
     def key(self, host: str) -> str:
         """A new key for a page that listens on `host`; "" where all who can come may see all."""
         is_open = is_loopback(host) and not self._guarded
         return "" if is_open else page_key(self._secret, time.time())
+
+    def opened(self, host: str, port: int) -> None:
+        """The page listens there."""
+        self._place = host, port
+
+    def link(self) -> str:
+        """The page's address for people, with a new key where not all who can come may see all; ""
+        without a page."""
+        return "" if self._place is None else page_url(*self._place, self.key(self._place[0]))
 
     def trusts(self, scope: dict[str, Any]) -> bool:
         """Whether this visitor may see all."""
@@ -83,3 +94,13 @@ def is_loopback(host: str) -> bool:
         return False
     inner = getattr(address, "ipv4_mapped", None)
     return (inner or address).is_loopback
+
+
+def page_url(host: str, port: int, key: str = "") -> str:
+    """The address of the page for people; with a key, a link that opens all of it once."""
+    return f"http://{Endpoint(reachable(host), port)}/" + (f"?key={key}" if key else "")
+
+
+def reachable(host: str) -> str:
+    """Where who listens on `host` is reached from here: at a wildcard, by the loopback."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
