@@ -176,15 +176,17 @@ class LocalJobs:
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
         """In the working directory and with the environment of the node's agent."""
         here = living(run)
+        import psutil
+
         one = _the_node(here, node, _named(run))
         try:
-            with open(f"/proc/{one.process.pid}/environ", "rb") as file:
-                pairs = [pair.partition(b"=") for pair in file.read().split(b"\0") if pair]
-            environ = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+            agent = psutil.Process(one.process.pid)
+            environ = agent.environ()
             for name in SECRETS:  # of which an agent leaves stars
                 environ.pop(name, None)
-            cwd = os.readlink(f"/proc/{one.process.pid}/cwd")
-            return subprocess.run(command, env=environ, cwd=cwd, check=False).returncode
+            return subprocess.run(command, env=environ, cwd=agent.cwd(), check=False).returncode
+        except psutil.Error as wrong:
+            raise NotDone(f"{command[0]} cannot be run: {wrong}") from None
         except OSError as wrong:
             raise NotDone(f"{command[0]} cannot be run: {wrong.strerror}") from None
 

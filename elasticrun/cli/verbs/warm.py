@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import select
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -172,12 +171,12 @@ def _where(path: Path) -> str:
 
 def _memory(pid: int) -> str:
     """What it has for itself: memory that is shared with jobs counts by parts (PSS)."""
+    import psutil
+
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
+        return f"{psutil.Process(pid).memory_full_info().pss / 2**20:.0f} MB"
+    except psutil.Error:
         return "unknown"
-    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    return f"{int(found[1]) / 1024:.0f} MB" if found else "unknown"
 
 
 def _stop(folder: Path, say: Callable[[str], None]) -> int:

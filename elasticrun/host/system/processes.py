@@ -1,4 +1,12 @@
-"""The few system calls that Python has no name for, and what /proc knows about processes."""
+"""The few system calls that Python has no name for, and what /proc knows about processes.
+
+Verbs that people type use psutil. This module does not, for three reasons. The fork server and the
+ranks use it, and a forked rank must not have modules that an exec'd one lacks. The agent reads all
+it needs of a process from one file in 14 us; psutil reads three files in 43 us, and its import
+takes 22 ms of every start. And psutil has no start time in ticks (its `create_time` moves with the
+clock), no process group or session, no wchan, no names or states of single threads, no parent-death
+signal, no subreaper, no ptracer, no cgroup.
+"""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Final
 
+import psutil
 from msgspec import Struct
 
 from elasticrun.cli.flags import PROG, Parser
@@ -115,14 +115,11 @@ def _masters() -> Iterator[tuple[str, JobMaster]]:
 
 
 def _this_host() -> HostRow:
-    total = -1
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        total = int(Path("/proc/meminfo").read_text().split()[1]) // 1024
     gpus = Nvidia().count(os.environ)
     return HostRow(
         node=os.uname().nodename,
         cores=cores(),
-        memory_total=total,
+        memory_total=psutil.virtual_memory().total // 2**20,
         gpus=-1 if gpus is None else gpus,
     )
 
