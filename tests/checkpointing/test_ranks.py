@@ -156,6 +156,10 @@ def mute() -> None:
     """From now on no rank can call a collective."""
     kept: Any = dist.distributed_c10d._get_default_store()
     rank, world = dist.get_rank(), dist.get_world_size()
+    # gloo's connections are made by each rank in its own time: who left before the others are
+    # through would fail them
+    kept.set(f"connected/{rank}", "")
+    kept.wait([f"connected/{other}" for other in range(world)])
     dist.destroy_process_group()
     make = lambda store, rank, world, limit: Mute(rank, world)  # noqa: E731
     dist.Backend.register_backend("mute", make, devices=["cpu"])
