@@ -91,6 +91,18 @@ def test_other_ranks_do_not_write_into_a_prompt(job: Make, how: str) -> None:
     one.until(f"{second}hello\n{first}name: Ada\n")
 
 
+@pytest.mark.parametrize("how", ["terminal", "pipe"])
+def test_each_prompt_has_its_rank(job: Make, how: str) -> None:
+    one = job(how, 2)
+    first, second = ("[4] ", "[5] ") if how == "terminal" else ("[default0]:", "[default1]:")
+    one.says(0, "(Pdb) ")
+    one.until(f"{first}(Pdb) ")
+    one.says(1, "(Pdb) ")
+    one.until(f"{first}(Pdb) \n{second}(Pdb) ")
+    one.says(0, "7\n(Pdb) ")
+    one.until(f"{second}(Pdb) \n{first}(Pdb) 7\n{first}(Pdb) ")
+
+
 def test_a_line_that_was_cut_off_and_is_complete_is_not_shown_twice(job: Make) -> None:
     one = job("pipe", 2)
     one.says(0, "loading")

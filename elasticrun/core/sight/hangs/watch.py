@@ -284,12 +284,12 @@ class Watch:
         """The stillness is over, and another one begins, or none."""
         now, before = self._ctx.now, self._state
         wishes: tuple[Wish, ...] = ()
-        if isinstance(before, Still) and before.opinion is not None:
+        if isinstance(before, Still):
             seconds = now - before.since if since is None else since - before.since
             if self._limits.learn(before, seconds):
                 wishes = (RecordSoon(),)
             if before.reported is not None:
-                self._warn(before, f"ranks go on after {now - before.since:.0f} s", "info")
+                self._warn(f"ranks go on after {now - before.since:.0f} s", "info")
         self._state = Moving() if since is None else Still(since)
         return wishes
 
@@ -396,12 +396,12 @@ class Watch:
             where = where_written(dump.written, impasse.node, len(ctx.rdzv.last.stages))
             then = self._what_follows(still, opinion)
             level = "info" if impasse.says else "warning"
-            self._warn(still, note(said, impasse, before, then, where), level)
+            self._warn(note(said, impasse, before, then, where), level)
 
-    def _warn(self, still: Still, text: str, level: str) -> None:
+    def _warn(self, text: str, level: str) -> None:
         """To whoever looks at the master or at a node of the round."""
         self._ctx.note(text, level, told=True)
-        self._ctx.broadcast(still.members, m.Warn(text))
+        self._ctx.broadcast(self._running(), m.Warn(text))
 
     def _what_follows(self, still: Still, opinion: Opinion) -> str:
         ends = self._ends_at(still, opinion)
