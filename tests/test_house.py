@@ -31,7 +31,7 @@ MOST = {
     "types_of_a_round": 8,  # 3
     "places_of_a_fact": 3,  # its part gives it and takes it back, and one in its record
     "places_of_an_order": 6,  # 4
-    "attributes_of_the_agent": 35,  # 18
+    "attributes_of_the_agent": 17,  # 18
     "attributes_of_the_hang_watch": 7,  # 8 a state
     "replaced_configs": 15,  # 0
     "import_circles": 3,  # 0

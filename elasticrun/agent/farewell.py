@@ -145,11 +145,11 @@ def _block(index: int, failure: Failure) -> str:
 
 
 async def events(
-    log: EventLog, start: Start | None, pids: Mapping[int, int], outcome: Exit, seconds: float
+    log: EventLog, start: Start | None, pids: Mapping[int, int], outcome: Exit
 ) -> None:
     """The agent's last events, one for each rank of its last round and one of its own."""
     own = [failure for failure in outcome.failures if failure.pid in pids.values()]
-    ok, now_ms = outcome.code == EXIT_OK, time.time_ns() // 10**6
+    ok, now_ms, seconds = outcome.code == EXIT_OK, time.time_ns() // 10**6, log.seconds
     # torchrun's agent fails where its run raises anything but a ChildFailedError
     its_own = bool(outcome.signum) or not (ok or outcome.failures)
     why = sentence(outcome) if its_own else ""
@@ -245,6 +245,11 @@ class Clearing:
         self._signalled: float | None = None
         self._hurried = False
         self._patience: asyncio.Timeout | None = None  # of a wait for others' sake
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the agent ends."""
+        return self._until < math.inf
 
     def signalled(self) -> None:
         """A death signal has come; the first one counts."""

@@ -91,7 +91,7 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
         from elasticrun.agent.link.master_process import early_master
 
         master = early_master(config)
-        from elasticrun.agent.node import NodeAgent
+        from elasticrun.agent.node import Early, run_node
 
         found: FoundJob | None = None
         if config.rendezvous.kind in ("file", "open"):
@@ -99,8 +99,8 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
 
             config, found = _runner().run(find(config, inbox))
         try:
-            node = NodeAgent(config, inbox, reaper, spawner, master, writer, ignored, found)
-            outcome = _runner().run(node.run())
+            early = Early(inbox, reaper, spawner, writer, ignored, master, found)
+            outcome = _runner().run(run_node(config, early))
             if config.warm:
                 leave_behind(config)
                 writer.flush(1.0)

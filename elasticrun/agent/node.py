@@ -5,15 +5,12 @@ slow), the agent's parts put together, the brain's effects, and the clean end.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
-
-from msgspec import structs
 
 from elasticrun import __version__
 from elasticrun.agent import farewell
@@ -24,8 +21,8 @@ from elasticrun.agent.farewell import Clearing, end_callers_ranks
 from elasticrun.agent.link import identity
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.master_process import MasterProcess
+from elasticrun.agent.link.reports import Reporter
 from elasticrun.agent.link.trust import trust_of
-from elasticrun.agent.logs.last_lines import LIMIT
 from elasticrun.agent.logs.output import LogsUnusable, RankOutput
 from elasticrun.agent.logs.whereabouts import LogNotes
 from elasticrun.agent.rendezvous.c10d import C10dRendezvous
@@ -41,7 +38,7 @@ from elasticrun.agent.runtime import (
 )
 from elasticrun.agent.sight.watching import LocalSight
 from elasticrun.agent.snapshots.snapshots import LocalSnapshots
-from elasticrun.agent.story import LongWaits, Story, directed, in_words
+from elasticrun.agent.story import OperatorMessages, notice
 from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.probes import Probing
 from elasticrun.agent.workers.progress import Progress
@@ -50,15 +47,15 @@ from elasticrun.agent.workers.spawner import Spawners
 from elasticrun.agent.workers.stores import HOLD, Stores
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig
 from elasticrun.core import events as fx
-from elasticrun.core.reasons import MasterUnmet, out_of_reach, text
-from elasticrun.core.rounds.failures import ECHOES, Ending, code_of, root_cause
+from elasticrun.core.reasons import MasterUnmet
+from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.worker.group import WorkerGroup
 from elasticrun.core.worker.leaving import ending
-from elasticrun.core.worker.states import GroupStatus, State
-from elasticrun.host.log import LEVELS, NOTICE, StderrWriter, logger, name_speaker
+from elasticrun.core.worker.states import State
+from elasticrun.host.log import NOTICE, StderrWriter, logger, name_speaker
 from elasticrun.host.system.sandbox import NoThread
 from elasticrun.wire import env, messages as m
-from elasticrun.wire.types import Endpoint, mint_incarnation
+from elasticrun.wire.types import Endpoint
 
 if TYPE_CHECKING:
     from elasticrun.agent.rendezvous.etcd import EtcdRendezvous
@@ -101,66 +98,103 @@ def rendezvous_of(
     return C10dRendezvous(node, met)
 
 
-class NodeAgent:
-    """Built once, run once."""
+@dataclass(frozen=True)
+class Early:
+    """What stands before there is a loop."""
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        inbox: SignalInbox,
-        reaper: Reaper,
-        spawner: SpawnerProcess,
-        master: MasterProcess | None,
-        writer: StderrWriter,
-        ignored: tuple[int, ...],
-        found: FoundJob | None = None,
-    ) -> None:
-        """`found`: where the job is, where that had to be found out before."""
-        self._found = found
-        self._config = config = replace(config, env=dict(config.env))  # ours, to add to
-        self._inbox = inbox
-        self._reaper = reaper
-        self._first_spawner = spawner
-        self._first_master = master
-        self._writer = writer
-        self._ignored = ignored
-        self._began = time.monotonic()
-        self._waiting_since = self._began
-        self._incarnation = mint_incarnation()
-        self._identity = identity.Identity("", None)
-        self._store_wanted = False
-        self._attached = False
-        self._ending = False
-        self._clearing = Clearing()
-        self._events: EventLog | None = None
-        self._long_waits = LongWaits(self._waits_long)
-        self._story = Story(
-            most=config.spec.max_restarts,
-            several=config.spec.max_nodes > 1,
-            say=_notice,
+    inbox: SignalInbox
+    reaper: Reaper
+    spawner: SpawnerProcess
+    writer: StderrWriter
+    ignored: tuple[int, ...]
+    """Signals that this process was born ignoring."""
+    master: MasterProcess | None = None
+    found: FoundJob | None = None
+    """Where the job is, where that had to be found out."""
+
+
+async def run_node(config: AgentConfig, early: Early) -> fx.Exit:
+    """A node's part of a job, from the first turn to the last process gone."""
+    if early.master is not None:
+        early.master.watch(early.reaper)
+    return await NodeAgent(replace(config, env=dict(config.env)), early).run(early)
+
+
+class NodeAgent:
+    """Built once, run once, in the running loop."""
+
+    def __init__(self, config: AgentConfig, early: Early) -> None:
+        """`config.env` is ours, to add to."""
+        spec = config.spec
+        brain = WorkerGroup(
+            nproc=config.nproc_per_node,
+            restart_grace=spec.restart_grace,
+            shutdown_timeout=config.shutdown_timeout,
+            exit_barrier_timeout=config.exit_barrier_timeout,
+            departure_grace=config.departure_grace,
+            master_lost_timeout=spec.master_lost_timeout,
+            host=os.uname().nodename,  # our own name may take a name server
         )
-        self._checkup = Checkup(config)
+        self._loop = AgentLoop(brain, self)
         self._tasks = Tasks(self.fatal)
+        self._clearing = Clearing()
+        self._checkup = Checkup(config)
+        shared = self._shared = NodeContext(
+            config, self._loop.deliver, self.fatal, early.reaper, early.writer
+        )
+        self._meeting = rendezvous_of(shared, self._met, early.found)
+        self._spawners = Spawners(shared, early.spawner, early.ignored, self._spawner_lost)
+        shared.link = Link(
+            self,
+            trust_of(config),
+            patience=spec.heartbeat_timeout,
+            page_level=NOTICE if spec.max_nodes > 1 else logging.INFO,
+        )
+        self._messages = OperatorMessages(config, self._meeting)
+        self._events = EventLog(
+            config.event_log_handler,
+            early.writer.write,
+            run_id=spec.job_id,
+            role=config.role,
+            host="",  # it is found out
+            backend=config.rendezvous.kind,
+            entry_point=config.entry.target,
+        )
+        hold = 0.0 if spec.max_nodes == 1 else HOLD  # seconds for which a store's port is held
+        self._stores = Stores(shared, self._spawners, hold)
+        self._output = RankOutput(
+            config.logs, spec.job_id, config.role, config.nproc_per_node, *config.console_fds
+        )
+        self._output.notes = LogNotes(os.environ, spec.job_id, config.run.folder)
+        self._progress = Progress(config.nproc_per_node, shared.link)
+        resumed = self._messages.resumed
+        self._snapshots = LocalSnapshots(shared, self._spawners, os.environ, resumed)
+        self._ranks = Ranks(
+            *(shared, self._spawners, self._output, self._snapshots.drain.is_put_off, self._events)
+        )
+        self._probing = Probing(shared, self._spawners)
+        self._sight = LocalSight(shared, self._ranks, self._progress)
+        self._reports = Reporter(shared, self._progress, self._snapshots, self._output)
+        shared.parts += [
+            *(self._messages, self._progress, self._snapshots, self._events, self._sight)
+        ]
 
     # ------------------------------------------------------------ the whole life
 
-    async def run(self) -> fx.Exit:
+    async def run(self, early: Early) -> fx.Exit:
         """From the first turn to the last process gone."""
-        if self._first_master is not None:
-            self._first_master.watch(self._reaper)
-        self._build()
         loop = asyncio.get_running_loop()
-        self._inbox.attach(
+        early.inbox.attach(
             lambda signum, death: threadsafe(loop, self._signalled, signum, death),
-            lambda: threadsafe(loop, self._reaper.reap),
+            lambda: threadsafe(loop, early.reaper.reap),
         )
-        for name in self._inbox.unknown:
+        for name in early.inbox.unknown:
             logger.warning("--signals-to-handle: %s cannot be handled", name)
-        for note in self._config.notes:
-            self._writer.write(note.rstrip("\n") + "\n")
-        self._spawners.keep_alive(self._brain.master_lost_timeout)
+        for note in self._shared.config.notes:
+            early.writer.write(note.rstrip("\n") + "\n")
+        self._spawners.keep_alive(self._loop.brain.master_lost_timeout)
         loop.set_exception_handler(self._uncaught)
-        self._tasks.start(self._set_out(), "setting out")
+        self._tasks.start(self._set_out(early.master), "setting out")
         try:
             outcome = await self._loop.run()
         except BaseException:
@@ -180,53 +214,9 @@ class NodeAgent:
         logger.error("a defect of elasticrun", exc_info=error)
         self.fatal(f"a defect of elasticrun, please report it: {error!r}")
 
-    def _build(self) -> None:
-        config = self._config
-        spec = config.spec
-        self._brain = WorkerGroup(
-            nproc=config.nproc_per_node,
-            restart_grace=spec.restart_grace,
-            shutdown_timeout=config.shutdown_timeout,
-            exit_barrier_timeout=config.exit_barrier_timeout,
-            departure_grace=config.departure_grace,
-            master_lost_timeout=spec.master_lost_timeout,
-            host=os.uname().nodename,  # our own name may take a name server
-        )
-        self._loop = AgentLoop(self._brain, self._perform)
-        self._shared = NodeContext(
-            config, self._loop.deliver, self.fatal, self._reaper, self._writer
-        )
-        self._meeting = rendezvous_of(self._shared, self._met, self._found)
-        self._spawners = Spawners(
-            self._shared, self._first_spawner, self._ignored, self._spawner_lost
-        )
-        self._link = self._shared.link = Link(
-            self,
-            trust_of(config),
-            patience=spec.heartbeat_timeout,
-            page_level=NOTICE if spec.max_nodes > 1 else logging.INFO,
-        )
-        self._build_parts()
-
-    def _build_parts(self) -> None:
-        """What has processes of the spawners."""
-        config, spec, shared = self._config, self._config.spec, self._shared
-        hold = 0.0 if spec.max_nodes == 1 else HOLD  # seconds for which a store's port is held
-        self._stores = Stores(shared, self._spawners, hold)
-        self._output = RankOutput(
-            config.logs, spec.job_id, config.role, config.nproc_per_node, *config.console_fds
-        )
-        self._notes = LogNotes(os.environ, spec.job_id, config.run.folder)
-        self._output.remember_in(self._notes)
-        self._progress = Progress(config.nproc_per_node, self._link)
-        self._snapshots = LocalSnapshots(shared, self._spawners, os.environ, self._resumed)
-        self._ranks = Ranks(shared, self._spawners, self._output, self._snapshots.drain.is_put_off)
-        self._probing = Probing(shared, self._spawners)
-        self._sight = LocalSight(shared, self._ranks, self._progress)
-
-    async def _set_out(self) -> None:
-        """Who we are, where the master is; then dial."""
-        config = self._config
+    async def _set_out(self, master: MasterProcess | None) -> None:
+        """Who we are, where the master is (`master`: one that runs already); then dial."""
+        config = self._shared.config
         self._checkup.begin()
         where = f"--log-dir {config.logs.log_dir or '(a folder for temporary files)'}"
         try:
@@ -239,26 +229,28 @@ class NodeAgent:
             self.fatal(f"{where}: the disk has not answered for {DISK_LIMIT:g} s")
             return
         await self._introduce()
-        self._notes.node = self._identity.node
+        node = self._shared.identity.node
+        if self._output.notes is not None:
+            self._output.notes.node = node
         if config.spec.max_nodes > 1:
-            name_speaker(f"elasticrun[{self._identity.node}]")
+            name_speaker(f"elasticrun[{node}]")
             if self._output.has_files:
-                _notice(f"the output of its ranks is in {self._output.run_dir}")
-        await self._snapshots.open(self._identity.node)
-        config.env.update(planted_in(self._identity.node))
+                notice(f"the output of its ranks is in {self._output.run_dir}")
+        await self._snapshots.open(node)
+        config.env.update(planted_in(node))
         if unfit := await self._checkup.unfit():
             self._loop.end(fx.Exit(code_of(Ending.UNFIT), unfit, (), 0))
             return
         try:
-            await self._meeting.settle(self._first_master)
+            await self._meeting.settle(master)
         except HostError as error:
             self.fatal(str(error))
 
     async def _introduce(self) -> None:
-        """This node's id, its host's name, and the event log, which bears both."""
-        config = self._config
+        """This node's id, and its host's name."""
+        config, shared = self._shared.config, self._shared
         try:
-            self._identity = await in_thread(
+            shared.identity = await in_thread(
                 lambda: identity.identify(config.node_id, config.spec.job_id, os.environ),
                 limit=SLOT_LIMIT,
                 name="identity",
@@ -266,40 +258,28 @@ class NodeAgent:
             )
         except TimeoutError as error:
             why = str(error) or f"no answer of the disk for {SLOT_LIMIT:g} s"
-            self._identity = identity.for_this_life(why, os.environ)
-        if self._identity.note:
-            logger.warning("%s", self._identity.note)
+            shared.identity = identity.for_this_life(why, os.environ)
+        if shared.identity.note:
+            logger.warning("%s", shared.identity.note)
         try:
             host = await in_thread(identity.host_name, limit=NAME_LIMIT, name="host-name")
         except TimeoutError:
             host = os.uname().nodename
-        self._shared.host = host
-        self._events = EventLog(
-            config.event_log_handler,
-            self._writer.write,
-            run_id=config.spec.job_id,
-            role=config.role,
-            host=host,
-            backend=config.rendezvous.kind,
-            entry_point=config.entry.target,
-        )
+        shared.host = self._events.host = host
 
     def _met(self) -> None:
         """The master's place is known (again), and with it our own address."""
         self._shared.address = self._meeting.address
-        if not self._attached:
-            self._attached = True
-            if self._store_wanted:
-                self._stores.prepare()
-            self._link.start()
+        self._stores.addressed()
+        if self._shared.link.start():
             self._tasks.start(self._first_contact(), "the first contact with the master")
-        self._link.nudge()
+        self._shared.link.nudge()
 
     async def _first_contact(self) -> None:
         """End with a sentence if no master is ever heard."""
-        limit = self._config.spec.join_timeout
+        limit = self._shared.config.spec.join_timeout
         try:
-            await asyncio.wait_for(self._link.connected.wait(), limit)
+            await asyncio.wait_for(self._shared.link.connected.wait(), limit)
         except TimeoutError:
             self._loop.end(ending(EXIT_FAILED, MasterUnmet(str(self.dial), limit)))
         else:
@@ -311,7 +291,7 @@ class NodeAgent:
         if death:
             logger.info("Received %d death signal, shutting down workers", signum)
             self._clearing.signalled()
-        if self._ending:
+        if self._clearing.has_begun:
             if death:
                 self._clearing.hurry()
             return
@@ -328,75 +308,76 @@ class NodeAgent:
         if isinstance(event, fx.LinkBack):  # held comes before said
             self._snapshots.attached()
             self._sight.again()
-            if self._brain.status().state is State.RUNNING:
-                self._story.linked_again()
-        if isinstance(event, fx.Ordered) and isinstance(event.order, m.Inspect):
-            self._sight.obey(event.order)
-            return
+            if self._loop.brain.status().state is State.RUNNING:
+                self._messages.linked_again()
         self._loop.deliver(event)
 
+    def route(self, order: m.Order) -> None:
+        """An order that changes nothing in the state machine."""
+        match order:
+            case m.Inspect():
+                self._sight.obey(order)
+            case m.Recovery():
+                self._messages.recovered(order)
+            case m.Warn():
+                self._messages.noted(fx.Note(order.text, "warning"), self._loop.brain.status())
+            case _:
+                self._snapshots.obey(order)
+
     def _spawner_lost(self, reason: str) -> None:
-        self._sight.end()
+        self._sight.close()
         self._ranks.all_lost()
         self._probing.call_off()  # the brain knows, and answers for itself
         self._loop.deliver(fx.SpawnerLost(reason, time.time_ns() // 1000))
 
     def no_master(self, reason: str) -> None:
         """The first dial was in vain; told once."""
-        dial, limit = self.dial, self._config.spec.join_timeout
-        unmet = MasterUnmet(str(dial), limit, reason)
-        logger.warning("%s", directed(text(unmet), out_of_reach(unmet), dial))
-
-    def _directed(self, note: fx.Note) -> str:
-        """For people. The brain's sentence stands in traces and on pages as it is."""
-        whom = "" if note.level == "info" else out_of_reach(note.why)
-        return directed(note.text, whom, self.dial)
+        self._messages.no_master(reason)
 
     def fatal(self, sentence: str) -> None:
         """End, for this reason."""
         self._loop.end(fx.Exit(EXIT_FAILED, sentence, (), 0))
 
-    def _waits_long(self, status: GroupStatus) -> None:
-        where, dial = self._config.rendezvous, self.dial
-        place = f"{where.host}:{where.port}" if where.host else str(dial)  # as the user wrote it
-        said = in_words(status, place, time.monotonic())
-        _notice(directed(said, out_of_reach(status.why), dial))
-
     def hello(self) -> m.Hello:
         """What this node says to a master first."""
-        config = self._config
+        config, shared, brain = self._shared.config, self._shared, self._loop.brain
         return m.Hello(
             protocol=m.PROTOCOL_VERSION,
             version=__version__,
-            node=self._identity.node,
-            incarnation=self._incarnation,
-            host=self._shared.host,
+            node=shared.identity.node,
+            incarnation=shared.incarnation,
+            host=shared.host,
             address=self._meeting.address,
             pid=os.getpid(),
             node_rank=config.node_rank,
             local_world_size=config.nproc_per_node,
             role=config.role,
             spec=config.spec,
-            attached=self._brain.attached(),
-            last_term=self._brain.term,
+            attached=brain.attached(),
+            last_term=brain.term,
         )
 
     # ------------------------------------------------------------ what goes out
 
-    def _perform(self, effect: fx.AgentEffect) -> None:
+    def perform(self, effect: fx.AgentEffect) -> None:
+        """What the state machine wants done."""
         match effect:
             case fx.Say(report):
-                self._say(report)
+                self._reports.say(report)
             case fx.SpawnRanks():
                 self._spawn(effect)
+            case fx.RanksStopping():
+                for part in self._shared.parts:
+                    part.ranks_stopping()
+            case fx.RanksGone(done):
+                for part in self._shared.parts:
+                    part.ranks_gone(done=done)
             case fx.SignalRanks(local_ranks, signum):
                 self._ranks.signal(local_ranks, signum)
             case fx.SweepRanks(grace):
                 self._ranks.sweep(grace)
-            case fx.PrepareStore() if self._attached:
+            case fx.PrepareStore():
                 self._stores.prepare()
-            case fx.PrepareStore():  # its endpoint carries our address, which is not known yet
-                self._store_wanted = True
             case fx.ReleaseStore(store):
                 self._stores.release(store)
             case fx.RunProbe(order):
@@ -405,38 +386,20 @@ class NodeAgent:
                 self._probing.call_off()
             case fx.Obey(order):
                 self._snapshots.obey(order)
-            case fx.TellRecovery(order):
-                self._story.recovered(order)
-        status = self._brain.status()
+        status = self._loop.brain.status()
         if isinstance(effect, fx.Note):
-            self._long_waits.noted(effect, status, self._noted)
+            self._messages.noted(effect, status)
         if status.state in (State.STOPPING, State.ENDING):
             self._ranks.call_off()
-        self._long_waits.look(status)
-
-    def _noted(self, note: fx.Note) -> None:
-        logger.log(LEVELS.get(note.level, 20), "%s", self._directed(note))
+        self._messages.looked(status)
 
     def _spawn(self, effect: fx.SpawnRanks) -> None:
-        now = time.monotonic()
-        start = effect.start
-        self._story.starts(start)
         # which the master may have told anew
-        self._spawners.keep_alive(self._brain.master_lost_timeout)
-        self._meeting.store(start.store)
-        self._progress.begin(start)
-        self._snapshots.begin(start)
-        if self._events is not None:
-            self._events.rendezvous(start, now - self._waiting_since, time.time_ns() // 10**6)
-        places = self._sight.begin(start)
-        self._ranks.spawn(
-            effect,
-            {rank: self._own(rank) for rank in range(self._config.nproc_per_node)},
-            places,
-        )
-
-    def _resumed(self, step: int, source: str) -> None:
-        self._story.resumed(step, source)
+        self._spawners.keep_alive(self._loop.brain.master_lost_timeout)
+        for part in self._shared.parts:
+            part.round_began(effect.start)
+        ranks = range(self._shared.config.nproc_per_node)
+        self._ranks.spawn(effect, {rank: self._own(rank) for rank in ranks}, self._sight.places)
 
     def _own(self, local_rank: int) -> dict[str, str]:
         """Where this rank tells its steps and speaks of its snapshots, as far as it can."""
@@ -444,67 +407,36 @@ class NodeAgent:
         own = {env.PROGRESS: progress, env.SNAPSHOTS: snapshots}
         return {name: place for name, place in own.items() if place}
 
-    def _say(self, report: m.Report) -> None:
-        if isinstance(report, m.RanksFailed | m.Stopped | m.Finished):
-            self._progress.last_words()
-        if isinstance(report, m.RanksFailed | m.Stopping | m.Stopped):
-            newest = max(self._progress.newest, self._snapshots.drain.generation.newest())
-            self._sight.stopping()
-            if isinstance(report, m.RanksFailed | m.Stopped):
-                report = structs.replace(report, newest=newest)
-        if isinstance(report, m.Stopped | m.Finished):
-            self._snapshots.reaped()
-            self._sight.end()
-        if isinstance(report, m.Stopped):
-            self._waiting_since = time.monotonic()
-            self._meeting.store(None)
-        elif isinstance(report, m.Running) and self._ranks.start and self._events is not None:
-            self._events.started(self._ranks.start, self._ranks.pids, time.time_ns() // 10**6)
-        self._link.say(report)
-        if isinstance(report, m.RanksFailed):
-            self._tasks.start(self._say_last_lines(report), "reading what a rank wrote last")
-
-    async def _say_last_lines(self, report: m.RanksFailed) -> None:
-        """For the master's record of it; nothing waits for this."""
-        cause = root_cause(report.failures)
-        if cause is None or cause.kind in ECHOES:
-            return
-        with contextlib.suppress(TimeoutError, NoThread):
-            text = await in_thread(
-                lambda: self._output.last_lines(cause.local_rank), limit=LIMIT, name="last-lines"
-            )
-            if text:
-                self._link.say(m.LastLines(report.round, cause.rank, text))
-
     # ------------------------------------------------------------ the end
 
     async def _leave_nothing(self, outcome: fx.Exit | None) -> None:
         """End every process below this one, give back what was taken, and tell the user."""
-        self._ending = True
         signalled = outcome is None or outcome.signum != 0
-        end = self._clearing
+        end, config = self._clearing, self._shared.config
         end.begin()
-        end.now("calling the saver off", self._snapshots.savers.close)
-        end.now("the end of warnings", self._long_waits.close)
+        end.now("calling the saver off", self._snapshots.close)
+        end.now("the end of warnings", self._messages.close)
         end.now("the end of the doctor", self._checkup.close)
         self._tasks.close()
+        self._reports.close()
         if outcome is not None:
-            grace = self._config.shutdown_timeout
+            grace = config.shutdown_timeout
             grace = end.left(grace) / 2 if signalled else grace
             well = outcome.code == EXIT_OK and not signalled
-            linger = self._config.child_exit_timeout if well else 0.0
+            linger = config.child_exit_timeout if well else 0.0
             ended = end.descendants(self._ranks, grace, linger)
             await end.step("the end of ranks' processes", ended, None)
             if not signalled:
                 end.begin()
-        goodbye = awaited(self._link.close(GOODBYE), "goodbye")
+        goodbye = awaited(self._shared.link.close(GOODBYE), "goodbye")
         await self._end_processes()
         await end.step("the goodbye to the master", goodbye, GOODBYE + 1.0)
         job_over = not signalled
+        snapshots = self._snapshots.give_back(job_over=job_over)
         for what, work, limit in (
-            ("giving the snapshots back", self._snapshots.close(job_over=job_over), REMOVE_LIMIT),
+            ("giving the snapshots back", snapshots, REMOVE_LIMIT),
             ("leaving the rendezvous", self._meeting.close(job_over=job_over), LEAVE_LIMIT),
-            ("giving this node's id back", in_thread(self._identity.release), 1.0),
+            ("giving this node's id back", in_thread(self._shared.identity.release), 1.0),
         ):
             await end.step(what, work, limit)
         # It lasts as long as somebody reads: nothing else waits for it.
@@ -517,7 +449,7 @@ class NodeAgent:
         if outcome is not None:
             await end.step("the last events", self._tell_events(outcome), 5.0)
             words = farewell.tell(
-                *(self._config, outcome, self._writer, end.left(farewell.TELL_LIMIT)),
+                *(config, outcome, self._shared.writer, end.left(farewell.TELL_LIMIT)),
                 ran=self._ranks.start is not None,
                 folder=self._snapshots.folder,
             )
@@ -532,28 +464,22 @@ class NodeAgent:
             pids = self._ranks.pids.values()
             await end.step(
                 "ending the ranks",
-                end_callers_ranks(self._config, pids, QUIT_LIMIT),
+                end_callers_ranks(self._shared.config, pids, QUIT_LIMIT),
                 QUIT_LIMIT + 1,
             )
         await end.step("killing what is left", self._kill_the_rest(), QUIT_LIMIT + 1)
         end.now("the end of the ranks", self._ranks.close)
-        end.now("the end of looks", self._sight.end)
-        end.now("the end of progress", self._progress.end)
+        for part in self._shared.parts:
+            end.now("the end of the ranks' life", part.close)
         end.now("the end of probes", self._probing.close)
         end.now("the end of stores", self._stores.close)
 
     async def _kill_the_rest(self) -> None:
         limit = self._clearing.left(QUIT_LIMIT)
-        stuck = await self._reaper.sweep(limit=limit)
+        stuck = await self._shared.reaper.sweep(limit=limit)
         if stuck:
             logger.error("the kernel does not let these processes die: %s", stuck)
 
     async def _tell_events(self, outcome: fx.Exit) -> None:
-        if self._events is not None:
-            seconds = time.monotonic() - self._began
-            ranks = dict(self._ranks.pids)
-            await farewell.events(self._events, self._ranks.start, ranks, outcome, seconds)
-
-
-def _notice(text: str) -> None:
-    logger.log(NOTICE, "%s", text)
+        ranks = dict(self._ranks.pids)
+        await farewell.events(self._events, self._ranks.start, ranks, outcome)

@@ -16,12 +16,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core import events as fx
+from elasticrun.core.worker.group import ROUTED
 from elasticrun.host.log import logger
 from elasticrun.host.system.sandbox import NoThread, start_thread
+from elasticrun.wire import messages as m
 from elasticrun.wire.frames import Connection
 
 if TYPE_CHECKING:
@@ -314,12 +317,23 @@ def tell_failure(task: asyncio.Task[Any], tell: Callable[[str], object], what: s
     task.add_done_callback(look)
 
 
-class AgentLoop:
-    """Feeds events to the brain in the order of `deliver`, until the brain says Exit."""
+class LoopOwner(Protocol):
+    """Who carries out what comes of the events."""
 
-    def __init__(self, brain: WorkerGroup, perform: Callable[[fx.AgentEffect], None]) -> None:
-        self._brain = brain
-        self._perform = perform
+    def perform(self, effect: fx.AgentEffect) -> None:
+        """What the state machine wants done."""
+
+    def route(self, order: m.Order) -> None:
+        """An order that the state machine has no part in (`core.worker.group.ROUTED`)."""
+
+
+class AgentLoop:
+    """Feeds events to the state machine, and routed orders to their part, in the order of
+    `deliver`, until the state machine says Exit."""
+
+    def __init__(self, brain: WorkerGroup, owner: LoopOwner) -> None:
+        self.brain = brain
+        self._owner = owner
         self._inbox: deque[fx.AgentEvent] = deque()
         self._wake = asyncio.Event()
         self._faults = 0
@@ -344,7 +358,7 @@ class AgentLoop:
                 self._turn(self._inbox.popleft())
             if self._exit is not None:
                 return self._exit
-            deadline = self._brain.next_deadline()
+            deadline = self.brain.next_deadline()
             wait = None if deadline is None else deadline - time.monotonic()
             if wait is not None and wait <= 0:
                 self._inbox.append(fx.Tick())
@@ -357,8 +371,12 @@ class AgentLoop:
                 self._inbox.append(fx.Tick())
 
     def _turn(self, event: fx.AgentEvent) -> None:
+        if isinstance(event, fx.Ordered) and isinstance(event.order, ROUTED):
+            if self.brain.obeys:
+                self._carried(event.order, partial(self._owner.route, event.order))
+            return
         try:
-            effects = self._brain.step(event, time.monotonic())
+            effects = self.brain.step(event, time.monotonic())
         except Exception as error:
             # Never for bad input. What the brain knows may be wrong now: nothing is to follow it.
             logger.exception("a defect of elasticrun: %s", error)
@@ -368,18 +386,18 @@ class AgentLoop:
             if isinstance(effect, fx.Exit):
                 self._exit = effect
                 return
-            try:
-                self._perform(effect)
-            except Exception as error:
-                self._faulted(effect, error)
+            self._carried(effect, partial(self._owner.perform, effect))
 
-    def _faulted(self, effect: fx.AgentEffect, error: Exception) -> None:
+    def _carried(self, what: fx.AgentEffect | m.Order, work: Callable[[], None]) -> None:
         """A defect of ours in what the brain knows nothing of: the next effect is carried out."""
-        name = type(effect).__name__
-        logger.exception("a defect of elasticrun: %s could not be carried out", name)
-        self._faults += 1
-        if isinstance(effect, AWAITED) or self._faults >= MAX_FAULTS:
-            self._end_of_defect(f"{name} could not be carried out", error)
+        try:
+            work()
+        except Exception as error:
+            name = type(what).__name__
+            logger.exception("a defect of elasticrun: %s could not be carried out", name)
+            self._faults += 1
+            if isinstance(what, AWAITED) or self._faults >= MAX_FAULTS:
+                self._end_of_defect(f"{name} could not be carried out", error)
 
     def _end_of_defect(self, what: str, error: Exception) -> None:
         sentence = f"a defect of elasticrun, please report it: {what} ({error!r})"

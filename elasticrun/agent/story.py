@@ -8,12 +8,15 @@ of its incident. What is not known is left out.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from elasticrun.agent.runtime import Timer
+from elasticrun.config import AgentConfig
 from elasticrun.core.events import Note
 from elasticrun.core.reasons import (
+    MasterUnmet,
     MoreMayJoin,
     NodesNeeded,
     NoMaster,
@@ -26,7 +29,9 @@ from elasticrun.core.reasons import (
 )
 from elasticrun.core.words import some, way_back
 from elasticrun.core.worker.states import ENDINGS, GroupStatus, State
+from elasticrun.host.log import LEVELS, NOTICE, logger
 from elasticrun.wire.messages import Recovery, Start
+from elasticrun.wire.types import Endpoint
 
 NOTHING: Final = "nothing"
 """What a rank says that goes on from no step at all (wire.snapshots.Restored)."""
@@ -98,7 +103,7 @@ class Story:
 
     def recovered(self, order: Recovery) -> None:
         """The master counts how long training stands still: for all nodes, and for its record."""
-        if not self._again:
+        if not self._again or self._last is None or order.round != self._last.round:
             return
         if not self._runs:
             self._runs = True
@@ -170,6 +175,86 @@ class LongWaits:
         """Say no more."""
         self._timer.cancel()
         self._absence.cancel()
+
+
+class Dialling(Protocol):
+    """Who knows where the master is."""
+
+    @property
+    def dial(self) -> Endpoint:
+        """As far as it is known."""
+
+
+class OperatorMessages:
+    """What the operator reads of a node while its job runs. What concerns the master names where it
+    is looked for. The state machine's own sentences stand in traces and on pages as they are."""
+
+    def __init__(self, config: AgentConfig, rendezvous: Dialling) -> None:
+        self._config = config
+        self._rendezvous = rendezvous
+        self._waits = LongWaits(self._waits_long)
+        self._story = Story(
+            most=config.spec.max_restarts, several=config.spec.max_nodes > 1, say=notice
+        )
+
+    # ------------------------------------------------------------ the life of the ranks
+
+    def round_began(self, start: Start) -> None:
+        self._story.starts(start)
+
+    def ranks_stopping(self) -> None:
+        """The state machine notes why."""
+
+    def ranks_gone(self, *, done: bool) -> None:
+        """The state machine notes what follows."""
+
+    def close(self) -> None:
+        """No more of waits."""
+        self._waits.close()
+
+    # ------------------------------------------------------------ what else happens
+
+    def looked(self, status: GroupStatus) -> None:
+        """To be called with the state machine's picture whenever it may have changed."""
+        self._waits.look(status)
+
+    def noted(self, note: Note, status: GroupStatus) -> None:
+        """A sentence of the state machine."""
+        self._waits.noted(note, status, self._tell)
+
+    def recovered(self, order: Recovery) -> None:
+        self._story.recovered(order)
+
+    def resumed(self, step: int, source: str) -> None:
+        self._story.resumed(step, source)
+
+    def linked_again(self) -> None:
+        self._story.linked_again()
+
+    def no_master(self, reason: str) -> None:
+        """The first dial was in vain; told once."""
+        dial = self._rendezvous.dial
+        unmet = MasterUnmet(str(dial), self._config.spec.join_timeout, reason)
+        logger.warning("%s", directed(text(unmet), out_of_reach(unmet), dial))
+
+    def _tell(self, note: Note) -> None:
+        logger.log(LEVELS.get(note.level, 20), "%s", self.directed(note))
+
+    def directed(self, note: Note) -> str:
+        """For people."""
+        whom = "" if note.level == "info" else out_of_reach(note.why)
+        return directed(note.text, whom, self._rendezvous.dial)
+
+    def _waits_long(self, status: GroupStatus) -> None:
+        where, dial = self._config.rendezvous, self._rendezvous.dial
+        place = f"{where.host}:{where.port}" if where.host else str(dial)  # as the user wrote it
+        said = in_words(status, place, time.monotonic())
+        notice(directed(said, out_of_reach(status.why), dial))
+
+
+def notice(text: str) -> None:
+    """For the operator, whatever the level of our log."""
+    logger.log(NOTICE, "%s", text)
 
 
 def _leaves(status: GroupStatus) -> bool:

@@ -18,7 +18,6 @@ from elasticrun.wire.messages import (
     Probe,
     Probed,
     ReasonCode,
-    Recovery,
     Reply,
     Report,
     Request,
@@ -293,15 +292,19 @@ class CallOffProbe(Struct, frozen=True):
 
 
 class Obey(Struct, frozen=True):
-    """Carry out an order about snapshots; the group only has to know whether one is under way."""
+    """Carry out an order about snapshots that has changed something here as well."""
 
     order: Order
 
 
-class TellRecovery(Struct, frozen=True):
-    """Tell the user how long training has stood still."""
+class RanksStopping(Struct, frozen=True):
+    """The ranks of this life are being stopped, or the first of them has failed."""
 
-    order: Recovery
+
+class RanksGone(Struct, frozen=True):
+    """No rank of this life is left."""
+
+    done: bool = False  # all have ended with 0, and the round may go on elsewhere
 
 
 class Say(Struct, frozen=True):
@@ -331,7 +334,8 @@ AgentEffect = (
     | RunProbe
     | CallOffProbe
     | Obey
-    | TellRecovery
+    | RanksStopping
+    | RanksGone
     | Say
     | Note
     | Exit

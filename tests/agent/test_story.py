@@ -11,8 +11,7 @@ from msgspec import structs
 
 from elasticrun.agent import story
 from elasticrun.agent.farewell import sentence
-from elasticrun.agent.node import NodeAgent
-from elasticrun.agent.story import NOTHING, Story, directed
+from elasticrun.agent.story import NOTHING, OperatorMessages, Story, directed
 from elasticrun.config import EXIT_FAILED, EXIT_SAVED
 from elasticrun.core.events import Exit, Note
 from elasticrun.core.reasons import (
@@ -35,6 +34,7 @@ from elasticrun.core.worker.leaving import ending
 from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.wire.messages import Recovery, Start
 from elasticrun.wire.types import Endpoint, RoundName
+from tests.agent.configs import agent_config
 
 FIRST = Start(RoundName(1, 1, "n"), 0, 1, 0, 2, 0, 2, 0, Endpoint("h", 1), host_store=False)
 DEAD = "node b is dead: its connection broke and ranks of other nodes lost it"
@@ -289,13 +289,12 @@ def test_a_master_that_does_not_answer() -> None:
 
 def test_the_brains_own_warning_is_directed_where_it_is_printed() -> None:
     """What is for people alone: scripts and pages have the brain's sentence as it is."""
-    node = object.__new__(NodeAgent)
-    node._meeting = SimpleNamespace(dial="h:1")
+    messages = OperatorMessages(agent_config(), SimpleNamespace(dial="h:1"))
     said = "no master answers (reset); this node goes on for 60 s"
-    assert node._directed(Note(said, "warning", why=NoMaster("reset"))) == (
+    assert messages.directed(Note(said, "warning", why=NoMaster("reset"))) == (
         f"{said}; to find out why, run here: elasticrun doctor --rdzv-endpoint=h:1"
     )
-    assert node._directed(Note(said)) == said
+    assert messages.directed(Note(said)) == said
 
 
 def test_a_node_that_is_not_heard() -> None:

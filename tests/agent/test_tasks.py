@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,10 +94,10 @@ def test_a_place_of_a_node_that_does_not_answer(monkeypatch) -> None:
 
     async def body() -> str:
         one = object.__new__(node.NodeAgent)
-        one._config, one._writer = agent_config(), StderrWriter()
-        one._shared = node_context(one._config)
+        one._shared = node_context(agent_config(), writer=StderrWriter())
+        one._events = SimpleNamespace()
         await one._introduce()
-        return one._identity.note
+        return one._shared.identity.note
 
     assert "only as long as this agent: no user's folder (no answer of the disk" in asyncio.run(
         body()
@@ -193,7 +194,7 @@ class Brain:
 
 def end_of(brain: Brain, perform: Callable[[fx.AgentEffect], None]) -> fx.Exit:
     async def whole() -> fx.Exit:  # the loop is made where one runs
-        return await AgentLoop(brain, perform).run()
+        return await AgentLoop(brain, SimpleNamespace(perform=perform)).run()
 
     return asyncio.run(whole())
 
@@ -265,11 +266,11 @@ def test_a_log_folder_that_does_not_answer_ends_the_start(monkeypatch, caplog) -
         def begin(self) -> None: ...
 
     one = object.__new__(node.NodeAgent)
-    one._config = agent_config()
+    one._shared = node_context(agent_config())
     one._checkup, one._output = Checkup(), Output()
     one.fatal = fatal.append
     with caplog.at_level(logging.WARNING, logger="elasticrun"):
-        asyncio.run(one._set_out())
+        asyncio.run(one._set_out(None))
     go.set()
     assert fatal == ["--log-dir /dev/null: the disk has not answered for 0.1 s"]
     assert "the disk does not answer" in caplog.text

@@ -106,6 +106,10 @@ START = m.Start(
 WELCOME = m.Welcome(1, "x", "job", 1, 1.0, 600.0, "")
 
 
+STOPPED = [fx.RanksGone(), fx.Say(m.Stopped(ROUND))]
+FINISHED = [fx.RanksGone(done=True), fx.Say(m.Finished(ROUND))]
+
+
 def own(rank: int, code: int = 1, kind: str = "script") -> m.Failure:
     """A failure of a rank of this agent."""
     return m.Failure("here", rank, rank, 50 + rank, code, 1, m.FailureKind(kind), "boom", "", "")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from elasticrun.core import events as fx
 from elasticrun.core.rounds.failures import classify
-from elasticrun.core.worker.group import WorkerGroup
+from elasticrun.core.worker.group import ROUTED, WorkerGroup
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint
 from tests.simulator.memory import Memory
@@ -173,7 +173,16 @@ class Node:
         if isinstance(order, m.Inspect):
             self.world.insides.inspect(self, order)
             return
-        self.feed(fx.Ordered(order))
+        if isinstance(order, ROUTED):
+            self._route(order)
+        else:
+            self.feed(fx.Ordered(order))
+
+    def _route(self, order: m.Order) -> None:
+        if self.group.obeys and isinstance(order, m.Warn):
+            self.world.trace(self.name, order.text)
+        elif self.group.obeys:
+            self.memory.obey(order)
 
     def link_broke(self, stream: Stream, reason: str) -> None:
         if self.frozen:

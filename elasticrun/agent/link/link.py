@@ -96,12 +96,17 @@ class Link:
         self._dialled: Endpoint | None = None
         self._tries = 0
         self._goodbye: Leaving | None = None  # that no session could carry
+        self._started = False
         self._greets = False  # a hello is on its way, by which a master may know us already
         self.connected = asyncio.Event()
         """Set once a master has welcomed us, for good."""
 
-    def start(self) -> None:
-        self._tasks.start(self._run(), "the link to the master")
+    def start(self) -> bool:
+        """Begin to dial, once; whether it is now."""
+        began, self._started = self._started, True
+        if not began:
+            self._tasks.start(self._run(), "the link to the master")
+        return not began
 
     def say(self, report: Report) -> None:
         """Send a report; dropped without a session, since LinkBack makes the brain tell it all. But

@@ -224,11 +224,8 @@ class RankOutput:
         self._only_copy = False
         """Whether the files have what was not shown on the console."""
         self._warned_filters = False
-        self._whereabouts: LogNotes | None = None
-
-    def remember_in(self, whereabouts: LogNotes) -> None:
+        self.notes: LogNotes | None = None
         """Where the files are is noted there, for people who look for them."""
-        self._whereabouts = whereabouts
 
     @property
     def run_dir(self) -> str:
@@ -410,10 +407,10 @@ class RankOutput:
                 else:
                     files[local_rank] = "" if shown else DEV_NULL
             places.error_files[local_rank] = os.path.join(own, "error.json")
-        if self._whereabouts is not None and self.has_files:
+        if self.notes is not None and self.has_files:
             with contextlib.suppress(OSError):  # a convenience
                 ranks = {local_rank: int(envs[local_rank][env.RANK]) for local_rank in envs}
-                self._whereabouts.add(folder, attempt, ranks)
+                self.notes.add(folder, attempt, ranks)
         return places
 
     def _follow(self, places: Destinations, envs: Mapping[int, dict[str, str]]) -> None:

@@ -37,7 +37,7 @@ from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.host import user_folder
 from elasticrun.host.log import logger
 from elasticrun.wire import debugger
-from elasticrun.wire.messages import End, Refused
+from elasticrun.wire.messages import End, Refused, Start
 from elasticrun.wire.types import Endpoint
 
 if TYPE_CHECKING:
@@ -78,8 +78,24 @@ class PortProxy:
         self._said[target] = None if where is None else str(where)
         self._tell({target: self._said[target]})
 
-    async def close(self, limit: float) -> None:
-        """End it and give the port back."""
+    def round_began(self, start: Start) -> None:
+        """Its store is behind the port from now on."""
+        self.say("store", start.store)
+
+    def ranks_stopping(self) -> None:
+        """They may still need their store."""
+
+    def ranks_gone(self, *, done: bool) -> None:
+        """Between two rounds there is no store."""
+        if not done:
+            self.say("store", None)
+
+    def close(self) -> None:
+        """Start no other one; `end` gives the port back, when the master has said goodbye."""
+        self._closing = True
+
+    async def end(self, limit: float) -> None:
+        """Give the port back, and wait a moment for its end."""
         self._closing = True
         self._listener.close()
         if self._control is not None:
@@ -173,6 +189,7 @@ class C10dRendezvous:
                     where.host,
                 )
             self._proxy = PortProxy(listen_proxy(place.proxy), self._node.reaper)
+            self._node.parts.append(self._proxy)
         if place.bind is None:
             self._met()
             # No master has answered us yet, so none that we know of has ended the job.
@@ -237,11 +254,6 @@ class C10dRendezvous:
             self._heir.cancel()
             self._heir = None
 
-    def store(self, where: Endpoint | None) -> None:
-        """The store behind the proxy; None between rounds."""
-        if self._proxy is not None:
-            self._proxy.say("store", where)
-
     async def close(self, *, job_over: bool) -> None:
         """Let the master go and give the port back."""
         self._over = True
@@ -249,7 +261,7 @@ class C10dRendezvous:
         if self._master is not None:
             await self._master.close(job_over=job_over)
         if self._proxy is not None:
-            await self._proxy.close(LEAVE_LIMIT)
+            await self._proxy.end(LEAVE_LIMIT)
 
     async def _place(self) -> SettledPlace:
         loop = asyncio.get_running_loop()

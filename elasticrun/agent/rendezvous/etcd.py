@@ -119,9 +119,6 @@ class EtcdRendezvous:
     def heard(self, event: AgentEvent) -> None:
         """What the link says matters to others: who leads is known from etcd."""
 
-    def store(self, where: Endpoint | None) -> None:
-        """There is no port proxy here."""
-
     async def close(self, *, job_over: bool) -> None:
         """Follow no more, and let the master go."""
         for task in (self._following, self._standing):

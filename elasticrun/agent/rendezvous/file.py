@@ -303,9 +303,6 @@ class FileRendezvous:
 
     # ------------------------------------------------------------ the end
 
-    def store(self, where: Endpoint | None) -> None:
-        """There is no port proxy here."""
-
     async def close(self, *, job_over: bool) -> None:
         """Let the master go, and leave the file as it should be left."""
         self._over = True

@@ -69,32 +69,36 @@ class LocalSight:
         self._asking = Asking()
         self._activities = Activities()
         self._life: _Watched | None = None
+        self.places: Mapping[int, str] = {}
+        """Where each local rank of the present life is to answer, as far as they are to."""
         self._tasks = Tasks(node.fatal)
         self._told = Once()
         self._under_way: set[object] = set()  # looks that threads have not come back from
 
     # ------------------------------------------------------------ a life of the ranks
 
-    def begin(self, start: m.Start) -> Mapping[int, str]:
-        """A new life: where each local rank is to answer, as far as they are to."""
-        self.end()
+    def round_began(self, start: m.Start) -> None:
+        self.close()
+        self.places = {}
         nproc, spec = self._node.config.nproc_per_node, self._node.config.spec
         if spec.watch.on_hang == "off":
-            return {}
+            return
         now = asyncio.get_running_loop().time()
         life = _Watched(start, LocalQuiet(start.round, range(nproc), now))
         self._life = life
-        places = self._asking.begin(nproc)
+        self.places = self._asking.begin(nproc)
         self._tasks.start(self._watch(life), "watching the ranks", tell=logger.warning)
-        return places
 
-    def stopping(self) -> None:
-        """Its ranks are being stopped: that they do not get on is no news."""
+    def ranks_stopping(self) -> None:
+        """That they do not get on is no news."""
         if self._life is not None:
             self._life.tells = False
 
-    def end(self) -> None:
-        """They are gone. Harmless where that is so already."""
+    def ranks_gone(self, *, done: bool) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Look no more. Harmless where that is so already."""
         self._life = None
         self._tasks.close()
         self._asking.end()

@@ -127,7 +127,11 @@ class LocalSnapshots:
         """What this rank is given (wire.env.SNAPSHOTS); "" if there is none."""
         return place(self._server.name, local_rank) if self._server.name else ""
 
-    async def close(self, *, job_over: bool) -> None:
+    def close(self) -> None:
+        """The saver is not started again; what waits for it waits no more."""
+        self.savers.close()
+
+    async def give_back(self, *, job_over: bool) -> None:
         """No process of this node is left: give everything back."""
         self._report.close()
         self._wanted.close()
@@ -144,8 +148,7 @@ class LocalSnapshots:
 
     # ------------------------------------------------------------ generations of the ranks
 
-    def begin(self, start: Start) -> None:
-        """Ranks of this round are about to be started."""
+    def round_began(self, start: Start) -> None:
         self._generation.close()
         self._local.drop_damaged()
         self._generation = Generation(self._nproc, start)
@@ -167,8 +170,11 @@ class LocalSnapshots:
         self._shards.begin(start)
         self._report.changed()
 
-    def reaped(self) -> None:
-        """No rank of the present generation is left: what it has committed is what it has."""
+    def ranks_stopping(self) -> None:
+        """They may still commit."""
+
+    def ranks_gone(self, *, done: bool) -> None:
+        """What the present generation has committed is what it has."""
         if self._generation.living:
             self._generation.living = False
             self._local.drop_damaged()
@@ -187,7 +193,7 @@ class LocalSnapshots:
     # ------------------------------------------------------------ orders of the master
 
     def obey(self, order: m.Order) -> None:
-        """What the brain has passed on."""
+        """One about snapshots."""
         if isinstance(order, m.Watermark):
             start = self._generation.start
             if start is not None and order.round == start.round:

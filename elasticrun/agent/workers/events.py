@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -48,10 +49,44 @@ class EventLog:
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         check_handler(handler)
+        self._began = self._waiting_since = time.monotonic()
         self._write = write
         self.enabled = handler == "console" and _level(environ) <= logging.INFO
         self._constant = {"run_id": run_id, "role": role, "hostname": host, "rdzv_backend": backend}
         self._entry_point = entry_point
+
+    @property
+    def host(self) -> str:
+        """This host's name for people."""
+        return self._constant["hostname"]
+
+    @host.setter
+    def host(self, name: str) -> None:
+        self._constant["hostname"] = name
+
+    @property
+    def seconds(self) -> float:
+        """For how long the agent has run."""
+        return time.monotonic() - self._began
+
+    # ------------------------------------------------------------ the life of the ranks
+
+    def round_began(self, start: Start) -> None:
+        waited = time.monotonic() - self._waiting_since
+        self.rendezvous(start, waited, time.time_ns() // 10**6)
+
+    def ranks_stopping(self) -> None:
+        """torch's agent has no event for it."""
+
+    def ranks_gone(self, *, done: bool) -> None:
+        """Unless they are done this node waits for its next round from now on."""
+        if not done:
+            self._waiting_since = time.monotonic()
+
+    def close(self) -> None:
+        """The last events are told at the very end (`farewell.events`)."""
+
+    # ------------------------------------------------------------ the events
 
     def rendezvous(self, start: Start, waited_seconds: float, now_ms: int) -> None:
         """A round formed after this node had waited for it."""

@@ -209,9 +209,9 @@ class Progress:
         self.newest = -1
         """The newest step that a rank of this life has told; -1: none."""
 
-    def begin(self, start: Start) -> None:
-        """A new life of the ranks: what ranks of the last one still say is not heard."""
-        self.end()
+    def round_began(self, start: Start) -> None:
+        """What ranks of the last round still say is not heard."""
+        self.close()
         self._start = start
         self._metrics.begin(start)
         self.newest = -1
@@ -244,7 +244,14 @@ class Progress:
         left = until - asyncio.get_running_loop().time()
         return (what, left) if what and left > 0.0 else ("", 0.0)
 
-    def end(self) -> None:
+    def ranks_stopping(self) -> None:
+        """What they have told is read with the next report (`link.reports`)."""
+
+    def ranks_gone(self, *, done: bool) -> None:
+        """What they have told last is told now."""
+        self.last_words()
+
+    def close(self) -> None:
         """Hear nobody any more; harmless if that is so already."""
         self._pause.cancel()
         self._metrics.end()
@@ -274,7 +281,7 @@ class Progress:
                 return
             except OSError as error:
                 self._told.tell(f"steps are not heard any more: {error}")
-                self.end()
+                self.close()
                 return
             self._read_in_second += 1
             if self._is_ours(credentials) and not flags & socket.MSG_TRUNC:

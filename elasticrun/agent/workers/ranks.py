@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from elasticrun.agent.context import NodeContext
 from elasticrun.agent.logs.output import LogsUnusable, RankLogs, RankOutput
 from elasticrun.agent.runtime import DISK_LIMIT, Tasks, in_thread
+from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.exits import Killers, describe, oom_kills
 from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.config import AgentConfig
@@ -173,8 +174,11 @@ class Ranks:
         spawners: Spawners,
         output: RankOutput,
         is_put_off: Callable[[int, int], bool] = lambda local_rank, signum: False,
+        events: EventLog | None = None,
     ) -> None:
-        """`is_put_off`: whether this local rank does not end by this signal."""
+        """`is_put_off`: whether this local rank does not end by this signal. `events`: hears when
+        all ranks run."""
+        self._events = events
         self._node = node
         self._config = node.config
         self._spawners = spawners
@@ -307,6 +311,8 @@ class Ranks:
             if message.forked and local_rank in life.monitors:
                 life.forked.add(local_rank)
             self._node.deliver(RankSpawned(local_rank, message.pid))
+            if self._events is not None and len(life.pids) == self._config.nproc_per_node:
+                self._events.started(life.start, life.pids, time.time_ns() // 10**6)
         elif isinstance(message, spawning.Execed):
             life.forked.discard(life.children[child])
         elif isinstance(message, spawning.SpawnFailed):

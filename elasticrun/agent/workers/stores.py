@@ -92,11 +92,16 @@ class Stores:
         self._stores: dict[Child, _Store] = {}
         self._held: deque[socket.socket] = deque()
         self._wanted = Timer()
+        self._waits = False  # one is asked for, and our address is not known
         self._told = Once()
 
     def prepare(self) -> None:
-        """Have a store host started on a port of its own; StoreReady tells when it listens."""
+        """Have a store host started on a port of its own; StoreReady tells when it listens. Its
+        endpoint carries our address: until that is known it waits (`addressed`)."""
         self._wanted.cancel()  # or there would be two
+        self._waits = not self._node.address
+        if self._waits:
+            return
         try:
             held = bind_port()
         except OSError as error:
@@ -105,6 +110,11 @@ class Stores:
         port = int(held.getsockname()[1])
         child = self._spawners.start(spawning.SpawnStore(0, port), self)
         self._stores[child] = _Store(Endpoint(self._node.address, port), held)
+
+    def addressed(self) -> None:
+        """Our address is known: one that was asked for before can be started."""
+        if self._waits:
+            self.prepare()
 
     def release(self, endpoint: Endpoint) -> None:
         """Nobody needs this store any more: end its host, hold its port."""

@@ -67,6 +67,18 @@ from elasticrun.core.worker.states import (
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
+ROUTED = (
+    m.CommitCheckpoint,
+    m.Holder,
+    m.Inspect,
+    m.Recovery,
+    m.Replicate,
+    m.Warn,
+    m.Watermark,
+)
+"""Orders that change nothing here: the runtime gives them to the part that carries them out, as
+long as this node obeys its master (`WorkerGroup.obeys`)."""
+
 SWEEP_GRACE = 5.0
 """Least time for descendants with sessions of their own after SIGTERM; wandb's helper needs up to
 4.7 s to flush. Never more than the grace of the ranks themselves."""
@@ -115,6 +127,11 @@ class WorkerGroup:
         self._obeying = True
         self._link_lost: NoMaster | None = None
         self._wait_ends: float | None = None  # when the wait that the master ordered is over
+
+    @property
+    def obeys(self) -> bool:
+        """Whether the master that we hear is no older one than we have heard."""
+        return self._obeying
 
     def next_deadline(self) -> float | None:
         """When `step(Tick(), now)` is due at the latest; 0.0 (long past) before the first step."""
@@ -339,13 +356,6 @@ class WorkerGroup:
             begun = said(reasons.OtherRound(str(order.round), begun=True))
             self._stop(m.Stop(self.start.round, *begun), now)
 
-    def _warn(self, order: m.Warn, now: float) -> None:
-        self.note(order.text, "warning")
-
-    def _recovery(self, order: m.Recovery, now: float) -> None:
-        if self.is_present(order.round):
-            self.out.append(fx.TellRecovery(order))
-
     def _stop(self, order: m.Stop, now: float) -> None:
         """STARTING, RUNNING or FINISHED: end the ranks of this round and join the next."""
         if not self.is_present(order.round):
@@ -411,6 +421,7 @@ class WorkerGroup:
     def finish(self, now: float) -> None:
         self.state = State.FINISHED
         self.reason = reasons.RanksDone(waits=True)
+        self.out.append(fx.RanksGone(done=True))
         self.report(m.Finished)
         if self._exit_barrier is not None:
             self.deadlines.arm("exit-barrier", now + self._exit_barrier)
@@ -433,6 +444,7 @@ class WorkerGroup:
             if self.leaving.cause is not None:
                 self.leaving.leave_unsaved(self.leaving.cause, now)
                 return
+            self.out.append(fx.RanksGone())
             self.report(m.Stopped)
             self._after_sweep()
 
@@ -440,6 +452,8 @@ class WorkerGroup:
 
     def _begin_stop(self, state: State, signum: int, grace: float, now: float) -> None:
         """Signal the ranks that live and report how long they have; sweep if none does."""
+        if self.state in _LIVE:
+            self.out.append(fx.RanksStopping())
         self.state = state
         if not self.ranks.live:
             self._sweep(State.CLEARING if state is State.ENDING else State.SWEEPING, now)
@@ -473,6 +487,7 @@ class WorkerGroup:
             pids = ", ".join(map(str, event.stuck))
             self._give_up(code_of(Ending.STUCK), reasons.Stuck(pids))
             return
+        self.out.append(fx.RanksGone())
         self.report(m.Stopped)
         self._after_sweep()
 
@@ -603,9 +618,6 @@ class WorkerGroup:
             ((State.HOLDING,), (m.Wait, m.Start, m.Stop), self._ignore),
             (_ALIVE, (m.Persist,), leaving.persist),
             (_ALIVE, (m.PersistOver,), leaving.persist_over),
-            (_ALIVE, (m.Warn,), self._warn),
-            (_ALIVE, (m.Recovery,), self._recovery),
-            (_ALIVE, (m.Watermark, m.CommitCheckpoint, m.Holder, m.Replicate), leaving.obey),
             (_ALIVE, (m.SaveAt,), leaving.save_at),
             (_CALM, (m.Start,), self._started),
             (_CALM, (m.Stop,), self._ignore),

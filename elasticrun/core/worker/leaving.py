@@ -120,7 +120,7 @@ class Draining:
             return
         self.writes.setdefault(order.attempt, Write(now + order.limit, order))
         self._rearm()
-        self.obey(order, now)
+        self._obey(order)
 
     def persist_over(self, order: m.PersistOver, now: float) -> None:
         """An attempt has ended, well or not; or a step is given up before one began."""
@@ -132,7 +132,7 @@ class Draining:
         start = group.start
         if order.ok and start is not None and order.step < start.rewound_from:
             group.start = replace(start, rewound_from=-1)  # storage tells by itself from now on
-        self.obey(order, now)
+        self._obey(order)
         self.writes.pop(order.attempt, None)
         self._forget_late(now)
         self._rearm()
@@ -143,8 +143,8 @@ class Draining:
         if 0 <= self._asked <= order.step:
             self._leave(cause, now) if order.ok else self.leave_unsaved(cause, now)
 
-    def obey(self, order: m.Order, now: float) -> None:
-        """An order about snapshots that changes nothing here."""
+    def _obey(self, order: m.Order) -> None:
+        """An order about snapshots that has changed something here."""
         self._group.out.append(fx.Obey(order))
 
     def master_lost(self, now: float) -> None:
@@ -161,7 +161,7 @@ class Draining:
         for order in begun:
             del self.writes[order.attempt]
             why = "the master that had ordered it is gone"
-            self.obey(m.PersistOver(order.attempt, order.round, order.step, False, why), now)
+            self._obey(m.PersistOver(order.attempt, order.round, order.step, False, why))
         if begun and self._group.state in ENDINGS:
             self.writes[RESCUE] = Write(now + WAIT_FOR_SAVED)
         self._rearm()
@@ -280,7 +280,7 @@ class Draining:
     def save_at(self, order: m.SaveAt, now: float) -> None:
         if self._group.is_present(order.round):
             self._asked = order.step
-            self.obey(order, now)
+            self._obey(order)
 
     def has_saved(self) -> bool:
         """Whether the step that the ranks were to save before they leave is in storage; or, where

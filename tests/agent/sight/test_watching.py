@@ -81,7 +81,8 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
             word=lambda rank: ("judge", 60.0) if rank else ("", 0.0),
         )
         sight = LocalSight(cast(Any, node), cast(Any, ranks), cast(Any, progress))
-        places = sight.begin(START)
+        sight.round_began(START)
+        places = sight.places
         keys = [
             server.start(entry, env={"RANK": str(rank)}, monitor=places[rank]) for rank in (0, 1)
         ]
@@ -108,7 +109,7 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
             stacks = await said.until(lambda one: isinstance(one, m.Stacks) and one.number == 2)
             assert stacks.missing == "rank 4 does not answer: stopped"
         finally:
-            sight.end()
+            sight.close()
             for key in keys:
                 server.tell(SendSignal(key, signal.SIGKILL))
                 server.exited(key)

@@ -341,7 +341,7 @@ class Node:
         values |= {"group_world_size": 3 if self.several else 1}
         values |= {"round": RoundName(7, number, f"n{number}"), **changes}
         self.start = a_start(**values)
-        self.snapshots.begin(self.start)
+        self.snapshots.round_began(self.start)
         return self.start
 
     async def rank(self, local_rank: int) -> Rank:
@@ -372,7 +372,7 @@ class Node:
 
     def goes_on(self, **changes: Any) -> Start:
         """The ranks of the first life are gone; the next one is to go on from its step 1."""
-        self.snapshots.reaped()
+        self.snapshots.ranks_gone(done=False)
         return self.begin(2, restore=Restore(ONE, 1, 2), **changes)
 
     async def both(self, ranks: list[Rank], step: int, **how: Any) -> None:
@@ -406,7 +406,7 @@ class Node:
         return made
 
     def held(self) -> list[tuple[int, int, tuple[int, ...], bool]]:
-        self.snapshots.reaped()
+        self.snapshots.ranks_gone(done=False)
         return self.master.held()
 
 
@@ -421,5 +421,5 @@ async def opened(shm: Path, **how: Any) -> AsyncIterator[Node]:
     finally:
         for client in node.clients:
             client.close()
-        await node.snapshots.close(job_over=True)
+        await node.snapshots.give_back(job_over=True)
     assert not os.listdir(shm)

@@ -65,11 +65,11 @@ async def test_the_master_is_told_how_far_ranks_came_from_what_they_put_back(
     if step is not None:
         node.snapshots._generation.ranks[1].held.segment.current = step
     assert node.snapshots.holdings().went_on is None, "they live"
-    node.snapshots.reaped()
+    node.snapshots.ranks_gone(done=False)
     went_on = node.snapshots.holdings().went_on
     assert went_on == (None if told is None else m.WentOn(start.round, told))
     node.begin(3, restore=m.Restore(ONE, 1, 2))
-    node.snapshots.reaped()
+    node.snapshots.ranks_gone(done=False)
     assert node.snapshots.holdings().went_on is None
 
 

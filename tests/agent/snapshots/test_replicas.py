@@ -110,7 +110,7 @@ async def test_ranks_of_a_later_life_restore_from_it(node: Node) -> None:
     rank.say(s.CannotRestore(0, "a bit"))
     bad = await node.master.until(lambda _: True, m.ShardBad)
     assert (bad.step, bad.rank) == (5, 0)
-    node.snapshots.reaped()
+    node.snapshots.ranks_gone(done=False)
     await told(node)
 
 

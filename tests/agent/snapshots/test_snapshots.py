@@ -143,7 +143,7 @@ async def test_what_is_newer_than_the_chosen_step_is_gone_before_a_rank_is_born(
 async def test_nothing_chosen_leaves_nothing_but_the_pages(node: Node) -> None:
     ranks = await node.life(1)
     inodes = [rank.inode for rank in ranks]
-    node.snapshots.reaped()
+    node.snapshots.ranks_gone(done=False)
     node.begin(2)
     assert ranks[0].segment.snapshots() == []
     assert ranks[0].segment.watermark == NONE
@@ -264,7 +264,7 @@ async def test_a_shard_is_compared_while_ranks_start_and_a_bad_one_counts_not(no
     hashing = await saver.hears(s.HashSnapshot)
     assert hashing.key == opened.key
     assert saver.fds
-    node.snapshots.reaped()
+    node.snapshots.ranks_gone(done=False)
     await saver.hears(s.SegmentOpen)
     await saver.hears(s.HashSnapshot)
     node.goes_on()

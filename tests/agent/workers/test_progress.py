@@ -51,7 +51,7 @@ class Ear:
         self.busy = False
         self.beat_interval = 0.0
         self.progress = Progress(nproc, self)
-        self.progress.begin(start())
+        self.progress.round_began(start())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
 
     def offer(self, report: Steps | Metrics) -> bool:
@@ -76,7 +76,7 @@ class Ear:
                 await asyncio.sleep(0)
 
     def close(self) -> None:
-        self.progress.end()
+        self.progress.close()
         self._socket.close()
 
 
@@ -189,7 +189,7 @@ async def test_how_far_reports_are_apart(
     loop = asyncio.get_running_loop()
     now = loop.time()
     monkeypatch.setattr(loop, "time", lambda: now)
-    paced.progress.begin(start(group_world_size=nodes))
+    paced.progress.round_began(start(group_world_size=nodes))
     paced.beat_interval = beat
     await paced.tell(SAID)
     now += after - 0.01
@@ -245,7 +245,7 @@ async def test_whatever_ranks_tell_can_be_sent_to_the_master(ear: Ear) -> None:
 async def test_what_rank_0_says_of_its_steps_goes_to_the_master(two: Ear) -> None:
     """What of the link is busy is kept; the end of the ranks waits for nothing."""
     at = time.time() - 5.0
-    two.progress.begin(start(first_rank=0))
+    two.progress.round_began(start(first_rank=0))
     rows = tuple((step, at, ("0.25", "" if step else "nan")) for step in range(MAX_METRIC_ROWS))
     said = RankRows(0, ("loss", "acc"), rows, dropped=3)
     two.busy = True
@@ -267,12 +267,12 @@ async def test_what_rank_0_says_of_its_steps_goes_to_the_master(two: Ear) -> Non
 
 async def test_a_rank_of_an_older_life_reaches_nobody(ear: Ear) -> None:
     old = ear.name
-    ear.progress.begin(start(round=RoundName(7, 4, "m")))
+    ear.progress.round_began(start(round=RoundName(7, 4, "m")))
     with pytest.raises(ConnectionRefusedError):
         ear._socket.sendto(encode(SAID), address(old))
     await ear.tell(SAID)
     assert [one.round.number for one in ear.said] == [4]
-    ear.progress.end()
+    ear.progress.close()
     assert ear.progress.place(0) == ""
 
 

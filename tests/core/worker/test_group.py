@@ -19,7 +19,18 @@ from elasticrun.core.worker.ranks import MAX_LOSSES
 from elasticrun.core.worker.states import Rules, State, UnexpectedEvent, tabulate
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.core.by_hand import NEXT, ROUND, START, STORE, WELCOME, Agent, ended, own
+from tests.core.by_hand import (
+    FINISHED,
+    NEXT,
+    ROUND,
+    START,
+    STOPPED,
+    STORE,
+    WELCOME,
+    Agent,
+    ended,
+    own,
+)
 
 RULES = Agent().group.rules()
 
@@ -27,7 +38,7 @@ RULES = Agent().group.rules()
 def test_every_pair_is_listed_or_raises() -> None:
     table = tabulate(RULES)
     kinds = {kind for _, kind in table}
-    assert len(kinds) == 26
+    assert len(kinds) == 20
     missing = [(s, k) for s, k in itertools.product(State, kinds) if (s, k) not in table]
     impossible = {fx.RankSpawned, fx.RankExited, fx.RanksSwept}
     assert {kind for _, kind in missing} == impossible, "all else can happen at any time"
@@ -67,11 +78,12 @@ def test_a_failure_stops_the_others_at_once_and_joins_with_the_prepared_store() 
     boom = own(0)
     assert agent.exit(0, 1, failure=boom) == [
         fx.Say(m.RanksFailed(ROUND, (boom,))),
+        fx.RanksStopping(),
         fx.SignalRanks((1,), 15),
         fx.Say(m.Stopping(ROUND, 10.0)),
     ]
     assert agent.exit(1, -15, failure=own(1, -15)) == [fx.SweepRanks(10.0)]
-    assert agent.feed(fx.RanksSwept(())) == [fx.Say(m.Stopped(ROUND)), fx.Say(m.Join(NEXT))]
+    assert agent.feed(fx.RanksSwept(())) == [*STOPPED, fx.Say(m.Join(NEXT))]
     second = replace(START, round=RoundName(1, 2, "bb"), store=NEXT, restart_count=1)
     assert agent.order(second) == [
         fx.ReleaseStore(STORE),
@@ -125,7 +137,8 @@ def test_deaths_by_our_own_signals_are_no_failures(
 def test_stop_before_all_ranks_were_spawned() -> None:
     agent = Agent().started()
     agent.feed(fx.RankSpawned(0, 50))
-    assert agent.order(m.Stop(ROUND, "why"))[0] == fx.SignalRanks((0,), 15)
+    stopping = [fx.RanksStopping(), fx.SignalRanks((0,), 15)]
+    assert agent.order(m.Stop(ROUND, "why"))[:2] == stopping
     assert agent.feed(fx.RankSpawned(1, 51)) == [fx.SignalRanks((1,), 15)]
     agent.wait()
     agent.exit(0, -9, failure=own(0, -9))
@@ -142,7 +155,7 @@ def test_orders_for_another_round_are_ignored() -> None:
 def test_a_newer_start_while_ranks_live_stops_them_first() -> None:
     agent = Agent().running()
     newer = replace(START, round=RoundName(1, 2, "bb"))
-    assert agent.order(newer)[0] == fx.SignalRanks((0, 1), 15)
+    assert agent.order(newer)[:2] == [fx.RanksStopping(), fx.SignalRanks((0, 1), 15)]
     assert agent.state is State.STOPPING
 
 
@@ -169,6 +182,7 @@ def test_death_signal_is_forwarded_as_it_is_and_the_second_keeps_the_deadline() 
     agent = Agent().running()
     assert agent.feed(fx.Signalled(2, "SIGINT", True)) == [
         fx.Say(m.Leaving("received SIGINT", 2)),
+        fx.RanksStopping(),
         fx.SignalRanks((0, 1), 2),
         fx.Say(m.Stopping(ROUND, 20.0)),
     ]
@@ -178,7 +192,7 @@ def test_death_signal_is_forwarded_as_it_is_and_the_second_keeps_the_deadline() 
     agent.exit(0, -2, failure=own(0, -2))
     assert agent.exit(1, 0) == [fx.SweepRanks(17.0)]
     over = fx.Exit(EXIT_FAILED, "received SIGINT", (), 2, why=Leaves("received SIGINT", 2))
-    assert agent.feed(fx.RanksSwept(())) == [fx.Say(m.Stopped(ROUND)), over]
+    assert agent.feed(fx.RanksSwept(())) == [*STOPPED, over]
     assert agent.feed(fx.Signalled(15, "SIGTERM", True)) == []
 
 
@@ -186,7 +200,7 @@ def test_finished_then_stopped_then_joins_again() -> None:
     agent = Agent(exit_barrier_timeout=50.0).running()
     agent.feed(fx.StoreReady(NEXT))
     assert agent.exit(1, 0) == []
-    assert agent.exit(0, 0) == [fx.Say(m.Finished(ROUND))]
+    assert agent.exit(0, 0) == FINISHED
     assert agent.group.next_deadline() == 50.0
     assert agent.order(m.Stop(ROUND, "a peer failed")) == [fx.SweepRanks(10.0)]
     assert agent.feed(fx.RanksSwept(()))[-1] == fx.Say(m.Join(NEXT))
@@ -233,10 +247,10 @@ def test_a_master_of_a_lower_term_is_not_obeyed() -> None:
 
 def test_the_spawner_takes_its_ranks_with_it() -> None:
     agent = Agent().running()
-    said, stopped, prepare = agent.feed(fx.SpawnerLost("killed by signal 9", time_us=77))
+    said, *stopped, prepare = agent.feed(fx.SpawnerLost("killed by signal 9", time_us=77))
     assert isinstance(said, fx.Say)
     assert isinstance(said.report, m.RanksFailed)
     assert [f.kind for f in said.report.failures] == ["spawner", "spawner"]
     assert said.report.failures[0].time_us == 77
-    assert (stopped, prepare) == (fx.Say(m.Stopped(ROUND)), fx.PrepareStore())
+    assert (stopped, prepare) == (STOPPED, fx.PrepareStore())
     assert agent.feed(fx.StoreReady(NEXT)) == [fx.Say(m.Join(NEXT))]

@@ -19,7 +19,7 @@ from elasticrun.core.worker.ranks import SIGNAL_MEMORY, LocalRanks
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
-from tests.core.by_hand import PERSIST, ROUND, Agent
+from tests.core.by_hand import FINISHED, PERSIST, ROUND, STOPPED, Agent
 
 TERM = fx.Signalled(15, "SIGTERM", death=True, step=5, margin=3)
 DEPARTING = m.Departing(ROUND, "received SIGTERM", 15, 5, 3)
@@ -30,6 +30,7 @@ LEAVING = fx.Say(m.Leaving("received SIGTERM", 15))
 END = fx.Exit(EXIT_FAILED, "received SIGTERM", (), 15, why=Leaves("received SIGTERM", 15))
 TOLD = [
     LEAVING,
+    fx.RanksStopping(),
     fx.SignalRanks((0, 1), 15),
     fx.Say(m.Stopping(ROUND, 20.0)),
 ]
@@ -125,9 +126,13 @@ def test_ranks_that_ended_by_the_signal_leave_what_they_saved() -> None:
     assert agent.exit(0) == []
     assert agent.exit(1) == []
     assert agent.order(PERSIST) == [fx.Obey(PERSIST)]
-    assert agent.wait() == [LEAVING, fx.SweepRanks(20.0)]  # WAIT_FOR_SAVED is over
+    assert agent.wait() == [
+        LEAVING,
+        fx.RanksStopping(),
+        fx.SweepRanks(20.0),
+    ]  # WAIT_FOR_SAVED is over
     assert agent.now == pytest.approx(SIGNAL_MEMORY + 1.0 + WAIT_FOR_SAVED)
-    assert agent.feed(fx.RanksSwept(())) == [fx.Say(m.Stopped(ROUND))]
+    assert agent.feed(fx.RanksSwept(())) == STOPPED
     assert agent.state is State.HOLDING
     over = m.PersistOver("a1", ROUND, 7, True, "")
     assert agent.order(over) == [fx.Obey(over), END]
@@ -137,7 +142,7 @@ def test_ranks_that_ended_before_a_step_was_named_are_not_waited_for() -> None:
     agent = departing()
     agent.exit(0)
     agent.exit(1, 143)
-    assert agent.wait() == [LEAVING, fx.SweepRanks(20.0)]
+    assert agent.wait() == [LEAVING, fx.RanksStopping(), fx.SweepRanks(20.0)]
     assert agent.now == 0.0
 
 
@@ -145,7 +150,7 @@ def test_it_stays_a_moment_for_what_the_master_may_want_of_it() -> None:
     agent = departing()
     agent.order(ASK)
     assert agent.order(GIVEN_UP)[1:] == TOLD
-    assert agent.reaped() == [fx.Say(m.Stopped(ROUND))]
+    assert agent.reaped() == STOPPED
     assert agent.state is State.HOLDING
     assert agent.wait() == [END]
     assert agent.now == RESCUE_WITHIN
@@ -162,13 +167,13 @@ def test_a_failure_meanwhile_is_told_and_the_node_leaves() -> None:
 def test_with_its_spawner_it_leaves() -> None:
     agent = departing()
     assert LEAVING in agent.feed(fx.SpawnerLost("killed"))
-    assert agent.feed(fx.RanksSwept(()))[0] == fx.Say(m.Stopped(ROUND))
+    assert agent.feed(fx.RanksSwept(()))[:2] == STOPPED
 
 
 def test_ranks_that_are_done_are_done() -> None:
     agent = departing()
     agent.exit(0, 0)
-    assert agent.exit(1, 0) == [fx.Say(m.Finished(ROUND))]
+    assert agent.exit(1, 0) == FINISHED
     agent.order(ASK)
     assert agent.order(SAVED) == [fx.Obey(SAVED)]  # the job may succeed all the same
     over = m.End(0, "every rank ended with 0", ())

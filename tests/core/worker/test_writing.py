@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from msgspec.structs import replace
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core import events as fx
+from elasticrun.core.worker.group import ROUTED
 from elasticrun.core.worker.leaving import MAX_PERSISTS
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import Endpoint
-from tests.core.by_hand import PERSIST, ROUND, WELCOME, Agent, ended, own
+from tests.core.by_hand import PERSIST, ROUND, STOPPED, WELCOME, Agent, ended, own
 
 OVER = m.PersistOver("a1", ROUND, 7, True, "")
 END = m.End(1, "the budget is spent", ())
@@ -25,18 +27,17 @@ def holding(agent: Agent | None = None) -> Agent:
     return agent
 
 
-def test_orders_about_snapshots_are_passed_on_in_any_state() -> None:
-    orders = (
-        m.Watermark(ROUND, 3),
-        m.CommitCheckpoint("a1"),
-        m.Holder(ROUND, 7, 0, 1, Endpoint("b", 1), ""),
-        PERSIST,
-        OVER,
-    )
+def test_orders_about_attempts_are_passed_on_in_any_state() -> None:
     for agent in (Agent().joined(), Agent().started(), Agent().running(), holding()):
-        for order in orders[:4]:
-            assert agent.order(order) == [fx.Obey(order)]
+        assert agent.order(PERSIST) == [fx.Obey(PERSIST)]
         assert agent.order(OVER)[0] == fx.Obey(OVER)
+
+
+def test_every_order_changes_something_here_or_goes_to_another_part() -> None:
+    here = {kind for _, kinds, _ in Agent().group.rules() for kind in kinds}
+    assert here.isdisjoint(ROUTED)
+    of_the_session = {m.Challenge, m.Echo}
+    assert set(get_args(m.Order)) - here - of_the_session == set(ROUTED)
 
 
 def test_the_end_waits_for_what_is_being_written() -> None:
@@ -90,7 +91,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
     agent.order(PERSIST)
     agent.feed(fx.Signalled(15, "SIGTERM", True))
     said = agent.reaped()
-    assert said == [fx.Say(m.Stopped(ROUND))]
+    assert said == STOPPED
     assert agent.state is State.HOLDING
     assert agent.feed(fx.Signalled(10, "SIGUSR1", False)) == []
     (only,) = agent.feed(fx.Signalled(15, "SIGTERM", True))

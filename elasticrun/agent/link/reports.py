@@ -1,0 +1,65 @@
+"""Reporter of the state machine on their way to the master, with what other parts know of them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from elasticrun.agent.logs.last_lines import LIMIT
+from elasticrun.agent.runtime import Tasks, in_thread
+from elasticrun.core.rounds.failures import ECHOES, root_cause
+from elasticrun.host.system.sandbox import NoThread
+from elasticrun.wire import messages as m
+
+if TYPE_CHECKING:
+    from elasticrun.agent.context import NodeContext
+    from elasticrun.agent.logs.output import RankOutput
+    from elasticrun.agent.snapshots.snapshots import LocalSnapshots
+    from elasticrun.agent.workers.progress import Progress
+
+
+class Reporter:
+    """What ended ranks have come to: their newest step, and what they wrote last."""
+
+    def __init__(
+        self,
+        node: NodeContext,
+        progress: Progress,
+        snapshots: LocalSnapshots,
+        output: RankOutput,
+    ) -> None:
+        self._link = node.link
+        self._progress = progress
+        self._snapshots = snapshots
+        self._output = output
+        self._tasks = Tasks(node.fatal)
+
+    def say(self, report: m.Report) -> None:
+        """Send it, if there is a master."""
+        if isinstance(report, m.RanksFailed | m.Stopped):
+            report = structs.replace(report, newest=self._newest())
+        self._link.say(report)
+        if isinstance(report, m.RanksFailed):
+            self._tasks.start(self._say_last_lines(report), "reading what a rank wrote last")
+
+    def close(self) -> None:
+        self._tasks.close()
+
+    def _newest(self) -> int:
+        """The newest step that a rank of this life has come to, as far as it is known."""
+        self._progress.last_words()
+        return max(self._progress.newest, self._snapshots.drain.generation.newest())
+
+    async def _say_last_lines(self, report: m.RanksFailed) -> None:
+        """For the master's record of it; nothing waits for this."""
+        cause = root_cause(report.failures)
+        if cause is None or cause.kind in ECHOES:
+            return
+        with contextlib.suppress(TimeoutError, NoThread):
+            text = await in_thread(
+                lambda: self._output.last_lines(cause.local_rank), limit=LIMIT, name="last-lines"
+            )
+            if text:
+                self._link.say(m.LastLines(report.round, cause.rank, text))
