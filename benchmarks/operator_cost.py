@@ -24,8 +24,8 @@ import report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.jobs.operator.test_operator import ACCOUNT, COMMAND, install
 from tests.kubernetes.cluster import StandIn
-from tests.operator.test_operator import ACCOUNT, COMMAND, install
 
 TOKEN = "t" * 64
 

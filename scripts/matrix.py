@@ -30,11 +30,11 @@ CELLS = {
     "flags": ["tests/compat/test_flags.py"],
     "hang (gloo)": [
         "tests/sight/test_hangs.py::test_a_hang_is_named[other]",
-        "tests/monitor/test_recorder.py::test_a_real_group_of_gloo_alone",
+        "tests/training/monitor/test_recorder.py::test_a_real_group_of_gloo_alone",
     ],
     "hang (hooked)": [
         *(HOOKED + f"[{fault}]" for fault in ("other", "order", "sleep")),
-        "tests/monitor/test_recorder.py::test_a_real_backend_that_does_not_record_itself",
+        "tests/training/monitor/test_recorder.py::test_a_real_backend_that_does_not_record_itself",
     ],
     "warm": [
         "tests/forkserver/test_warm.py::test_ranks_have_torch_and_the_launchers_place",

@@ -61,5 +61,5 @@ def test_it_says_what_is_missing(place: Path, words: tuple[str, ...]) -> None:
 
 def test_it_passes_its_quick_tests(place: Path) -> None:
     quick = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not soak")
-    done = python(place, *quick, "tests/cli", "tests/detection")
+    done = python(place, *quick, "tests/cli", "tests/cli/detection")
     assert done.returncode == 0, done.stdout[-4000:]

@@ -28,7 +28,7 @@ from tests.api import functions
 from tests.forkserver.driver import LIMIT, Conversation, gone
 from tests.forkserver.test_probe import a_plan
 from tests.forkserver.test_server import held_port
-from tests.saver import play
+from tests.snapshots.saver import play
 
 pytestmark = pytest.mark.slow
 

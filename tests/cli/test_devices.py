@@ -12,7 +12,7 @@ from elasticrun.cli import devices
 from elasticrun.cli.devices import count_accelerators
 from elasticrun.cli.settings import UsageError
 from elasticrun.host.accelerators.base import Build
-from tests.accelerators.standins import gpu, nvml
+from tests.host.accelerators.standins import gpu, nvml
 
 pytestmark = pytest.mark.slow  # it imports torch
 

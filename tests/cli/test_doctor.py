@@ -28,8 +28,8 @@ from elasticrun.wire.auth import TOKEN_WANTED
 from elasticrun.wire.types import Finding, Level
 from tests import needs
 from tests.certificates import Authority
-from tests.detection.commands import NOT_A_POD, machine
-from tests.detection.environments import (
+from tests.cli.detection.commands import NOT_A_POD, machine
+from tests.cli.detection.environments import (
     BATCH,
     DLROVER,
     INDEXED,
@@ -38,8 +38,8 @@ from tests.detection.environments import (
     SRUN,
     TRAINER_2,
 )
-from tests.doctor.child import finding, one
 from tests.harness import clean_environment, free_port, program
+from tests.host.doctor.child import finding, one
 from tests.master.people import LIMIT, serving, status, told
 
 pytestmark = pytest.mark.slow

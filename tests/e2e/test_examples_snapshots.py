@@ -128,7 +128,7 @@ def committed(folder: Path) -> list[int]:
 
 @further(
     "snapshots/test_random_kills::test_killed_at_random_moments",
-    "saver/test_saver::test_two_ranks_are_written_and_plain_torch_reads_them",
+    "snapshots/saver/test_saver::test_two_ranks_are_written_and_plain_torch_reads_them",
 )
 def test_a_second_job_goes_on_from_storage_and_torch_reads_it(world: World, shm: str) -> None:
     """The whole job is killed; a new one starts from the newest checkpoint."""
@@ -157,7 +157,7 @@ def test_a_second_job_goes_on_from_storage_and_torch_reads_it(world: World, shm:
 
 
 @further(
-    "checkpointing/test_ranks::test_with_torch_alone_checkpoints_are_plain_and_come_back_at_any_number"
+    "training/checkpointing/test_ranks::test_with_torch_alone_checkpoints_are_plain_and_come_back_at_any_number"
 )
 def test_the_same_script_under_torchrun(undisturbed: Callable[..., str], world: World) -> None:
     """No agent: torch's own asynchronous save, the same folder, and one warning."""

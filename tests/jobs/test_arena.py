@@ -1,4 +1,4 @@
-"""Arena's words in the place of ours (a whole command is a case of tests/render/goldens)."""
+"""Arena's words in the place of ours (a whole command is a case of tests/jobs/render/goldens)."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ from elasticrun.jobs.line import who
 from elasticrun.testing.hosts import Lab
 from tests.further import further
 from tests.harness import await_true, ran
+from tests.jobs.operator.test_operator import Operator, install
 from tests.kubernetes.cluster import StandIn
-from tests.operator.test_operator import Operator, install
 from tests.snapshots.conftest import TRAIN, starts, until_printed
 
 IMAGE = ("--image", "r/train:1")

@@ -21,8 +21,8 @@ from elasticrun.host.system.processes import ProcessId
 from elasticrun.jobs import local
 from elasticrun.jobs.backend import NotDone, Submission, make_token, write_submission
 from tests import needs
-from tests.accelerators.standins import gpu, nvml
 from tests.harness import LIMIT, World, await_true, ran, until_file
+from tests.host.accelerators.standins import gpu, nvml
 from tests.snapshots.conftest import TRAIN, checkpoints, starts, told, until_printed
 
 LAST_CALL = ("--rdzv-conf", "last_call_timeout=1,heartbeat_timeout=60")

@@ -12,7 +12,7 @@ import pytest
 from elasticrun.config import EXIT_SAVED
 from tests.further import further
 from tests.harness import until_file
-from tests.render.rendered import render
+from tests.jobs.render.rendered import render
 from tests.slurm.conftest import Batch, Slurm, meeting, script_of_page
 from tests.snapshots.conftest import TRAIN, ends, starts, until_printed
 

@@ -12,7 +12,7 @@ import pytest
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.further import further
 from tests.harness import Peer, until_file
-from tests.render.rendered import render
+from tests.jobs.render.rendered import render
 from tests.slurm.conftest import Slurm, agent, typed_on_page
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def test_a_node_is_excluded_and_the_job_is_done(slurm: Slurm) -> None:
     assert slurm.told(job, "ExitCode") == "75:0"
 
 
-@further("render/test_slurm", "render/test_goldens")
+@further("jobs/render/test_slurm", "jobs/render/test_goldens")
 def test_a_rendered_script_runs_with_a_spare(slurm: Slurm) -> None:
     """Three nodes are allocated, two train, and the one that waits ends well with the job."""
     script = render(
@@ -96,7 +96,7 @@ def test_a_rendered_script_runs_with_a_spare(slurm: Slurm) -> None:
     assert slurm.told(job, "ExitCode") == "0:0"
 
 
-@further("render/test_slurm", "slurm/test_steps::test_a_step_whose_ranks_fail")
+@further("jobs/render/test_slurm", "slurm/test_steps::test_a_step_whose_ranks_fail")
 def test_the_script_ends_with_the_code_of_the_job(slurm: Slurm) -> None:
     """An agent is killed, a spare takes its place, and the training is done: srun ends with 137,
     the job with 0."""

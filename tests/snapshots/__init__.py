@@ -8,8 +8,8 @@ What may happen, and what is lost then (docs/snapshots.md has the answers):
 |---|---|
 | a rank raises, is killed | test_ranks_die |
 | killed in the middle of a copy | test_killed_at_random_moments, \
-checkpointing/test_ranks.py::test_a_death_at_any_moment_leaves_the_step_before_whole, \
-shm/test_segment.py::test_a_kill_at_any_moment_leaves_the_step_before |
+training/checkpointing/test_ranks.py::test_a_death_at_any_moment_leaves_the_step_before_whole, \
+snapshots/shm/test_segment.py::test_a_kill_at_any_moment_leaves_the_step_before |
 | several ranks together | test_ranks_die, test_killed_at_random_moments |
 | a rank hangs | test_ranks_die |
 | the agent is killed, its memory has a name | test_an_agent_dies_and_comes_back, \
@@ -27,7 +27,7 @@ agent/snapshots/test_snapshots.py::\
 test_a_saver_that_dies_ends_its_attempt_and_another_one_is_started |
 | ranks in mid-persist | test_ranks_are_killed_in_mid_persist |
 | at any call that writes a checkpoint | \
-saver/test_parts.py::test_a_saver_killed_at_any_call_leaves_the_last_checkpoint_whole, \
+snapshots/saver/test_parts.py::test_a_saver_killed_at_any_call_leaves_the_last_checkpoint_whole, \
 test_killed_at_random_moments |
 | between marker and retention | test_killed_between_the_marker_and_the_sweep |
 | the master is killed | test_the_master_dies_and_then_a_rank, \
@@ -36,7 +36,7 @@ core/snapshots/test_checkpoints.py::test_a_stream_that_breaks_does_not_end_an_at
 | no master answers for some snapshots | test_no_master_answers_for_three_snapshots |
 | a node is lost: DDP, HSDP | test_a_node_is_lost_and_all_have_the_same_state, \
 test_a_spare_takes_the_place_and_the_state, \
-checkpointing/test_ranks.py::test_a_copy_of_a_shard_stands_for_it |
+training/checkpointing/test_ranks.py::test_a_copy_of_a_shard_stands_for_it |
 | a node is lost: FSDP with replicas | test_a_spare_takes_over_what_the_lost_node_had, \
 test_the_rest_goes_on_alone |
 | a node is lost: FSDP without | test_a_node_with_the_only_copy_is_lost |
@@ -49,11 +49,11 @@ snapshots_convicted_node_stays_until_saved |
 | another job, from storage | test_other_numbers_of_ranks_from_storage |
 | nodes come, nodes go | test_more_ranks_from_memory, \
 test_a_node_is_lost_and_all_have_the_same_state, test_one_node_leaves_and_the_other_goes_on, \
-checkpointing/test_ranks.py::test_sharded_state_from_memory_at_another_number_of_ranks |
+training/checkpointing/test_ranks.py::test_sharded_state_from_memory_at_another_number_of_ranks |
 | the disk is full | test_a_full_disk, \
-storage/test_writing.py::test_a_full_disk_is_said_and_nothing_is_left_on_it |
+snapshots/storage/test_writing.py::test_a_full_disk_is_said_and_nothing_is_left_on_it |
 | storage hangs | test_storage_hangs_while_a_rank_dies, \
-saver/test_saver.py::test_a_hanging_file_system_makes_it_neither_deaf_nor_immortal |
+snapshots/saver/test_saver.py::test_a_hanging_file_system_makes_it_neither_deaf_nor_immortal |
 | a zombie of an old round | test_a_node_that_was_lost_comes_back_with_what_it_held, \
 agent/snapshots/test_snapshots.py::test_ranks_of_an_older_life_are_not_heard_any_more |
 | a byte has changed: slot, replica, file, manifest | test_a_flipped_bit_in_memory, \
@@ -62,7 +62,7 @@ test_a_flipped_bit_in_a_replica, test_changed_bytes_in_storage |
 agent/snapshots/test_segments.py::test_a_truncated_segment_does_not_end_the_agent |
 | a state that is whole and bad | test_a_state_that_kills_comes_last, \
 test_what_is_suspect_comes_last_in_storage_too, \
-checkpointing/test_checkpointer.py::test_an_unhealthy_step_is_left_out |
+training/checkpointing/test_checkpointer.py::test_an_unhealthy_step_is_left_out |
 | a rank's own state, on a node that lives | test_a_living_rank_is_given_back_what_it_has_alone |
 | SIGTERM | test_one_node_leaves_and_the_other_goes_on, \
 test_one_node_leaves_and_all_have_the_same_state, test_the_only_node_leaves, \
@@ -74,7 +74,7 @@ departing_unsaved_then_the_rest_between_rounds, departing_between_rounds_the_dis
 departing_between_rounds_with_what_is_not_copied_yet, departing_between_rounds_from_poison, \
 departing_between_rounds_after_a_loss |
 | a save fails in the script | \
-checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on |
+training/checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on |
 | no room for snapshots | test_shared_memory_that_is_too_small, \
 agent/snapshots/test_segments.py::test_a_folder_without_room_is_done_without, \
 agent/snapshots/test_segments.py::test_a_tmpfs_that_is_full_is_told_and_nothing_is_left_in_it |
@@ -87,30 +87,30 @@ Defects of others, each of which must not be ours (checkpointing 4.2, 4.4):
 |---|---|
 | one buffer: killed in mid-copy, the step before is gone | test_killed_at_random_moments |
 | a torn state is restored as the older step | test_killed_at_random_moments, \
-checkpointing/test_ranks.py::test_a_death_at_any_moment_leaves_the_step_before_whole |
+training/checkpointing/test_ranks.py::test_a_death_at_any_moment_leaves_the_step_before_whole |
 | a restart frees what is still being written | test_ranks_are_killed_in_mid_persist, \
 agent/snapshots/test_snapshots.py::test_what_is_being_written_stays_pinned_over_a_new_life |
 | the marker stands before all parts do | \
-saver/test_parts.py::test_no_marker_without_all_parts, \
-saver/test_saver.py::test_parts_are_counted_before_a_commit |
+snapshots/saver/test_parts.py::test_no_marker_without_all_parts, \
+snapshots/saver/test_saver.py::test_parts_are_counted_before_a_commit |
 | a layout that is computed once | test_a_layout_that_changes, \
-checkpointing/test_checkpointer.py::test_the_plan_is_kept_until_something_is_replaced |
+training/checkpointing/test_checkpointer.py::test_the_plan_is_kept_until_something_is_replaced |
 | replicas that are never copied back, or rot | test_a_spare_takes_over_what_the_lost_node_had, \
 test_a_flipped_bit_in_a_replica |
 | told step and memory disagree | \
-saver/test_parts.py::test_what_the_slot_does_not_hold_is_not_written, \
-saver/test_parts.py::test_a_snapshot_that_is_taken_back_meanwhile_leaves_no_file |
+snapshots/saver/test_parts.py::test_what_the_slot_does_not_hold_is_not_written, \
+snapshots/saver/test_parts.py::test_a_snapshot_that_is_taken_back_meanwhile_leaves_no_file |
 | mixed tiers and collectives in a load | test_a_node_with_the_only_copy_is_lost, \
-checkpointing/test_ranks.py::test_the_newer_of_memory_and_storage_is_taken |
+training/checkpointing/test_ranks.py::test_the_newer_of_memory_and_storage_is_taken |
 | a user's class is imported outside of ranks | test_ranks_die (`Place` of train.py) |
 | pickle between processes, no checksums, files of its own kind | \
 test_shape.py::test_no_lock_no_pickle_no_fixed_tmp_path, \
-storage/test_folder.py::test_a_changed_byte_is_found, \
-dcp/test_metadata.py::test_every_kind_of_tensor_is_read_bit_by_bit |
+snapshots/storage/test_folder.py::test_a_changed_byte_is_found, \
+snapshots/dcp/test_metadata.py::test_every_kind_of_tensor_is_read_bit_by_bit |
 | steps of nodes that left count for ever | \
 core/snapshots/test_ledger.py::test_what_is_of_another_round_does_not_count |
 | a failed save ends training | \
-checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on |
+training/checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on |
 | a step is noted before it is committed, the newest folder is taken incomplete | \
-storage/test_folder.py::test_what_has_a_marker_counts |
+snapshots/storage/test_folder.py::test_what_has_a_marker_counts |
 """

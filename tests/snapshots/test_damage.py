@@ -35,7 +35,7 @@ from tests.snapshots.conftest import (
 pytestmark = pytest.mark.slow
 
 
-@further("saver/test_saver::test_a_flipped_byte_is_found")
+@further("snapshots/saver/test_saver::test_a_flipped_byte_is_found")
 def test_a_flipped_bit_in_memory(training: Training) -> None:
     """What does not have its hash counts as absent: the older slot is taken, and it is said."""
     job = training.start(gated=True, max_restarts=1)
@@ -84,8 +84,8 @@ def hashed(path: Path, step: int) -> bool:
 
 
 @further(
-    "checkpointing/test_stored::test_a_short_file_is_spoiled_and_the_one_before_is_taken",
-    "checkpointing/test_ranks::test_what_one_rank_finds_spoiled_all_pass_over_in_the_same_life",
+    "training/checkpointing/test_stored::test_a_short_file_is_spoiled_and_the_one_before_is_taken",
+    "training/checkpointing/test_ranks::test_what_one_rank_finds_spoiled_all_pass_over_in_the_same_life",
 )
 def test_changed_bytes_in_storage(training: Training) -> None:
     """In a file of the newest checkpoint, and in the manifest of the one before: the third is
@@ -120,7 +120,7 @@ def test_changed_bytes_in_storage(training: Training) -> None:
 FILL = 'head -c 2m /dev/zero > "$0/ballast" 2>/dev/null; exec "$@"'
 
 
-@further("storage/test_writing::test_a_full_disk_is_said_and_nothing_is_left_on_it")
+@further("snapshots/storage/test_writing::test_a_full_disk_is_said_and_nothing_is_left_on_it")
 def test_a_full_disk(training: Training) -> None:
     """A real one, mounted for the job alone: training goes on, it is said, and once there is room
     the checkpoint is written."""
@@ -151,7 +151,9 @@ def test_a_full_disk(training: Training) -> None:
     assert "it is tried again in" in said.read_text()
 
 
-@further("checkpointing/test_stored::test_a_folder_that_hangs_holds_nobody_up_without_limit")
+@further(
+    "training/checkpointing/test_stored::test_a_folder_that_hangs_holds_nobody_up_without_limit"
+)
 def test_storage_hangs_while_a_rank_dies(training: Training) -> None:
     """Every call into the folder hangs, as with a network file system whose server is away: ranks
     go on from memory, one line says so, and checkpoints are written once the folder answers."""
@@ -240,7 +242,9 @@ def test_the_second_job_writes_nothing_until_the_first_ends(world: World, tmp_pa
     assert not (folder / NAME).exists(), "left clean"
 
 
-@further("saver/test_timelines::test_nothing_older_replaces_what_another_job_has_written_since")
+@further(
+    "snapshots/saver/test_timelines::test_nothing_older_replaces_what_another_job_has_written_since"
+)
 def test_an_older_history_does_not_replace_newer_steps(world: World, tmp_path: Path) -> None:
     """Two jobs of one name: the first one falls behind while the second one has the folder, and
     would write older steps once that has ended."""

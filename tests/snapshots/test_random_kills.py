@@ -161,7 +161,7 @@ def test_a_saver_that_stands_still_is_replaced(training: Training, how: str) -> 
 
 @further(
     "snapshots/test_random_kills::test_killed_at_random_moments",
-    "saver/test_saver::test_one_killed_in_mid_persist_leaves_no_checkpoint",
+    "snapshots/saver/test_saver::test_one_killed_in_mid_persist_leaves_no_checkpoint",
 )
 def test_each_process_is_killed_in_mid_persist(training: Training) -> None:
     """One after the other, while the saver stands in the middle of a file: the snapshot outlives
@@ -207,7 +207,7 @@ def test_each_process_is_killed_in_mid_persist(training: Training) -> None:
 
 @further(
     "snapshots/test_random_kills::test_killed_at_random_moments",
-    "checkpointing/test_checkpointer::test_what_is_written_out_is_pinned_and_never_in_the_way",
+    "training/checkpointing/test_checkpointer::test_what_is_written_out_is_pinned_and_never_in_the_way",
 )
 def test_ranks_are_killed_in_mid_persist(training: Training) -> None:
     """All at once. What is being written is pinned: the ranks of the next life write beside it, not
@@ -228,7 +228,9 @@ def test_ranks_are_killed_in_mid_persist(training: Training) -> None:
     jobs.end()
 
 
-@further("saver/test_timelines::test_a_checkpoint_counts_though_the_old_files_cannot_be_removed")
+@further(
+    "snapshots/saver/test_timelines::test_a_checkpoint_counts_though_the_old_files_cannot_be_removed"
+)
 def test_killed_between_the_marker_and_the_sweep(training: Training) -> None:
     """The checkpoint counts; what it makes superfluous lies there until the next one is written."""
     jobs = Steadily(training, keep=1)

@@ -68,7 +68,7 @@ def test_the_rest_goes_on_alone(training: Training) -> None:
     assert not training.checkpoints()
 
 
-@further("saver/test_transfer::test_what_rotted_on_the_other_node_is_found")
+@further("snapshots/saver/test_transfer::test_what_rotted_on_the_other_node_is_found")
 def test_a_flipped_bit_in_a_replica(training: Training) -> None:
     """It does not have its hash, so the step before is taken, and it is said."""
     # without a restart to spend, a job that is below its least number of nodes ends at once

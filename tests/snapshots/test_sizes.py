@@ -10,7 +10,9 @@ from tests.snapshots.conftest import Training, told, until_printed
 pytestmark = pytest.mark.slow
 
 
-@further("checkpointing/test_ranks::test_sharded_state_from_memory_at_another_number_of_ranks")
+@further(
+    "training/checkpointing/test_ranks::test_sharded_state_from_memory_at_another_number_of_ranks"
+)
 def test_more_ranks_from_memory(training: Training) -> None:
     """2 -> 3, FSDP2: a node comes, and shards are cut anew."""
     job = training.start(
@@ -35,7 +37,7 @@ def test_more_ranks_from_memory(training: Training) -> None:
 
 
 @further(
-    "checkpointing/test_ranks::test_with_torch_alone_checkpoints_are_plain_and_come_back_at_any_number"
+    "training/checkpointing/test_ranks::test_with_torch_alone_checkpoints_are_plain_and_come_back_at_any_number"
 )
 def test_other_numbers_of_ranks_from_storage(training: Training) -> None:
     """4 -> 2 -> 3 by checkpoints that a failure, and then a pace, has left: three jobs."""
@@ -63,7 +65,7 @@ def is_the_same(training: Training, ranks: int) -> None:
 
 
 @further(
-    "checkpointing/test_checkpointer::test_a_restore_to_before_the_first_step_of_the_optimizer"
+    "training/checkpointing/test_checkpointer::test_a_restore_to_before_the_first_step_of_the_optimizer"
 )
 def test_a_layout_that_changes(training: Training) -> None:
     """The optimizer's state grows in step 6: the old layout's snapshots serve until the first of

@@ -21,7 +21,7 @@ from elasticrun.wire.rpc.protobuf import report_from_wire, report_to_wire
 from elasticrun.wire.spawning import SendSignal
 from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint, RoundName
 from tests.forkserver.driver import Driver, script
-from tests.monitor.test_monitor import LIMIT, TRAINS
+from tests.training.monitor.test_monitor import LIMIT, TRAINS
 
 ROUND = RoundName(3, 1, "nonce")
 START = m.Start(ROUND, 0, 1, 4, 6, 4, 6, 0, Endpoint("host", 1), False)

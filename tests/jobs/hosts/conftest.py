@@ -1,0 +1,3 @@
+from tests.jobs.hosts.town import town
+
+__all__ = ["town"]

@@ -1,3 +1,0 @@
-from tests.ssh.town import town
-
-__all__ = ["town"]

@@ -1,0 +1,147 @@
+"""What becomes of snapshots while no slot is free, and of what torch still writes at the end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elasticrun.snapshots.shm.segment import NONE
+from elasticrun.training import Checkpointer
+from elasticrun.training.checkpointing.line import AgentLine, own_place
+from elasticrun.wire import snapshots as s
+from tests.agent.snapshots.test_snapshots import at_most
+from tests.harness import program
+from tests.training.checkpointing.played import PlayedAgent
+
+New = Callable[..., Checkpointer]
+
+
+def test_a_snapshot_waits_for_the_agents_word(agent: PlayedAgent, new: New) -> None:
+    agent.watermark = False
+    ckpt = new(n={"x": 1}, every_steps=1, persist_every_seconds=None, on_busy="wait")
+    ckpt.step(1)
+    ckpt.step(2)
+
+    def free() -> None:
+        agent.until(s.AwaitRoom)
+        agent.current[0].segment.watermark = 2
+        agent.look()
+
+    thread = threading.Thread(target=free)
+    thread.start()
+    ckpt.step(3)
+    thread.join(240)
+    assert (ckpt.stats.snapshots, ckpt.stats.skipped) == (3, 0)
+    assert len(agent.of(s.AwaitRoom)) == 1  # asked once, not again and again
+
+
+def test_a_word_that_comes_too_late_is_no_answer_to_the_next_question(agent: PlayedAgent) -> None:
+    agent.watermark = False
+    ckpt = Checkpointer("/nowhere", n={"x": 1}, every_steps=1, persist_every_seconds=None)
+    ckpt.step(1)
+    ckpt.step(2)
+    way: Any = ckpt._way
+    line: AgentLine = way._line
+    assert not line.await_room(NONE, 0.05)
+    agent.current[0].segment.watermark = 2
+    agent.look()
+    assert line.ask(agent.of(s.RankHere)[0], s.Resume)[0].step == -1
+    ckpt.close()
+
+
+def test_children_of_a_rank_know_no_agent(agent: PlayedAgent, tmp_path: Path) -> None:
+    for number in (1, 2):  # a later Checkpointer of the same process knows it
+        ckpt = Checkpointer(tmp_path, n={"x": 1}, every_steps=1, persist_every_seconds=None)
+        ckpt.step(number)
+        assert ckpt.stats.snapshots == 1
+        assert "ELASTICRUN_SNAPSHOTS" not in os.environ
+        ckpt.close()
+    assert own_place() == agent.place(0)
+    child = os.fork()
+    if not child:
+        os._exit(len(own_place()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_rank_without_room_to_map_a_snapshot_says_so_and_spoils_nothing(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    state = {"x": torch.ones(10 << 20)}
+    ckpt = Checkpointer(tmp_path, state=state, every_steps=1, persist_every_seconds=None)
+    ckpt.step(1)
+    ckpt.close()
+    agent.next_life(1, 1)
+    del ckpt
+    gc.collect()
+    again = Checkpointer(tmp_path, state=state, every_steps=1, persist_every_seconds=None)
+    with at_most(64 << 20), pytest.raises(RuntimeError) as caught:
+        again.restore()
+    assert "step 1 is whole in memory, but this process cannot map" in str(caught.value)
+    again.close()
+    assert agent.of(s.CannotRestore) == []
+
+
+def test_what_was_skipped_is_told_once(agent: PlayedAgent, new: New) -> None:
+    agent.watermark = False
+    ckpt = new(n={"x": 1}, every_steps=1, persist_every_steps=5, slots=2)
+    for step in range(1, 5):
+        ckpt.step(step)
+    agent.until(s.Committed, 2)
+    agent.watermark = True
+    agent.current[0].segment.watermark = 2
+    ckpt.step(5)
+    assert (ckpt.stats.skipped, ckpt.stats.persists) == (2, 1)
+    assert "2 snapshots were skipped before step 5" in agent.until(s.Remark)[0].text
+    assert [one.count for one in agent.until(s.Skipped, 2)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({"persist_every_seconds": None}, (2, 0)),
+        ({}, (3, 2)),
+        ({"persist_every_seconds": None, "replicas": 1}, (3, 2)),
+        ({"slots": 2}, (2, 0)),
+        ({"slots": 4}, (4, 0)),
+    ],
+)
+def test_slots_are_three_where_something_takes_its_time(
+    agent: PlayedAgent, new: New, options: dict[str, Any], asked: tuple[int, int]
+) -> None:
+    ckpt = new(n={"x": 1}, every_steps=1, **options)
+    ckpt.step(1)
+    need = agent.of(s.NeedSegment)[0]
+    assert (need.slots, need.least) == asked
+
+
+LAST = """
+import os, sys, torch, torch.distributed as dist
+from elasticrun.training import Checkpointer
+folder, wait = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+state = {f"t{i}": torch.ones(1 << 10) for i in range(300)}
+ckpt = Checkpointer(f"{folder}/ckpt", state=state, persist_every_steps=1)
+ckpt.step(1)
+if wait == "close":
+    ckpt.close()
+if wait != "end":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", ["close", "end", "neither"])
+def test_the_last_save_of_torch_is_there_or_its_lack_is_said(tmp_path: Path, wait: str) -> None:
+    done = program("-c", LAST, str(tmp_path), wait)
+    assert not done.returncode, done.stderr
+    there = (tmp_path / "ckpt" / "step-000000001" / ".metadata").exists()
+    said = "the checkpoint of step 1 was not finished" in done.stderr
+    assert there is not said, done.stderr
+    assert there or wait == "neither", done.stderr
