@@ -15,7 +15,7 @@ from msgspec import structs
 from elasticrun.agent.rendezvous.claims import FolderClaim, NotOurs
 from elasticrun.agent.runtime import Tasks, Timer
 from elasticrun.agent.snapshots.fetching import MAX_REASON, Shards
-from elasticrun.agent.snapshots.inventory import Local
+from elasticrun.agent.snapshots.inventory import SnapshotStore
 from elasticrun.agent.snapshots.saver import SaverGone
 from elasticrun.agent.snapshots.segments import Held
 from elasticrun.host.log import logger
@@ -49,8 +49,8 @@ class _Attempt:
 class Persisting:
     """All attempts under way."""
 
-    def __init__(self, local: Local, shards: Shards, claim: FolderClaim) -> None:
-        self._local = local
+    def __init__(self, store: SnapshotStore, shards: Shards, claim: FolderClaim) -> None:
+        self._store = store
         self._shards = shards
         self._claim = claim
         self._attempts: dict[str, _Attempt] = {}
@@ -76,7 +76,7 @@ class Persisting:
         attempt = self._attempts.get(order.attempt)
         if attempt is None:
             why = "this node does not know that attempt any more"
-            self._local.say(Persisted(order.attempt, False, True, why, 0, 0.0))
+            self._store.link.say(Persisted(order.attempt, False, True, why, 0, 0.0))
         elif not attempt.committing:
             attempt.committing = True
             attempt.tasks.start(self._commit(attempt), attempt.name)
@@ -111,7 +111,7 @@ class Persisting:
                 held.pin(snapshot.slot, attempt.name)
             await self._compare(order, found)
             parts = self._parts(order, found)
-            done = await self._local.savers.persist(parts, [held for held, _, _ in found])
+            done = await self._store.savers.persist(parts, [held for held, _, _ in found])
         except (CannotPersist, SaverGone) as error:
             self._tell(attempt, Persisted(order.attempt, False, False, str(error), 0, 0.0))
             return
@@ -121,10 +121,10 @@ class Persisting:
     async def _commit(self, attempt: _Attempt) -> None:
         order = attempt.order
         try:
-            present = self._local.inventory.present
+            present = self._store.inventory.present
             if present is not None and present.folder:
                 await self._claim.sure(present.folder)
-            done = await self._local.savers.commit(order.attempt, order.writers)
+            done = await self._store.savers.commit(order.attempt, order.writers)
         except (SaverGone, NotOurs) as error:
             self._tell(attempt, attempt.failed(str(error)))
             return
@@ -133,7 +133,7 @@ class Persisting:
     def _find(self, order: Persist) -> list[tuple[Held, Snapshot, int]]:
         found = []
         for rank in order.ranks:
-            mine = self._local.inventory.find(order.round, order.step, rank)
+            mine = self._store.inventory.find(order.round, order.step, rank)
             if mine is None:
                 raise CannotPersist(f"step {order.step} of rank {rank} is not held here any more")
             found.append((*mine, rank))
@@ -141,14 +141,14 @@ class Persisting:
 
     async def _compare(self, order: Persist, found: list[tuple[Held, Snapshot, int]]) -> None:
         """With the hashes that were made when they were committed."""
-        answers = await asyncio.gather(*(self._local.savers.check(h, s) for h, s, _ in found))
+        answers = await asyncio.gather(*(self._store.savers.check(h, s) for h, s, _ in found))
         for answer, (_, _, rank) in zip(answers, found, strict=True):
             if not answer.ok:
                 self._shards.bad(order.round, order.step, rank, answer.reason)
                 raise CannotPersist(f"step {order.step} of rank {rank}: {answer.reason}")
 
     def _parts(self, order: Persist, found: list[tuple[Held, Snapshot, int]]) -> PersistParts:
-        life = self._local.inventory.life(order.round)
+        life = self._store.inventory.life(order.round)
         if life is None or not life.folder:
             raise CannotPersist("no rank has said where checkpoints go")
         where = order.coordinator
@@ -177,7 +177,7 @@ class Persisting:
     def _keep(self, order: Persist, last: int) -> tuple[int, tuple[int, ...]]:
         """How many checkpoints are kept (0: all), and which besides: a rank may still be reading
         the one that it goes on from, unless each has taken a snapshot since."""
-        present, reading = self._local.inventory.present, self._local.inventory.reading
+        present, reading = self._store.inventory.present, self._store.inventory.reading
         is_present = present is not None and present.name == order.round
         if is_present and order.writers >= order.world_size:
             return last, ()
@@ -191,14 +191,14 @@ class Persisting:
         """`committed`: only what came of its marker."""
         for report in attempt.said:
             if report.committed or not committed:
-                self._local.say(report)
+                self._store.link.say(report)
 
     def _tell(self, attempt: _Attempt, report: Persisted) -> None:
         if not report.ok:  # the master warns, with what follows
             logger.info("step %d is not written: %s", attempt.order.step, report.reason)
         report = structs.replace(report, reason=report.reason[:MAX_REASON])
         attempt.said.append(report)
-        self._local.say(report)
+        self._store.link.say(report)
 
     def _late(self, attempt: _Attempt) -> None:
         """Its time is over, and no master has said what came of it."""
@@ -215,7 +215,7 @@ class Persisting:
         attempt.timer.cancel()
         attempt.tasks.close()
         if not ok:
-            self._local.savers.give_up(attempt.order.attempt)
-        for held in self._local.segments.held:
+            self._store.savers.give_up(attempt.order.attempt)
+        for held in self._store.segments.held:
             held.unpin(attempt.name)
-        self._local.freed()
+        self._store.router.tidy()

@@ -20,7 +20,7 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from elasticrun.agent.runtime import Tasks
-from elasticrun.agent.snapshots.inventory import Local
+from elasticrun.agent.snapshots.inventory import SnapshotStore
 from elasticrun.agent.snapshots.peers import Peer, one_line
 from elasticrun.agent.snapshots.saver import SaverGone
 from elasticrun.agent.snapshots.segments import Held, Sizes
@@ -59,8 +59,8 @@ class Absent(Exception):
 class Shards:
     """Of the present generation."""
 
-    def __init__(self, local: Local) -> None:
-        self._local = local
+    def __init__(self, store: SnapshotStore) -> None:
+        self._store = store
         self._questions = Tasks(logger.error)
         self._work = Tasks(logger.error)
         self._checks: dict[tuple[int, int, int], asyncio.Task[tuple[bool, str]]] = {}
@@ -76,7 +76,7 @@ class Shards:
         self.restore = start.restore
         self._bad.clear()
         self._given.clear()
-        if self._local.savers.here:
+        if self._store.savers.here:
             self.compare()
 
     def end(self) -> None:
@@ -92,14 +92,14 @@ class Shards:
         for task in self._copies.values():
             task.cancel()
         self._copies.clear()
-        for held in [one for one in self._local.segments.held if one.passing]:
-            self._local.drop(held)
+        for held in [one for one in self._store.segments.held if one.passing]:
+            self._store.drop(held)
 
     def compare(self) -> None:
         """Have all that lies here of the chosen snapshot compared with its hashes."""
         if self.restore is not None:
             name, step = self.restore.round, self.restore.step
-            for held, snapshot, _ in self._local.inventory.all_of(name, step):
+            for held, snapshot, _ in self._store.inventory.all_of(name, step):
                 if held.replica < 0:  # of those only what is asked for
                     self._check(held, snapshot)
 
@@ -134,11 +134,11 @@ class Shards:
     def bad(self, round: RoundName, step: int, rank: int, reason: str) -> None:
         """A shard is not what was written, or cannot be had."""
         logger.warning("step %d of rank %d cannot be used: %s", step, rank, one_line(reason))
-        mine = self._local.inventory.find(round, step, rank)
+        mine = self._store.inventory.find(round, step, rank)
         if mine is not None:
             held, snapshot = mine
             held.segment.withdraw(snapshot.slot)
-        self._local.say(m.ShardBad(round, step, rank, reason[:MAX_REASON]))
+        self._store.link.say(m.ShardBad(round, step, rank, reason[:MAX_REASON]))
 
     def holder(self, order: m.Holder) -> None:
         """The master's answer to WhereIs."""
@@ -200,12 +200,12 @@ class Shards:
 
     def _where(self, rank: int) -> None:
         if self.restore is not None:
-            self._local.say(m.WhereIs(self.restore.round, self.restore.step, rank))
+            self._store.link.say(m.WhereIs(self.restore.round, self.restore.step, rank))
 
     async def _fetch(self, order: m.Holder) -> Held | str:
         """A copy in memory of its own, or why there is none."""
         assert order.saver is not None
-        segments, savers = self._local.segments, self._local.savers
+        segments, savers = self._store.segments, self._store.savers
         key = segments.new_key()
         where = (order.saver.host, order.saver.port)
         try:
@@ -247,7 +247,7 @@ class Shards:
     async def _compared(self, held: Held, snapshot: Snapshot) -> tuple[bool, str]:
         try:
             async with asyncio.timeout(CHECK_LIMIT):
-                answer = await self._local.savers.check(held, snapshot)
+                answer = await self._store.savers.check(held, snapshot)
         except (SaverGone, TimeoutError) as error:
             why = str(error) or f"the saver has not answered for {CHECK_LIMIT:g} s"
             text = f"nothing was compared: {why}"
@@ -263,7 +263,7 @@ class Shards:
         if self.restore is None:
             return None
         name, step = self.restore.round, self.restore.step
-        return self._local.inventory.find(name, step, rank)
+        return self._store.inventory.find(name, step, rank)
 
     def _spawn(self, peer: Peer, work: Coroutine[Any, Any, None]) -> None:
         if len(self._questions) >= MAX_ASKED:
@@ -276,8 +276,8 @@ class Shards:
 class Replicator:
     """Those of this node."""
 
-    def __init__(self, local: Local) -> None:
-        self._local = local
+    def __init__(self, store: SnapshotStore) -> None:
+        self._store = store
         self._tasks = Tasks(logger.error)
         self._known: set[tuple[RoundName, int | None]] = set()
         self._orders: list[m.Replicate] = []
@@ -307,7 +307,7 @@ class Replicator:
         """Copy what is not here yet; the same order again is answered again."""
         name = (order.round, order.step)
         if not self._is_known(*name):
-            self._local.say(m.NotReplicated(*name, "its ranks are of another round"))
+            self._store.link.say(m.NotReplicated(*name, "its ranks are of another round"))
             return
         if name != self._newest:
             self._newest = name
@@ -327,7 +327,7 @@ class Replicator:
         self._untidy = self._task is not None
         if self._untidy:
             return
-        held = [one for one in self._local.segments.held if one.replica >= 0]
+        held = [one for one in self._store.segments.held if one.replica >= 0]
         newest: dict[int, tuple[int, int, int]] = {}  # by the rank that it is of
         for one in held:
             newest[one.replica] = max(_newest(one), newest.get(one.replica, _NOTHING))
@@ -338,9 +338,9 @@ class Replicator:
             and not one.pinned()
         ]
         for one in gone:
-            self._local.drop(one)
+            self._store.drop(one)
         if gone:
-            self._local.changed()
+            self._store.report.changed()
 
     # ------------------------------------------------------------ one order
 
@@ -355,19 +355,19 @@ class Replicator:
 
     async def _copy(self, order: m.Replicate) -> None:
         """All that it names."""
-        self._local.inventory.learn(order.round, order.world_size)
+        self._store.inventory.learn(order.round, order.world_size)
         rows = zip(order.ranks, order.contents, strict=True)
         reasons = await asyncio.gather(*(self._copy_one(order, *row) for row in rows))
-        await self._local.segments.note(self._local.inventory.lives())
+        await self._store.segments.note(self._store.inventory.lives())
         reason = next(filter(None, reasons), "")
         if reason and self._is_known(order.round, order.step):
-            self._local.say(m.NotReplicated(order.round, order.step, reason[:MAX_REASON]))
-        self._local.changed()
+            self._store.link.say(m.NotReplicated(order.round, order.step, reason[:MAX_REASON]))
+        self._store.report.changed()
 
     async def _copy_one(self, order: m.Replicate, rank: int, content: int) -> str:
         """What one rank has; why it could not be copied, "" if it was or is here already."""
-        segments, savers = self._local.segments, self._local.savers
-        if self._local.inventory.find(order.round, order.step, rank) is not None:
+        segments, savers = self._store.segments, self._store.savers
+        if self._store.inventory.find(order.round, order.step, rank) is not None:
             return ""
         key = segments.new_key()
         where = (order.saver.host, order.saver.port)
@@ -393,7 +393,7 @@ class Replicator:
         if done.ok and not self._is_known(order.round, order.step):
             held.segment.withdraw(slot)  # of a step that a later generation has gone back behind
         held.written = held.written or done.ok
-        self._local.changed()
+        self._store.report.changed()
         return "" if done.ok else done.reason
 
     def _is_known(self, name: RoundName, step: int) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from elasticrun.agent.snapshots.inventory import Local
+from elasticrun.agent.snapshots.inventory import SnapshotStore
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Held
 from elasticrun.config import AgentConfig
@@ -301,8 +301,8 @@ class Drain:
     """This node leaves, or another one: which step its ranks are at, and which one all ranks are
     asked to save."""
 
-    def __init__(self, config: AgentConfig, local: Local) -> None:
-        self._local = local
+    def __init__(self, config: AgentConfig, store: SnapshotStore) -> None:
+        self._store = store
         names = set(MAY_PUT_OFF).intersection(config.signals_to_handle)
         self.signals = tuple(sorted(signal.Signals[name].value for name in names))
         """Those that ranks are to put off."""
@@ -340,7 +340,7 @@ class Drain:
             return
         if len(self._told) < MOST_MISSED:
             report = self._told[said.asked] = m.Missed(start.round, said.asked, max(0, said.step))
-            self._local.say(report)
+            self._store.link.say(report)
 
     # ------------------------------------------------------------ the node
 
@@ -368,7 +368,7 @@ class Drain:
         """What the brain is told of a signal to this agent."""
         name = signal.Signals(signum).name
         step = self.step() if death else NONE
-        steps = (one.step for held in self._local.segments.held for one in held.snapshots())
+        steps = (one.step for held in self._store.segments.held for one in held.snapshots())
         held = max(steps, default=NONE)
         fresh = all(one.held is None for one in self.generation.ranks)
         return Signalled(signum, name, death, step, self.margin(), held, fresh)
@@ -382,7 +382,7 @@ class Drain:
             for held in self.generation.held():
                 held.segment.save_at = order.step
             if order.step in self._told:
-                self._local.say(self._told[order.step])
+                self._store.link.say(self._told[order.step])
 
     def show(self, local_rank: int, held: Held) -> None:
         """This rank is given this segment: write it there."""

@@ -17,7 +17,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.runtime import Timer
@@ -29,9 +29,6 @@ from elasticrun.snapshots.shm.segment import NONE, Snapshot, round_key
 from elasticrun.wire import messages as m
 from elasticrun.wire.snapshots import RankHere, Restored
 from elasticrun.wire.types import RoundName
-
-if TYPE_CHECKING:
-    from elasticrun.agent.snapshots.snapshots import LocalSnapshots
 
 MOST_GAP: Final = 64
 """Ranks between two of which a report lists replicas as one row: those between them have 0."""
@@ -46,6 +43,19 @@ _SAME_ON_RANKS: Final = {
 
 CHOSEN: Final = "restore"
 """What a slot is pinned for that the present generation goes on from."""
+
+
+class Router(Protocol):
+    """Who has all parts of this node's snapshots."""
+
+    def tidy(self) -> None:
+        """Something is not needed any more: pins were taken away, or a step is whole."""
+
+    def holdings(self) -> m.Holdings:
+        """What this node holds now."""
+
+    def nodes(self) -> int:
+        """How many the round has."""
 
 
 class Inventory:
@@ -347,13 +357,12 @@ stop snapshots for good."""
 
 class WantedSnapshots:
     """Snapshots that the ranks want written out: kept until the master says that this is over.
-    `limit`: seconds that one attempt may take; `freed` is called when pins were taken away for
-    good."""
+    `limit`: seconds that one attempt may take."""
 
-    def __init__(self, segments: Segments, limit: float, freed: Callable[[], None]) -> None:
+    def __init__(self, segments: Segments, limit: float, router: Router) -> None:
         self._segments = segments
         self._limit = TIMES * limit
-        self._freed = freed
+        self._router = router
         self._timers: dict[tuple[bytes, int], asyncio.TimerHandle] = {}
 
     def names(self) -> list[tuple[bytes, int]]:
@@ -400,7 +409,7 @@ class WantedSnapshots:
     def _forgotten(self, round: bytes, step: int) -> None:
         logger.warning("step %d was to be written, and was not: it is not kept for that", step)
         self.over(round, step)
-        self._freed()
+        self._router.tidy()
 
 
 def _pin(round: bytes, step: int) -> str:
@@ -418,9 +427,9 @@ what matters is said at once (`now`)."""
 class HoldingsReport:
     """When the master is told what is held."""
 
-    def __init__(self, link: Link, holder: LocalSnapshots) -> None:
+    def __init__(self, link: Link, router: Router) -> None:
         self._link = link
-        self._holder = holder
+        self._router = router
         self._said: m.Holdings | None = None
         self._said_at = -math.inf
         self._due = Timer()
@@ -429,7 +438,7 @@ class HoldingsReport:
     def changed(self) -> None:
         """Tell it soon; of what changes within a moment only the last."""
         loop = asyncio.get_running_loop()
-        nodes = self._holder.nodes()
+        nodes = self._router.nodes()
         due = self._said_at + (nodes / REPORTS_PER_SECOND if nodes > 1 else ALONE)
         if due <= loop.time():
             self._offer()
@@ -439,7 +448,7 @@ class HoldingsReport:
     def now(self, *, again: bool = False) -> None:
         """Tell it before anything that is said from now on; `again`: also where nothing is new."""
         self._due.cancel()
-        report = self._holder.holdings()
+        report = self._router.holdings()
         if self._nothing(report) or (report == self._said and not again):
             return
         self._link.say(report)
@@ -451,7 +460,7 @@ class HoldingsReport:
 
     def _offer(self) -> None:
         self._due.cancel()
-        report = self._holder.holdings()
+        report = self._router.holdings()
         if self._closed or self._nothing(report) or report == self._said:
             return
         if self._link.offer(report):
@@ -468,16 +477,15 @@ class HoldingsReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
-    """What lies on this node, who works on it, and who is told: `say` the master; `changed` that
-    something else is held than before; `freed` that pins were taken away."""
+class SnapshotStore:
+    """What lies on this node, who works on it, and who hears of it."""
 
     segments: Segments
     inventory: Inventory
     savers: Savers
-    say: Callable[[m.Report], None]
-    changed: Callable[[], None]
-    freed: Callable[[], None]
+    link: Link
+    report: HoldingsReport
+    router: Router
 
     def drop(self, held: Held) -> None:
         """Nobody needs this segment any more."""

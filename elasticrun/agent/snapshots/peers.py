@@ -12,16 +12,13 @@ import asyncio
 import contextlib
 import os
 import socket
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from elasticrun.agent.runtime import Once, keep_sending
 from elasticrun.host.log import logger
 from elasticrun.wire.frames import Connection, FrameError, NotRead, peer_of
 from elasticrun.wire.progress import address, mint_name
 from elasticrun.wire.snapshots import FromPeer, RankHere, SaverHere, ToPeer
-
-if TYPE_CHECKING:
-    from elasticrun.agent.snapshots.snapshots import LocalSnapshots
 
 OUTBOX_MOST: Final = 1024
 """Messages that wait for a peer to read; ranks and savers always do."""
@@ -119,11 +116,21 @@ class Peer:
         self._server.listener.heard(self, message)
 
 
+class Listener(Protocol):
+    """Who hears the peers."""
+
+    def heard(self, peer: Peer, message: FromPeer) -> None:
+        """A message of a peer, its introduction first."""
+
+    def lost(self, peer: Peer) -> None:
+        """Its connection is over; it had introduced itself."""
+
+
 class PeerServer:
     """The listening socket and all that have dialled. `name` is what they dial, "" where the kernel
     gave no socket (one line says so)."""
 
-    def __init__(self, nproc: int, listener: LocalSnapshots) -> None:
+    def __init__(self, nproc: int, listener: Listener) -> None:
         self._most = 2 * nproc + SPARE
         self.listener = listener
         self.peers: set[Peer] = set()

@@ -13,7 +13,7 @@ import hmac
 import signal
 from collections import deque
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from elasticrun.agent.runtime import Patience, Timer
 from elasticrun.agent.snapshots.peers import Peer
@@ -26,9 +26,6 @@ from elasticrun.snapshots.shm.segment import VERSION, Snapshot
 from elasticrun.wire import env, snapshots as s
 from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnFailed, SpawnSaver
 from elasticrun.wire.types import RoundName
-
-if TYPE_CHECKING:
-    from elasticrun.agent.snapshots.snapshots import LocalSnapshots
 
 T = TypeVar("T")
 
@@ -66,10 +63,29 @@ class SaverGone(Exception):
     """There is no saver, or it died meanwhile; a sentence."""
 
 
+class SaverOwner(Protocol):
+    """Whose saver it is."""
+
+    def socket_name(self) -> str:
+        """The agent's socket, which it dials."""
+
+    def serving_host(self) -> str:
+        """Where it serves other nodes; "": nowhere."""
+
+    def saver_ready(self) -> None:
+        """One is there, with its segments still to be opened."""
+
+    def saver_lost(self) -> None:
+        """There is none any more."""
+
+    def remark(self, text: str) -> None:
+        """A sentence of it for the operator."""
+
+
 class Savers:
     """At most one saver at a time."""
 
-    def __init__(self, config: AgentConfig, spawners: Spawners, owner: LocalSnapshots) -> None:
+    def __init__(self, config: AgentConfig, spawners: Spawners, owner: SaverOwner) -> None:
         self._config = config
         self._spawners = spawners
         self._owner = owner

@@ -29,7 +29,7 @@ from elasticrun.agent.snapshots.inventory import (
     CHOSEN,
     HoldingsReport,
     Inventory,
-    Local,
+    SnapshotStore,
     WantedSnapshots,
 )
 from elasticrun.agent.snapshots.peers import Peer, PeerServer, one_line
@@ -100,22 +100,22 @@ class LocalSnapshots:
         self._server = PeerServer(self._nproc, self)
         self.savers = Savers(config, spawners, self)
         self._segments = Segments(config.spec.job_id, self._nproc, environ)
-        self._wanted = WantedSnapshots(self._segments, config.spec.saves.limit, self._tidy)
+        self._wanted = WantedSnapshots(self._segments, config.spec.saves.limit, self)
         self._inventory = Inventory(self._segments, self._wanted, self._nproc)
         self._report = HoldingsReport(node.link, self)
-        self._local = Local(
+        self._store = SnapshotStore(
             self._segments,
             self._inventory,
             self.savers,
-            say=self._say,
-            changed=self._report.changed,
-            freed=self._tidy,
+            node.link,
+            self._report,
+            self,
         )
         self._claim = FolderClaim(config.spec.job_id, self._term)
-        self._shards = Shards(self._local)
-        self._replicas = Replicator(self._local)
-        self._persisting = Persisting(self._local, self._shards, self._claim)
-        self.drain = Drain(config, self._local)
+        self._shards = Shards(self._store)
+        self._replicas = Replicator(self._store)
+        self._persisting = Persisting(self._store, self._shards, self._claim)
+        self.drain = Drain(config, self._store)
         self._hashing = Hashing(self.savers)
 
     async def open(self, node: str) -> None:
@@ -150,7 +150,7 @@ class LocalSnapshots:
 
     def round_began(self, start: Start) -> None:
         self._generation.close()
-        self._local.drop_damaged()
+        self._store.drop_damaged()
         self._generation = Generation(self._nproc, start)
         for peer in list(self._server.peers):
             if isinstance(peer.here, s.RankHere):
@@ -177,7 +177,7 @@ class LocalSnapshots:
         """What the present generation has committed is what it has."""
         if self._generation.living:
             self._generation.living = False
-            self._local.drop_damaged()
+            self._store.drop_damaged()
             self._wanted.look(self._generation.held())
             self._serve()
         self._report.now(again=True)
@@ -220,7 +220,7 @@ class LocalSnapshots:
             held.unpin(CHOSEN)
         self._shards.let_copies_go()
         self._replicas.tidy()
-        self._tidy()
+        self.tidy()
 
     def _give_up(self, step: int) -> None:
         """Steps above the watermark that are in nobody's way any more."""
@@ -234,7 +234,7 @@ class LocalSnapshots:
             self._wanted.over(round_key(order.round), order.step)
         if order.ok and self._inventory.committed(order.step):
             self._note()
-        self._tidy()
+        self.tidy()
 
     # ------------------------------------------------------------ what peers say
 
@@ -354,7 +354,7 @@ class LocalSnapshots:
         finally:
             if rank.giving is peer:
                 rank.giving = None
-        self._tidy()
+        self.tidy()
 
     async def _lend(self, peer: Peer, local_rank: int, need: s.NeedSegment) -> None:
         held = await self._segments.need(local_rank, sizes_of(need), need.content, need.least)
@@ -369,13 +369,13 @@ class LocalSnapshots:
         self.drain.show(local_rank, held)
         peer.send(s.SegmentHere(True, "", not held.written and not held.snapshots()), held.fd)
 
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
         """Something is not needed any more: tell who waits for room, and drop segments of other
         layouts that nobody needs."""
         self._generation.look()
         current = [rank.held for rank in self._generation.ranks]
         for held in self._inventory.prunable(current, self._generation.watermark):
-            self._local.drop(held)
+            self._store.drop(held)
         self._report.changed()
 
     # ------------------------------------------------------------ commits

@@ -44,8 +44,9 @@ def made(config: AgentConfig | None = None) -> tuple[Drain, Generation, list[m.R
     """Two ranks of a generation with a segment each."""
     said: list[m.Report] = []
     generation = begun()
-    local = SimpleNamespace(segments=SimpleNamespace(held=generation.held()), say=said.append)
-    drain = Drain(config or made_config(), local)
+    link = SimpleNamespace(say=said.append)
+    store = SimpleNamespace(segments=SimpleNamespace(held=generation.held()), link=link)
+    drain = Drain(config or made_config(), store)
     drain.begin(generation)
     return drain, generation, said
 

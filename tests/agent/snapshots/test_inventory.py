@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,7 +32,8 @@ async def test_what_the_agent_before_held_is_told(shm: Path, case: str, living: 
     """`living`: ranks of this agent's own round run already, which says nothing of older ones."""
     steps, told = ADOPTED[case]
     async with using(shm) as segments:
-        inventory = Inventory(segments, WantedSnapshots(segments, LIMIT, lambda: None), 2)
+        router = SimpleNamespace(tidy=lambda: None)
+        inventory = Inventory(segments, WantedSnapshots(segments, LIMIT, router), 2)
         inventory.adopt([LIFE])
         for local_rank, committed in enumerate(steps):
             held = await segments.need(local_rank, SIZES, LAYOUT.content)
