@@ -14,7 +14,7 @@ import os
 import secrets
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -150,7 +150,6 @@ def launch_agent(
     agent_config = agent_config_of(config, entrypoint, args)
     for note in agent_config.notes:
         logger.warning("%s", note)
-    agent_config = dataclasses.replace(agent_config, notes=())
     name = entrypoint_name(entrypoint, args)
     if callable(entrypoint):
         return run_function(agent_config, entrypoint, tuple(args), name)
@@ -183,7 +182,6 @@ def agent_config_of(
     return dataclasses.replace(
         resolved,
         entry=entry_of(entrypoint, args),
-        called=True,
         logs=log_words(config),
         set_omp_threads=False,  # as with torch, that is the command line's doing
         numa_binding=_numa_word(config.numa_options),
@@ -220,16 +218,20 @@ def run_function(
 ) -> dict[int, Any]:
     """Run an agent whose ranks call a function; results by global rank."""
     token = secrets.token_hex(8)
-    config = dataclasses.replace(config, env={**config.env, env.CALLER: token})
     mark = f"{env.CALLER}={token}".encode()
     spawner = FunctionSpawner(function, args, config.start_method, mark)
-    raise_for(_outcome(config, spawner), name)
+    raise_for(_outcome(config, spawner, {env.CALLER: token}), name)
     return spawner.results()
 
 
-def _outcome(config: AgentConfig, spawner: FunctionSpawner | None = None) -> Exit:
-    """Run an agent to the end; nothing is left of it, nor of its ranks."""
-    agent = AgentProcess(config, None if spawner is None else spawner.agents_end)
+def _outcome(
+    config: AgentConfig,
+    spawner: FunctionSpawner | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Exit:
+    """Run an agent to the end; nothing is left of it, nor of its ranks. `variables`: further ones
+    for every rank."""
+    agent = AgentProcess(config, None if spawner is None else spawner.agents_end, variables or {})
     try:
         with signals_passed_on(agent, config.signals_to_handle) as handlers:
             if spawner is not None:

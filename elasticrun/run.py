@@ -21,7 +21,6 @@ if __name__ == "__main__":  # python -m elasticrun.run is the command, agent and
     sys.exit(command_line())
 
 import argparse
-import dataclasses
 import importlib
 import runpy
 import sys
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
         say(f"--rdzv-backend={config.delegate} is a plug-in of torchrun's: torchrun takes over")
         importlib.import_module("torch.distributed.run").run(args)
         return
-    run_program(dataclasses.replace(config, notes=(), called=True), config.entry.target)
+    run_program(config, config.entry.target)
 
 
 def config_from_args(

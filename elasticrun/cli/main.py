@@ -267,17 +267,18 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
         return _leave_to_torchrun(config.delegate, words, ns)
     from elasticrun.agent.main import run
 
+    to_join = None
     if config.rendezvous.kind in ("file", "open"):
         from elasticrun.cli.rendezvous import for_others
 
         # nodes that meet by a file type the same words, and mean the same by them
         grow = config.spec.grow if config.rendezvous.kind == "open" else ""
-        command = for_others(words, Asked(ns, environ), os.getcwd(), grow)
-        config = dataclasses.replace(config, to_join=command)
+        to_join = for_others(words, Asked(ns, environ), os.getcwd(), grow)
     plan = dataclasses.replace(config.run, command=(PROG, *words), program=program)
     if plan.folder:
         config.env[RUN_FOLDER] = os.path.abspath(plan.folder)
-    return run(dataclasses.replace(config, notes=(), run=plan))  # they have been printed
+    # its notes have been printed
+    return run(dataclasses.replace(config, notes=(), run=plan, to_join=to_join))
 
 
 def _already(config: AgentConfig) -> str:

@@ -46,13 +46,14 @@ def with_trust(config: AgentConfig) -> AgentConfig:
     """The configuration with a token of its own where no other node has to know it: such a job's
     master is a child of this process and is told by an inherited descriptor. On loopback there is
     no TLS: no certificate names it."""
-    where = config.rendezvous
-    if where.kind == "standalone":
-        config = dataclasses.replace(config, tls=None)
-    alone = where.kind == "standalone" or (where.kind == "static" and config.spec.max_nodes == 1)
-    if config.token or not alone or config.delegate:
+    kind, token = config.rendezvous.kind, config.token
+    tls = None if kind == "standalone" else config.tls
+    alone = kind == "standalone" or (kind == "static" and config.spec.max_nodes == 1)
+    if not token and alone and not config.delegate:
+        token = secrets.token_hex(TOKEN_BYTES)
+    if (token, tls) == (config.token, config.tls):
         return config
-    return dataclasses.replace(config, token=secrets.token_hex(TOKEN_BYTES))
+    return dataclasses.replace(config, token=token, tls=tls)
 
 
 def unusable(files: Files) -> str:

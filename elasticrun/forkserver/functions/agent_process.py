@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -49,14 +49,23 @@ def command(module: str, *words: object) -> list[str]:
 class AgentProcess:
     """One agent, in a session of its own: a Ctrl-C reaches it through the caller alone."""
 
-    def __init__(self, config: AgentConfig, spawner: socket.socket | None = None) -> None:
-        """Start it. `spawner` is its end of the conversation with a caller that plays the spawner.
+    def __init__(
+        self, config: AgentConfig, spawner: socket.socket | None, variables: Mapping[str, str]
+    ) -> None:
+        """Start it. `spawner` is its end of the conversation with a caller that plays the spawner,
+        `variables` further ones for every rank. The notes of `config` have been printed.
 
         Raises OSError if it cannot be started."""
         self._result, theirs = socket.socketpair()
         self._heard = bytearray()
         self._consoles = Consoles()
-        config = dataclasses.replace(config, console_fds=self._consoles.fds)
+        config = dataclasses.replace(
+            config,
+            called=True,
+            notes=(),
+            console_fds=self._consoles.fds,
+            env={**config.env, **variables},
+        )
         config_fd = memory_file("elasticrun-config")
         fds = {"--config-fd": config_fd, "--result-fd": theirs.fileno()}
         if spawner is not None:
