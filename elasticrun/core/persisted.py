@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elasticrun.wire.messages import End, ExcludedNode, JobSpec, ReasonCode, Restore
-from elasticrun.wire.types import Endpoint, RoundName
+from elasticrun.wire.types import NOTHING, Endpoint, RoundName, Skip
 
 
 class Seat(Struct, frozen=True):
@@ -47,9 +47,7 @@ class RoundFacts(Struct, frozen=True):
     over: str = ""  # why its members were told to stop, empty while it runs
     over_code: ReasonCode | None = None  # the reason that this is the text of
     restore: Restore | None = None  # the snapshot that it was to go on from
-    rewound_from: int = -1  # as in Start, and so are these
-    suspect: bool = False
-    restore_step: int = -1
+    skip: Skip = NOTHING  # as in Start
 
 
 class RendezvousFacts(Struct, frozen=True):
@@ -134,7 +132,7 @@ class SnapshotFacts(Struct, frozen=True):
     written: Restore | None = None  # the newest checkpoint that was committed
     rejected: tuple[Rejected, ...] = ()
     rewound_from: int = -1  # training was taken back from this step since the newest checkpoint
-    restore_step: int = -1  # as in Start; -1 too once there is a checkpoint of what came of it
+    restore_step: int = -1  # that a person wants, until a checkpoint of what came of it
 
 
 class LongWait(Struct, frozen=True):

@@ -23,6 +23,7 @@ from elasticrun.wire.types import (
     INT64,
     MAX_ATTEMPT,
     MAX_LOCAL_RANKS,
+    NOTHING,
     Amount,
     AtMost,
     Attempt,
@@ -38,13 +39,14 @@ from elasticrun.wire.types import (
     Pid,
     Ratio,
     RoundName,
+    Skip,
     StepOrNone,
     WholeText,
     WireError,
     tail,
 )
 
-PROTOCOL_VERSION: Final = 8
+PROTOCOL_VERSION: Final = 9
 """Raised with every change of the wire that an older peer cannot read."""
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
@@ -247,7 +249,7 @@ class RoundReport(Struct, frozen=True):
     restart_count: Count
     store: Endpoint
     restore: Restore | None = None  # as in Start
-    rewound_from: StepOrNone = -1  # as in Start
+    skip: Skip = NOTHING  # as in Start
 
     def agree(self, where: str) -> None:
         _agree_on_place(self, where)
@@ -635,7 +637,7 @@ class LastRound(Struct, frozen=True):
     round: RoundName
     world_size: WorldSize
     restore: Restore | None = None  # as in Start
-    rewound_from: StepOrNone = -1  # as in Start, until a checkpoint committed since says it
+    rewound_from: StepOrNone = -1  # `storage_from`, until a checkpoint committed since says it
 
 
 class WentOn(Struct, frozen=True):
@@ -778,9 +780,7 @@ class Start(Struct, frozen=True):
     store: Endpoint
     host_store: bool  # this node's store is the one: keep it
     restore: Restore | None = None  # the snapshot that all ranks go on from; None: none in memory
-    rewound_from: StepOrNone = -1  # checkpoints from this step on come last; -1: none does
-    suspect: bool = False  # `restore` comes last too: ranks have failed soon after it
-    restore_step: StepOrNone = -1  # a person wants this step and no other; -1: nobody does
+    skip: Skip = NOTHING
     why: str = ""  # what ended the round before it, in a clause; "": it is the first, or not known
     code: ReasonCode | None = None  # of `why`
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import NOTHING, RoundName, Skip
 
 NO_ROUND: Final = RoundName(0, 0, "")
 """In the place of a round where there is none."""
@@ -29,10 +29,8 @@ class Resume:
     step: int
     world_size: int  # of that round
     same: bool  # whether this rank's own snapshot of that round lies on this node
-    rewound_from: int = -1  # checkpoints of this step and later ones come last; -1: none does
+    skip: Skip = NOTHING
     put_off: tuple[int, ...] = ()  # signals that the rank is to put off until its state is saved
-    suspect: bool = False  # what is in memory comes last too
-    restore_step: int = -1  # this step and no other, from memory or storage; -1: whatever is newest
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,6 +273,19 @@ class RoundName:
 
 
 @dataclass(frozen=True, slots=True)
+class Skip:
+    """What the ranks of a round leave out when they restore. It is tried again where nothing else
+    is left."""
+
+    storage_from: StepOrNone = -1  # checkpoints of this step and later ones; -1: none
+    memory: bool = False  # the snapshot in memory: ranks have failed soon after it
+    all_but: StepOrNone = -1  # all steps but this one, that a person wants; -1: nobody does
+
+
+NOTHING: Final = Skip()
+
+
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """A host (name or address, IPv6 without brackets) and a TCP port."""
 

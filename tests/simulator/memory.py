@@ -152,7 +152,7 @@ class Memory:
         shelves, want = self._shelves, start.restore
         key = None if want is None else (want.round, want.step)
         self._start, self._watermark, self._given_up = start, key, -1
-        self.last = m.LastRound(start.round, start.world_size, want, start.rewound_from)
+        self.last = m.LastRound(start.round, start.world_size, want, start.skip.storage_from)
         self.current, self._asked = -1, None
         shelves.sizes[start.round] = start.world_size
         if shelves.restores.setdefault(start.round, key) != key:

@@ -49,6 +49,7 @@ def in_short(message: m.Report | m.Order) -> str:
 def _from(start: m.Start) -> str:
     on = start.restore
     words = "" if on is None else f", from step {on.step} of round {on.round.number}"
-    words += f", rewound from {start.rewound_from}" if start.rewound_from >= 0 else ""
-    words += ", suspect" if start.suspect else ""
-    return words + (f", restore step {start.restore_step}" if start.restore_step >= 0 else "")
+    skip = start.skip
+    words += f", rewound from {skip.storage_from}" if skip.storage_from >= 0 else ""
+    words += ", suspect" if skip.memory else ""
+    return words + (f", restore step {skip.all_but}" if skip.all_but >= 0 else "")

@@ -169,10 +169,10 @@ def test_a_hello_without_its_spec() -> None:
 
 
 def test_another_protocol_is_named_before_its_fields_are_read() -> None:
-    data = changed(HELLO, protocol=9, version="7.0", node="", spec__grow="sideways")
+    data = changed(HELLO, protocol=99, version="7.0", node="", spec__grow="sideways")
     with pytest.raises(ProtocolMismatch) as seen:
         protobuf.report_from_wire(data)
-    assert seen.value.protocol == 9
+    assert seen.value.protocol == 99
     assert "7.0" in str(seen.value)
     welcome = pb.Order(welcome=pb.Welcome(protocol=1, version="2\x1b[2J")).SerializeToString()
     with pytest.raises(ProtocolMismatch) as seen:

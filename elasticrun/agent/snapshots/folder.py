@@ -89,7 +89,7 @@ class LocalRound:
     from_nonce: str = ""
     from_step: int = -1  # -1: it had gone on from none
     from_world_size: int = 0
-    rewound_from: int = -1  # as in Start
+    rewound_from: int = -1  # as in LastRound
     base: int = -1  # the step that its ranks went on from, wherever they found it; -1: not known
 
     @classmethod
@@ -106,7 +106,7 @@ class LocalRound:
                 from_step=on.step,
                 from_world_size=on.world_size,
             )
-        return replace(life, rewound_from=start.rewound_from)
+        return replace(life, rewound_from=start.skip.storage_from)
 
     @property
     def restore(self) -> Restore | None:

@@ -68,10 +68,8 @@ def resume(start: Start, *, same: bool, put_off: tuple[int, ...]) -> s.Resume:
         step=NONE if restore is None else restore.step,
         world_size=0 if restore is None else restore.world_size,
         same=same,
-        rewound_from=start.rewound_from,
+        skip=start.skip,
         put_off=put_off,
-        suspect=start.suspect,
-        restore_step=start.restore_step,
     )
 
 

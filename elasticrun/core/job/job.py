@@ -587,12 +587,7 @@ class Job:
         name = RoundName(ctx.term, ctx.number, ctx.mint())
         ready = [ctx.nodes[node] for node in rdzv.ready]
         count = restarts.budget.count
-        facts = replace(
-            begin(name, ready, limit, last, count, choice.restore),
-            rewound_from=points.rewound_from,
-            suspect=choice.suspect,
-            restore_step=choice.restore_step,
-        )
+        facts = begin(name, ready, limit, last, count, choice.restore, choice.skip)
         round_ = Round(facts)
         round_.why = why or (last.why_stopped if last is not None else None)
         ctx.round = round_

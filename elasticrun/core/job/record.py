@@ -138,7 +138,7 @@ def _load_round(
     ctx.rdzv.restore_round(was, facts, at, now, redial)
     seats = round_.seats  # itself: members of an adopted round are seated as they come
     snapshots.begin_round(was.name, was.world_size, was.restore, seats)
-    snapshots.checkpoints.take_over(None if was.suspect else was.restore)
+    snapshots.checkpoints.take_over(None if was.skip.memory else was.restore)
     snapshots.points.expect(node for node in seats if node not in gone)
 
 

@@ -20,7 +20,7 @@ from elasticrun.core.nodes.node import Node, is_loopback
 from elasticrun.core.persisted import RendezvousFacts, RoundFacts, Seat
 from elasticrun.core.reasons import Reason, read, recorded, said
 from elasticrun.wire.messages import Hello, Restore, RoundReport, Start
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import NOTHING, RoundName, Skip
 
 
 def choose(ready: Sequence[Node], limit: int, previous: Mapping[str, int]) -> list[Node]:
@@ -112,9 +112,7 @@ class Round:
             store=facts.store,
             host_store=node == facts.store_node,
             restore=facts.restore,
-            rewound_from=facts.rewound_from,
-            suspect=facts.suspect,
-            restore_step=facts.restore_step,
+            skip=facts.skip,
             why=why,
             code=code,
         )
@@ -131,7 +129,7 @@ def adopt(report: RoundReport) -> Round:
         seats=(),
         adopted=True,
         restore=report.restore,
-        rewound_from=report.rewound_from,
+        skip=report.skip,
     )
     return Round(facts, inherited=True)
 
@@ -156,9 +154,10 @@ def begin(
     previous: Round | None,
     restart_count: int,
     snapshot: Restore | None = None,
+    skip: Skip = NOTHING,
 ) -> RoundFacts:
     """A new round: `limit` of the ready nodes in their places. `snapshot`: what the ranks go on
-    from."""
+    from; `skip`: what they leave out."""
     before = previous.seats if previous else {}
     places = lay_out(choose(ready, limit, before), before)
     host, hellos = store_host(places), [one.hello for one in places]
@@ -180,8 +179,8 @@ def begin(
         )
         world_size += hello.local_world_size
         role_first_ranks[hello.role] += hello.local_world_size
-    store = (host.store, host.id)
-    return RoundFacts(name, world_size, restart_count, *store, tuple(seats), restore=snapshot)
+    given = (host.store, host.id, tuple(seats))
+    return RoundFacts(name, world_size, restart_count, *given, restore=snapshot, skip=skip)
 
 
 class Stage(StrEnum):

@@ -42,7 +42,7 @@ from elasticrun.core.snapshots.ledger import Ledger, in_spans
 from elasticrun.core.snapshots.replication import Replicas
 from elasticrun.core.snapshots.types import Key, Outbox, key_of
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import NOTHING, RoundName, Skip
 
 MAX_WAITING = 65536
 """Questions for a shard whose holder is on its way back."""
@@ -59,13 +59,12 @@ FEW_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the next round goes on from; `why` says what could not be had of a newer one. `suspect`
-    and `restore_step` are as in Start."""
+    """What the next round goes on from; `why` says what could not be had of a newer one. `skip`
+    is as in Start."""
 
     restore: m.Restore | None
     why: str = ""
-    suspect: bool = False
-    restore_step: int = -1
+    skip: Skip = NOTHING
 
 
 class RestorePoints:
@@ -75,8 +74,8 @@ class RestorePoints:
         """`term`: of this master; `restore_step`: that a person asks for, -1: none."""
         self._term = term
         self._outbox = outbox
-        self.restore_step = restore_step  # as in Start; -1 too once a checkpoint followed
-        self.rewound_from = restore_step + 1 if restore_step >= 0 else -1  # as in Start
+        self.restore_step = restore_step  # that a person wants; -1 too once a checkpoint followed
+        self.rewound_from = restore_step + 1 if restore_step >= 0 else -1  # as `storage_from`
         self.watermark = -1  # of the present round; -1: none yet
         self.ledgers: list[Ledger] = []  # of the present round, and of the one before
         self.reports: dict[str, m.Holdings] = {}  # what each living node said last
@@ -254,13 +253,15 @@ class RestorePoints:
         """What the next round goes on from."""
         choice, asked = self._newest(), self.restore_step
         if asked >= 0 and (choice.restore is None or not self._has_obeyed):
-            return Choice(self._whole(asked, self._dropped), restore_step=asked)
+            return Choice(
+                self._whole(asked, self._dropped), skip=Skip(self.rewound_from, all_but=asked)
+            )
         if choice.restore is not None:
             return choice
         suspects = sorted((key[1] for key in self.rejected if self._is_suspect(key)), reverse=True)
         last = (self._whole(step, self._dropped) for step in suspects)
         found = next((one for one in last if one is not None), None)
-        return Choice(found, choice.why, suspect=found is not None)
+        return Choice(found, choice.why, Skip(self.rewound_from, memory=found is not None))
 
     def _whole(self, step: int, without: Container[Key]) -> m.Restore | None:
         """This step, of the newest round of which it is whole in memory."""
@@ -291,8 +292,9 @@ class RestorePoints:
                 why = f"step {known} cannot be restored from memory: {lacks}"
             if whole:
                 step, less = self._with_own(ledger, whole)
-                return Choice(m.Restore(ledger.name, step, ledger.world_size), why or less)
-        return Choice(None, why)
+                found = m.Restore(ledger.name, step, ledger.world_size)
+                return Choice(found, why or less, Skip(self.rewound_from))
+        return Choice(None, why, Skip(self.rewound_from))
 
     def _with_own(self, ledger: Ledger, whole: list[int]) -> tuple[int, str]:
         """Of whole steps (the newest first) the one to go on from, and why it is not the first:

@@ -106,10 +106,10 @@ class SnapshotPolicy:
         self._send()
         if choice.why:
             note(choice.why, "warning")
-        if choice.restore_step >= 0:
+        if choice.skip.all_but >= 0:
             where = "memory" if choice.restore is not None else "storage"
-            note(f"ranks go on from step {choice.restore_step} in {where}: --restore-step")
-        elif choice.suspect and choice.restore is not None:
+            note(f"ranks go on from step {choice.skip.all_but} in {where}: --restore-step")
+        elif choice.skip.memory and choice.restore is not None:
             step = choice.restore.step
             else_ = f"unless storage has a checkpoint below step {saves.points.rewound_from}"
             note(f"ranks try step {step} in memory again, {else_}", "warning")
@@ -135,14 +135,14 @@ class SnapshotPolicy:
         """An agent runs a round of which nobody had told this master."""
         points = self._saves.points
         self.is_stirred = True
-        points.rewound_from, points.restore_step = report.rewound_from, -1
+        points.rewound_from, points.restore_step = report.skip.storage_from, -1
         self._saves.begin_round(report.round, report.world_size, report.restore, round_.seats)
 
     def save_at_breakpoint(self, round_: Round) -> None:
         """A failure has ended the round before this one, whose nodes have been told."""
-        facts = round_.facts
-        if self._ctx.spec.saves.at_breakpoint and facts.restore is not None and not facts.suspect:
-            self._saves.checkpoints.save(facts.restore, self._ctx.now)
+        restore, skip = round_.facts.restore, round_.facts.skip
+        if self._ctx.spec.saves.at_breakpoint and restore is not None and not skip.memory:
+            self._saves.checkpoints.save(restore, self._ctx.now)
             self._send()
 
     def pursue(self) -> tuple[Wish, ...]:

@@ -168,7 +168,7 @@ class WorkerGroup:
             restart_count=start.restart_count,
             store=start.store,
             restore=start.restore,
-            rewound_from=start.rewound_from,
+            skip=start.skip,
         )
 
     def step(self, event: fx.AgentEvent, now: float) -> list[fx.AgentEffect]:

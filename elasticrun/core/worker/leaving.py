@@ -16,7 +16,7 @@ begun to write it: from then on HOLDING sees to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace as changed
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -130,8 +130,9 @@ class Draining:
             if self.has_saved():
                 self.ends_as_saved(self._written)
         start = group.start
-        if order.ok and start is not None and order.step < start.rewound_from:
-            group.start = replace(start, rewound_from=-1)  # storage tells by itself from now on
+        if order.ok and start is not None and order.step < start.skip.storage_from:
+            skip = changed(start.skip, storage_from=-1)
+            group.start = replace(start, skip=skip)  # storage tells by itself from now on
         self._obey(order)
         self.writes.pop(order.attempt, None)
         self._forget_late(now)

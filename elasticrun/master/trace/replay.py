@@ -444,6 +444,6 @@ def _as_it_was(stream: events.Attached, facts: Facts | None) -> events.Attached:
         restart_count=last.restart_count,
         store=last.store,
         restore=last.restore,
-        rewound_from=last.rewound_from,
+        skip=last.skip,
     )
     return replace(stream, hello=replace(stream.hello, attached=attached))

@@ -226,9 +226,10 @@ def in_words(message: m.Report | m.Order) -> str:
 def _restored(order: m.Start) -> str:
     on = order.restore
     words = "" if on is None else f", from step {on.step} of round {on.round}"
-    words += f", rewound from {order.rewound_from}" if order.rewound_from >= 0 else ""
-    words += ", suspect" if order.suspect else ""
-    return words + (f", restore step {order.restore_step}" if order.restore_step >= 0 else "")
+    skip = order.skip
+    words += f", rewound from {skip.storage_from}" if skip.storage_from >= 0 else ""
+    words += ", suspect" if skip.memory else ""
+    return words + (f", restore step {skip.all_but}" if skip.all_but >= 0 else "")
 
 
 def _holding(one: m.Holding) -> str:

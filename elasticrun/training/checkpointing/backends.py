@@ -108,16 +108,14 @@ class AgentWay(Way):
         self._prepared = False
 
     def resume(self, board: Board) -> int:
-        rewound = self._resume.rewound_from
-        asked = self._resume.restore_step
-        if rewound >= 0 > asked and self._setting.rank == 0:
+        skip = self._resume.skip
+        if skip.storage_from >= 0 > skip.all_but and self._setting.rank == 0:
             self.remark(
-                f"checkpoints of step {rewound} and later ones come last: training was taken back"
+                f"checkpoints of step {skip.storage_from} and later ones come last: training was "
+                "taken back"
             )
         choice = RestoreChoice(
-            *(self._setting, board, self.remark, self._resume.step, rewound),
-            suspect=self._resume.suspect,
-            restore_step=asked,
+            *(self._setting, board, self.remark, self._resume.step, skip),
         )
         source, step = choice.restore(self._state)
         if source == "memory":

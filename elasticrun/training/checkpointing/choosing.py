@@ -19,7 +19,7 @@ import _thread
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -40,6 +40,7 @@ from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training.checkpointing.parts import Path, StateError
 from elasticrun.training.checkpointing.state import TrainingState
 from elasticrun.wire import env
+from elasticrun.wire.types import NOTHING, Skip
 
 T = TypeVar("T")
 
@@ -362,17 +363,13 @@ def saved_in(metadata: Metadata) -> tuple[dict[str, Item], int]:
 
 @dataclass(slots=True)
 class RestoreChoice:
-    """One restore. Checkpoints of step `rewound_from` and later ones come last, and so does memory
-    if it is `suspect`."""
+    """One restore. What `skip` names comes last."""
 
     setting: RankOptions
     board: Board
     tell: Callable[[str], None]  # a sentence to the operator
     memory: int = -1  # the step that can be had from memory, -1: none
-    rewound_from: int = -1  # -1: none comes last
-    _: KW_ONLY
-    suspect: bool = False
-    restore_step: int = -1  # that a person asks for; -1: nobody does
+    skip: Skip = NOTHING
     _spoiled: int = field(default=-1, init=False)  # what was found so last: none from there on
     _round: int = field(default=0, init=False)  # of choosing
 
@@ -404,7 +401,7 @@ class RestoreChoice:
                 raise NotAgreed(f"rank 0 cannot say what to go on from: {what}")
             return source, int(what)
         try:
-            chosen = self._best() if self.restore_step < 0 else self._asked_for()
+            chosen = self._best() if self.skip.all_but < 0 else self._asked_for()
         except Exception as error:  # the others must not wait for what is not to come
             self.board.say(key, f"away {error!s:.500}")
             raise
@@ -412,7 +409,7 @@ class RestoreChoice:
         return chosen
 
     def _asked_for(self) -> tuple[str, int]:
-        step, folder = self.restore_step, self.setting.folder
+        step, folder = self.skip.all_but, self.setting.folder
         if self.memory == step:
             return "memory", step
         whole = sorted(self._look(folder.committed))
@@ -426,10 +423,10 @@ class RestoreChoice:
 
     def _best(self) -> tuple[str, int]:
         """The larger step wins, and memory where they are equal; what is suspect comes last."""
-        memory = -1 if self.suspect else self.memory
-        below = [step for step in (self.rewound_from, self._spoiled) if step >= 0]
+        memory = -1 if self.skip.memory else self.memory
+        below = [step for step in (self.skip.storage_from, self._spoiled) if step >= 0]
         stored = self._newest(memory, min(below, default=-1))
-        if max(memory, stored) < 0 and (self.suspect or self.rewound_from >= 0):
+        if max(memory, stored) < 0 and (self.skip.memory or self.skip.storage_from >= 0):
             memory, stored = self.memory, self._newest(self.memory, self._spoiled)
             if max(memory, stored) >= 0:
                 again = f"step {max(memory, stored)} is tried again"

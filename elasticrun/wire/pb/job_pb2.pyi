@@ -300,19 +300,20 @@ class RoundReport(_message.Message):
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
-    REWOUND_FROM_FIELD_NUMBER: _builtins.int
+    SKIP_FIELD_NUMBER: _builtins.int
     group_rank: _builtins.int
     group_world_size: _builtins.int
     first_rank: _builtins.int
     world_size: _builtins.int
     restart_count: _builtins.int
-    rewound_from: _builtins.int
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
     def store(self) -> Global___Endpoint: ...
     @_builtins.property
     def restore(self) -> Global___Restore: ...
+    @_builtins.property
+    def skip(self) -> Global___Skip: ...
     def __init__(
         self,
         *,
@@ -324,11 +325,11 @@ class RoundReport(_message.Message):
         restart_count: _builtins.int = ...,
         store: Global___Endpoint | None = ...,
         restore: Global___Restore | None = ...,
-        rewound_from: _builtins.int = ...,
+        skip: Global___Skip | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "round", b"round", "store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "round", b"round", "skip", b"skip", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "restart_count", b"restart_count", "restore", b"restore", "rewound_from", b"rewound_from", "round", b"round", "store", b"store", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "restart_count", b"restart_count", "restore", b"restore", "round", b"round", "skip", b"skip", "store", b"store", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1768,11 +1769,9 @@ class Start(_message.Message):
     STORE_FIELD_NUMBER: _builtins.int
     HOST_STORE_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
-    REWOUND_FROM_FIELD_NUMBER: _builtins.int
-    SUSPECT_FIELD_NUMBER: _builtins.int
-    RESTORE_STEP_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
+    SKIP_FIELD_NUMBER: _builtins.int
     group_rank: _builtins.int
     group_world_size: _builtins.int
     first_rank: _builtins.int
@@ -1781,9 +1780,6 @@ class Start(_message.Message):
     role_world_size: _builtins.int
     restart_count: _builtins.int
     host_store: _builtins.bool
-    rewound_from: _builtins.int
-    suspect: _builtins.bool
-    restore_step: _builtins.int
     why: _builtins.str
     @_builtins.property
     def round(self) -> Global___Round: ...
@@ -1793,6 +1789,8 @@ class Start(_message.Message):
     def restore(self) -> Global___Restore: ...
     @_builtins.property
     def code(self) -> Global___ReasonCode: ...
+    @_builtins.property
+    def skip(self) -> Global___Skip: ...
     def __init__(
         self,
         *,
@@ -1807,15 +1805,13 @@ class Start(_message.Message):
         store: Global___Endpoint | None = ...,
         host_store: _builtins.bool = ...,
         restore: Global___Restore | None = ...,
-        rewound_from: _builtins.int = ...,
-        suspect: _builtins.bool = ...,
-        restore_step: _builtins.int = ...,
         why: _builtins.str = ...,
         code: Global___ReasonCode | None = ...,
+        skip: Global___Skip | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "restore", b"restore", "round", b"round", "store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "restore", b"restore", "round", b"round", "skip", b"skip", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "restore_step", b"restore_step", "rewound_from", b"rewound_from", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "suspect", b"suspect", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "skip", b"skip", "store", b"store", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1846,6 +1842,31 @@ class Restore(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Restore: _TypeAlias = Restore  # noqa: Y015
+
+@_typing.final
+class Skip(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORAGE_FROM_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    ALL_BUT_FIELD_NUMBER: _builtins.int
+    storage_from: _builtins.int
+    memory: _builtins.bool
+    all_but: _builtins.int
+    def __init__(
+        self,
+        *,
+        storage_from: _builtins.int = ...,
+        memory: _builtins.bool = ...,
+        all_but: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_but", b"all_but", "memory", b"memory", "storage_from", b"storage_from"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Skip: _TypeAlias = Skip  # noqa: Y015
 
 @_typing.final
 class Stop(_message.Message):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elasticrun.wire import messages as m, snapshots as s
+from elasticrun.wire.types import Skip
 from tests.agent.snapshots.played import LAYOUT, ONE, Node, Rank, persist
 
 
@@ -41,8 +42,8 @@ async def test_what_an_older_life_left_is_written_while_the_next_one_restores(no
     saver = await node.saver()
     ranks[0].say(s.Restored(0, "nothing"))
     await node.both(ranks, 1)
-    node.goes_on(rewound_from=5)
-    assert (await node.rank(0)).resume.rewound_from == 5
+    node.goes_on(skip=Skip(5))
+    assert (await node.rank(0)).resume.skip == Skip(5)
     node.snapshots.obey(persist(1, reason="breakpoint"))
     order = await saver.writes()
     assert (order.keep_last, order.in_use) == (0, ())

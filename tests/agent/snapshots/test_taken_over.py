@@ -13,7 +13,7 @@ from pathlib import Path
 from elasticrun.agent.snapshots.folder import LocalRound
 from elasticrun.snapshots.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import RoundName, Skip
 from tests.agent.snapshots.played import BOTH, LAYOUT, ONE, Node, Rank, opened
 
 TWO, NEW = RoundName(7, 2, "n2"), RoundName(8, 1, "new")
@@ -45,7 +45,7 @@ async def said(node: Node) -> m.Holdings:
 
 async def test_it_says_what_the_last_round_had_gone_on_from(node: Node) -> None:
     await node.life(1)
-    node.begin(2, restore=FROM_1, rewound_from=5)
+    node.begin(2, restore=FROM_1, skip=Skip(5))
     ranks = await node.ranks()
     async with follower(node) as after:  # before it took a step
         report = await said(after)
@@ -59,7 +59,7 @@ async def test_it_says_what_the_last_round_had_gone_on_from(node: Node) -> None:
 
 
 async def test_what_was_taken_back_is_told_until_a_checkpoint_says_so(node: Node) -> None:
-    node.begin(1, rewound_from=5)
+    node.begin(1, skip=Skip(5))
     await node.both(await node.ranks(), 1)
     lives = folder_of(node) / "lives.json"
     for step, told in ((6, 5), (4, -1)):

@@ -10,7 +10,7 @@ from elasticrun.core.persisted import Facts, SnapshotFacts
 from elasticrun.core.snapshots.choice import Choice
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import Endpoint, RoundName, dumps, loads
+from elasticrun.wire.types import Endpoint, RoundName, Skip, dumps, loads
 from tests.core.by_hand import Master, failure, hello
 from tests.core.snapshots.saves import R1, R2, SAVER, Saves, answer, fails_soon, holding, step_of
 
@@ -223,7 +223,8 @@ def test_the_lowest_step_counts_and_the_next_master_knows_it() -> None:
     poisoned(saves)
     for number in (4, 5):
         fails_soon(saves, RoundName(1, number, "y"), m.Restore(R1, 90, 2))
-    assert saves.points.choose() == Choice(m.Restore(R1, 90, 2), suspect=True), "100 was withdrawn"
+    again = Choice(m.Restore(R1, 90, 2), skip=Skip(90, memory=True))
+    assert saves.points.choose() == again, "100 was withdrawn"
     assert saves.points.rewound_from == 90
     again = Snapshots(m.SaveSpec(), str)
     again.restore(saves.facts(0.0), 0.0)
@@ -269,12 +270,12 @@ def test_a_suspect_step_is_better_than_none() -> None:
     for number in (2, 3):
         fails_soon(saves, RoundName(1, number, "y"), m.Restore(R1, 100, 2))
     choice = saves.points.choose()
-    assert (choice.restore, choice.suspect) == (m.Restore(R1, 100, 2), True)
+    assert (choice.restore, choice.skip.memory) == (m.Restore(R1, 100, 2), True)
     saves.begin_round(RoundName(1, 4, "y"), 2, choice.restore)
-    assert saves.points.choose().suspect, "while nothing else is whole"
+    assert saves.points.choose().skip.memory, "while nothing else is whole"
     for node in "ab":
         saves.holds(node, 101, name=RoundName(1, 4, "y"))
-    assert saves.points.choose() == Choice(m.Restore(RoundName(1, 4, "y"), 101, 2))
+    assert saves.points.choose() == Choice(m.Restore(RoundName(1, 4, "y"), 101, 2), skip=Skip(100))
 
 
 # ---------------------------------------------------------------- a step that a person asks for
@@ -286,13 +287,16 @@ def asks_for(step: int) -> Saves:
     return saves
 
 
+ASKED = Choice(None, skip=Skip(91, all_but=90))
+
+
 def test_the_step_that_is_asked_for_and_no_other() -> None:
     saves = asks_for(90)
-    assert saves.points.choose() == Choice(None, restore_step=90), "storage may have it"
+    assert saves.points.choose() == ASKED, "storage may have it"
     for node, rank in (("a", 0), ("b", 1)):
         rows = tuple(m.Holding(R1, s, rank, 2, (rank + 1,), wanted=False) for s in (90, 100))
         saves.heard(node, m.Holdings(SAVER[node], rows, last=m.LastRound(R1, 2)), 0.0)
-    assert saves.points.choose() == Choice(None, restore_step=90), "of a master of the same term"
+    assert saves.points.choose() == ASKED, "of a master of the same term"
     saves = asks_for(90)
     saves.begin_round(R1, 2, None)
     saves.both(90, 100)
@@ -314,7 +318,7 @@ def test_it_is_asked_for_until_a_checkpoint_of_what_came_of_it_is_written() -> N
     assert step_of(saves) == 95
     for node in "ab":
         saves.forget(node, 1.0, gone="is dead")
-    assert saves.points.choose() == Choice(None, restore_step=90), "memory is lost"
+    assert saves.points.choose() == ASKED, "memory is lost"
     for node in "ab":
         saves.holds(node, 96, wanted=96)
     saves.does("try1")
@@ -397,7 +401,7 @@ def report(start: m.Start, session: int) -> m.RoundReport:
         start.round,
         *(session - 1, 2, 2 * (session - 1), 4, start.restart_count, Endpoint("10.0.0.1", 4001)),
         restore=start.restore,
-        rewound_from=start.rewound_from,
+        skip=start.skip,
     )
 
 

@@ -12,6 +12,7 @@ from torch.distributed import TCPStore
 
 from elasticrun.snapshots.storage.folder import MARKER, Folder
 from elasticrun.training.checkpointing.choosing import Board, NotThere, RankOptions, RestoreChoice
+from elasticrun.wire.types import Skip
 
 ALL, NO_OTHER = (60, 80, 100), ()
 SECONDS = timedelta(seconds=20)
@@ -30,8 +31,8 @@ def choice(
         place.begin(step)
         place.put(step, MARKER, b"there")
     setting = RankOptions(place, 0, 1, slots=2, keep_last=3, keep_every=0, verify=True)
-    more = {"suspect": suspect, "restore_step": restore_step}
-    return RestoreChoice(setting, Board("x", 1), told.append, memory, rewound_from, **more), told
+    skip = Skip(rewound_from, suspect, restore_step)
+    return RestoreChoice(setting, Board("x", 1), told.append, memory, skip), told
 
 
 @pytest.mark.parametrize(
