@@ -1,5 +1,7 @@
-"""Jobs where they run: the verbs that every place has (`backend`), this host, ssh, Slurm and
-Kubernetes, which of them is meant (`choosing`), and the asking of a job's master (`line`).
+"""Jobs and the backends that run them: this host, ssh, Slurm and Kubernetes.
 
-Forbidden here: printing, reading a command line, torch; grpc before a master is asked.
+`backend` defines the verbs that every backend has, `choosing` selects the backend, and `line`
+queries a job's master.
+
+Forbidden here: printing, reading a command line, torch; grpc before a master is queried.
 """

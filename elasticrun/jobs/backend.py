@@ -1,7 +1,8 @@
-"""What every place can do with a job: this host, Slurm, and others by a module of their own.
+"""The verbs that every backend implements: this host, Slurm, and others in a module of their own.
 
-A job that was submitted has two files of ours in its run folder: `submitted.json` (`Submission`),
-from which it is started again, and `token`, by which its nodes and its owner prove themselves.
+The run folder of a submitted job contains two files of this program: `submitted.json`
+(`Submission`), from which the job is started again, and `token`, which authenticates its nodes and
+its owner.
 """
 
 from __future__ import annotations
@@ -34,80 +35,83 @@ TOKEN: Final = "token"
 
 
 class NotDone(Exception):
-    """What was asked for was not done; the text is a sentence."""
+    """The request was not carried out; the message is a sentence."""
 
 
 class Forbidden(NotDone):
-    """The place gives this user no right to it."""
+    """The backend does not permit this user to do it."""
 
 
 class Missing(NotDone):
-    """The place has no such job."""
+    """The backend has no such job."""
 
 
 class Submission(Struct, frozen=True, kw_only=True):
-    """A job as it was submitted, and what carries it now."""
+    """A job as it was submitted, and what runs it now."""
 
     name: str
     on: str  # local, ssh, slurm, k8s
     host: str = ""  # where it was submitted
-    flags: tuple[str, ...] = ()  # of the launcher, the same on each node
+    flags: tuple[str, ...] = ()  # the launcher's, the same on each node
     program: tuple[str, ...] = ()
     workdir: str = ""
-    env: dict[str, str] = {}  # beside that of who starts it
+    env: dict[str, str] = {}  # in addition to the environment of the user who starts it
     min_nodes: int = 1
     max_nodes: int = 1
-    scaled: int = 0  # nodes at most by `scale` since; 0: it was not scaled
+    scaled: int = 0  # last maximum set by `scale`; 0: never scaled
     gpus: tuple[
         str, ...
     ] = ()  # that the nodes of this host share out, as CUDA_VISIBLE_DEVICES has it
-    port: int = 0  # where the nodes of this host meet; 0: there is one node
+    port: int = 0  # where the nodes of this host meet; 0: one node
     agents: tuple[LocalAgent, ...] = ()  # as in `runs.layout.Starting`
-    hosts: tuple[str, ...] = ()  # that ssh reaches, with users
-    ssh: tuple[str, ...] = ()  # what reaches them
-    script: str = ""  # for sbatch; objects of a cluster, as JSON
-    number: str = ""  # of the job, by its scheduler; in a cluster its kind
-    context: str = ""  # of the kubeconfig
+    hosts: tuple[str, ...] = ()  # reached by ssh, with user names
+    ssh: tuple[str, ...] = ()  # the command that reaches them
+    script: str = ""  # for sbatch; in a cluster the objects, as JSON
+    number: str = ""  # the scheduler's job number; in a cluster the object's kind
+    context: str = ""  # from the kubeconfig
     namespace: str = ""
     uid: str = ""  # of the object in the cluster
 
 
 class Place(Protocol):
-    """Where jobs run. `run` is a job's run folder; each method returns a sentence on what was done,
-    or raises NotDone."""
+    """Where jobs run. `run` is a job's run folder. Each method returns a sentence about what it
+    did, or raises NotDone."""
 
     def submit(self, run: RunFolder, wanted: Submission) -> str:
-        """Start it; returns when that is on its way. The folder has the job's record already."""
+        """Start the job; returns once the start is under way. The folder already has the job's
+        record."""
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """These rows of its jobs, by what the place itself knows of them, which may be better."""
+        """Update these rows of its jobs with what the backend itself knows, which may be more
+        recent."""
 
 
 class Backend(Place, Protocol):
-    """One whose jobs this program itself looks after. In a cluster the API server is told instead,
-    by which a job without a run folder is known as well (`jobs/kube/`)."""
+    """A place whose jobs this program itself manages. Kubernetes is not one: there the API server
+    manages them, and it also knows jobs that have no run folder (`jobs/kube/`)."""
 
     def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
-        """Set how many nodes it has at most; `ask` puts a request to its master."""
+        """Set the job's maximum number of nodes; `ask` sends a request to its master."""
 
     def suspend(self, run: RunFolder) -> str:
-        """Save a step, and let go of what it runs on; returns when that is done."""
+        """Save a step and release the job's resources; returns when that is done."""
 
     def resume(self, run: RunFolder) -> str:
-        """Go on in the same folder."""
+        """Resume the job in the same folder."""
 
     def stop(self, run: RunFolder) -> str:
-        """End it for good, where its master cannot be asked to; it saves first what it can."""
+        """End the job for good when its master cannot do it. The job saves first if it can."""
 
     def end(self, run: RunFolder) -> None:
-        """End it at once, for its folder is to go; returns when nothing of it runs."""
+        """End the job at once, because its folder will be removed; returns when none of it runs."""
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
-        """Run a command on a node of it, on this terminal; the command's exit code."""
+        """Run a command on one of the job's nodes, on this terminal. Returns the command's exit
+        code."""
 
 
 def submission(run: RunFolder) -> Submission:
-    """How it was submitted. NotDone where it was not."""
+    """How the job was submitted. Raises NotDone if it was not submitted."""
     try:
         with open(run.path / SUBMITTED, "rb") as file:
             return msgspec.json.decode(file.read(MAX_BYTES), type=Submission)
@@ -124,18 +128,18 @@ def submission(run: RunFolder) -> Submission:
 
 
 def typed(job: JobRecord) -> str:
-    """What a person typed to start it, for a shell."""
+    """The shell command with which the user started it."""
     return f"cd {shlex.quote(job.workdir)} && {shlex.join(job.command)}"
 
 
 def write_submission(run: RunFolder, known: Submission) -> None:
-    """OSError."""
+    """Write `submitted.json`. Raises OSError."""
     replace_file(run.path / SUBMITTED, msgspec.json.format(msgspec.json.encode(known)) + b"\n")
 
 
 def make_token(run: RunFolder) -> Path:
-    """A fresh secret in the folder, for its owner alone, unless there is one. OSError, also where
-    that one is another's or may be read by others."""
+    """Write a fresh secret to the folder, readable by its owner only, unless one exists. Raises
+    OSError, also if the existing one belongs to another user or others can read it."""
     path = run.path / TOKEN
     if not os.path.lexists(path):
         replace_file(path, secrets.token_hex(32).encode() + b"\n")
@@ -146,7 +150,7 @@ def make_token(run: RunFolder) -> Path:
 
 
 def token(run: RunFolder) -> str:
-    """The job's secret; "" where it has none here."""
+    """The job's secret; "" if it has none here."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return (run.path / TOKEN).read_text(encoding="ascii").strip()
     return ""

@@ -1,8 +1,8 @@
-"""Which place is meant: what `--on` says, else $ELASTICRUN_ON, else this host; of a job that is
-there, the place that its run folder names.
+"""Selects the backend: for a new job --on, else $ELASTICRUN_ON, else this host; for an existing
+job, the backend that its run folder records.
 
-A host with sbatch is not taken for a place to hand jobs to: what stands in a cluster's queue and
-what runs here differ too much for a guess.
+A host with sbatch does not imply Slurm: a job in a cluster's queue and a job on this host differ
+too much to guess.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ OF_CLUSTERS: Final = ("--namespace", "--context", "-n")
 
 VALUED: Final = ("--tail", "-t", "--rank", "--node", "--instance", "-i", "--since", "--grep",
                  "--reason", "--output", "-o")  # fmt: skip
-"""Flags of verbs whose next word is no job's name."""
+"""Flags whose next word is a value and not a job's name."""
 
 
 def chosen(on: str, environ: Mapping[str, str], *, hosts: bool = False) -> str:
-    """The place's name; `hosts`: some are named. NotDone for none that a job can be submitted
-    to."""
+    """The backend's name. `hosts`: whether the user names hosts. Raises NotDone if a job cannot be
+    submitted there."""
     word, source = (on, "--on") if on else (environ.get(ON, "") or "local", ON)
     word = place_called(word, source)
     if hosts and not on:
@@ -46,7 +46,7 @@ def chosen(on: str, environ: Mapping[str, str], *, hosts: bool = False) -> str:
 
 
 def place_called(word: str, source: str = "--on") -> str:
-    """The place that is meant; `source`: where the word stands. NotDone."""
+    """The backend of that name; `source`: where the user named it. Raises NotDone."""
     word = "k8s" if word == "kubernetes" else word
     if word not in PLACES:
         hint = nearest(word, PLACES)
@@ -55,7 +55,7 @@ def place_called(word: str, source: str = "--on") -> str:
 
 
 def backend(place: str, environ: Mapping[str, str]) -> Backend:
-    """The place of that name. NotDone."""
+    """The backend of that name. Raises NotDone."""
     if place == "local":
         return LocalJobs(environ)
     if place == "ssh":
@@ -66,7 +66,7 @@ def backend(place: str, environ: Mapping[str, str]) -> Backend:
 
 
 def place_of(run: RunFolder) -> str:
-    """Where the job of a run folder was submitted, or else was started."""
+    """Where the job of a run folder was submitted, or else started."""
     with contextlib.suppress(NotDone):
         return submission(run).on
     job = run.job()
@@ -74,14 +74,15 @@ def place_of(run: RunFolder) -> str:
 
 
 def backend_of(run: RunFolder, environ: Mapping[str, str]) -> Backend:
-    """The place of a job that is there. NotDone."""
+    """The backend of an existing job. Raises NotDone."""
     return backend(place_of(run), environ)
 
 
 def refuse_taken(
     root: Path, name: str, environ: Mapping[str, str], own: RunFolder | None = None
 ) -> None:
-    """NotDone where a job of this name lives, other than that of `own`. OSError."""
+    """Raises NotDone if a job of this name is still active, other than the job of `own`, and
+    OSError."""
     known = [(run, job) for run in all_runs(root) if (job := run.job()) and job.name == name]
     mine = own.place if own else None
     rows = [row_of(run, job) for run, job in known if run.place != mine]
@@ -94,7 +95,7 @@ def refuse_taken(
 
 
 def by_their_places(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[JobRow]:
-    """These rows, those of a place that knows more of its jobs by what that says."""
+    """These rows, updated by each backend that knows more about its jobs."""
     known: dict[str, JobRow] = {}
     own: dict[str, list[JobRow]] = {place: [] for place in PLACES}
     for row in rows:
@@ -108,9 +109,9 @@ def by_their_places(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[
 
 
 def is_in_cluster(words: Sequence[str], environ: Mapping[str, str], *, others: int = 0) -> bool:
-    """Whether the words of a verb are about jobs in Kubernetes: by --on and what goes with it, by
-    the run folder of a job that they name, else by $ELASTICRUN_ON. `others`: words before the job's
-    name. NotDone for a place that is none or has no use here."""
+    """Whether a verb's words concern jobs in Kubernetes: according to --on and the cluster flags,
+    else the run folder of the named job, else $ELASTICRUN_ON. `others`: number of words before the
+    job's name. Raises NotDone for a backend that is unknown or not allowed here."""
     ours = list(words[: words.index("--")] if "--" in words else words)
     for at, word in enumerate(ours):
         flag, _, value = word.partition("=")

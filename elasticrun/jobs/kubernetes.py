@@ -1,5 +1,8 @@
-"""Jobs in a Kubernetes cluster. The object there is the truth; the run folder here remembers in
-which cluster and namespace it is, and how it ended when that was last seen."""
+"""Jobs in a Kubernetes cluster.
+
+The object in the cluster is authoritative. The run folder on this host records its cluster and
+namespace, and how the job ended when this was last observed.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ if TYPE_CHECKING:
     from elasticrun.jobs.kube.seen import ClusterJob
 
 LIST_LIMIT: Final = 5.0
-"""Seconds that a list waits for a cluster; then it shows what is remembered."""
+"""Seconds that a list waits for a cluster; then it shows the recorded state."""
 
 
 class KubernetesJobs:
-    """The clusters of the kubeconfig; which is meant, a job's run folder says."""
+    """The clusters of the kubeconfig; each job's run folder names its cluster."""
 
     def submit(self, run: RunFolder, wanted: Submission) -> str:
-        """Make the objects that it was read as."""
+        """Create the objects that the submission contains."""
         from elasticrun.jobs.kube import acts
         from elasticrun.jobs.kube.api import KubeApi
 
@@ -45,19 +48,19 @@ class KubernetesJobs:
                 )
 
         uid, made = asyncio.run(make())
-        write_submission(run, replace(wanted, script="", uid=uid))  # a token is in the script
+        write_submission(run, replace(wanted, script="", uid=uid))  # the script contains a token
         return made
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """By their objects; those of a cluster that cannot be asked as they are."""
+        """Update the rows from their objects; rows of an unreachable cluster keep their state."""
         try:
             return asyncio.run(_looked_up(rows))
-        except NotDone as why:  # the extra is missing
+        except NotDone as why:  # the extra is not installed
             return [replace(row, reason=str(why)) for row in rows]
 
 
 async def _object(api: KubeApi, known: Submission) -> ClusterJob | None:
-    """Its object, where that is there, and not a later one of that name."""
+    """The job's object, if it exists and is not a later object of the same name."""
     from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS
     from elasticrun.jobs.kube.seen import ClusterJob
 
@@ -71,7 +74,7 @@ async def _object(api: KubeApi, known: Submission) -> ClusterJob | None:
 def note_end(
     run: RunFolder, state: str, reason: str, row: JobRow | None = None, ended: float = 0.0
 ) -> None:
-    """Remember how a job ended, as soon as that is seen. OSError."""
+    """Record how a job ended, as soon as this is observed. Raises OSError."""
     if run.result() is None and run.path.is_dir():
         result = RunResult(state=state, reason=reason, ended=ended or time.time())
         if row is not None:
@@ -82,8 +85,8 @@ def note_end(
 
 
 def end_replaced(runs: Sequence[RunFolder], run: RunFolder) -> None:
-    """Record the end of jobs whose name in the cluster `run`'s job now has: the API server accepts
-    a name only when the object before it is gone. OSError."""
+    """Record as lost each job whose name in the cluster now belongs to the job of `run`: the API
+    server accepts a name only once the earlier object is deleted. Raises OSError."""
     new = submission(run)
     for other in runs:
         with contextlib.suppress(NotDone):

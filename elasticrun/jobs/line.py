@@ -1,5 +1,6 @@
-"""Which job is meant, and the asking of its master: who it is, what proves that we may, and what it
-replies."""
+"""Finds the job that the user means, and queries its master: its endpoint, the credentials for it,
+its replies.
+"""
 
 from __future__ import annotations
 
@@ -26,45 +27,46 @@ from elasticrun.wire.messages import Reply, Request, Role
 from elasticrun.wire.types import Endpoint, WireError
 
 ANSWER_LIMIT: Final = 20.0
-"""Seconds to wait for an answer: longer than the master itself waits for the ranks."""
+"""Seconds to wait for a reply: longer than the master itself waits for the ranks."""
 
 
 class NotAnswered(Exception):
-    """Nobody is asked, or nobody answers; the text is a sentence."""
+    """No master can be queried, or none answers; the message is a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobMaster:
-    """Whom to ask, and by what it knows us."""
+    """The endpoint of a master, and our credentials for it."""
 
     endpoint: Endpoint
     reader: str = field(default="", repr=False)
     operator: str = field(default="", repr=False)
     files: Tls | None = None
-    run: str = ""  # the job's run folder; "": not known
+    run: str = ""  # the job's run folder; "": unknown
 
 
 class JobLine:
-    """The way to one master; for one `asyncio.Runner`, since grpc takes no second event loop."""
+    """The connection to one master. It belongs to one `asyncio.Runner`, because grpc does not
+    support a second event loop."""
 
     def __init__(self, master: JobMaster, runner: asyncio.Runner) -> None:
         self._master = master
         self._runner = runner
 
     def reply(self, request: Request) -> Reply:
-        """What the master says to it. NotAnswered, also where it does not want to."""
-        # Late: grpc takes longer to import than everything else here together.
+        """The master's reply. Raises NotAnswered, also if the master refuses."""
+        # Late import: grpc takes longer to import than everything else here together.
         from elasticrun.wire.rpc import protobuf
         from elasticrun.wire.rpc.channel import LinkError, ask_for
 
         master, reading = self._master, request.verb in ("picture", "stacks")
-        # without a token the job's own user is an operator or nobody
+        # without a token, the job's own user has the operator role or none
         reads = reading and bool(master.reader or not master.operator)
         role = Role.READER if reads else Role.OPERATOR
         token = master.reader if role is Role.READER else master.operator
         try:
             protobuf.report_to_wire(request)
-        except WireError as wrong:  # what was typed is no name of a node
+        except WireError as wrong:  # the user typed an invalid node name
             raise NotAnswered(str(wrong)) from None
         try:
             pem = None if master.files is None else auth.read_pem(master.files)
@@ -83,7 +85,8 @@ class JobLine:
         return reply
 
     def picture(self, verb: str = "picture", *, live: bool = False) -> Picture:
-        """All that the master knows; `live`, and for stacks, what the ranks do at this moment."""
+        """All that the master knows. `live`, and the verb "stacks": with the ranks' current
+        activity."""
         reply = self.reply(Request(verb, live=live, who=who()))
         try:
             return msgspec.json.decode(reply.body, type=Picture)
@@ -93,16 +96,16 @@ class JobLine:
 
     @property
     def run(self) -> RunFolder | None:
-        """The job's run folder, where it is known."""
+        """The job's run folder, if known."""
         return RunFolder(Path(self._master.run)) if self._master.run else None
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where the master is."""
+        """The master's endpoint."""
         return self._master.endpoint
 
     def pause(self, seconds: float) -> None:
-        """Let time pass; ^C ends it."""
+        """Sleep; ^C interrupts it."""
         self._runner.run(asyncio.sleep(seconds))
 
 
@@ -113,15 +116,15 @@ def who() -> str:
 
 @dataclass(frozen=True, slots=True)
 class MeantJob:
-    """A job of this user's. Without either it is not known."""
+    """One of this user's jobs; unknown if both fields are None."""
 
-    master: Published | None = None  # of one that runs on this host
+    master: Published | None = None  # if it runs on this host
     run: RunFolder | None = None
 
 
 def meant(job: str, *, newest: bool = False) -> MeantJob:
-    """The job that a word names, for verbs that ask a master, as `index.pick` has it; no name
-    begins so: an empty one. NotAnswered where several are meant."""
+    """The job that a word names, for verbs that query a master, as `index.pick` defines it; empty
+    if no name begins with the word. Raises NotAnswered if several match."""
     here: list[Published] = []
     runs: list[RunFolder] = []
     with contextlib.suppress(OSError):
@@ -147,7 +150,7 @@ def meant(job: str, *, newest: bool = False) -> MeantJob:
 
 
 def _named(master: Published | None, run: RunFolder | None = None) -> index.Named[MeantJob]:
-    """A job as it may be named: by its run folder, and by what its master has left here."""
+    """The names of a job: those of its run folder, and those that its master published here."""
     if run is None and master is not None and master.run:
         run = RunFolder(Path(master.run))
     job = MeantJob(master, run)
@@ -160,8 +163,8 @@ def _named(master: Published | None, run: RunFolder | None = None) -> index.Name
 
 
 def master_of(run: RunFolder) -> JobMaster:
-    """Whom to ask about the job of a run folder: by what its master has left for its user on this
-    host, else by where the folder says it is and the token in it. NotAnswered."""
+    """The master of the job of a run folder: the endpoint and credentials that it published for
+    this user on this host, else the endpoint and token in the folder. Raises NotAnswered."""
     job = run.job()
     if job is None:
         raise NotAnswered(f"{run.path} has no job.json yet")

@@ -1,8 +1,8 @@
-"""Jobs on this host: agents in sessions of their own, which outlive the terminal.
+"""Jobs on this host: agents in their own sessions, which outlive the terminal.
 
-A job of one node is a standalone one. Of several nodes each has an agent here, which meet on
-loopback, and the host's GPUs are shared out among them: for trying out what happens when nodes come
-and go. Agents are known by pid and start time, so that no other process is taken for one.
+A job of one node is standalone. For several nodes each has an agent on this host; they meet on
+loopback and split the host's GPUs. This is for testing what happens when nodes join and leave. The
+pid and start time identify an agent, so a reused pid is never mistaken for it.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES, LAST_WORDS
 from elasticrun.wire.messages import Reply, Request
 
 SECRETS: Final = ("ELASTICRUN_TOKEN", *GIT_USERNAMES, *GIT_PASSWORDS)
-"""Variables that a command beside the job is not given."""
+"""Variables removed from the environment of a command that runs beside the job."""
 
 LEAVE_LIMIT: Final = 600.0
-"""Seconds that a job may take to save and leave, whatever its --departure-grace."""
+"""Seconds that a job may take to save and exit, whatever its --departure-grace."""
 
 START_LIMIT: Final = 2.0
-"""Seconds for which submit waits to hear whether a launcher can begin."""
+"""Seconds for which submit waits for a launcher's start to fail."""
 
 START_POLL: Final = 0.05
 
 END_LIMIT: Final = 60.0
-"""Seconds from SIGTERM to SIGKILL of a job that is deleted; for a master without nodes to go."""
+"""Seconds from SIGTERM to SIGKILL for a deleted job, and for a master without nodes to exit."""
 
 
 class LocalJobs:
-    """This host."""
+    """The backend of this host."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
 
     def submit(self, run: RunFolder, wanted: Submission) -> str:
-        """One agent a node, all at once."""
+        """Start one agent per node, all at once."""
         count = 1 if wanted.hosts else wanted.scaled or wanted.max_nodes
         port = _free_port() if wanted.max_nodes > 1 and not wanted.hosts else 0
         self._start(run, replace(wanted, port=port, agents=()), count)
@@ -67,7 +67,8 @@ class LocalJobs:
         return f"job {wanted.name} is started on {where}{nodes}"
 
     def resume(self, run: RunFolder) -> str:
-        """The same command in the same folder, with the environment of who resumes it."""
+        """Start the same command in the same folder, with the environment of the user who resumes
+        it."""
         known = submission(run)
         if living(run):
             raise NotDone(f"job {known.name} runs: there is nothing to resume")
@@ -83,13 +84,13 @@ class LocalJobs:
         try:
             return self.submit(run, known)
         except NotDone:
-            if before is not None:  # it stands as it did
+            if before is not None:  # restore the previous result
                 with contextlib.suppress(OSError):
                     run.write_result(before)
             raise
 
     def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
-        """The master sets the number; agents that are missing are started."""
+        """The master sets the number; missing agents are started."""
         known, job = submission(run), run.job()
         if known.gpus and wanted.number > known.max_nodes:
             raise NotDone(
@@ -112,7 +113,7 @@ class LocalJobs:
         if job is not None:
             low = min(known.min_nodes, wanted.number)
             known = replace(known, scaled=wanted.number)
-            with contextlib.suppress(OSError):  # a full disk; the master knows
+            with contextlib.suppress(OSError):  # a full disk; the master has the number
                 run.write_job(replace(job, nodes=f"{low}:{wanted.number}"))
                 write_submission(run, known)
         missing = wanted.number - len(living(run))
@@ -122,7 +123,7 @@ class LocalJobs:
         return said
 
     def suspend(self, run: RunFolder) -> str:
-        """SIGTERM, upon which agents save a step and leave."""
+        """Send SIGTERM: agents save a step and leave."""
         name = submission(run).name
         if not _signal(living(run), signal.SIGTERM):
             if run.is_suspended():
@@ -143,14 +144,14 @@ class LocalJobs:
             return f"job {name} is suspended{at}; {again}"
         if state == "succeeded":
             return f"job {name} had succeeded before it was told to leave"
-        _say(run, "stopped", f"{SUSPENDED}; no step was saved", suspended=True)  # no failure
+        _say(run, "stopped", f"{SUSPENDED}; no step was saved", suspended=True)  # not a failure
         return (
             f"job {name} is suspended; no step was saved as it ended; {again} from an earlier "
             "checkpoint, or at 0 where its script has no Checkpointer"
         )
 
     def stop(self, run: RunFolder) -> str:
-        """SIGTERM, for one whose master does not answer; one that is suspended stays so."""
+        """Send SIGTERM to a job whose master does not answer. A suspended job becomes stopped."""
         if not _signal(living(run), signal.SIGTERM):
             result = run.result()
             if result is None or not result.suspended:
@@ -162,7 +163,8 @@ class LocalJobs:
         return f"job {_named(run)} has no master that answers: its agents were told to end"
 
     def end(self, run: RunFolder) -> None:
-        """SIGTERM, and SIGKILL for what takes too long. That it failed then is no news."""
+        """Send SIGTERM, and SIGKILL after a timeout. A failure that this causes counts as
+        "stopped"."""
         here = living(run)
         _signal(here, signal.SIGTERM)
         left = _await_end(here, END_LIMIT)
@@ -174,7 +176,7 @@ class LocalJobs:
             _say(run, "stopped", "ended by `elasticrun delete`")
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
-        """In the working directory and with the environment of the node's agent."""
+        """Run it in the working directory and with the environment of the node's agent."""
         here = living(run)
         import psutil
 
@@ -182,7 +184,7 @@ class LocalJobs:
         try:
             agent = psutil.Process(one.process.pid)
             environ = agent.environ()
-            for name in SECRETS:  # of which an agent leaves stars
+            for name in SECRETS:  # an agent masks their values
                 environ.pop(name, None)
             return subprocess.run(command, env=environ, cwd=agent.cwd(), check=False).returncode
         except psutil.Error as wrong:
@@ -191,11 +193,12 @@ class LocalJobs:
             raise NotDone(f"{command[0]} cannot be run: {wrong.strerror}") from None
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """By their run folders."""
+        """The rows, as their run folders give them."""
         return list(rows)
 
     def _start(self, run: RunFolder, known: Submission, count: int) -> None:
-        """So many agents more, on record before this returns. NotDone where none can be."""
+        """Start `count` more agents, recorded before this returns. Raises NotDone if one cannot
+        start."""
         here = {one.node for one in living(run)}
         free = [node for at in range(known.max_nodes + count) if (node := f"node{at}") not in here]
         started = [one for one in known.agents if one.node in here]
@@ -217,7 +220,7 @@ class LocalJobs:
             at, nodes = int(node.removeprefix("node")), known.max_nodes
             if share := known.gpus[at % nodes :: nodes]:
                 environ["CUDA_VISIBLE_DEVICES"] = ",".join(share)
-        # -P: the folder the job runs in is not on the path of the command elasticrun either
+        # -P: keeps the working directory off sys.path, as the elasticrun command does
         command = [sys.executable, "-P", "-m", "elasticrun", *words, *known.flags, *known.program]
         with open(run.path / CONSOLE, "ab") as console:
             process = subprocess.Popen(
@@ -241,7 +244,7 @@ def meeting(known: Submission, node: str, port: int) -> list[str]:
         return [*words, "--standalone"]
     most = known.scaled or known.max_nodes
     words += [f"--nnodes={min(known.min_nodes, most)}:{most}", f"--node-id={node}"]
-    words += [f"--node-rank={node.removeprefix('node')}"]  # a wish: agents start all at once
+    words += [f"--node-rank={node.removeprefix('node')}"]  # a preference only
     return [*words, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
 
 
@@ -249,8 +252,8 @@ def meeting(known: Submission, node: str, port: int) -> list[str]:
 
 
 def living(run: RunFolder) -> list[LocalAgent]:
-    """The agents that run; of a job that was typed, the one that started it. NotDone where they
-    cannot be reached from here: they run on another host or in another PID namespace."""
+    """The running agents; for a job that was started by hand, its first agent. Raises NotDone if
+    they run on another host or in another PID namespace."""
     job, own = run.job(), os.uname().nodename
     if is_ours(run):
         known = submission(run)
@@ -260,7 +263,7 @@ def living(run: RunFolder) -> list[LocalAgent]:
         host, name = job.host, job.name
         agents = [LocalAgent(job.host, job.process)]
     else:
-        submission(run)  # which says what is missing
+        submission(run)  # raises NotDone with the reason
         return []
     alive = [one for one in agents if one.process.is_alive() is not False]
     found = [one for one in alive if one.process.is_local]
@@ -275,13 +278,12 @@ def living(run: RunFolder) -> list[LocalAgent]:
 
 
 def this_process() -> dict[str, Any]:
-    """Of a submission whose agents are not started yet: this process is to do it."""
+    """Fields of a submission whose agents have not started: this process is starting them."""
     return {"agents": (LocalAgent("", ProcessId.own()),)}
 
 
 def _say(run: RunFolder, state: str, reason: str, *, suspended: bool = False) -> None:
-    """How the job has ended, by who has ended it: its master, if it has one, knows of a signal
-    alone."""
+    """Record how the job ended, by the process that ended it: the master knows only of a signal."""
     result = run.result() or RunResult(job=_named(run), state=state, ended=time.time())
     with contextlib.suppress(OSError):
         run.write_result(replace(result, state=state, reason=reason, suspended=suspended))
@@ -289,7 +291,7 @@ def _say(run: RunFolder, state: str, reason: str, *, suspended: bool = False) ->
 
 @contextlib.contextmanager
 def _process(one: LocalAgent) -> Iterator[int]:
-    """A descriptor by which it, and no later process of that pid, is meant. OSError."""
+    """A pidfd of exactly this process, not of a later process with its pid. Raises OSError."""
     fd = os.pidfd_open(one.process.pid)
     try:
         if not (one.process.is_local and one.process.is_alive()):
@@ -300,7 +302,7 @@ def _process(one: LocalAgent) -> Iterator[int]:
 
 
 def _signal(agents: Iterable[LocalAgent], number: int) -> int:
-    """How many were still there."""
+    """Signal the agents. Returns how many were still running."""
     told = 0
     for one in agents:
         with contextlib.suppress(OSError), _process(one) as fd:
@@ -310,7 +312,7 @@ def _signal(agents: Iterable[LocalAgent], number: int) -> int:
 
 
 def _await_end(agents: Sequence[LocalAgent], limit: float) -> list[LocalAgent]:
-    """Those that still run when the time is over."""
+    """Wait for the agents to exit. Returns those that still run after `limit` seconds."""
     end = time.monotonic() + limit
     for one in agents:
         with contextlib.suppress(OSError), _process(one) as fd:
@@ -328,14 +330,14 @@ def _the_node(living: Sequence[LocalAgent], node: str, job: str) -> LocalAgent:
 
 
 def _word(run: RunFolder) -> str:
-    """Its state as lists have it."""
+    """Its state as lists show it."""
     job = run.job()
     return row_of(run, job).state if job else run.state()
 
 
 def _await_master(run: RunFolder) -> None:
-    """Until the one whose launchers were killed has given them up, for no other may begin before.
-    NotDone."""
+    """Wait until the master whose launchers were killed releases the run folder: no other master
+    may start before. Raises NotDone."""
     end = time.monotonic() + END_LIMIT
     while run.is_held():
         if time.monotonic() > end:
@@ -344,9 +346,9 @@ def _await_master(run: RunFolder) -> None:
 
 
 def _refuse_at_once(run: RunFolder, name: str) -> None:
-    """NotDone where its launchers say soon that they cannot begin."""
+    """Raises NotDone if its launchers soon report that they cannot start."""
     end = time.monotonic() + START_LIMIT
-    with contextlib.suppress(KeyboardInterrupt):  # which ends the waiting: the job is started
+    with contextlib.suppress(KeyboardInterrupt):  # ends only the waiting: the job has started
         while run.state() == "submitted" and time.monotonic() < end:
             _await_end(run.carriers(), START_POLL)
     if run.state() == "failed" and run.result() is None:

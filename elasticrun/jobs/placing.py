@@ -1,4 +1,4 @@
-"""Where the job of a verb's words is: in a Kubernetes cluster, or outside of clusters."""
+"""Decides whether a verb's words concern a job in a Kubernetes cluster or outside of clusters."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from elasticrun.jobs.choosing import is_in_cluster
 
 
 class Placed(NamedTuple):
-    """The words of a verb, and what runs it in a cluster; None for a job outside of clusters."""
+    """The words of a verb, and the function that runs it in a cluster; None for other jobs."""
 
     words: Sequence[str]
     run: Callable[[], int] | None
 
 
 def placed(verb: str, words: Sequence[str], say: Callable[[str], None]) -> Placed:
-    """Find the place of the job that these words name; a ScalePlan (`scale -f`) becomes words.
-    UsageError."""
+    """Find where the named job runs; a ScalePlan (`scale -f`) becomes words. Raises UsageError."""
     if verb == "scale" and any(word in ("-f", "--file") for word in words):
         from elasticrun.jobs.cluster.verbs import of_a_plan
 

@@ -1,5 +1,7 @@
-"""What verbs print for programs, wherever a job runs: `JobPage` of the job, `DoneRow` of what was
-done to it. One word says how it stands, the same in every verb."""
+"""What verbs print for programs, for every backend: `JobPage` for a job, `DoneRow` for a change.
+
+Every verb uses the same word for a job's state.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.types import Endpoint
 
 OVER: Final = "ended"
-"""The state of a job that is over where nobody here knows how."""
+"""The state of a job that has ended with an exit status that is unknown here."""
 
 SUSPENDED: Final = "suspended"
-"""The state of a job that was suspended, whether or not it had saved a step."""
+"""The state of a suspended job, whether or not it saved a step."""
 
 _STATES: Final = {"gathering": "waiting", "stopping": "waiting", "running": "running"}
 """By the phase of a round."""
@@ -66,7 +68,7 @@ class DoneRow(Struct, frozen=True, kw_only=True):
 
 
 def row_of(folder: RunFolder, job: JobRecord) -> JobRow:
-    """By what its run folder says."""
+    """The row from the job's run folder."""
     result = folder.result()
     state = result.state if result else folder.state()
     return JobRow(
@@ -89,7 +91,7 @@ def row_of(folder: RunFolder, job: JobRecord) -> JobRow:
 
 
 def state_of(status: JobStatus, run: str = "") -> str:
-    """The word for what a master says; `run`: the job's run folder, where it is known."""
+    """The state that a master's status means; `run`: the job's run folder, if known."""
     if hangs(status):
         return "hangs"
     if word := _STATES.get(status.phase):
@@ -99,13 +101,14 @@ def state_of(status: JobStatus, run: str = "") -> str:
 
 
 def hangs(status: JobStatus) -> bool:
-    """Whether a job that runs stands still; one whose rank works may well go on."""
+    """Whether a running job hangs. A weak verdict does not count: the rank may well be making
+    progress."""
     return status.phase == "running" and status.hang not in ("", "weak")
 
 
 def live_row(status: JobStatus, endpoint: Endpoint | str, run: str) -> JobRow:
-    """By what the master at `endpoint` says; `run`: the job's run folder, "" where none is
-    known."""
+    """The row from the status of the master at `endpoint`; `run`: the job's run folder, "" if
+    unknown."""
     folder = RunFolder(Path(run or os.devnull))
     job = folder.job()
     return JobRow(
@@ -128,7 +131,7 @@ def live_row(status: JobStatus, endpoint: Endpoint | str, run: str) -> JobRow:
 
 
 def page_of(row: JobRow, **more: object) -> JobPage:
-    """The row with more of the same job."""
+    """The row with more fields of the same job."""
     return JobPage(**asdict(row) | more)
 
 
@@ -149,5 +152,5 @@ class NodeRow(Struct, frozen=True, kw_only=True):
 
 
 def as_json(value: Any) -> str:
-    """Records as a person or a program reads them."""
+    """Indented JSON, readable by people and programs."""
     return json.dumps(msgspec.to_builtins(value), indent=1)

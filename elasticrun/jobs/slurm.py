@@ -1,5 +1,7 @@
-"""Jobs of Slurm: a batch script, as `elasticrun render slurm` prints it, in the run folder, which
-is on a disk that the nodes share. What runs is asked of its master; the queue is asked of squeue.
+"""Slurm jobs: a batch script, as `elasticrun render slurm` prints it, in a run folder on a disk
+that the nodes share.
+
+A running job's state comes from its master; the queue's comes from squeue.
 """
 
 from __future__ import annotations
@@ -21,20 +23,20 @@ from elasticrun.wire.messages import Reply, Request
 SCRIPT: Final = "batch.sh"
 
 CALL_LIMIT: Final = 60.0
-"""Seconds for one command of Slurm's; a busy controller takes some."""
+"""Seconds allowed for one Slurm command; a busy controller is slow."""
 
 LEAVE_LIMIT: Final = 600.0
-"""Seconds that a job may take to save and leave; Slurm's KillWait ends it sooner."""
+"""Seconds that a job may take to save and exit; Slurm's KillWait may end it sooner."""
 
 LOOK_EVERY: Final = 0.5
-"""Seconds between two looks at the queue, which tells nobody of itself."""
+"""Seconds between two polls of the queue; Slurm sends no notifications."""
 
 FORM: Final = "%i|%T|%D|%S|%r"
-"""Of squeue's lines, the same in all versions: number, state, nodes, when it began, reason."""
+"""Format of squeue's lines, the same in all versions: number, state, nodes, start time, reason."""
 
 
 class Queued(NamedTuple):
-    """A job that the queue has."""
+    """A job in the queue."""
 
     state: str
     nodes: int
@@ -49,13 +51,13 @@ class Queued(NamedTuple):
 
 
 class SlurmJobs:
-    """The cluster whose commands are here."""
+    """The Slurm cluster whose commands are installed here."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
 
     def submit(self, run: RunFolder, wanted: Submission) -> str:
-        """Hand the script to sbatch. The job may be requeued, or it could not be suspended."""
+        """Pass the script to sbatch, with --requeue, because suspend requeues the job."""
         path = run.path / SCRIPT
         try:
             replace_file(path, wanted.script.encode())
@@ -68,7 +70,7 @@ class SlurmJobs:
         return f"job {wanted.name} is submitted as Slurm job {number}"
 
     def resume(self, run: RunFolder) -> str:
-        """Release it, or, where Slurm has it no more, submit the same script again."""
+        """Release the job, or submit the same script again if Slurm no longer has it."""
         known = submission(run)
         queued = self._queue().get(known.number)
         if queued is None:
@@ -83,7 +85,7 @@ class SlurmJobs:
         return f"job {known.name} is released (Slurm job {known.number})"
 
     def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
-        """The master sets the number. Slurm gives a job that runs no more nodes."""
+        """The master sets the number. Slurm adds no nodes to a running job."""
         said = ask(wanted).reason
         known = submission(run)
         has = queued.nodes if (queued := self._queue().get(known.number)) else 0
@@ -92,8 +94,7 @@ class SlurmJobs:
         return said
 
     def suspend(self, run: RunFolder) -> str:
-        """Back into the queue, and held there: Slurm sends SIGTERM, upon which nodes save and
-        leave."""
+        """Requeue the job and hold it: Slurm sends SIGTERM, and the nodes save and leave."""
         known = submission(run)
         queued = self._queue().get(known.number)
         if queued is None:
@@ -112,7 +113,7 @@ class SlurmJobs:
         return f"job {known.name} is suspended{f' at step {step}' if step >= 0 else ''}; {again}"
 
     def stop(self, run: RunFolder) -> str:
-        """scancel, for one whose master does not answer, or that has none yet."""
+        """Run scancel, for a job whose master does not answer or does not exist yet."""
         known = submission(run)
         if known.number not in self._queue():
             raise NotDone(f"Slurm has no job {known.number} ({known.name}) any more")
@@ -121,7 +122,7 @@ class SlurmJobs:
         return f"job {known.name} is cancelled (Slurm job {known.number})"
 
     def end(self, run: RunFolder) -> None:
-        """scancel; Slurm kills after its KillWait what does not end."""
+        """Run scancel; Slurm kills the remaining processes after its KillWait."""
         known = submission(run)
         if known.number in self._queue():
             self._call("scancel", known.number)
@@ -130,7 +131,7 @@ class SlurmJobs:
         self._note_end(run, known)
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
-        """As a step beside the job's own."""
+        """Run the command as a job step that overlaps the job's own."""
         known = submission(run)
         where = f"--nodelist={node}" if node else "--relative=0"
         words = ["srun", f"--jobid={known.number}", "--overlap", "-N1", "-n1", where, *command]
@@ -141,7 +142,7 @@ class SlurmJobs:
         return done.returncode
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """By squeue; as they are where it cannot be asked."""
+        """Update the rows from squeue; unchanged if squeue fails."""
         if all(row.state in ("succeeded", "stopped") for row in rows):  # Slurm may requeue others
             return list(rows)
         try:
@@ -153,7 +154,7 @@ class SlurmJobs:
     # ------------------------------------------------------------ Slurm's commands
 
     def _queue(self) -> dict[str, Queued]:
-        """Our jobs that have not ended, by number."""
+        """This user's queued and running jobs, by number."""
         found = {}
         for line in self._call("squeue", "--me", "-h", "-o", FORM).splitlines():
             number, state, nodes, began, reason = (line.split("|", 4) + [""] * 4)[:5]
@@ -170,7 +171,7 @@ class SlurmJobs:
         return True
 
     def _call(self, *words: str, cwd: str | None = None) -> str:
-        """What it prints. NotDone, in its own words."""
+        """The output of a Slurm command. Raises NotDone with the command's error message."""
         try:
             done = subprocess.run(
                 words,
@@ -193,7 +194,7 @@ class SlurmJobs:
         return done.stdout.strip()
 
     def _note_end(self, run: RunFolder, known: Submission) -> None:
-        """A job that was cancelled in the queue: no master has said, or will, that it is over."""
+        """Record the end of a job that was cancelled in the queue: no master reports it."""
         result = run.result() or RunResult(job=known.name, state="saved", ended=time.time())
         if result.state == "saved":
             run.write_result(replace(result, state="stopped", reason="cancelled in Slurm"))
@@ -212,7 +213,7 @@ def _by_queue(row: JobRow, queue: Mapping[str, Queued]) -> JobRow:
         return replace(row, state="suspended", reason=f"held in Slurm as job {number}")
     if queued.state == "PENDING":
         return replace(row, state="submitted", reason=f"waits in Slurm: {queued.reason}")
-    begins = row.state in ("saved", "lost", "submitted")  # once more, or for the first time
+    begins = row.state in ("saved", "lost", "submitted")  # again, or for the first time
     if row.state == "failed" and (result := RunFolder(Path(row.run)).result()):
         begins = queued.began > time.strftime("%FT%T", time.localtime(result.ended))
     return replace(row, state="waiting", reason="") if begins else row

@@ -1,6 +1,7 @@
-"""Jobs on hosts that ssh reaches: `elasticrun --hosts`, which starts the agents there and follows
-them, is a process of this host that outlives the terminal. What it is told by a signal it tells its
-agents.
+"""Jobs on hosts that ssh reaches.
+
+`elasticrun --hosts` starts the agents there and follows them. It is a process of this host that
+outlives the terminal, and it forwards signals to its agents.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from elasticrun.wire.messages import Reply, Request
 
 
 class SshJobs:
-    """Hosts that were named. What is done to the process here is what `LocalJobs` does."""
+    """The backend of named hosts. `LocalJobs` manages the process on this host."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._here = LocalJobs(environ)
@@ -33,28 +34,28 @@ class SshJobs:
         return self._here.submit(run, wanted)
 
     def resume(self, run: RunFolder) -> str:
-        """The same hosts and command again."""
+        """Start the same command on the same hosts again."""
         return self._here.resume(run)
 
     def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
-        """The master sets the number, of the hosts that have an agent."""
+        """The master sets the number, up to the hosts that have an agent."""
         return ask(wanted).reason
 
     def suspend(self, run: RunFolder) -> str:
-        """SIGTERM, which is passed on: agents save a step and leave."""
+        """Send SIGTERM, which the process forwards: agents save a step and leave."""
         return self._here.suspend(run)
 
     def stop(self, run: RunFolder) -> str:
-        """SIGTERM, for one whose master does not answer."""
+        """Send SIGTERM to a job whose master does not answer."""
         return self._here.stop(run)
 
     def end(self, run: RunFolder) -> None:
-        """SIGTERM; agents that are not reached end with their job."""
+        """Send SIGTERM. Agents that it does not reach end with their job."""
         self._here.end(run)
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
-        """By ssh, in the job's working directory; on the first host where none is named. On this
-        very host as a child, as its agent is."""
+        """Run it by ssh in the job's working directory, on the first host if none is named. On this
+        host it runs as a child process, as the agent does."""
         known = submission(run)
         found = [host for host in known.hosts if node in ("", host, host.rpartition("@")[2])]
         if not found:
@@ -70,8 +71,8 @@ class SshJobs:
             raise NotDone(f"{words[0]} cannot be run: {wrong.strerror}") from None
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """Where the hosts do not share the run folder, all that is known is whether the process
-        here runs."""
+        """The rows of these jobs. If the hosts do not share the run folder, the only information is
+        whether the process on this host runs."""
         return [_by_process(replace(row, where="ssh")) for row in self._here.jobs(rows)]
 
 
@@ -83,5 +84,5 @@ def _by_process(row: JobRow) -> JobRow:
         runs = living(run)
     except NotDone:
         return row
-    # Before the job has begun only launchers write to the console: which host is not reached, say.
+    # Before the job begins only launchers write to the console, such as which host is unreachable.
     return replace(row, state="running", reason=run.last_line()) if runs else row

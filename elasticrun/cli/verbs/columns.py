@@ -1,5 +1,7 @@
-"""Tables for the terminal. A name is never cut: one that leaves no room for the rest gets its own
-line, as in `df`."""
+"""Tables for the terminal.
+
+A name is never cut: a name too wide for its column gets its own line, as in `df`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def duration(seconds: float) -> str:
 
 
 def lines(titles: Row, rows: Sequence[Row], columns: int) -> list[str]:
-    """The table, no wider than `columns` but for a name that is wider by itself."""
+    """The table, no wider than `columns` unless a single name is wider."""
     table = [titles, *rows]
     most = [max(len(row[at]) for row in table) for at in range(1, len(titles))]
     room = columns - sum(width + 2 for width in most)
@@ -44,7 +46,7 @@ def lines(titles: Row, rows: Sequence[Row], columns: int) -> list[str]:
 
 
 def width() -> int | None:
-    """Columns of a table in a pipe or a file; None for a terminal, which knows its own."""
+    """The table width for a pipe or a file; None on a terminal, where rich measures the width."""
     columns = os.environ.get("COLUMNS", "")
     if sys.stdout.isatty():
         return None
@@ -52,7 +54,7 @@ def width() -> int | None:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print it without the blanks that fill up its last column."""
+    """Print the table without the trailing blanks of its last column."""
     with console.capture() as drawn:
         console.print(table)
     print(*(line.rstrip() for line in drawn.get().splitlines()), sep="\n")

@@ -1,8 +1,9 @@
-"""`elasticrun doctor`: what is wrong with this machine, and what to do about it.
+"""`elasticrun doctor`: problems of this machine, and how to fix them.
 
-With --rdzv-endpoint the job's master is asked as well: whether it can dial this host, what its
-clock says, and who else has this host's name. Below stand the settings that say which node of which
-job this is, each with its source. Exit code 1 if a finding failed, else 0.
+With --rdzv-endpoint it also asks the job's master: whether the master can dial this host, how far
+their clocks differ, and whether another node uses this host's name. A second table lists the
+settings that place this node in its job, each with its source. Exit code 1 if a check failed, else
+0.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ if TYPE_CHECKING:
 
 
 ALWAYS: Final = ("nnodes", "nproc_per_node", "node_rank", "rdzv_id", "rdzv_endpoint")
-"""Settings that are shown wherever any is: what the scheduler, or nobody, has said is news too."""
+"""Shown whenever any setting is shown, even at the default: a missing value is informative too."""
 
 _OTHERS: Final = tuple(dest for dest in PLACE_FLAGS if dest not in ALWAYS)
 
 ROWS: Final = (*ALWAYS, *_OTHERS, "log_dir", "data", "accelerator")
-"""The launcher's flags that say what the machine is to do, and as which node of which job."""
+"""The launcher's flags that describe the machine's task and this node's place in its job."""
 
 MASTER: Final = "master"
-"""The check whether it answers at all."""
+"""The check that the master answers at all."""
 
 STYLES: Final = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILED: "bold red"}
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """`elasticrun doctor` with its own arguments; UsageError for what cannot be meant."""
+    """`elasticrun doctor` with its own arguments. Raises UsageError for invalid ones."""
     variables = trust.withdraw() if environ is None else environ
     ns = parser(variables).parse_args(argv)
     asked = Asked(ns, variables)
-    # Where a scheduler's nodes would meet there is no master yet.
+    # Read before the scheduler fills in values: no master runs yet at a scheduler's endpoint.
     where = asked.text("rdzv_endpoint")
     master = _master(asked, where) if where else None
     place = _place(asked)
@@ -80,7 +81,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
 
 
 def parser(environ: Mapping[str, str]) -> Parser:
-    """The flags of `elasticrun doctor`; most are the launcher's own."""
+    """The flags of `elasticrun doctor`; most are the launcher's."""
     made = Parser(
         prog="elasticrun doctor",
         description="Say what is wrong with this machine, and what to do about it.",
@@ -122,14 +123,15 @@ def _subject(
         folders=tuple(folders),
         data=settings.data(asked.text("data")),
         accelerator=resolve.accelerator(asked),
-        # Tools that are asked need not know the job's secret.
+        # Checks run external tools, which need not know the job's secret.
         environ={k: v for k, v in asked.environ.items() if k != trust.TOKEN_VARIABLE},
     )
 
 
 def _nodes(asked: Asked, place: Whereabouts) -> int:
-    """How many nodes the job may have. Where nobody says it, as many as the scheduler has given:
-    from a batch script a bare command is a job of one, but its nodes are looked at for more."""
+    """The largest number of nodes of the job. Without --nnodes, the number that the scheduler
+    allocated: a bare command in a batch script is a job of one node, but the checks also consider
+    the other allocated nodes."""
     _, nodes = settings.nodes(asked.text("nnodes"))
     if asked.explicitly("nnodes") or asked.switch("standalone") or place.found is None:
         return nodes
@@ -137,7 +139,7 @@ def _nodes(asked: Asked, place: Whereabouts) -> int:
 
 
 def _place(asked: Asked) -> Whereabouts:
-    """Where a scheduler has put this node, as far as these flags leave room."""
+    """Where a scheduler placed this node; explicit flags take precedence."""
     from elasticrun.cli.devices import facts, this_machine
 
     machine = this_machine(asked.environ)._replace(facts=lambda: facts(asked.environ))
@@ -145,7 +147,7 @@ def _place(asked: Asked) -> Whereabouts:
 
 
 def _settings(asked: Asked, place: Whereabouts) -> list[Setting]:
-    """Those of the place; none where nobody, and no scheduler, says anything of it."""
+    """The settings that place this node; empty if neither the user nor a scheduler sets any."""
     given = [dest for dest in _OTHERS if asked.explicitly(dest)]
     if place.found is None and not given and not any(map(asked.explicitly, ALWAYS)):
         return []
@@ -153,8 +155,8 @@ def _settings(asked: Asked, place: Whereabouts) -> list[Setting]:
 
 
 async def examine(subject: Subject, master: Question | None) -> list[Finding]:
-    """What this machine shows, and what the master says of it."""
-    # Late: grpc takes longer to import than everything else here together.
+    """The findings about this machine, then those about the master."""
+    # Late import: grpc takes longer to import than everything else here together.
     from elasticrun.agent.runtime import in_thread
 
     local = asyncio.ensure_future(in_thread(lambda: checkup.run(checkup.checks(subject))))
@@ -190,7 +192,7 @@ async def _asked(master: Question) -> list[Finding]:
 
 
 async def _no_answer(master: Question, wrong: LinkError) -> Finding:
-    """The finding about a master that does not answer; one side without TLS is told apart."""
+    """The finding about a master that does not answer. TLS on only one side is its own case."""
     from elasticrun.agent.link.answering import PortAnswer, probe
 
     where = master.endpoint
@@ -213,7 +215,7 @@ def _show(findings: Sequence[Finding], settings: Sequence[Setting]) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, width=width())
-    # Text, not markup: what was seen may hold square brackets.
+    # Text, not markup: findings may contain square brackets.
     rows = [
         [
             Text(one.state.value, style=STYLES[one.state]),

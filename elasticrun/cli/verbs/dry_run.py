@@ -1,4 +1,4 @@
-"""--dry-run: what would run, and where each setting comes from."""
+"""--dry-run: shows what would run, and the source of each setting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elasticrun.wire.types import Endpoint, EntryKind
 def show(
     config: AgentConfig, ns: argparse.Namespace, environ: Mapping[str, str], place: Whereabouts
 ) -> int:
-    """Print the text of `describe`; the exit code."""
+    """Print the text of `describe`. Returns the exit code."""
     print(describe(config, ns, environ, place), end="")
     return EXIT_OK
 
@@ -28,8 +28,8 @@ def describe(
     environ: Mapping[str, str],
     place: Whereabouts = NOWHERE,
 ) -> str:
-    """The resolved settings as text: a summary, then the flags that are not at their defaults with
-    their sources, and with --verbose all others."""
+    """The resolved settings as text: a summary, then each flag that is not at its default with its
+    source, and with --verbose all other flags."""
     asked = Asked(ns, environ, {**place.shown, **place.filled})
     spec = config.spec
     low, high = spec.min_nodes, spec.max_nodes
@@ -66,7 +66,7 @@ def describe(
 
 
 def _counting(row: Setting, config: AgentConfig, environ: Mapping[str, str]) -> Setting:
-    """The row of a flag with what counts in the place of a default."""
+    """The row of a flag; if the flag is at its default, the value in effect and its source."""
     spec, rank = config.spec, config.node_rank
     file = config.rendezvous.kind == "file"
     whose_id = "new, where the file names none" if file else "new for every run"
@@ -102,7 +102,7 @@ def _counting(row: Setting, config: AgentConfig, environ: Mapping[str, str]) -> 
 
 
 def _attempt(place: Whereabouts) -> list[tuple[str, str]]:
-    """Which start of the scheduler's this is, where it counts them."""
+    """How often the scheduler has started this job, if the scheduler counts that."""
     if place.found is None or not place.found.attempt_source:
         return []
     return [("attempt", f"{place.found.attempt} ({place.found.attempt_source})")]

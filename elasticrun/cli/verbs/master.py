@@ -1,4 +1,4 @@
-"""`elasticrun master`: a job master by hand, for a host or a pod that runs no ranks."""
+"""`elasticrun master`: a job master started by hand, for a host or a pod that runs no ranks."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ JOB_FLAGS: Final = (
     "hang_limit",
     "slot_price",
 )
-"""Flags that make the job's agreement; where none is given, the first agent's counts."""
+"""Flags that form the job's spec. If none is given, the first agent's spec applies."""
 
 
 def parser(environ: dict[str, str]) -> Parser:
-    """The flags of `elasticrun master`; those of the job are the launcher's own."""
+    """The flags of `elasticrun master`; the job's flags are the launcher's."""
     made = Parser(
         prog=f"{PROG} master",
         description="Run the job master, which agents reach by --rdzv-endpoint=HOST:PORT.",
@@ -76,7 +76,7 @@ def parser(environ: dict[str, str]) -> Parser:
 
 
 def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
-    """What the words after `elasticrun master` ask for; raises `UsageError`."""
+    """The configuration for the words after `elasticrun master`. Raises `UsageError`."""
     ns = parser(environ).parse_args(argv)
     asked = Asked(ns, environ)
     spec, conf = None, conf_keys(asked)
@@ -107,7 +107,7 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
 
 
 def state_dir(text: str) -> str:
-    """The folder of the record, made and found fit; raises `UsageError`."""
+    """The folder of the record, created and checked. Raises `UsageError`."""
     if not text:
         return ""
     folder = Path(text).absolute()

@@ -1,5 +1,4 @@
-"""Masters of running jobs: the endpoint that a user names, and what proves to each master that its
-own user asks."""
+"""Masters of running jobs: the endpoint that a user names, and the user's credentials for it."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from elasticrun.wire.types import Endpoint
 
 
 class NoStatus(Exception):
-    """Nothing can be shown; the text is a sentence."""
+    """The status cannot be shown; the message is a sentence."""
 
 
 ANSWER_LIMIT: Final = 5.0
-"""Seconds to wait for a master; one on the other side of the world answers within one."""
+"""Seconds to wait for a master. A master on another continent answers within one."""
 
 
 DEFAULT_PORT: Final = 29400
@@ -31,8 +30,7 @@ DEFAULT_PORT: Final = 29400
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One master to be asked, by what it knows us, and the run folder of its job, "" where that is
-    not known here."""
+    """A master to query, our reader token for it, and the run folder of its job ("" if unknown)."""
 
     endpoint: Endpoint
     reader: str = field(default="", repr=False)
@@ -52,7 +50,7 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def published_here() -> list[Published]:
-    """The masters of this user on this host. NoStatus."""
+    """The masters of this user on this host. Raises NoStatus."""
     try:
         return published(user_folder(os.environ))
     except OSError as wrong:
@@ -60,8 +58,9 @@ def published_here() -> list[Published]:
 
 
 def question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
-    """With the job's token, or with what a master of our own on this port has left for us. It is no
-    secret of another job's: a proof made with it is good for that master alone."""
+    """A question with the job's token, or with the reader token that one of this user's masters on
+    this port published here. Sending that token's proof to another job's master leaks nothing: the
+    proof is valid for the publishing master only."""
     if token:
         return Question(endpoint, reader_token(token), files)
     with contextlib.suppress(NoStatus):
@@ -73,13 +72,13 @@ def question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
 
 
 def question_to(master: Published, token: str, files: Tls | None) -> Question:
-    """One for a master of this user's on this host."""
+    """A question to one of this user's masters on this host."""
     given = master.reader or reader_token(token)
     return Question(master.endpoint, given, files if master.tls else None, master.run)
 
 
 def is_here(host: str) -> bool:
-    """Whether a master at this address is on this host."""
+    """Whether this address belongs to this host."""
     from elasticrun.host.system.network import is_ours, is_this_host
 
     return is_this_host(host) or is_ours(host)
@@ -92,7 +91,7 @@ NO_JOBS: Final = (
 
 
 class Unheard(NamedTuple):
-    """A master that gave no page, and a sentence."""
+    """A master that did not answer, and why, as a sentence."""
 
     where: Endpoint
     sentence: str
@@ -101,8 +100,9 @@ class Unheard(NamedTuple):
 def ask(
     questions: list[Question], runner: asyncio.Runner
 ) -> tuple[list[tuple[Endpoint, JobStatus]], list[Unheard]]:
-    """The pages of those who answer, by their addresses, and those who are silent."""
-    # Late: grpc takes longer to import than everything else here together.
+    """The status pages of the masters that answer, with their endpoints, and the masters that do
+    not."""
+    # Late import: grpc takes longer to import than everything else here together.
     from elasticrun.agent.link.answering import PortAnswer, probe
     from elasticrun.wire import auth
     from elasticrun.wire.rpc.channel import LinkError, get_status
@@ -144,8 +144,8 @@ def ask(
 
 
 def unanswered(where: Endpoint, why: str, run: str = "") -> str:
-    """That the master there does not answer, and what follows. `run`: the run folder of its job; ""
-    where that is not known."""
+    """A sentence: the master does not answer, the consequence, and what to run. `run`: the run
+    folder of its job, "" if unknown."""
     goes_on = "; its ranks may train on without it" if run else ""
     look = f"to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
     return f"the master at {where} does not answer ({why}){goes_on}; {look}"

@@ -1,7 +1,7 @@
-"""`elasticrun replay TRACE`: what a master decided, when and why, from its trace.
+"""`elasticrun replay TRACE`: a master's decisions, their times and reasons, from its trace.
 
-Exit code 0 when the brain says today what was recorded, 1 when it says something else, 2 for a file
-that is no trace.
+Exit code 0 if replaying gives the recorded decisions, 1 if it gives others, 2 if the file is not a
+trace.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`elasticrun replay` with its own arguments; raises UsageError."""
+    """`elasticrun replay` with its own arguments. Raises UsageError."""
     asked = parser().parse_args(argv)
-    # Late: the brain is needed here alone.
+    # Late import: only this verb needs the state machine.
     from elasticrun.master.trace.replay import NoTrace, Wanted, replay
 
     wanted = Wanted(node=asked.node, since=asked.since, everything=asked.all)

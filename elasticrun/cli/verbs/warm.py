@@ -1,4 +1,4 @@
-"""`elasticrun warm`: a process that keeps torch imported, from which later jobs are forked."""
+"""`elasticrun warm`: a process that keeps torch imported, so that later jobs fork from it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from elasticrun.host.user_folder import user_folder
 from elasticrun.wire import env, frames, spawning
 
 ANSWER_LIMIT: Final = 5.0
-"""Seconds for a warm process to say what it is."""
+"""Seconds to wait for a warm process to describe itself."""
 
 
 def main(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """Start one, list all of this user, or stop them; the exit code."""
+    """Start a warm process, or list or stop all of this user. Returns the exit code."""
     asked = _parser().parse_args(list(words))
     given = [n for n, is_given in (("idle", asked.idle is not None), ("one-rank", asked.one_rank))
              if is_given]  # fmt: skip
@@ -42,7 +42,8 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 
 def _serves(*, one_rank: bool) -> str:
-    """Which jobs of this shell are forked from it: torch sizes its thread pools at its import."""
+    """Which jobs of this shell can fork from it: torch sizes its thread pools when it is
+    imported."""
     if os.environ.get(env.OMP_NUM_THREADS):
         return f"jobs with {env.OMP_NUM_THREADS}={os.environ[env.OMP_NUM_THREADS]}"
     if one_rank:
@@ -51,12 +52,12 @@ def _serves(*, one_rank: bool) -> str:
 
 
 def _environ(*, one_rank: bool) -> dict[str, str]:
-    """The variables that the fork server of a job of this shell starts with."""
+    """The variables with which the fork server of a job from this shell starts."""
     return {**({} if one_rank else {env.OMP_NUM_THREADS: "1"}), **os.environ}
 
 
 def _seconds(minutes: str) -> float:
-    """What --idle is given."""
+    """Parse the value of --idle."""
     with contextlib.suppress(ValueError):
         if 0 < float(minutes) <= 7 * 24 * 60:
             return float(minutes) * 60
@@ -110,25 +111,26 @@ def _start(
 
 
 def _warm(folder: Path) -> Iterator[tuple[Path, spawning.Description]]:
-    """The sockets behind which there is a process, and what it says it is."""
+    """The sockets with a live process, and each process's description."""
     for path in sorted(folder.glob("warm-*.sock")):
         if path.is_socket() and (found := _describe(path)) is not None:
             yield path, found
 
 
 def _describe(path: Path) -> spawning.Description | None:
-    """What the process behind a socket is; None where there is none (any more)."""
+    """The description of the process at a socket; None if there is no process (any more)."""
     answer = _send(path, spawning.Describe())
     return answer if isinstance(answer, spawning.Description) else None
 
 
 def _send(path: Path, word: spawning.ToWarm) -> spawning.FromWarm | None:
-    """What is answered; None where it hangs up, having nothing to say to that word, or is gone."""
+    """The answer; None if the process closes the connection because it does not support the
+    message, or if it has exited."""
     try:
         with warm.connect(path, ANSWER_LIMIT) as conn:
             conn.sendall(frames.encode(word))
             return warm.hear(conn)
-    except ConnectionRefusedError:  # it was killed, or is another host's
+    except ConnectionRefusedError:  # it was killed, or the socket belongs to another host
         if warm.may_remove(path):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -157,7 +159,7 @@ def _list(folder: Path) -> int:
 
 
 def _where(path: Path) -> str:
-    """Whether a job of this shell would be forked from the warm process that listens at `path`."""
+    """Whether a job of this shell would fork from the warm process that listens at `path`."""
     for one_rank, words in ((False, "here"), (True, "here, for jobs of one rank")):
         environ = _environ(one_rank=one_rank)
         used = warm.find(environ)
@@ -170,7 +172,7 @@ def _where(path: Path) -> str:
 
 
 def _memory(pid: int) -> str:
-    """What it has for itself: memory that is shared with jobs counts by parts (PSS)."""
+    """Its proportional set size (PSS): memory shared with jobs counts in part."""
     import psutil
 
     try:

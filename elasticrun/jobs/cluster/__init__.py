@@ -1,5 +1,5 @@
-"""Jobs of a Kubernetes cluster: the verbs (`verbs`), what pods have printed (`logs`), and how what
-is submitted becomes objects (`submit`).
+"""Jobs in a Kubernetes cluster: the verbs (`verbs`), the output of pods (`logs`), and turning a
+submission into objects (`submit`).
 
-Forbidden here: lightkube before a cluster is asked; torch, grpc.
+Forbidden here: lightkube before a cluster is queried; torch, grpc.
 """

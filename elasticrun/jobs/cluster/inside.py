@@ -1,5 +1,5 @@
-"""Verbs that kubectl carries out in a pod of a job: `exec` on a node, and where its master is what
-that alone can answer or do.
+"""Verbs that run in a pod of a job through kubectl: `exec` on any node, and the verbs that need the
+job's master, in its pod.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OWN: Final = {
     "events": "--follow", "incidents": "", "stacks": "--rank", "top": "--once",
     "restart": "--reason", "exclude": "--reason", "include": "--reason",
 }  # fmt: skip
-"""What a job's master is asked, and the flag that each has beside those that all have."""
+"""Verbs that need the job's master, and the flag that each has besides the common ones."""
 
 
 def ask_master(verb: str, words: Sequence[str]) -> int:
-    """One of OWN; its exit code there."""
+    """Run one of OWN at the master. Returns its exit code."""
     does = f"`{PROG} {verb}` of a job in a cluster: kubectl asks where the job's master is."
     made = Parser(prog=f"{PROG} {verb}", description=does)
     of_a_node, flag = verb in ("exclude", "include"), OWN[verb]
@@ -56,7 +56,7 @@ def ask_master(verb: str, words: Sequence[str]) -> int:
     ns.job, number = (" ".join(ns.words), 0) if flag else meant(ns.words)
 
     asked = [PROG, verb, f"--output={ns.output}", *[str(number)] * bool(number)]
-    if flag == "--reason":  # who asks there is the container's user
+    if flag == "--reason":  # inside the pod the user is the container's
         ns.reason = ": ".join(filter(None, (f"for {who()}", ns.reason)))
     if flag and (value := getattr(ns, flag[2:])):
         asked.append(flag if value is True else f"{flag}={value}")
@@ -64,7 +64,7 @@ def ask_master(verb: str, words: Sequence[str]) -> int:
     async def worded(api: KubeApi, job: ClusterJob) -> list[str]:
         from elasticrun.jobs.kube import inside
 
-        ends = verb in ("top", "events")  # by ^C, which only a terminal passes on
+        ends = verb in ("top", "events")  # ended by ^C, which only a terminal forwards
         node = ns.node if of_a_node else ""
         return await inside.by_master(api, job, asked, node=node, terminal=ends)
 
@@ -72,7 +72,7 @@ def ask_master(verb: str, words: Sequence[str]) -> int:
 
 
 def execute(words: Sequence[str]) -> int:
-    """`exec JOB [--node X] -- command`: with the command's exit code."""
+    """`exec JOB [--node X] -- command`. Returns the command's exit code."""
     made = exec_parser(
         "Run a command in a pod of a job, by kubectl.",
         "its index, or the name of its pod or of the cluster's node [default: the first]",
@@ -89,9 +89,9 @@ def execute(words: Sequence[str]) -> int:
 
 
 def _run(ns: argparse.Namespace, worded: Worded, *, ours: bool = False) -> int:
-    """Find the job, and what runs the command in a pod of it; then run that. NotDone."""
+    """Find the job and the kubectl command that reaches its pod, and run it. Raises NotDone."""
     exact = remembered(ns) is not None
-    # Late: a client library takes a while to import, and is an extra.
+    # Late import: the client library is slow to import, and an optional extra.
     from elasticrun.jobs.kube import acts, inside
     from elasticrun.jobs.kube.api import KubeApi
 

@@ -1,4 +1,4 @@
-"""What the pods of a job have printed, as `elasticrun logs` shows it."""
+"""The output of a job's pods, for `elasticrun logs`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from elasticrun.jobs.kube.seen import ClusterJob, SeenPod
 
 TAIL: Final = 20
-"""Lines of a pod's log where nobody says how many."""
+"""Default number of lines from each pod's log."""
 
 
 def add_flags(made: Parser) -> None:
-    """What of a log is wanted."""
+    """Add the flags that select log lines."""
     text = "go on with what is printed, also by pods that come later, until the job is over"
     made.add_argument("-f", "--follow", action="store_true", help=text)
     text = f"the last N lines of each pod, 0 for all [{TAIL}; with --all: 0]"
@@ -47,7 +47,7 @@ def add_flags(made: Parser) -> None:
 
 
 async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
-    """Print what is asked for; the exit code. NotDone where there is nothing."""
+    """Print the selected lines. Returns the exit code. Raises NotDone if there are none."""
     from elasticrun.jobs.kube.pod_logs import show
 
     wish = _of_rank(job, _wish(ns))
@@ -83,7 +83,8 @@ async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> in
 
 
 async def _kept(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int | None:
-    """Show what its run folder has kept, if this host or a pod that runs has it; else None."""
+    """Print the logs kept in the run folder, if this host or a running pod has the folder; else
+    None."""
     where = job.run_dir
     if not where or job.state in ("submitted", "waiting"):
         return None
@@ -114,7 +115,7 @@ def _wish(ns: argparse.Namespace) -> LogWish:
 
 
 def _of_rank(job: ClusterJob, wish: LogWish) -> LogWish:
-    """The node of the rank that is meant, and its number there, which its lines carry."""
+    """The wish with the rank's node and the rank's number on that node, which its lines carry."""
     if wish.rank < 0:
         return wish
     ranks = job.ranks_a_node
@@ -130,7 +131,7 @@ def _of_rank(job: ClusterJob, wish: LogWish) -> LogWish:
 
 
 def _without_pods(job: ClusterJob, wish: LogWish) -> str:
-    """What is to be said where no pod has a log."""
+    """The explanation if no pod has a log."""
     if job.state in ("submitted", "waiting"):
         why = f": {job.reason}" if job.reason else ""
         return f"no pod of job {job.name} has begun yet{why}"

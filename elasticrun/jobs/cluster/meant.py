@@ -1,4 +1,4 @@
-"""Which cluster is meant, and which of its jobs: what the flags say, and the run folder here."""
+"""Selects the cluster and the job, from the flags and the run folders of this host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_cluster(made: Parser) -> None:
-    """Its context and namespace."""
+    """Add the flags for the cluster's context and namespace."""
     made.add_argument("--on", choices=("k8s", "kubernetes"), default="k8s", help="where the job is")
     text = "where the job is [default: as its run folder says, else the context's]"
     made.add_argument("-n", "--namespace", default="", metavar="NAME", help=text)
@@ -24,9 +24,10 @@ def add_cluster(made: Parser) -> None:
 
 
 def remembered(ns: argparse.Namespace, whole: str = "") -> RunFolder | None:
-    """The run folder of the job that is named, unless another cluster or namespace is; where it is
-    stands in `ns` then. `whole`: a verb that takes no beginning of a name. NotDone where run
-    folders of several jobs have the name, and no namespace is given."""
+    """The run folder of the named job, unless the flags select another cluster or namespace; `ns`
+    then gets its name, namespace and context. `whole`: the verb, if it does not accept the
+    beginning of a name. Raises NotDone if run folders of several jobs have the name and no
+    namespace is given."""
     try:
         if not ns.job:
             return None

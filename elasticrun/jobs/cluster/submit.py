@@ -1,4 +1,4 @@
-"""How a job that is submitted to a cluster is read, and which objects that comes to."""
+"""Turns a job that is submitted to a cluster into objects."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from elasticrun.jobs.verbs import render, render_flags
 def of_kubernetes(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
 ) -> tuple[Submission, Place]:
-    """An ElasticJob where the cluster has that kind, else what `render k8s` prints; the API server
-    has checked all of it. UsageError, Invalid, NotDone."""
+    """An ElasticJob if the cluster has that kind, else the objects that `render k8s` prints. The
+    API server has validated all of them. Raises UsageError, Invalid, NotDone."""
     asked = argparse.Namespace(**{**vars(ns), "save_at_breakpoint": True})
     asked.given = {**ns.given, "save_at_breakpoint": ""}
     documents, where, notes = asyncio.run(_checked(asked, program))
@@ -54,7 +54,7 @@ NO_TENSORBOARD: Final = (
 async def _checked(
     ns: argparse.Namespace, program: Sequence[str]
 ) -> tuple[list[dict[str, Any]], tuple[str, str], list[str]]:
-    """The objects, the job's last; the context and the namespace; what the user should know."""
+    """The objects, the job's last; the context and the namespace; notes for the user."""
     from elasticrun.jobs.kube import acts
     from elasticrun.jobs.kube.api import KubeApi
 
@@ -67,10 +67,10 @@ async def _checked(
                 await api.create(made, api.namespace, trial=True)
                 secret, ns.token_secret = [made], made["metadata"]["name"]
             except Forbidden:
-                pass  # then the job has none, which a note says
+                pass  # then the job has no token; a note tells the user
         wanted, notes = render.pods_of(ns, program)
         if elastic:
-            # its operator gives it a token
+            # the operator creates its token
             notes = [note for note in notes if note != render.no_token()]
             notes += [NO_TENSORBOARD] if "tensorboard" in ns.given else []
             documents = [elastic_document(wanted)]

@@ -1,9 +1,9 @@
 """The verbs for jobs in a Kubernetes cluster: `list`, `status`, `logs`, `scale`, `suspend`,
 `resume`, `stop`, `delete`, `exec`, and `top nodes`.
 
-All ask the API server alone, with the rights of who types; a job's master is not reached from here.
-A job is known by its run folder on this host, which says in which cluster it is, or else by its
-name in the namespace that is meant.
+All use only the API server, with the user's rights; none contacts a job's master from here. A job
+is identified by its run folder on this host, which names the cluster, or else by its name in the
+selected namespace.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MOST_EVENTS: Final = 10
 
 
 def main(verb: str, words: Sequence[str]) -> int:
-    """One of DOES, or what runs in a pod. UsageError."""
+    """One of DOES, or a verb that runs in a pod. Raises UsageError."""
     if verb == "exec":
         return inside.execute(words)
     if verb in inside.OWN and words[:1] != ["nodes"]:
@@ -102,7 +102,7 @@ def _parser(verb: str) -> Parser:
 async def _run(verb: str, ns: argparse.Namespace) -> int:
     whole = "delete" if verb == "delete" else ""
     run = remembered(ns, whole) if "job" in ns else None
-    # Late: a client library takes a while to import, and is an extra.
+    # Late import: the client library is slow to import, and an optional extra.
     from elasticrun.jobs.kube.acts import find as find_job
     from elasticrun.jobs.kube.api import KubeApi
 
@@ -130,7 +130,7 @@ async def _run(verb: str, ns: argparse.Namespace) -> int:
 
 
 def _forget(ns: argparse.Namespace, run: RunFolder | None, said: str) -> int:
-    """Say what was done; `run` goes, unless it is to be kept."""
+    """Print what was done, and remove `run` unless the user keeps it."""
     if run is not None:
         from elasticrun.jobs.kubernetes import note_end
 
@@ -230,7 +230,7 @@ def _page(job: ClusterJob, pods: Sequence[SeenPod], now: float) -> list[str]:
 
 
 _QUIET: Final = ("Recovering", "Succeeded", "Failed", "FailureTarget", "SuccessCriteriaMet")
-"""Conditions of which nothing is said where they are not so."""
+"""Conditions that are not shown unless their status is True."""
 
 
 def _when(event: Json) -> float:
@@ -290,11 +290,11 @@ async def _top(api: KubeApi, ns: argparse.Namespace) -> int:
 
 
 def of_a_plan(words: Sequence[str], say: Callable[[str], None]) -> list[str]:
-    """The words of `scale` with what the file behind -f says in its place. UsageError."""
+    """The words of `scale`, with -f replaced by the contents of its file. Raises UsageError."""
     made = Parser(prog=f"{PROG} scale", add_help=False)
     made.add_argument("-f", "--file", required=True)
     ns, rest = made.parse_known_args(list(words))
-    # Late: YAML is needed here alone.
+    # Late import: only this needs YAML.
     from elasticrun.jobs.convert.document import NotConvertible, documents
     from elasticrun.jobs.convert.sources import scale_plan
 

@@ -1,4 +1,4 @@
-"""What a person does with jobs as wholes: convert them; the operator of ElasticJobs.
+"""Verbs that manage jobs by name: submit, list, suspend, resume, delete, prune, exec.
 
 Forbidden here: torch; grpc, YAML and a cluster's API before the verb needs them.
 """

@@ -1,8 +1,8 @@
-"""Arena's words for `submit` and `render`: its flags where they mean the same, and its command in
-one string. Pure: what is typed comes out in our own words.
+"""Accepts Arena's syntax in `submit` and `render`: its flags where the meaning is the same, and its
+command in one string.
 
-`ROWS` says of each flag what becomes of it for pods, in Slurm and on this host; a place that a row
-leaves out cannot be told it.
+Pure: it translates the words into this program's. `ROWS` gives each flag's translation for pods,
+Slurm and this host; a target that a row omits does not support the flag.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ PODS, SLURM, LOCAL = "pods", "slurm", "local"
 EVERYWHERE: Final = (PODS, SLURM, LOCAL)
 
 KINDS: Final = ("pytorch", "pytorchjob", "py")
-"""What Arena wants to hear; one may stand before, among or behind the flags here, too."""
+"""Arena's name for this kind of job; it may precede, follow or be among the flags here too."""
 
 OTHERS: Final = (
     *("tf", "tfjob", "mpi", "mpijob", "horovod", "horovodjob", "et", "etjob", "ray", "rayjob"),
     *("spark", "sparkjob", "volcano", "volcanojob", "deepspeed", "deepspeedjob"),
 )
-"""Its kinds of jobs that are none of ours."""
+"""Arena's kinds of jobs that this program does not run."""
 
 LAUNCHERS: Final = ("torchrun", "dlrover-run", PROG)
 """Programs whose flags are the launcher's."""
 
 
 class Row(NamedTuple):
-    """What becomes of one flag. `words`: ours at each place, with {value} (as it is), {seconds},
-    {minutes}, {taint}, {key} and {count} (of KEY=N), {mem} (Slurm's G for Gi), {host} and {mount}
-    (of /HOST[:/MOUNT]) in them. `note`:
-    where there are none, why there need not be any. `alone`: what is meant without a value."""
+    """The translation of one flag. `words`: this program's words per target. They may contain
+    {value} (as it is), {seconds}, {minutes}, {taint}, {key} and {count} (of KEY=N), {mem} (Slurm's
+    G for Gi), {host} and {mount} (of /HOST[:/MOUNT]). `note`: why a target without words needs
+    none. `alone`: the meaning of the flag without a value."""
 
     words: Mapping[str, tuple[str, ...]] = {}
     note: str = ""
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 
 def _pods(*words: str, **more: str) -> Row:
-    """A flag that is said of pods alone."""
+    """A flag that only pods support."""
     return Row({PODS: words}, **more)
 
 
@@ -93,10 +93,10 @@ SHORT: Final = {"-e": "--env", "-l": "--label", "-a": "--annotation", "-n": "--n
                 "-d": "--data", "-p": "--priority"}  # fmt: skip
 
 SPECIAL: Final = ("--env", "--git", "--sync-source", "--sync-mode", "--config-file")
-"""Flags that are more than a row of words."""
+"""Flags that need more than a row."""
 
 ROOT: Final = "/root"
-"""Arena's --working-dir where none is given; its code is below that."""
+"""Arena's default --working-dir; its code is below that."""
 
 _TIME: Final = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?\Z")
 _SHELL: Final = re.compile(r"[;&|<>`$]|\n")
@@ -107,14 +107,14 @@ _REF: Final = re.compile(r"(GIT_SYNC_(?:BRANCH|REV))=(.*)\Z")
 
 
 def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> list[str]:
-    """What was typed behind `submit` or `render TARGET`, in our words; others stay as they are.
-    `where`: a place of --on or a target of `render`; `say` hears which flags have no effect.
-    Invalid."""
+    """Translate what was typed after `submit` or `render TARGET`; other words stay unchanged.
+    `where`: a backend of --on or a target of `render`. `say` receives a note for each flag without
+    effect. Raises Invalid."""
     words = list(words)
     at = words.index("--") if "--" in words else len(words)
     flags, behind = words[:at], words[at:]
     for before, word in itertools.pairwise(["", *flags]):
-        if word in (*KINDS, *OTHERS) and (before[:1] != "-" or "=" in before):  # no flag's value
+        if word in (*KINDS, *OTHERS) and (before[:1] != "-" or "=" in before):  # not a flag's value
             if word in OTHERS:
                 raise Invalid(f"{word}: of Arena's kinds of jobs {KINDS[0]} is what {PROG} runs")
             flags.remove(word)
@@ -129,7 +129,7 @@ def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> 
 
 
 def known(where: str) -> list[str]:
-    """Arena's flags that mean something there."""
+    """Arena's flags that have a meaning at this target."""
     place = _place(where)
     return [*SPECIAL, *(name for name, row in ROWS.items() if place in row.words or row.note)]
 
@@ -139,7 +139,7 @@ def _place(where: str) -> str:
 
 
 class _Translation:
-    """Of the flags of one command line."""
+    """Translates the flags of one command line."""
 
     def __init__(self, flags: list[str], place: str, say: Callable[[str], None]) -> None:
         self._flags = flags
@@ -170,7 +170,7 @@ class _Translation:
         return done + self._at_the_end()
 
     def _at_the_end(self) -> list[str]:
-        """What several flags say together."""
+        """Words that depend on several flags together."""
         if not self._git:
             if "--sync-mode" in self._seen:
                 raise Invalid("--sync-mode=git: say which repository by --sync-source=URL")
@@ -189,7 +189,8 @@ class _Translation:
         return self._flags.pop(0)
 
     def _optional(self, value: str, equals: str, row: Row) -> str:
-        """A value is `true`, `false` or, where there is more to say than that, another word."""
+        """A value is `true` or `false`; for flags whose default is another word, it can be any
+        word."""
         following = self._flags[0] if self._flags and not equals else "-"
         if following in ("true", "false") or not (row.alone == "true" or following.startswith("-")):
             value = self._flags.pop(0)
@@ -226,7 +227,7 @@ class _Translation:
 
 
 def _spelt(name: str) -> str:
-    """`--workingDir`, of older Arenas, and `--working_dir` as --working-dir."""
+    """`--workingDir`, as in older Arena versions, and `--working_dir` become --working-dir."""
     return re.sub("[A-Z]+", lambda found: f"-{found[0].lower()}", name.replace("_", "-"))
 
 
@@ -246,7 +247,7 @@ def _config_file(value: str) -> str:
 
 
 def _filled(text: str, name: str, value: str, number: int) -> str:
-    """One of our words for this value. Invalid."""
+    """One of our words for this value. Raises Invalid."""
     key, _, count = value.rpartition("=")
     if "{key}" in text and not (key and count.isdecimal()):
         raise Invalid(f"{name}={value} is not KEY=N")
@@ -263,7 +264,7 @@ def _filled(text: str, name: str, value: str, number: int) -> str:
 
 
 def _seconds(name: str, text: str) -> int:
-    """`2h`, `1h30m`, `90`: seconds."""
+    """Seconds of `2h`, `1h30m` or `90`."""
     found = _TIME.match(text)
     if not text or found is None:
         raise Invalid(f"{name}={text} is no time: write 90s, 30m, 2h or 1d")
@@ -272,7 +273,7 @@ def _seconds(name: str, text: str) -> int:
 
 
 def _command(text: str) -> tuple[list[str], list[str]]:
-    """A command in one string: flags of the launcher that it means, and `--` with the program."""
+    """Split a one-string command into launcher flags, and `--` with the program."""
     try:
         words = shlex.split(text)
     except ValueError as wrong:
@@ -287,7 +288,7 @@ def _command(text: str) -> tuple[list[str], list[str]]:
 
 
 def _program(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The same of its words."""
+    """The same for a command that is already split."""
     name = words[0].rpartition("/")[2]
     if re.fullmatch(_PYTHON, name) and (found := _MODULES.match(" ".join(words[1:4]))):
         name, words = LAUNCHERS[0], words[found[0].count(" ") + 1 :]
@@ -303,6 +304,6 @@ def _program(words: Sequence[str]) -> tuple[list[str], list[str]]:
     rest = words[2:] if words[1:2] == ["-u"] else words[1:]
     if rest[:1] == ["-m"]:
         return ["--module"], ["--", *rest[1:]]
-    if rest and rest[0].startswith("-"):  # Python's own options, -c
+    if rest and rest[0].startswith("-"):  # Python's own options, such as -c
         return ["--no-python"], ["--", *words]
     return [], ["--", *rest]

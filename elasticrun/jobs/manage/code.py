@@ -1,4 +1,4 @@
-"""--git: the commit that is meant, and the folder in which its code is run."""
+"""--git: resolves the commit, and selects the folder in which its code runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elasticrun.config import AgentConfig
 
 
 def pinned(text: str, environ: Mapping[str, str]) -> str:
-    """What --git says, with the commit that its name means now. NotHere."""
+    """The value of --git, with the commit that its ref currently names. Raises NotHere."""
     try:
         return str(checkout.pinned(checkout.parsed(text), environ))
     except checkout.GitError as wrong:
@@ -26,8 +26,8 @@ def pinned(text: str, environ: Mapping[str, str]) -> str:
 def with_commit(
     words: Sequence[str], ns: argparse.Namespace, environ: Mapping[str, str]
 ) -> list[str]:
-    """The launcher's words with the commit in the place of a name, so that all nodes have the same
-    and the job's record says which; `ns` gets it, too. NotHere."""
+    """The launcher's words with the commit in place of the ref, so that all nodes use the same
+    commit and the job's record names it. Updates `ns` too. Raises NotHere."""
     ns.git = pinned(ns.git, environ)
     at = get_args_parser().script_at(words)
     return [f"--git={ns.git}", *without(words[:at], ("--git",)), *words[at:]]
@@ -36,13 +36,13 @@ def with_commit(
 def enter(
     config: AgentConfig, git: str, environ: Mapping[str, str], say: Callable[[str], None]
 ) -> AgentConfig:
-    """Check the code out and go to its folder, as if the command had been typed there; files that
-    flags name stay where they were meant to be. NotHere."""
+    """Check the code out and change to its folder, as if the command had been typed there. Relative
+    paths in flags keep their meaning. Raises NotHere."""
     source, workdir = checkout.parsed(git), Path.cwd()
     folder = source.folder(workdir)
     say(f"--git: the ranks run {source.url} at {source.ref[:12]}, in {folder}")
     try:
-        checkout.check_out(source, workdir, environ)  # held until this process ends
+        checkout.check_out(source, workdir, environ)  # held until this process exits
     except checkout.GitError as wrong:
         raise NotHere(str(wrong)) from None
 

@@ -1,6 +1,4 @@
-"""What is done to a job that was submitted, wherever it runs: `suspend`, `resume`, `delete` and
-`exec`; and by which run folder it is known.
-"""
+"""The verbs `suspend`, `resume`, `delete` and `exec` for submitted jobs on any backend."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def _do(verb: str, ns: argparse.Namespace) -> int:
     run = run_of(ns.job, "delete" if verb == "delete" else "")
     job, where, place = run.job(), str(run.place), backend_of(run, withdraw())
     if verb == "suspend":
-        with claimed(runs_root(os.environ), job.name if job else ns.job):  # nobody resumes it yet
+        with claimed(runs_root(os.environ), job.name if job else ns.job):  # blocks a resume
             said = place.suspend(run)
     elif verb == "resume":
         said = _resume(run, place)
@@ -63,7 +61,7 @@ def _do(verb: str, ns: argparse.Namespace) -> int:
 
 
 def _resume(run: RunFolder, place: Backend) -> str:
-    """One at a time, and not beside another job that has the name by now."""
+    """Resume one at a time, and not while another job uses the name."""
     job, root = run.job(), runs_root(os.environ)
     if job is None or job.where == "k8s":
         return place.resume(run)
@@ -76,7 +74,7 @@ def _resume(run: RunFolder, place: Backend) -> str:
 def _delete(run: RunFolder, place: Backend, *, keep: bool) -> str:
     job = run.job()
     name = job.name if job is not None else run.path.name
-    with claimed(runs_root(os.environ), name):  # nobody resumes it meanwhile
+    with claimed(runs_root(os.environ), name):  # blocks a concurrent resume
         place.end(run)
         return _removed(run, name, keep=keep)
 
@@ -95,7 +93,7 @@ def _removed(run: RunFolder, name: str, *, keep: bool) -> str:
 
 
 def execute(argv: Sequence[str]) -> int:
-    """`exec JOB [--node X] -- command`: with the command's exit code."""
+    """`exec JOB [--node X] -- command`. Returns the command's exit code."""
     made = exec_parser(
         "Run a command on a node of a job, in its working directory and environment.",
         "its name, its host's, or its index; the first one where none is named",
@@ -105,20 +103,20 @@ def execute(argv: Sequence[str]) -> int:
     def run_it() -> int:
         run = run_of(ns.job)
         node, known, place = ns.node, runs_of(run.path), place_of(run)
-        if node and known and place != "ssh":  # which knows the hosts as they were typed
+        if node and known and place != "ssh":  # ssh knows the hosts as the user typed them
             meant = one_of(known, node)
             if meant is None:
                 raise NotDone(no_node(node, known))
             alone = len({one.node for one in known}) == 1
             node = meant.host if place == "slurm" else "" if alone else meant.node
         code = backend_of(run, withdraw()).execute(run, node, command)
-        return code if code >= 0 else 128 - code  # by a signal, as a shell has it
+        return code if code >= 0 else 128 - code  # killed by a signal: the code a shell returns
 
     return finished(run_it, made.prog)
 
 
 def exec_parser(does: str, node: str) -> Parser:
-    """Of `exec`, wherever the job is. `node`: what NODE may be there."""
+    """The parser of `exec` for any backend. `node`: the help text of NODE there."""
     usage = f"{PROG} exec JOB [--node NODE] -- command [arguments ...]"
     made = Parser(prog=f"{PROG} exec", usage=usage, description=does)
     made.add_argument("job", metavar="JOB", help=JOB)
@@ -127,7 +125,7 @@ def exec_parser(does: str, node: str) -> Parser:
 
 
 def exec_words(made: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """What stands before the first --, and the command behind it."""
+    """The arguments before the first --, and the command after it."""
     at = list(argv).index("--") if "--" in argv else len(argv)
     command = list(argv[at + 1 :])
     if not command and not {"-h", "--help"} & {*argv}:
@@ -136,7 +134,7 @@ def exec_words(made: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, l
 
 
 def run_of(job: str, whole: str = "") -> RunFolder:
-    """The run folder that is meant, as `find` has it. NotDone."""
+    """The run folder of the named job, as `find` defines it. Raises NotDone."""
     try:
         return find(runs_root(os.environ), job, whole=whole)
     except (NoRun, OSError) as wrong:
@@ -144,7 +142,7 @@ def run_of(job: str, whole: str = "") -> RunFolder:
 
 
 def finished(do: Callable[[], int], prog: str = f"{PROG} submit") -> int:
-    """Its exit code; 1 with a sentence where it cannot be done."""
+    """The exit code of `do`; prints a sentence and returns 1 if it fails."""
     try:
         return do()
     except (NotDone, Claimed) as why:

@@ -1,7 +1,7 @@
-"""`elasticrun list`: the jobs of this user, those that run, have ended, or are lost.
-`elasticrun prune`: remove run folders of jobs that have ended.
+"""`elasticrun list`: this user's jobs, whether running, ended, or lost; `elasticrun prune`: removes
+the run folders of ended jobs.
 
-Of a job that runs here its master is asked; of others their run folders tell.
+Rows of jobs that run come from their masters, other rows from run folders.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from elasticrun.jobs.rows import SUSPENDED, JobRow, as_json, live_row, row_of
 TITLES: Final = ("NAME", "ID", "STATE", "NODES", "STEP", "RESTARTS", "AGE", "WHERE")
 
 MOST_ENDED: Final = 20
-"""Ended jobs that are listed where not all are asked for, the newest."""
+"""Number of newest ended jobs that are listed without --all."""
 
 COLUMNS: Final = 80
 
@@ -51,8 +51,8 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def main(argv: Sequence[str]) -> int:
-    """`elasticrun list`; 1 where a master does not answer. UsageError for files of TLS or tokens
-    that cannot be read."""
+    """`elasticrun list`; 1 if a master does not answer. Raises UsageError for unreadable TLS or
+    token files."""
     made = Parser(prog=f"{PROG} list", description="List your jobs: running, ended, or lost.")
     text = f"all of them, and not the newest {MOST_ENDED} of those that have ended alone"
     made.add_argument("-A", "--all", action="store_true", help=text)
@@ -81,14 +81,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def add_output(made: Parser) -> None:
-    """How it is printed."""
+    """Add the flag for the output format."""
     text = "json: for programs, as docs/jobs.md has it"
     made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
 
 
 def local_rows(token: str = "", files: Tls | None = None) -> tuple[list[JobRow], list[str]]:
-    """The jobs of this user on this host, those that run first, the newest of each first; and a
-    sentence for each master that does not answer."""
+    """This user's jobs on this host, running ones first, then the newest first; and a sentence for
+    each master that does not answer."""
     silent = []
     try:
         folders = index.all_runs(index.runs_root(os.environ))
@@ -118,16 +118,16 @@ def _away(folders: Iterable[RunFolder]) -> Iterator[Question]:
 def _running(
     token: str, files: Tls | None, away: Sequence[Question], runner: asyncio.Runner
 ) -> tuple[list[JobRow], list[str]]:
-    """By what their masters say. One elsewhere that does not answer may have gone with its nodes,
-    or be out of reach: then its place or its run folder knows. One whose job has ended while it was
-    asked owes no answer."""
+    """Rows from the masters' replies, and a sentence for each silent master on this host. A silent
+    master elsewhere may have exited with its nodes or be unreachable, so its backend or run folder
+    provides the row. A master whose job ended meanwhile is not reported."""
     try:
         masters = published_here()
         asked = [question_to(one, token, files) for one in masters if one.process.is_local]
         pages, unheard = ask(asked, runner) if asked else ([], [])
     except NoStatus as wrong:
         return [], [str(wrong)]
-    taken = {one.endpoint for one in asked}  # another host's loopback address may be ours as well
+    taken = {one.endpoint for one in asked}  # another host may use the same loopback address
     far = {one.endpoint: one for one in masters if one.endpoint not in taken}
     others = [question_to(one, token, files) for one in far.values()]
     here = {os.path.realpath(one.run) for one in (*asked, *others) if one.run}
@@ -140,12 +140,12 @@ def _running(
 
 
 def has_ended(run: str) -> bool:
-    """Whether the job of this run folder has; "" for one that is not known."""
+    """Whether the job of this run folder has ended; "": an unknown folder."""
     return bool(run) and RunFolder(Path(run)).state() in ENDED
 
 
 def shown(row: JobRow) -> tuple[str, ...]:
-    """A line of the table."""
+    """The cells of a table row."""
     return (
         row.name,
         row.run_id or "-",
@@ -159,7 +159,7 @@ def shown(row: JobRow) -> tuple[str, ...]:
 
 
 def left_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]:
-    """What a job has left that does not run here, for people."""
+    """Text about a job that does not run here, from what it left."""
     again = row.state in (*ENDED, SUSPENDED) and row.state != "succeeded"
     resume = f"{PROG} resume {job.name}" if is_ours(folder) else f"type it again: {typed(job)}"
     said = {
@@ -181,7 +181,7 @@ def left_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]:
 
 
 def prune(argv: Sequence[str]) -> int:
-    """`elasticrun prune`; 1 for a job that is not known or runs. UsageError."""
+    """`elasticrun prune`; 1 if a job is unknown or runs. Raises UsageError."""
     made = Parser(
         prog=f"{PROG} prune",
         description="Remove the run folders of jobs that have ended. One that you have placed "
@@ -218,9 +218,9 @@ def prune(argv: Sequence[str]) -> int:
 
 
 def _in_clusters(runs: Sequence[RunFolder], since: float) -> dict[str, str]:
-    """What deletes the objects of jobs in Kubernetes that have ended, by the names of their run
-    folders. Before that their clusters are asked about those whose end is not known here, as far as
-    they may be removed; one that its cluster has no more is lost from then on. OSError."""
+    """The command that deletes the cluster objects of each ended job in Kubernetes, by the name of
+    its run folder. First queries the clusters about old enough jobs whose end is not recorded here;
+    a job that its cluster no longer has becomes lost. Raises OSError."""
     known = [
         (run, job) for run in runs if (job := run.job()) and job.where == "k8s" and is_ours(run)
     ]
@@ -240,7 +240,7 @@ def _in_clusters(runs: Sequence[RunFolder], since: float) -> dict[str, str]:
 
 
 def _meant(found: Sequence[RunFolder], jobs: Sequence[str]) -> list[Path] | None:
-    """The folders of these jobs; None: of all. NoRun for one that has not ended."""
+    """The folders of these jobs; None: all. Raises NoRun if a job has not ended."""
     for folder, job in zip(found, jobs, strict=True):
         if (state := folder.state()) not in ENDED:
             raise index.NoRun(f"job {job} is {state}: `{PROG} stop {job}` ends it")
@@ -248,7 +248,7 @@ def _meant(found: Sequence[RunFolder], jobs: Sequence[str]) -> list[Path] | None
 
 
 def span(text: str, flag: str) -> float:
-    """Seconds of `90s`, `30m`, `12h`, `7d`, `2w`; UsageError."""
+    """Seconds of `90s`, `30m`, `12h`, `7d`, `2w`. Raises UsageError."""
     found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhdw])", text)
     if found is None:
         raise UsageError(f"{flag}={text}: write 90s, 30m, 12h, 7d or 2w", EXIT_USAGE)

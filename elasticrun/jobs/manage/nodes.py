@@ -1,5 +1,5 @@
-"""`elasticrun top nodes`: what the ranks of all jobs of this user take of each host, and of this
-host what there is.
+"""`elasticrun top nodes`: what the ranks of all this user's jobs use on each host, and the capacity
+of this host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elasticrun.jobs.rows import as_json
 TITLES: Final = ("NODE", "JOBS", "RANKS", "CPU", "MEMORY", "GPUS BUSY", "ALLOCATED")
 
 BUSY: Final = 5
-"""Per cent of its time from which a GPU counts as busy."""
+"""Per cent utilization at which a GPU counts as busy."""
 
 
 class HostRow(Struct, kw_only=True):
@@ -41,15 +41,15 @@ class HostRow(Struct, kw_only=True):
     ranks: int = 0
     cpu: float = 0.0  # cores that the ranks keep busy
     cores: int = -1
-    memory: int = 0  # of the ranks
+    memory: int = 0  # used by the ranks
     memory_total: int = -1
     gpus_busy: int = 0
-    gpus_allocated: int = 0  # that ranks use
+    gpus_allocated: int = 0  # in use by ranks
     gpus: int = -1
 
 
 def main(argv: Sequence[str]) -> int:
-    """`elasticrun top nodes`; 1 where a master does not answer."""
+    """`elasticrun top nodes`; 1 if a master does not answer."""
     made = Parser(prog=f"{PROG} top nodes", description="Show what your jobs take of each host.")
     add_output(made)
     ns = made.parse_args(argv)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def host_rows(pictures: Iterable[tuple[str, Picture]], here: HostRow) -> list[HostRow]:
-    """By host, this one first; `pictures` by the names of their jobs."""
+    """Rows by host, this host first. `pictures`: with the names of their jobs."""
     rows = {here.node: here}
     for job, picture in pictures:
         hosts = {node.node: node.host for node in picture.status.nodes}
@@ -81,7 +81,7 @@ def host_rows(pictures: Iterable[tuple[str, Picture]], here: HostRow) -> list[Ho
 
 
 def _pictures() -> tuple[list[tuple[str, Picture]], list[str]]:
-    """What each master says of its ranks at this moment; a sentence for each that is silent."""
+    """Each master's live picture of its ranks, and a sentence for each silent master."""
     found, silent = [], []
     with asyncio.Runner() as runner:
         for name, master in _masters():
@@ -93,7 +93,7 @@ def _pictures() -> tuple[list[tuple[str, Picture]], list[str]]:
 
 
 def _masters() -> Iterator[tuple[str, JobMaster]]:
-    """Of all jobs of this user that run, here or elsewhere, by their names."""
+    """The names and masters of all this user's running jobs, here or elsewhere."""
     here = set()
     with contextlib.suppress(NoStatus):
         for one in published_here():

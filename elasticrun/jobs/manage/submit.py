@@ -1,5 +1,7 @@
-"""`elasticrun submit ... -- train.py`: start a job that goes on without this terminal, here, in
-Slurm's queue or in Kubernetes. All is checked as the launcher checks it before anything is made.
+"""`elasticrun submit ... -- train.py`: starts a job that outlives this terminal, on this host, over
+ssh, in Slurm or in Kubernetes.
+
+It validates everything as the launcher does before it creates anything.
 """
 
 from __future__ import annotations
@@ -52,22 +54,23 @@ from elasticrun.jobs.verbs import render, render_flags
 from elasticrun.wire.env import ON
 
 SAVES: Final = "--save-at-breakpoint"
-"""Every job that is submitted has it: so `elasticrun stop` saves before it ends one."""
+"""Every submitted job has this flag, so `elasticrun stop` saves before it ends a job."""
 
 TO_FILES: Final = "--redirects=3"
-"""What ranks print goes to their own files alone, unless flags say otherwise: nobody looks on."""
+"""Default: ranks print only to their own files, because nobody watches a terminal."""
 
 OF_HOSTS: Final = ("hosts", "hostfile", "ssh")
-"""Flags of the launcher that only --on ssh takes."""
+"""Launcher flags that only --on ssh accepts."""
 
 Wanted = Callable[
     [argparse.Namespace, Sequence[str], Path, Callable[[str], None]], tuple[Submission, Place]
 ]
-"""How what was typed is read for one place: with the run folder, and who hears of it."""
+"""Reads the command line for one backend: arguments, program, run folder, and a function that
+prints notes."""
 
 
 def main(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """The verb; `say` hears what the user should know. UsageError."""
+    """The `submit` verb; `say` prints notes for the user. Raises UsageError."""
     try:
         on, hosts = _place(render.split(words)[0])
         where = choosing.chosen(on, os.environ, hosts=hosts)
@@ -93,14 +96,14 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 
 def _with_restarts(ns: argparse.Namespace) -> None:
-    """A job that nobody watches begins with some."""
+    """Give the job a default restart budget, because nobody watches it."""
     flag = next(flag for flag in FLAGS if flag.dest == "max_restarts")
     if flag.dest not in ns.given and not flag.variable_in(os.environ):
         ns.max_restarts, ns.given = ELASTIC_RESTARTS, {**ns.given, "max_restarts": "submit"}
 
 
 def _refuse(extra: Sequence[str], made: Parser, where: str) -> None:
-    """Words before -- that nobody knows here; raises."""
+    """Raise for unknown words before --."""
     word = extra[0].partition("=")[0]
     theirs = [one for one in choosing.PLACES if word in parser(one)._option_string_actions]
     if theirs:
@@ -109,7 +112,8 @@ def _refuse(extra: Sequence[str], made: Parser, where: str) -> None:
 
 
 def _place(flags: Sequence[str]) -> tuple[str, bool]:
-    """What --on says, "" for nothing, and whether hosts are named: the other flags depend on it."""
+    """The value of --on ("" if absent), and whether hosts are named: the other flags depend on
+    them."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in ("--on", "--hosts", "--hostfile"):
         first.add_argument(flag, default="")
@@ -121,7 +125,7 @@ def _place(flags: Sequence[str]) -> tuple[str, bool]:
 
 
 def parser(where: str) -> Parser:
-    """For one place: what it can be asked for, and the launcher's flags."""
+    """The parser for one backend: its options, and the launcher's flags."""
     made = Parser(
         prog=f"{PROG} submit",
         usage=f"{PROG} submit [--on local|ssh|slurm|k8s] [options] -- script [arguments ...]",
@@ -150,7 +154,7 @@ def parser(where: str) -> Parser:
         rows = [flag for flag in FLAGS if flag.dest in OF_HOSTS]
         add_group(made, "the hosts", rows, os.environ)
     if where == "k8s":
-        made.set_defaults(fresh=False)  # a pod that comes later would begin anew once more
+        made.set_defaults(fresh=False)  # a pod that starts later would start afresh again
         render_flags.add_handed_on(made, ("fresh",))
         return made
     text = "With --run-dir: from the beginning; what is there goes to previous/."
@@ -168,7 +172,7 @@ def _submit(
 ) -> int:
     root = runs_root(os.environ)
     ns.name = settings.job_name(ns.name, Path(program[0]).name.removesuffix(".py"))
-    here = where != "k8s"  # its run folder and its working directory; else they are the pods'
+    here = where != "k8s"  # run folder and working directory are on this host; else in the pods
     at = Path(ns.run_dir).absolute() if here and ns.run_dir else None
     ns.launch = (RunFolder(at).id if at else "") or secrets.token_hex(4)
     run = RunFolder(at or run_path(root, ns.name, ns.launch))
@@ -186,7 +190,7 @@ def _submit(
             say(said)
         return EXIT_OK
     known, place = wanted(ns, program, run.path, say)
-    if not here:  # the cluster knows which names are taken
+    if not here:  # the cluster rejects a name in use
         said = _start(run, ns, known, place, root)
         end_replaced(all_runs(root), run)
     else:
@@ -200,7 +204,8 @@ def _submit(
 
 
 def _already(at: Path, ns: argparse.Namespace, program: Sequence[str]) -> str:
-    """What is said where this has succeeded in its run folder. RunRefused, UsageError."""
+    """The message if this program has already succeeded in its run folder. Raises RunRefused,
+    UsageError."""
     words = [*render_flags.handed_on(ns), *program]
     entry = entry_of(Asked(get_args_parser().parse_args(words), os.environ))
     return already(at, RankProgram(entry.words(), os.getcwd()))
@@ -209,7 +214,7 @@ def _already(at: Path, ns: argparse.Namespace, program: Sequence[str]) -> str:
 def _start(
     run: RunFolder, ns: argparse.Namespace, known: Submission, place: Place, root: Path
 ) -> str:
-    """What its place says. NotDone."""
+    """Create the run folder and submit. Returns the backend's sentence. Raises NotDone."""
     here = known.on != "k8s"
     try:
         make_run(root, ns.name, ns.launch, run.path)
@@ -232,7 +237,7 @@ def _start(
 
 
 def _give_up(run: RunFolder, why: str, *, fresh: bool) -> None:
-    """Its place does not take it: then it is no job, and its name is free."""
+    """Discard a job that its backend rejected, so that its name is free again."""
     with contextlib.suppress(OSError):
         ended = RunResult(state="failed", exit_code=EXIT_FAILED, reason=why, ended=time.time())
         run.write_result(ended)
@@ -243,7 +248,7 @@ def _give_up(run: RunFolder, why: str, *, fresh: bool) -> None:
 def _of_this_host(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
 ) -> tuple[Submission, Place]:
-    """Read as the launcher will read it on this host. UsageError."""
+    """Read the arguments as the launcher on this host will. Raises UsageError."""
     from elasticrun.cli.main import check_data, check_program
 
     environ = withdraw()
@@ -269,7 +274,7 @@ def _of_this_host(
     words = [*meeting(known, "node0", 29400), *known.flags, *program]
     config = resolve(get_args_parser(seen).parse_args(words), seen, this_machine(seen, say))
     check_data(settings.data(ns.data))
-    hint = "" if ns.git else check_program(config.entry)  # it is not here yet
+    hint = "" if ns.git else check_program(config.entry)  # the code is not checked out yet
     for note in (*config.notes, hint):
         if note and not (high > 1 and TOKEN_VARIABLE in note):
             say(note)
@@ -285,7 +290,7 @@ def _of_this_host(
 def _of_hosts(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
 ) -> tuple[Submission, Place]:
-    """Read as the launcher reads --hosts. UsageError."""
+    """Read the arguments as the launcher reads --hosts. Raises UsageError."""
     from elasticrun.jobs.hosts.launching import plan_of
     from elasticrun.jobs.hosts.ssh import is_here
 
@@ -327,7 +332,7 @@ def _not_shared(folder: Path, who: str) -> str:
 
 
 def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """GPU names as in CUDA_VISIBLE_DEVICES."""
     from elasticrun.host.accelerators.nvidia import Nvidia
 
     count, listed = Nvidia().count(environ), environ.get(Nvidia.visible_variable)
@@ -339,7 +344,8 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 def _of_slurm(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
 ) -> tuple[Submission, Place]:
-    """As `render slurm` prints it; the nodes find the run folder by its path. UsageError."""
+    """Read the arguments as `render slurm` does; nodes find the run folder by its path. Raises
+    UsageError."""
     if ns.array:
         raise Invalid("--array: submit makes one job; elasticrun render slurm prints arrays")
     asked = argparse.Namespace(**{**vars(ns), "output": str(run / CONSOLE), "run_dir": str(run)})
@@ -379,7 +385,7 @@ _HOW: Final[Mapping[str, Wanted]] = {
 
 
 def _record(known: Submission, ns: argparse.Namespace) -> JobRecord:
-    """What is known of a job that has not begun."""
+    """The record of a job that has not begun."""
     low, high = known.min_nodes, known.max_nodes
     return JobRecord(
         name=known.name,

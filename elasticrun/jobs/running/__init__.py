@@ -1,4 +1,6 @@
-"""What a person asks of a job that runs: `stacks`, `top` and `events` look, `stop`, `restart`,
-`exclude` and `include` act. `asking` finds the job's master, and they know no more of a job than
-it replies; `logs` reads the files of this host. Forbidden is what no command line may: torch.
+"""Verbs for one running job: `stacks`, `top` and `events` show it; `stop`, `restart`, `exclude` and
+`include` change it.
+
+`asking` finds the job's master; the verbs know only what the master replies. `logs` reads the files
+on this host. Forbidden, as in every part of the command line: torch.
 """

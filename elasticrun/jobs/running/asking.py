@@ -1,8 +1,8 @@
-"""Which job is meant, and the asking of its master.
+"""Finds the job that the user means, and connects to its master.
 
-A job is named as `jobs.line.meant` has it, or by its master's host:port; where one job alone runs
-here, it need not be named. Who has the job's token proves it; else what the master has left in this
-user's folder does.
+The user names a job as `jobs.line.meant` describes, or by its master's host:port. If only one job
+runs here, the name is optional. The job's token authenticates the user; without it, the credentials
+that the master left in this user's folder do.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     import argparse
 
 JOB: Final = "its name or its run folder, or the beginning of one"
-"""What `--help` says of a job that is named."""
+"""The help text for the JOB argument."""
 
 
 def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
-    """The master of the job that is meant. NotAnswered."""
+    """The master of the job that the user means. Raises NotAnswered."""
     try:
         here = published(user_folder(os.environ))
     except OSError as wrong:
@@ -75,7 +75,7 @@ def _master(endpoint: Endpoint, own: Published | None, token: str, files: Tls | 
 
 
 def _only(here: Sequence[Published]) -> Published:
-    """The one that runs here, where nobody has named one. NotAnswered."""
+    """The only job that runs here, when the user named none. Raises NotAnswered."""
     if len(here) == 1:
         return here[0]
     if not here:
@@ -85,8 +85,8 @@ def _only(here: Sequence[Published]) -> Published:
 
 
 def left_by(job: str) -> RunFolder | None:
-    """The run folder of a job that has ended, "" for the last, or runs where no master of it is
-    here; None if it runs here, or is not known. NotAnswered where several are meant."""
+    """The run folder of a job that has ended ("": the newest one) or whose master runs elsewhere;
+    None if it runs here or is unknown. Raises NotAnswered if the name is ambiguous."""
     with contextlib.suppress(OSError):
         if not job and published(user_folder(os.environ)):
             return None
@@ -101,7 +101,7 @@ def left_by(job: str) -> RunFolder | None:
 
 
 def ended(folder: RunFolder) -> str:
-    """What its run folder says of a job that does not run; "" of one that may."""
+    """A sentence about a job that does not run, from its run folder; "" for a job that may run."""
     record = folder.job()
     if record is None or (row := row_of(folder, record)).state not in (*ENDED, SUSPENDED):
         return ""
@@ -113,19 +113,19 @@ def ended(folder: RunFolder) -> str:
 
 
 def parser(verb: str, does: str) -> Parser:
-    """The arguments that all have, but for the job, which comes last."""
+    """A parser for the verb; `add_job` adds the arguments that all verbs share, JOB last."""
     return Parser(prog=f"{PROG} {verb}", description=does)
 
 
 def add_job(made: Parser, environ: Mapping[str, str]) -> None:
-    """Which job, how it is printed, and what proves that we may ask."""
+    """Add the arguments for the job, the output format and the credentials."""
     text = f"{JOB}, or its master's host:port; not needed for the only one"
     made.add_argument("job", nargs="?", default="", metavar="JOB", help=text)
     add_way(made, environ)
 
 
 def add_way(made: Parser, environ: Mapping[str, str]) -> None:
-    """How it is printed, and what proves that we may ask."""
+    """Add the arguments for the output format and the credentials."""
     text = "json: for programs, as docs/sight.md has it"
     made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
     add_group(made, "of a job that has a token or TLS", TRUST, environ)
@@ -134,8 +134,8 @@ def add_way(made: Parser, environ: Mapping[str, str]) -> None:
 def run(
     made: Parser, argv: Sequence[str], does: Callable[[JobLine, argparse.Namespace], int]
 ) -> int:
-    """Parse, find the job and do it; 1 with a sentence where nobody answers. UsageError for files
-    that cannot be read."""
+    """Parse the arguments, find the job and call `does`. Prints a sentence and returns 1 if no
+    master answers. Raises UsageError for unreadable files."""
     asked = parsed(made, argv)
     try:
         return reach(asked, does)
@@ -145,14 +145,14 @@ def run(
 
 
 def parsed(made: Parser, argv: Sequence[str]) -> Asked:
-    """The arguments, with those that all have."""
+    """Add the arguments that all verbs share, and parse."""
     variables = trust.withdraw()
     add_job(made, variables)
     return Asked(made.parse_args(argv), variables)
 
 
 def reach(asked: Asked, does: Callable[[JobLine, argparse.Namespace], int]) -> int:
-    """Find the job's master and do it there. NotAnswered, UsageError."""
+    """Find the job's master and call `does` with it. Raises NotAnswered, UsageError."""
     master = find(asked.ns.job, trust.token(asked), trust.tls(asked))
     with asyncio.Runner() as runner:
         return does(JobLine(master, runner), asked.ns)

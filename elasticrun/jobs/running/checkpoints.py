@@ -1,7 +1,7 @@
-"""`elasticrun ckpt ls|verify|prune DIR`: the checkpoints of a folder, as they lie there.
+"""`elasticrun ckpt ls|verify|prune DIR`: the checkpoints in a folder.
 
-Sizes and hashes are those of each checkpoint's manifest; nothing is loaded, so torch is not needed.
-What is in the memory of a job that runs is not looked at.
+Sizes and hashes come from each checkpoint's manifest; no state is loaded, so torch is not needed.
+Snapshots in the memory of a running job do not appear.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class CheckpointRow(Struct, frozen=True, kw_only=True):
     """What `elasticrun ckpt ls -o json` prints of a checkpoint; its fields are a stable schema."""
 
     step: int
-    state: str  # whole, left (with its timeline), torn (not committed), removing, spoiled
-    when: float = 0.0  # it was committed, else changed; seconds since 1970 by the storage's clock
+    state: str  # whole, left (superseded timeline), torn (not committed), removing, spoiled
+    when: float = 0.0  # time of the commit, else of the last change; seconds since 1970
     size: int = 0  # bytes
-    world_size: int = 0  # ranks that have written it; 0: not known
+    world_size: int = 0  # ranks that wrote it; 0: unknown
     reason: str = ""  # periodic, breakpoint, asked
-    manifest: bool = False  # there are sizes and hashes to compare with
-    faults: tuple[str, ...] = ()  # each the rest of a sentence that begins with the step
-    restart: bool = False  # a restart goes on from it, if no newer step is in memory
+    manifest: bool = False  # whether sizes and hashes exist for comparison
+    faults: tuple[str, ...] = ()  # each completes a sentence that starts with the step
+    restart: bool = False  # a restart resumes from it, unless a newer step is in memory
 
 
 def main(argv: Sequence[str]) -> int:
-    """The verb of this name; 1 where a checkpoint is bad or the storage does not answer.
+    """The `ckpt` verbs; 1 if a checkpoint is bad or the storage does not answer. Raises
     UsageError."""
     made = _parser()
     ns = made.parse_args(argv)
@@ -102,7 +102,8 @@ def _number(text: str, least: int = 0) -> int:
 
 
 def _folder(word: str, whole: str = "") -> Folder:
-    """The folder that is meant; `whole` as in `index.find`. UsageError, StorageError."""
+    """The folder that the user means; `whole` as in `index.find`. Raises UsageError,
+    StorageError."""
     if "://" in word:
         return Folder(word)
     path = Path(word).expanduser().absolute()
@@ -133,7 +134,7 @@ def _folder(word: str, whole: str = "") -> Folder:
 
 
 def _rows(folder: Folder, *, hashes: bool, only: int | None = None) -> list[CheckpointRow]:
-    """By steps. `only`: of this step, if it is there. StorageError."""
+    """The rows, ordered by step. `only`: just this step, if it exists. Raises StorageError."""
     found = folder.survey()
     goes_on = chain(found)
     rows = [
@@ -173,7 +174,7 @@ def _row(folder: Folder, one: Listed, *, left: bool, hashes: bool) -> Checkpoint
 
 
 def _said(row: CheckpointRow) -> list[str]:
-    """What is to be said of one beside its state, a line each."""
+    """Remarks about a checkpoint besides its state, one per line."""
     said = list(row.faults)
     if not said and row.state == "left":
         said.append(LEFT)
@@ -210,8 +211,9 @@ def _shown(row: CheckpointRow) -> tuple[str, ...]:
 
 
 def _verify(folder: Folder, ns: argparse.Namespace) -> int:
-    """1 where one is bad. What has neither marker nor manifest may be about to be written, and what
-    is being removed is missed by nobody: they are bad only for who has named them."""
+    """Returns 1 if a checkpoint is bad. A checkpoint without marker and manifest may be about to be
+    written, and one that is being removed is no longer needed: both count as bad only if the user
+    named the step."""
     rows = _rows(folder, hashes=True, only=ns.step)
     if not rows:
         raise _nothing(folder, ns.step)
@@ -261,7 +263,7 @@ def _prune(folder: Folder, ns: argparse.Namespace) -> int:
 
 
 def _newest_verified(folder: Folder, found: Sequence[Listed]) -> list[int]:
-    """The newest step that has no fault, and the newest one of which hashes say so."""
+    """The newest step without a fault, and the newest step that hashes confirm."""
     safe: list[int] = []
     for step in reversed(chain(found)):
         if folder.verify(step):

@@ -1,5 +1,6 @@
-"""Which rank of a life was the first to fail, by the record of the job's master, and which ranks
-have only lost their connection to it."""
+"""Finds the rank that failed first in an incarnation, from the record of the job's master, and the
+ranks that only lost their connection to it.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ from elasticrun.wire.messages import FailureKind
 from elasticrun.wire.types import write_ranges
 
 MAX_BYTES: Final = 256 * 1024
-"""Of an error file; the message comes first."""
+"""Bytes read from an error file; the message comes first."""
 
 MAX_CHARS: Final = 1000
-"""Of a rank's own words in a line."""
+"""Characters shown of a rank's own error message."""
 
 NO_FAILURE: Final = ("operator", "scaled", "master")
-"""Causes of incidents in which nothing has failed."""
+"""Causes of incidents without a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of one rank in one life."""
+    """The files of one rank in one incarnation."""
 
     rank: int
     folder: Path
 
     def failure(self) -> tuple[float, str]:
-        """When it failed and of what; the end of time and "" where it has described nothing."""
+        """Time and message of its failure; infinity and "" if the rank described none."""
         file = self.folder / "error.json"
         try:
             with file.open("rb") as text:
@@ -50,14 +51,14 @@ class RankFiles:
 
 @dataclass(frozen=True, slots=True)
 class LifeEnd:
-    """What ended a life, as the master has it."""
+    """What ended an incarnation, according to the master."""
 
     sentence: str
-    rank: int = -1  # -1: none of them
-    ended: str = ""  # how it did: exit code 3; "": the sentence says all
+    rank: int = -1  # -1: no rank
+    ended: str = ""  # how it ended, as "exit code 3"; "": the sentence says it
 
     def with_words(self, own: str) -> str:
-        """In a line; `own`: what the rank itself has said."""
+        """The end as one line. `own`: the rank's own error message."""
         if own and self.ended:
             return f"rank {self.rank} failed: {own} ({self.ended})"
         return self.sentence
@@ -65,15 +66,15 @@ class LifeEnd:
 
 @dataclass(frozen=True, slots=True)
 class ToldLife:
-    """The ranks of one life, who failed first before the others, and what is said above each."""
+    """The ranks of one incarnation, first failure first, and the title above each rank's output."""
 
     ranks: tuple[RankFiles, ...]
     titles: Mapping[int, str]  # by rank
-    why: str = ""  # what ended the life, where that was none of these ranks
+    why: str = ""  # what ended the incarnation, if it was none of these ranks
 
 
 def tell(found: Sequence[RankFiles], death: LifeEnd | None) -> ToldLife:
-    """`death`: None where the master has written none down, or not yet."""
+    """Order the ranks and write their titles. `death`: None if the master recorded none (yet)."""
     failed = {files.rank: (*files.failure(), files) for files in found}
     first = death.rank if death is not None else -1
     lost = {rank for rank, (_, why, _) in failed.items() if rank != first and _lost_a_peer(why)}
@@ -96,7 +97,7 @@ def tell(found: Sequence[RankFiles], death: LifeEnd | None) -> ToldLife:
 
 
 def deaths(folder: RunFolder | None, begun: Sequence[float]) -> list[LifeEnd | None]:
-    """Of each of the lives that began then (seconds since 1970, ascending)."""
+    """The end of each incarnation. `begun`: their start times, seconds since 1970, ascending."""
     if folder is None or not begun:
         return [None] * len(begun)
     now = time.time()

@@ -1,5 +1,6 @@
-"""`elasticrun incidents [JOB] [N]`: what has stopped the training of a job, and what it cost; of a
-job that has ended from the files that its master has left.
+"""`elasticrun incidents [JOB] [N]`: the interruptions of a job's training, and their cost.
+
+For a job that has ended, they come from the files that its master left.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from elasticrun.master.outward.report import page, table
 from elasticrun.master.outward.run_files import read
 
 MOST_DIGITS: Final = 4
-"""Of a number that stands alone and is an incident's rather than a job's."""
+"""Digits up to which a single number means an incident and not a job."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The verb of this name; 1 with a sentence where nobody knows. UsageError for files of TLS or
-    tokens that cannot be read."""
+    """The `incidents` verb; 1 with a sentence if no source is available. Raises UsageError for
+    unreadable TLS or token files."""
     made = Parser(
         prog=f"{PROG} incidents",
         description="Show what has stopped the training of a job, which runs or has ended here.",
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def meant(words: Sequence[str]) -> tuple[str, int]:
-    """What `[JOB] [N]` names: the job, "" for the only one, and the incident, 0 for all."""
+    """The meaning of `[JOB] [N]`: the job ("": the only one) and the incident (0: all)."""
     if len(words) == 2:
         return words[0], int(words[1])
     if words and words[0].isdecimal() and len(words[0]) <= MOST_DIGITS:
@@ -62,8 +63,8 @@ def meant(words: Sequence[str]) -> tuple[str, int]:
 
 
 def _rows(job: str, asked: Asked) -> tuple[Sequence[IncidentRow], str]:
-    """From the master of one that runs, with what holds it up now, else from files, with why it is
-    lost."""
+    """The incidents, and a sentence about the present. For a running job, both come from its
+    master, with what holds it up now; else from files, with the reason if the job is lost."""
     folder = left_by(job)
     if folder is not None:
         now, record = time.time(), folder.job()
@@ -75,7 +76,7 @@ def _rows(job: str, asked: Asked) -> tuple[Sequence[IncidentRow], str]:
         line = JobLine(master, runner)
         picture = line.picture()
     left = read(line.run.path / INCIDENTS, time.time()) if line.run is not None else []
-    earlier = [row for row in left if row.age > picture.status.age]  # of starts before this one
+    earlier = [row for row in left if row.age > picture.status.age]  # from starts before this one
     verdict = picture.verdict
     held = f"held up now: {verdict.sentence}; {verdict.then}" if verdict is not None else ""
     return [*earlier, *picture.incidents], held
@@ -85,7 +86,7 @@ def _shown(rows: Sequence[IncidentRow], number: int, now: str, *, as_text: bool)
     if not number:
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
         return table(rows, columns, now) if as_text else as_json(list(rows)) + "\n"
-    for row in reversed(rows):  # each start counts from 1
+    for row in reversed(rows):  # each start numbers its incidents from 1
         if row.number == number:
             return page(row) if as_text else as_json(row) + "\n"
     raise NotAnswered(f"there is no incident {number}: the job has {len(rows)}")

@@ -1,5 +1,5 @@
-"""`elasticrun stacks`: what the ranks of a job do at this moment, grouped, the rarest group first.
-`elasticrun events`: what has happened to it, a line each, by this host's clock.
+"""`elasticrun stacks`: what the ranks of a job are doing now, grouped, smallest group first;
+`elasticrun events`: the job's events, one per line, by this host's clock.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     import argparse
 
 POLL: Final = 1.0
-"""Seconds between two questions of `events -f`."""
+"""Seconds between two polls of `events -f`."""
 
 
 SAME: Final = 2.0
-"""Seconds by which the master and the run folder differ at most about when something happened."""
+"""Seconds by which the master and the run folder may differ about the time of an event."""
 
 
 def stacks(argv: Sequence[str]) -> int:
-    """The verb of this name."""
+    """The `stacks` verb."""
     made = parser("stacks", "Show where the ranks of a running job are, grouped by their stacks.")
     text = "of this rank alone"
     made.add_argument("--rank", type=rank_number, default=-1, metavar="R", help=text)
@@ -60,14 +60,14 @@ def stacks(argv: Sequence[str]) -> int:
 
 
 def rank_number(text: str) -> int:
-    """A rank as it is typed. ValueError."""
+    """A rank number as typed. Raises ValueError."""
     if not text.isdecimal():
         raise ValueError
     return int(text)
 
 
 def has_rank(group: StackRow, rank: int) -> bool:
-    """Whether a thread of this rank is in the group."""
+    """Whether the group contains a thread of this rank."""
     try:
         return rank in read_ranges(group.ranks, MAX_RANKS)
     except ValueError:
@@ -75,7 +75,7 @@ def has_rank(group: StackRow, rank: int) -> bool:
 
 
 def stack_lines(picture: Picture, groups: Sequence[StackRow]) -> list[str]:
-    """For people: the verdict, the groups, what is missing."""
+    """The text for people: the verdict, the groups, what is missing."""
     lines = [picture.verdict.sentence, ""] if picture.verdict else []
     for group in groups:
         thread = f", {group.thread}" if group.thread else ""
@@ -93,7 +93,7 @@ def stack_lines(picture: Picture, groups: Sequence[StackRow]) -> list[str]:
 
 
 def events(argv: Sequence[str]) -> int:
-    """The verb of this name."""
+    """The `events` verb."""
     made = parser("events", "Show what has happened to a job, which runs or has ended.")
     text = "go on and show what happens, until the job ends"
     made.add_argument("-f", "--follow", action="store_true", help=text)
@@ -111,7 +111,7 @@ def events(argv: Sequence[str]) -> int:
                     _print(left, ns)
                     print(f"{made.prog}: {why}; so far this is in its run folder", file=sys.stderr)
                     return 0
-                line.pause(POLL)  # its result is written behind its last answer
+                line.pause(POLL)  # the master writes its result after its last reply
                 if not (end := ended(line.run) if line.run is not None else ""):
                     raise
                 _print([EventRow(last + 1, 0.0, "", end, "info")], ns)
@@ -135,7 +135,7 @@ def events(argv: Sequence[str]) -> int:
     except NotAnswered as why:
         print(f"{made.prog}: {why}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # how `-f` is ended
+    except KeyboardInterrupt:  # how the user ends `-f`
         return 0
 
 
@@ -151,9 +151,9 @@ def _print(rows: list[EventRow], ns: argparse.Namespace) -> None:
 
 
 def before(left: Sequence[EventRow], told: Sequence[EventRow]) -> list[EventRow]:
-    """Those in the run folder that are older than all that its master tells: of masters before it,
-    of earlier starts, and those it has forgotten. Each master counts its events from 1, and the
-    ages of one event differ a little."""
+    """The events in the run folder that are older than all those that its master reports: events of
+    earlier masters, of earlier starts, and those that this master has dropped. Each master numbers
+    its events from 1, and the two ages of one event differ slightly."""
     if not told:
         return list(left)
     first = told[0]
@@ -164,15 +164,16 @@ def before(left: Sequence[EventRow], told: Sequence[EventRow]) -> list[EventRow]
 
 
 def unseen(rows: Sequence[EventRow], last: int) -> list[EventRow]:
-    """Those after number `last`. A new master counts from 1 again: of one that has not come so far
-    all are new."""
+    """The rows after number `last`. A new master numbers from 1 again: if its last number is below
+    `last`, all its rows are new."""
     if rows and rows[-1].number < last:
         return list(rows)
     return [row for row in rows if row.number > last]
 
 
 def event_lines(rows: Sequence[EventRow], now: float) -> list[str]:
-    """`12:04:31  warning  node b is excluded ...`; `now`: seconds since 1970, of this host."""
+    """Lines like `12:04:31  warning  node b is excluded ...`. `now`: seconds since 1970, this
+    host."""
     lines = []
     for row in rows:
         at = time.strftime("%H:%M:%S", time.localtime(now - row.age))

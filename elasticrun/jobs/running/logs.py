@@ -1,9 +1,9 @@
-"""`elasticrun logs`: what the ranks of a job have written to their files, on this host or in its
-run folder, also when it has ended.
+"""`elasticrun logs`: the output of a job's ranks, from files on this host or in its run folder.
 
-Of the newest life, the last lines of each rank; `--all` takes every life, in order. A rank that
-failed comes first, the one that was first to fail before the others. Before there is a rank, and
-where ranks have no files, it is what the launcher printed.
+It also works after the job has ended. By default it prints the last lines of each rank in the
+newest incarnation; `--all` prints every incarnation, in order. Failed ranks come first, and the one
+that failed first comes before the others. Before any rank exists, and if ranks have no files, it
+prints the launcher's output.
 """
 
 from __future__ import annotations
@@ -36,51 +36,53 @@ from elasticrun.jobs.running.deaths import RankFiles, ToldLife, deaths, tell
 from elasticrun.wire.types import write_ranges
 
 TAIL: Final = 20
-"""Lines of each file where nobody has said how many."""
+"""Default number of lines from each file."""
 
 STREAMS: Final = ("stdout.log", "stderr.log")
 
 BLOCK: Final = 256 * 1024
 
 FARTHEST: Final = 64 * 1024 * 1024
-"""Bytes from the end of a file in which its last lines are looked for."""
+"""Bytes from the end of a file within which its last lines are searched."""
 
 KEPT: Final = "--run-dir keeps them, or --log-dir with --tee or --redirects"
 
 LONG_WAIT: Final = 50
-"""Looks after which somebody who waits for the first rank is told so: Slurm may take days."""
+"""Polls after which a user who waits for the first rank sees a message: a Slurm queue can take
+days."""
 
 LOOK_EVERY: Final = 0.2
-"""Seconds between looks at files that are followed."""
+"""Seconds between two polls of followed files."""
 
 BARS_EVERY: Final = 10
-"""Looks from one state of a progress bar to the next, where it cannot be written over."""
+"""Polls between two printed states of a progress bar, if the output cannot overwrite a line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is to be shown."""
+    """What the user wants to see."""
 
     job: str
     follow: bool
-    tail: int  # lines of each file; 0: all
-    everything: bool  # all lives
+    tail: int  # lines from each file; 0: all
+    everything: bool  # all incarnations
     rank: int | None
-    node: str  # or its host; "": of all
-    since: float  # seconds since 1970: only files that were written to later
+    node: str  # or its host; "": all nodes
+    since: float  # seconds since 1970: only files written to after this time
     as_json: bool
     grep: re.Pattern[bytes] | None
 
     def wants(self, line: bytes) -> bool:
-        """Whether the line is to be shown."""
+        """Whether to show the line."""
         return self.grep is None or self.grep.search(line) is not None
 
     def takes(self, run: LoggedRun) -> bool:
-        """Whether the ranks of this agent are to be shown."""
+        """Whether to show the ranks of this agent."""
         return self.node in ("", run.node, run.host)
 
     def write(self, rank: int, path: Path, lines: Iterable[bytes]) -> None:
-        """Lines of a rank's file, with its number; -1: of the launcher, which has none."""
+        """Write lines of a rank's file, prefixed with the rank; -1: the launcher, which has no
+        rank."""
         for text in lines:
             if self.as_json:
                 row = {
@@ -95,18 +97,18 @@ class Wish:
             self.put(path, text + b"\n")
 
     def begun(self, rank: int, path: Path, text: bytes, *, is_bar: bool) -> None:
-        """The beginning of a line that has no end yet, or a state of a progress bar."""
+        """Write the beginning of an unfinished line, or a state of a progress bar."""
         text = b"[%d] %s" % (rank, text)
         self.put(path, cut_to(text, columns_of(1)) if is_bar else text, ends=False)
 
     def put(self, path: Path, text: bytes, *, ends: bool = True) -> None:
-        """To the terminal, on which the line of another file may have no end yet."""
+        """Write to the terminal. Ends a line of another file that is still open there."""
         text = open_line(1).then(path, text, ends=ends, columns=columns_of(1))
         sys.stdout.buffer.write(text)
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """`elasticrun logs` with its own arguments; UsageError."""
+    """`elasticrun logs` with its own arguments. Raises UsageError."""
     asked = _asked(argv)
     variables = os.environ if environ is None else environ
     folder, unknown = _folder(variables, asked.job)
@@ -114,7 +116,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         found = _runs(variables, asked, folder)
         looks = 0
         while asked.follow and not found and folder is not None and folder.state() not in ENDED:
-            threading.Event().wait(LOOK_EVERY)  # until a rank has written
+            threading.Event().wait(LOOK_EVERY)  # until a rank writes
             looks += 1
             if looks == LONG_WAIT:
                 said = f"elasticrun logs: no rank of job {asked.job} has begun; this waits for it"
@@ -155,13 +157,13 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
 
 
 def _folder(environ: Mapping[str, str], job: str) -> tuple[RunFolder | None, str]:
-    """The run folder of the job that is named, if it has one, else why it is not known which."""
+    """The run folder of the named job, or None and the reason if there is no unique one."""
     if not job:
         return None, ""
     try:
         return index.find(index.runs_root(environ), job, newest=True), ""
     except (OSError, index.NoRun) as why:
-        if os.path.isdir(os.path.join(job, AGENTS)):  # of one whose master was elsewhere
+        if os.path.isdir(os.path.join(job, AGENTS)):  # of a job whose master ran elsewhere
             return RunFolder(Path(job)), ""
         return None, str(why)
 
@@ -202,8 +204,8 @@ def _asked(argv: Sequence[str]) -> Wish:
 
 
 def _runs(environ: Mapping[str, str], asked: Wish, folder: RunFolder | None) -> list[LoggedRun]:
-    """The newest start of the job as all its agents know it, or every one: those of its run folder,
-    or of this host, where an earlier job may have had the same name."""
+    """The agents of the newest start of the job, or of every start with --all. From its run folder,
+    or else from this host, where an earlier job may have had the same name."""
     job, known = asked.job, whereabouts.runs_of(folder.path) if folder is not None else []
     if known and asked.everything:
         return known
@@ -216,8 +218,8 @@ def _runs(environ: Mapping[str, str], asked: Wish, folder: RunFolder | None) -> 
 
 
 def _starts(runs: Iterable[LoggedRun]) -> list[list[LoggedRun]]:
-    """The agents of each start of the job, in order: one that begins when all before it have
-    written their last belongs to the next."""
+    """The agents of each start of the job, in order. An agent belongs to the next start if it
+    begins after all earlier agents wrote their last line."""
     starts: list[list[LoggedRun]] = []
     last = 0.0
     for run in sorted(runs, key=lambda run: run.began):
@@ -238,7 +240,7 @@ def _last_written(run: LoggedRun) -> float:
 def _lives(
     runs: Iterable[LoggedRun], folder: RunFolder | None, *, everything: bool
 ) -> list[tuple[str, ToldLife]]:
-    """The lives in order, each with its ranks: those that failed first, as they failed."""
+    """The incarnations in order, each with its ranks; failed ranks first, in order of failure."""
     found: dict[tuple[int, str], list[tuple[LoggedRun, LoggedLife]]] = {}
     for start, agents in enumerate(_starts(runs)):
         for run in agents:
@@ -260,7 +262,7 @@ def _lives(
 
 
 def _show(runs: Iterable[LoggedRun], asked: Wish, folder: RunFolder | None) -> dict[Path, int]:
-    """Print what is there; how far each file was read."""
+    """Print the existing output. Returns how far each file was read."""
     seen: dict[Path, int] = {}
     lives = _lives(filter(asked.takes, runs), folder, everything=asked.everything)
     for title, life in lives:
@@ -291,7 +293,7 @@ def _title(text: str, asked: Wish) -> None:
 
 
 def _read(path: Path, asked: Wish) -> tuple[int, Iterable[bytes]]:
-    """How long the file is now, and the lines of it that are wanted. OSError."""
+    """The current length of the file, and the wanted lines. Raises OSError."""
     end = _whole_lines(path) if asked.follow else path.stat().st_size
     whole = not asked.tail or asked.grep is not None
     start = 0 if whole else _start_of_tail(path, end, asked.tail)
@@ -300,7 +302,8 @@ def _read(path: Path, asked: Wish) -> tuple[int, Iterable[bytes]]:
 
 
 def _whole_lines(path: Path) -> int:
-    """Where the last line that has an end ends, if one does near the end of the file."""
+    """The end of the last complete line, if one ends near the end of the file; else the file's
+    size."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         start = file.seek(max(0, size - BLOCK))
@@ -309,7 +312,7 @@ def _whole_lines(path: Path) -> int:
 
 
 def _start_of_tail(path: Path, end: int, lines: int) -> int:
-    """Where so many lines from the end begin, or a little before."""
+    """The offset of the last `lines` lines before `end`, or slightly before it."""
     start, found = end, 0
     with path.open("rb") as file:
         while start > max(0, end - FARTHEST) and found <= lines:
@@ -328,7 +331,7 @@ def _lines(path: Path, start: int, end: int) -> Iterator[bytes]:
 
 
 def _newest(line: bytes) -> bytes:
-    """Of the states of a progress bar the newest; any other line as it is."""
+    """The newest state of a progress bar; any other line unchanged."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
@@ -339,14 +342,14 @@ def _follow(
     look: Callable[[], list[LoggedRun]],
     folder: RunFolder | None,
 ) -> None:
-    """Go on until the job has ended: lines as they come, of lives that begin later too, also where
-    it was saved and is started again."""
+    """Print new lines until the job ends. Includes incarnations that begin later, and a job that
+    was saved and is started again."""
     held: dict[Path, bytes] = {}
     still: dict[Path, bytes] = {}
     for _, life in _lives(runs, None, everything=True):
         for path in (files.folder / stream for files in life.ranks for stream in STREAMS):
             if path not in seen and path.exists():
-                seen[path] = path.stat().st_size  # of an earlier life
+                seen[path] = path.stat().st_size  # of an earlier incarnation
     waiting, waits = threading.Event(), False
     for looks in itertools.count():
         state = folder.state() if folder is not None else ""
@@ -375,7 +378,7 @@ def _follow(
 def _go_on(
     files: RankFiles, path: Path, seen: dict[Path, int], held: dict[Path, bytes], asked: Wish
 ) -> None:
-    """What was added to one file, in whole lines."""
+    """Print the whole lines that were added to one file."""
     try:
         with path.open("rb") as file:
             file.seek(seen.get(path, 0))
@@ -393,8 +396,8 @@ def _go_on(
 def _begun(
     rank: int, path: Path, held: dict[Path, bytes], still: dict[Path, bytes], asked: Wish
 ) -> None:
-    """Show a line that has not got on since the last look, or on a terminal the newest state of a
-    progress bar. `--grep` and programs take whole lines."""
+    """Show an unfinished line that has not grown since the last poll, or on a terminal the newest
+    state of a progress bar. `--grep` and JSON output take whole lines only."""
     rest = held.get(path, b"")
     before, still[path] = still.get(path, b""), rest
     is_bar = b"\r" in rest
@@ -411,8 +414,8 @@ def _begun(
 def _unfinished(
     rank: int, path: Path, held: dict[Path, bytes], asked: Wish, *, ending: bool, bars: bool
 ) -> None:
-    """Of a line without an end: all of it when nothing more comes; of a progress bar now and then
-    its newest whole state."""
+    """Print a line without a newline: all of it once nothing more comes; for a progress bar, now
+    and then its newest complete state."""
     rest = held.get(path, b"")
     line, left = rest, b""
     if not ending:

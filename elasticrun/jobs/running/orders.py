@@ -1,5 +1,7 @@
-"""`elasticrun stop`, `restart`, `exclude NODE`, `include NODE` and `scale N`: what is to be done to
-a job that runs. The master carries it out, and notes among the job's events who asked, and why.
+"""`elasticrun stop`, `restart`, `exclude NODE`, `include NODE` and `scale N`: orders to a running
+job.
+
+The master carries them out. It records in the job's events who asked, and why.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OrderOf:
-    """What `--help` says of a verb."""
+    """The help texts of a verb."""
 
     does: str
-    node: str = ""  # what is said of its NODE; "": it is of the whole job
+    node: str = ""  # help for its NODE; "": the verb applies to the whole job
 
 
 ORDERS: Final[Mapping[str, OrderOf]] = {
@@ -64,10 +66,10 @@ ORDERS: Final[Mapping[str, OrderOf]] = {
 }
 
 POLL: Final = 1.0
-"""Seconds between two looks at a job that ends."""
+"""Seconds between two polls of a job that ends."""
 
 MAX_REASON: Final = 200
-"""Characters of a reason."""
+"""Maximum number of characters of a reason."""
 
 
 def main(verb: str, argv: Sequence[str]) -> int:
@@ -118,14 +120,16 @@ def _order(verb: str, order: OrderOf, line: JobLine, ns: argparse.Namespace) -> 
 
 
 def _are_turned(ns: argparse.Namespace) -> bool:
-    """Whether a job was typed where a node is wanted, and none where one is."""
+    """Whether the user typed the job in the place of the node and the node in the place of the
+    job."""
     if not ns.job or ":" in ns.job or meant(ns.job) != MeantJob():
         return False
     return meant(ns.node) != MeantJob()
 
 
 def settle(made: Parser, ns: argparse.Namespace) -> None:
-    """Which of two words is the number of nodes; ends with a sentence where none is."""
+    """Decide which of the two words is the number of nodes; exits with a usage error if neither
+    is."""
     if not ns.number.isdecimal():
         ns.number, ns.job = ns.job, ns.number
     if not ns.number.isdecimal() or not 1 <= int(ns.number) <= MAX_NODES:
@@ -134,7 +138,7 @@ def settle(made: Parser, ns: argparse.Namespace) -> None:
 
 
 def _tell(ns: argparse.Namespace, said: str, run: RunFolder | None) -> int:
-    """What was done; to which job, where its name was not typed whole."""
+    """Print what was done, with the job's name if the user did not type it in full."""
     job = run.job() if run else None
     where = str(run.place) if run else ""
     done = DoneRow(name=job.name if job else ns.job, done=said, run_dir=where)
@@ -145,15 +149,15 @@ def _tell(ns: argparse.Namespace, said: str, run: RunFolder | None) -> int:
 
 
 def _scaled(run: RunFolder, request: Request, ask: Callable[[Request], Reply]) -> str:
-    with claimed(runs_root(os.environ), submission(run).name):  # or agents are there twice
+    with claimed(runs_root(os.environ), submission(run).name):  # avoids duplicate agents
         return backend_of(run, withdraw()).scale(run, request, ask)
 
 
 def _by_its_place(
     verb: str, ns: argparse.Namespace, why: Exception
 ) -> tuple[str, RunFolder] | None:
-    """What the place of a job whose master does not answer does to end or scale it; None:
-    nothing. NotDone where it refuses to scale it."""
+    """Let the backend end or scale a job whose master does not answer. None: the backend did
+    nothing. Raises NotDone if the backend refuses to scale the job."""
 
     def ask(request: Request) -> Reply:
         raise why
@@ -172,7 +176,7 @@ def _by_its_place(
 
 
 def _until_over(line: JobLine) -> None:
-    """Until the job's master says that it is over, or is there no more: it ends soon after."""
+    """Wait until the job's master reports its outcome or has exited, which happens soon after."""
     try:
         while not line.picture().status.outcome:
             line.pause(POLL)

@@ -1,14 +1,7 @@
-"""`elasticrun status [ENDPOINT]`: a line for each job, and a single job as one page, asked of its
-master by gRPC.
+"""if one did not or there is none.
 
-Where the job's leadership is in etcd (`--master-store`), etcd is asked who leads. Without an
-endpoint every master of this user on this host is asked; their addresses stand in the user's run
-folder, and with them what proves to each that its own user asks; `elasticrun list` has those that
-have ended as well. Another host needs the job's token, as the nodes do. Exit code 0 if each asked
-one answered, 1 if one did not or there is none.
-
-A name is never broken or cut, for then it can neither be read nor copied: one that leaves the rest
-no room in the width of the terminal has a line of its own, as in `df`.
+A name is never broken or cut, because a broken name can be neither read nor copied. A name too wide
+for the terminal gets its own line, as in `df`.
 """
 
 from __future__ import annotations
@@ -55,8 +48,8 @@ if TYPE_CHECKING:
 
 
 async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
-    """The endpoint of the master that leads `job_id`. NoStatus."""
-    # Late: grpc takes longer to import than everything else here together.
+    """The endpoint of the master that leads `job_id`. Raises NoStatus."""
+    # Late import: grpc takes longer to import than everything else here together.
     from elasticrun.wire.messages import End
     from elasticrun.wire.rpc import etcd, protobuf
 
@@ -86,7 +79,7 @@ TITLES: Final = ("JOB", "STATE", "NODES", "STEP", "STEP AGE", "RESTARTS", "AGE")
 
 
 def name_of(job_id: str, where: str, name: str = "") -> str:
-    """`name`, by which people know it, else its id. A static job has no id of its own: all of them
+    """The display name: `name` if it differs from the id, else the id. Static jobs have no id: all
     are called "none", as under torchrun."""
     if name not in ("", job_id):
         return name
@@ -94,7 +87,7 @@ def name_of(job_id: str, where: str, name: str = "") -> str:
 
 
 def running(page: JobStatus, where: str, run: str = "") -> Row:
-    """A job whose master at `where` has answered; `run`: its run folder, where it is known."""
+    """The row of a job whose master at `where` answered. `run`: its run folder, if known."""
     row = live_row(page, where, run)
     return (
         name_of(page.job_id, where, page.name),
@@ -108,12 +101,12 @@ def running(page: JobStatus, where: str, run: str = "") -> Row:
 
 
 GONE: Final = ("dead", "left")
-"""States of nodes of which nobody knows what they do; what they last said is no news."""
+"""Node states in which the last reported activity is out of date."""
 
 
 def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
-    """All that is known of a job whose master has answered; with a new link to its page, where that
-    master has left us on this host what opens it."""
+    """All that is known of a job whose master answered, with a new link to its page if that master
+    left the key to the page on this host."""
     link = ""
     with contextlib.suppress(NoStatus):
         for one in published_here():
@@ -126,7 +119,7 @@ def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
 
 
 def _master_of(found: MeantJob, token: str, files: Tls | None) -> Question | None:
-    """The master of the job that is meant, here or elsewhere; None of one that has ended."""
+    """The master of the job that the user means, here or elsewhere; None if the job has ended."""
     if found.master:
         return question_to(found.master, token, files)
     if found.run is not None and found.run.state() not in ENDED:
@@ -137,7 +130,7 @@ def _master_of(found: MeantJob, token: str, files: Tls | None) -> Question | Non
 
 
 def no_job(job: str) -> str:
-    """That there is none of this name, and what may have been meant."""
+    """A sentence: no job has this name, with the nearest known name."""
     known = []
     with contextlib.suppress(OSError, NoStatus):
         runs = index.all_runs(index.runs_root(os.environ))
@@ -148,8 +141,9 @@ def no_job(job: str) -> str:
 
 
 def _left(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> bool:
-    """Print what the run folder, and the job's place, say of one that does not run here; whether
-    there is one. `unheard`: its master was asked and is silent; not of one that should run."""
+    """Print what the run folder and the job's backend know of a job that does not run here. Returns
+    whether there is such a job. `unheard`: its master did not answer; then a job that should be
+    running is not printed."""
     from elasticrun.jobs.choosing import by_their_places
     from elasticrun.jobs.manage.listing import left_lines
 
@@ -171,7 +165,7 @@ def _left(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> 
 
 
 def _known(folder: RunFolder) -> list[str]:
-    """What the run folder says of a job whose master does not answer."""
+    """What the run folder knows of a job whose master does not answer."""
     step, events = folder.last_step(), folder.events(time.time())
     said = {
         "state, by its run folder": folder.state(),
@@ -183,7 +177,7 @@ def _known(folder: RunFolder) -> list[str]:
 
 
 def _here(token: str, files: Tls | None) -> list[Question]:
-    """The masters of this user that have left their endpoints in the user's folder."""
+    """Questions to this user's masters that published their endpoints in the user's folder."""
     masters = published_here()
     if not masters:
         with contextlib.suppress(OSError):
@@ -200,8 +194,8 @@ def _here(token: str, files: Tls | None) -> list[Question]:
 
 
 def _show(pages: Sequence[tuple[str, JobStatus]], runs: Mapping[str, str] = {}) -> None:
-    """A line for each job. The page of a single one that runs, else why each of them waits. `runs`:
-    their run folders, by where their masters are."""
+    """Print a line for each job, then the page of a single job, or why each of several jobs waits.
+    `runs`: their run folders, by the endpoint of the master."""
     from rich.console import Console
     from rich.text import Text
 
@@ -221,7 +215,7 @@ def _page(page: JobStatus, columns: int) -> list[str]:
 
 
 def _brief(pages: Sequence[tuple[str, JobStatus]]) -> list[str]:
-    """What is to be said of several jobs."""
+    """A line for each of several jobs."""
     said, names = [], [page.name for _, page in pages]
     for where, page in pages:
         name = name_of(page.job_id, where, page.name)
@@ -233,7 +227,7 @@ def _brief(pages: Sequence[tuple[str, JobStatus]]) -> list[str]:
 
 
 def _lines(page: JobStatus) -> list[str]:
-    """What is true of the job as a whole, one sentence each."""
+    """Facts about the whole job, one sentence each."""
     low, high = page.min_nodes, page.max_nodes
     nodes = f"{low}" if low == high else f"{low} to {high}"
     placed = sum(node.group_rank >= 0 for node in page.nodes)
@@ -255,7 +249,7 @@ def _lines(page: JobStatus) -> list[str]:
 
 
 def _excluded(page: JobStatus) -> list[str]:
-    """The nodes that the job refuses, a sentence each."""
+    """The nodes that the job refuses, one sentence each."""
     return [
         f"excluded: {one.node} on {one.host or 'an unknown host'} ({one.kind}, "
         f"for {one.remaining:.0f} s more): {one.reason}"
@@ -264,9 +258,9 @@ def _excluded(page: JobStatus) -> list[str]:
 
 
 def nodes_table(page: JobStatus, columns: int) -> list[str]:
-    """The nodes, a line each, and below them a line for each that there is more to say of. A name
-    is never broken, for then it can neither be read nor copied; where there is no room, the hosts
-    that nodes are named after and the pids (see --json) are left out."""
+    """A table of the nodes, then a line for each reason and health remark. A name is never broken,
+    because a broken name can be neither read nor copied. If the terminal is too narrow, the columns
+    of pids (see --json) and of hosts that equal the node names are omitted."""
     titles = ("node", "host", "state", "does", "group rank", "ranks", "pids")
     rows = [titles, *map(_row, page.nodes)]
     most = [max(len(row[at]) for row in rows) for at in range(len(titles))]
@@ -300,7 +294,7 @@ def _row(node: NodeStatus) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """`elasticrun status` with its own arguments; UsageError for files that cannot be read."""
+    """`elasticrun status` with its own arguments. Raises UsageError for unreadable files."""
     from elasticrun.cli import trust
     from elasticrun.cli.settings import Asked, UsageError
 
@@ -316,7 +310,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         is_name = bool(ns.endpoint) and ":" not in ns.endpoint
         found = meant(ns.endpoint, newest=True) if is_name else MeantJob()
         ours = _master_of(found, token, files)
-        with asyncio.Runner() as runner:  # one loop: grpc.aio does not take well to a second one
+        with asyncio.Runner() as runner:  # grpc.aio does not support a second loop
             if ours:
                 questions = [ours]
             elif _left(found.run, as_json=ns.json):
@@ -345,7 +339,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     if silent and found.run is not None and not ns.json:
         print(*_known(found.run), sep="\n")
     runs = {str(one.endpoint): one.run for one in questions}
-    known = answers if ns.json or len(answers) == 1 else []  # of several a table is shown
+    known = answers if ns.json or len(answers) == 1 else []  # several jobs get a table
     whole = [_whole(where, page, runs[str(where)]) for where, page in known]
     if ns.json:
         shown = msgspec.to_builtins(whole)

@@ -1,6 +1,7 @@
-"""`elasticrun top`: what the ranks of a job do, every two seconds: the verdict, where the time
-goes, and a table that stays readable at a thousand ranks, because those that do the same share a
-line.
+"""`elasticrun top`: what the ranks of a job are doing, refreshed every two seconds.
+
+It shows the verdict, the time accounting, and a table that stays readable at a thousand ranks,
+because ranks in the same state share a line.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ if TYPE_CHECKING:
     import argparse
 
 EVERY: Final = 2.0
-"""Seconds between two looks."""
+"""Seconds between two refreshes."""
 
 MOST_ALONE: Final = 16
-"""Ranks up to which each has a line of its own."""
+"""Maximum number of ranks that each get their own line."""
 
 MOST_NODES: Final = 3
-"""Nodes that a line of several names."""
+"""Maximum number of nodes that a line names."""
 
 CALM: Final = ("stepping", "waiting", "ended")
-"""States that come last, in this order: they are as it should be, or follow from another's."""
+"""States listed last, in this order: they are normal, or follow from another rank's state."""
 
 SPARE: Final = ("GPU", "MEMORY", "CPU", "STEP TIME", "STEP", "NODE")
-"""Columns that are left out, in this order, where the terminal has no room: where a rank is counts
-most, and is cut at the margin last of all."""
+"""Columns omitted, in this order, if the terminal is too narrow. DOES matters most: it is only ever
+cut at the margin, after all these."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The verb; `top nodes` is about hosts."""
+    """The `top` verb; `top nodes` shows hosts."""
     if argv[:1] == ["nodes"]:
         from elasticrun.jobs.manage import nodes
 
@@ -61,12 +62,13 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         return run(made, argv, show)
-    except KeyboardInterrupt:  # how it is ended
+    except KeyboardInterrupt:  # how the user ends it
         return 0
 
 
 def _go_on(line: JobLine, picture: Picture) -> None:
-    """On a terminal, until the job ends. NotAnswered when its master has gone."""
+    """Refresh on a terminal until the job ends. Raises NotAnswered when its master no longer
+    answers."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -95,7 +97,7 @@ def _go_on(line: JobLine, picture: Picture) -> None:
 
 
 def page(picture: Picture, columns: int) -> list[str]:
-    """All of it, no wider than `columns` but for names that are wider by themselves."""
+    """The whole page, no wider than `columns` unless a single name is wider."""
     lines = [part for line in head(picture) for part in _wrapped(line, columns)]
     if picture.ranks:
         lines += ["", *table(picture.ranks, columns)]
@@ -119,7 +121,7 @@ def _wrapped(line: str, columns: int) -> list[str]:
 
 
 def head(picture: Picture) -> list[str]:
-    """The job in a line, what keeps it, where its time went."""
+    """The job in one line, what holds it up, and its time accounting."""
     status = picture.status
     step = max([status.step, *(row.step for row in picture.ranks)])
     said = [
@@ -151,7 +153,8 @@ def head(picture: Picture) -> list[str]:
 
 
 def table(rows: Sequence[RankRow], columns: int) -> list[str]:
-    """Ranks, the odd ones first; those that do the same share a line where there are many."""
+    """The table of ranks, anomalous ones first. With many ranks, those in the same state share a
+    line."""
     groups = together(rows) if len(rows) > MOST_ALONE else [[row] for row in rows]
     drawn = [[cell(group) for cell in CELLS.values()] for group in groups]
     titles = list(CELLS)
@@ -169,7 +172,8 @@ def table(rows: Sequence[RankRow], columns: int) -> list[str]:
 
 
 def together(rows: Sequence[RankRow]) -> list[list[RankRow]]:
-    """Ranks in the same state that wait for the same ones, the fewest of the odd states first."""
+    """Ranks in the same state that wait for the same ranks; anomalous states first, then by
+    size."""
     groups: dict[tuple[str, str, str], list[RankRow]] = {}
     for row in rows:
         groups.setdefault((row.state, row.waits_for, row.place), []).append(row)
@@ -235,5 +239,5 @@ CELLS: Final[dict[str, Callable[[Sequence[RankRow]], str]]] = {
     "GPU": _gpu,
     "DOES": _does,
 }
-"""A line's words, by the titles of their columns. Of several ranks: the mean of CPU and GPU, the
-median of step times, the longest quiet, the most memory."""
+"""Each column's title and cell text. For several ranks: the mean of CPU and GPU, the median of step
+times, the longest quiet time, the largest memory."""
