@@ -1,5 +1,5 @@
-"""THE PROCESS THAT HAS TORCH READY: forks ranks and helpers on order, reports their exits.
+"""THE PROCESS WITH TORCH IMPORTED: forks ranks and helpers on request and reports their exits.
 
-Single-threaded, started by file path, speaks frames of `wire.spawning` over one inherited
-socketpair; it has no path and no port. Forbidden here: grpc, CUDA, threads, decisions.
+Single-threaded, started by file path. It exchanges frames of `wire.spawning` over one inherited
+socketpair; it has no socket path and no port. Forbidden here: grpc, CUDA, threads, decisions.
 """

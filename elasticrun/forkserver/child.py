@@ -1,9 +1,8 @@
-"""A forked rank: what happens between the fork and the user's first line, and what it tells the
-fork server from there on (`Page`).
+"""Turns a forked child into a rank, and carries its later reports to the fork server (`Page`).
 
-Order matters: the ties to the server go first, then what may fail (files), then what the script
-can see. Signals stay blocked until the program starts, so that one which comes early finds the
-user's disposition and not the server's.
+The order matters: first the child ties its lifetime to the server, then come the steps that may
+fail (files), then everything that the script can observe. Signals stay blocked until the program
+starts, so an early signal meets the user's disposition, not the server's.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from elasticrun.training.monitor import monitor, recorder
 from elasticrun.wire.spawning import SpawnRank, command
 
 PAGE_BYTES = 16 * 1024
-"""Room for the few sentences that a rank ever says."""
+"""Enough for the few sentences that a rank reports."""
 
 NOTICE = b"N"  # a sentence for the operator
-EXEC_NEXT = b"X"  # later lives of this script are to be exec'd
-EXECED = b"E"  # this rank executes itself now
-FAILED = b"F"  # the rank could not be started; a sentence
+EXEC_NEXT = b"X"  # later restarts of this script use exec
+EXECED = b"E"  # this rank is about to exec
+FAILED = b"F"  # the rank could not start; a sentence
 
 _HEADER = 4
 _MAX_TEXT = 2000
 
 
 class Page:
-    """What a forked rank tells the fork server, without a descriptor that the script could see.
+    """Carries reports from a forked rank to the fork server without a descriptor that the script
+    could see.
 
-    Each rank shares one anonymous page run with the server. The rank appends records and pokes the
-    server with SIGCHLD, which the server has a handler for in any case; what was not poked is read
-    when the rank is reaped. Records beyond the bound are dropped, so nothing here can block or
-    grow."""
+    Each rank shares one anonymous mmap of PAGE_BYTES with the server. The rank appends records and
+    sends SIGCHLD, which the server handles anyway; the server reads records without a signal when
+    it reaps the rank. Records beyond the bound are dropped, so the page never blocks or grows."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, PAGE_BYTES)
@@ -60,12 +59,12 @@ class Page:
     # ------------------------------------------------------------ in the rank
 
     def adopt(self) -> None:
-        """This process writes from now on; processes that it forks itself stay silent."""
+        """Make this process the only writer; processes that it forks write nothing."""
         self._writer = os.getpid()
         self._lock = _thread.allocate_lock()
 
     def write(self, kind: bytes, text: str, *, poke: bool = True) -> None:
-        """Append a record, cut to a bounded length; dropped when the page is full."""
+        """Append a record, truncated to _MAX_TEXT bytes; drop it when the page is full."""
         if os.getpid() != self._writer:
             return
         body = kind + text.encode("utf-8", "backslashreplace")[:_MAX_TEXT]
@@ -78,7 +77,8 @@ class Page:
             self.poke()
 
     def poke(self) -> None:
-        """Have the server read. A rank that changed its user may not; it is read at its end."""
+        """Make the server read. A rank that changed its user may not send signals; the server reads
+        its page when it reaps the rank."""
         if os.getppid() == self._server:
             with suppress(PermissionError):
                 os.kill(self._server, signal.SIGCHLD)
@@ -86,8 +86,8 @@ class Page:
     # ------------------------------------------------------------ in the server
 
     def read(self) -> Iterator[tuple[bytes, str]]:
-        """The records since the last call. What a rank scribbled over the page ends the reading;
-        it can do no more than say nothing."""
+        """Yield the records since the last call. If a rank has overwritten the page with garbage,
+        reading stops for good; no other harm is possible."""
         end = self._end()
         while self._read + 2 <= end:
             length = int.from_bytes(self._memory[self._read : self._read + 2], "little")
@@ -100,7 +100,7 @@ class Page:
             yield body[:1], body[1:].decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._memory.close()
 
     def _end(self) -> int:
@@ -111,30 +111,31 @@ class Page:
 # ---------------------------------------------------------------- becoming a rank
 
 CANNOT_START = 125
-"""Exit code of a child that could not become a rank; the page says why."""
+"""Exit code of a child that could not become a rank; its page has the reason."""
 
 SELF_IGNORED = (int(signal.SIGPIPE), int(signal.SIGXFSZ))
-"""The interpreter ignores these at its start, whatever it was given."""
+"""CPython ignores these signals when it starts, whatever dispositions it inherits."""
 
 _signal: Any = sys.modules["_signal"]
-"""What lies below `signal`: with its enums, setting all dispositions takes 8 ms."""
+"""The C module below `signal`: setting all dispositions through the enums of `signal` takes 8 ms.
+"""
 _SIGINT = int(signal.SIGINT)
 _SETTABLE = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
 
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """What a rank is born with: what the agent had at its own start."""
+    """What a rank inherits: the state that the agent had when it started."""
 
     server: int  # pid
-    agent: int  # pid, 0 where it is not to be seen from here
+    agent: int  # pid; 0 if it is in another pid namespace
     ignored: frozenset[int]
     mask: frozenset[int]
     baseline: Baseline
 
 
 def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash) -> NoReturn:
-    """In a fresh fork, signals blocked: raise BecomeRank with the program ready to run."""
+    """In a fresh fork with signals blocked: raise BecomeRank with the program ready to run."""
     _settle(birth, order, page)
     _dispositions(birth, for_python=True)
     environ = environment(birth.baseline.environ, order)
@@ -160,7 +161,7 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash) -> NoR
 
 
 def exec_rank(birth: Birth, order: SpawnRank, page: Page, python: str) -> NoReturn:
-    """In a fresh fork, signals blocked: become `python -u script`, or the command."""
+    """In a fresh fork with signals blocked: exec `python -u script`, or the command."""
     _settle(birth, order, page)
     _dispositions(birth, for_python=False)
     environ = environment(birth.baseline.environ, order)
@@ -173,19 +174,19 @@ def exec_rank(birth: Birth, order: SpawnRank, page: Page, python: str) -> NoRetu
 
 
 def fail(page: Page, reason: str) -> NoReturn:
-    """End this child; the server tells the agent the reason."""
+    """End this child with a reason; the server reports it to the agent."""
     page.write(FAILED, reason, poke=False)
     os._exit(CANNOT_START)
 
 
 def _settle(birth: Birth, order: SpawnRank, page: Page) -> None:
-    """Session, ties to the server, files, cores: the same for a fork and an exec."""
+    """Set session, parent-death signal, log files and cores: the same for fork and exec."""
     page.adopt()
     processes.die_with_parent(signal.SIGKILL)
     if os.getppid() != birth.server:
         os._exit(CANNOT_START)
     os.setsid()
-    if birth.agent:  # an ancestor may trace us anyway; its py-spy is a child of it, and is none
+    if birth.agent:  # an ancestor may trace us anyway, but py-spy, a child of the agent, may not
         processes.let_trace(birth.agent)
     try:
         _redirect(1, order.stdout)
@@ -203,7 +204,7 @@ def _settle(birth: Birth, order: SpawnRank, page: Page) -> None:
 
 
 def _redirect(descriptor: int, path: str) -> None:
-    """Put a fresh file (or /dev/null) under `descriptor`; an empty path leaves what is there."""
+    """Open a new file (or /dev/null) as `descriptor`; an empty path changes nothing."""
     if not path:
         return
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -216,9 +217,9 @@ def _redirect(descriptor: int, path: str) -> None:
 
 
 def _renew_streams() -> None:
-    """Put the standard streams anew on descriptors 0, 1 and 2, as `python -u` makes them: the
-    server's remember things about its own descriptors (whether one can seek, how large its blocks
-    are). They stay the same objects: log handlers and default arguments hold them."""
+    """Reopen the standard streams on descriptors 0, 1 and 2 as `python -u` does. The server's
+    streams cache properties of its own descriptors (seekable or not, block size). The stream
+    objects stay the same, because log handlers and default arguments refer to them."""
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         stream: Any = getattr(sys, name)
         if stream is not None and not _reopen(stream, descriptor, name, mode):
@@ -227,7 +228,7 @@ def _renew_streams() -> None:
 
 
 def _reopen(stream: Any, descriptor: int, name: str, mode: str) -> bool:
-    """False where the descriptor is closed: the interpreter has no stream there."""
+    """Return False if the descriptor is closed; the interpreter then has no such stream."""
     try:
         os.fstat(descriptor)
     except OSError:
@@ -255,14 +256,14 @@ def _dispositions(birth: Birth, *, for_python: bool) -> None:
             action = _signal.default_int_handler
         if for_python and number in SELF_IGNORED:
             action = _signal.SIG_IGN
-        # None: a handler that is not Python's, which the interpreter has installed at its start
-        # as it would in a rank of its own (faulthandler, by PYTHONDEVMODE)
+        # None: a handler installed from C. The interpreter installs it at startup, as it would in a
+        # rank that was not forked (faulthandler with PYTHONDEVMODE).
         if _signal.getsignal(number) not in (action, None):
             _signal.signal(number, action)
 
 
 def set_environ(environ: Mapping[bytes, bytes]) -> None:
-    """Make these the variables of this process, for Python and for C alike."""
+    """Replace the environment of this process, for Python and for C."""
     held: dict[bytes, bytes] = os.environb._data  # type: ignore[attr-defined]
     for name in held.keys() - environ.keys():
         os.unsetenv(name)
@@ -274,8 +275,8 @@ def set_environ(environ: Mapping[bytes, bytes]) -> None:
 
 
 def _renew_library_state(stash: Stash) -> None:
-    """What the server's imports made once and every process has for itself, random generators among
-    it: here, before the script's first line, and never later."""
+    """Renew state that imports create once per process, such as random generators. The server made
+    it when it imported the libraries; a rank needs its own before the script's first line."""
     main_thread: Any = threading.main_thread()
     main_thread._set_native_id()
     if process := stash.modules.get("multiprocessing.process"):
@@ -286,7 +287,7 @@ def _renew_library_state(stash: Stash) -> None:
     if logging := stash.modules.get("logging"):
         clock = time.time if sys.version_info < (3, 13) else time.time_ns
         logging._startTime = clock()
-    if numpys := stash.modules.get("numpy.random"):  # only older ones' import brings it
+    if numpys := stash.modules.get("numpy.random"):  # only older numpy imports it with numpy
         numpys.set_bit_generator(numpys.MT19937())
     if torch := stash.modules.get("torch"):
         torch.default_generator.seed()
@@ -296,14 +297,14 @@ def _renew_library_state(stash: Stash) -> None:
 
 
 class FreshStart:
-    """How a forked rank becomes `python -u script` after all, with the same process id.
+    """Lets a forked rank exec `python -u script` after all, under the same process id.
 
-    At the script's first import of numpy or torch it may turn out that this import would not be
-    what the server's was: a variable was set, a module replaced. Only the script's first lines have
-    run then. They run again in the program that is executed, so it is executed only where they have
-    done nothing that can be seen outside of this process: an audit hook and the kernel's count of
-    writes tell. Otherwise the rank goes on with the server's import, and later lives are exec'd; so
-    that this is rare, the server has looked through the text of the script before
+    At the script's first import of numpy or torch, the rank may find that this import would differ
+    from the server's: the script has set a variable or replaced a module. By then only the script's
+    first lines have run. After an exec they run a second time, so the rank execs only if they have
+    had no effect outside this process. An audit hook and the kernel's count of writes detect such
+    effects. Otherwise the rank continues with the server's import, and later restarts use exec.
+    This is rare, because the server has scanned the text of the script before
     (`trust.before_import`)."""
 
     def __init__(
@@ -319,22 +320,21 @@ class FreshStart:
         self._folder = os.getcwd()
         self._umask = os.umask(0)
         os.umask(self._umask)
-        self._seen = ""  # the first thing that was done outside, in words
-        self._compiled = 0  # files of compiled modules that were written
+        self._seen = ""  # the first external effect, in words
+        self._compiled = 0  # number of .pyc files written
         self._written = 0
         self._pid = os.getpid()
         self._cores = os.sched_getaffinity(0)
 
     def watch(self) -> None:
-        """Begin to look; the last thing before the script's first line."""
+        """Start watching; this is the last step before the script's first line."""
         sys.addaudithook(self._heard)
         self._written = _writes()
 
     def take(self, reason: str) -> None:
-        """Execute the program anew, since `reason`; returns where the first lines must not run
-        twice."""
+        """Exec the program because of `reason`; return if its first lines must not run twice."""
         if os.getpid() != self._pid:
-            return  # a process that the script has forked is what its parent is
+            return  # a fork of the script; it stays what its parent is
         target = self._order.entry.target
         self._page.write(EXEC_NEXT, target, poke=False)
         done = self._done()
@@ -363,7 +363,7 @@ class FreshStart:
         os.execve(words[0], words, self._environ)
 
     def _done(self) -> str:
-        """What the first lines have done that is seen outside; empty: nothing."""
+        """The external effect of the first lines; empty if none."""
         if self._seen:
             return self._seen
         if (now := _writes()) < 0:
@@ -384,7 +384,8 @@ class FreshStart:
             self._seen = f"called {event}"
 
     def _guard(self) -> None:
-        """An import hook in front of our finder would load a second copy of torch's libraries."""
+        """Keep our finder first: an import hook before it would load a second copy of torch's
+        libraries."""
         finder = self._stash.finder
         if sys.meta_path[:1] != [finder]:
             self.take("a finder was put in front of sys.meta_path before torch was imported")
@@ -412,21 +413,21 @@ _OUTSIDE = (
     *("smtplib.", "socket.bind", "socket.connect", "socket.send", "sqlite3.connect"),
     *("subprocess.Popen", "syslog.", "telnetlib.", "tempfile.", "urllib.Request"),
 )
-"""Beginnings of the audit events of what is seen outside of a process, or cannot be taken back."""
+"""Prefixes of audit events that have an effect outside the process or that cannot be undone."""
 
 _COMPILED = f"{os.sep}__pycache__"
 
 _COUNTS = "/proc/self/io"
-"""Where the kernel counts writes, unless it was built without CONFIG_TASK_IO_ACCOUNTING."""
+"""The kernel's count of writes; missing if built without CONFIG_TASK_IO_ACCOUNTING."""
 
 
 def _is_compiled(args: Iterable[Any]) -> bool:
-    """Whether this is about the compiled file of a module, which an import may write."""
+    """Whether the event concerns a .pyc file, which an import may write."""
     return any(isinstance(each, str) and _COMPILED in each for each in args)
 
 
 def _writes() -> int:
-    """Calls by which this process has written anything; -1 where the kernel does not say."""
+    """Number of write system calls of this process; -1 if the kernel does not count them."""
     try:
         with open(_COUNTS, "rb", buffering=0) as file:
             words = file.read(1000).split()

@@ -1,4 +1,4 @@
-"""Ranks and helpers of the fork server: how they are started, what they say, how they end."""
+"""Ranks and helpers of the fork server: starts them, forwards reports, reports exits."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ FORKABLE = (EntryKind.SCRIPT, EntryKind.MODULE, EntryKind.RUN_PATH)
 
 
 class Reports(Protocol):
-    """Where a report for the agent goes."""
+    """Accepts reports for the agent."""
 
     def send(self, report: FromSpawner) -> None:
-        """Queue it; never blocks."""
+        """Queue the report; never blocks."""
 
 
 @dataclass
@@ -58,29 +58,29 @@ class _Rank:
 
 
 class Children:
-    """All of them. `in_child` closes the server's descriptors in a fork."""
+    """All children of the fork server. `in_child` closes the server's descriptors in a fork."""
 
     def __init__(self, prepared: Prepared, talk: Reports, in_child: Callable[[], None]) -> None:
         self._prepared = prepared
         self._birth = prepared.birth
         self._tell = talk.send
         self._in_child = in_child
-        self._ranks: dict[int, _Rank] = {}  # by pid, as the helpers
+        self._ranks: dict[int, _Rank] = {}  # by pid, like the helpers
         self._helpers: dict[int, Helper] = {}
-        self._groups: dict[int, int] = {}  # of a rank until it was swept
+        self._groups: dict[int, int] = {}  # process group by key, until swept
         self._exec_next: set[str] = set()
         self._stale = ""
 
     # ------------------------------------------------------------ birth
 
     def spawn_rank(self, order: SpawnRank) -> None:
-        """Fork the rank where that can be trusted, else exec it; answer Spawned or SpawnFailed."""
+        """Fork the rank if that is safe, else exec it; report Spawned or SpawnFailed."""
         if order.entry.kind is EntryKind.FUNCTION:
             self._fail(order, "a function can only be run by its own caller")
             return
         forked = self._prepared.mode == "fork" and not self._against_fork(order)
-        # From the first rank on we outlive our parent until we have swept what ranks leave. This
-        # tells of its death; and if we are stopped (SIGSTOP) by then, it wakes us up for it.
+        # From the first rank on we outlive our parent, until we have swept what the ranks leave
+        # behind. SIGCONT reports the parent's death, and wakes us up if we are stopped (SIGSTOP).
         processes.die_with_parent(signal.SIGCONT)
         page = None
         try:
@@ -108,11 +108,11 @@ class Children:
             child.become_rank(self._birth, order, page, self._prepared.stash)
         except BecomeRank:
             raise
-        except BaseException as error:  # a defect of ours is a sentence, not a traceback
+        except BaseException as error:  # report our own bug as a sentence, not as a traceback
             child.fail(page, f"the fork could not be made ready ({type(error).__name__}: {error})")
 
     def _against_fork(self, order: SpawnRank) -> str:
-        """Why this one rank is exec'd although forks are trusted in general."""
+        """Why this rank is exec'd although forks are safe in general; empty if it is forked."""
         if order.entry.kind not in FORKABLE:
             return "a command"
         if order.entry.target in self._exec_next:
@@ -128,15 +128,15 @@ class Children:
         return self._stale
 
     def _differing(self, order: SpawnRank) -> list[str]:
-        """Variables of this rank that an import read with other values."""
+        """Names of variables that an import has read with values other than this rank's."""
         environ = environment(self._birth.baseline.environ, order)
         now = {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()}
         stash = self._prepared.stash
         return stash.environment.changed(stash.packages, now)
 
     def spawn_helper(self, order: Order) -> None:
-        """Fork or exec it: Spawned or SpawnFailed, what it says, its end. A saver that is there
-        already is killed: whoever orders another has given it up."""
+        """Fork or exec a helper; report Spawned or SpawnFailed, then its messages and its exit.
+        Kill an existing saver first: whoever orders another one has given it up."""
         kind = KINDS[type(order)]
         if kind is SaverHelper:
             self._kill(SaverHelper)
@@ -171,13 +171,13 @@ class Children:
             os._exit(1)
 
     def _fork(self, become: Callable[[], NoReturn]) -> int:
-        """The pid of a fork that becomes that. All signals are blocked over the fork; the child
-        goes on with them blocked, and ends elsewhere."""
+        """Fork a child that runs `become`, and return its pid. All signals are blocked across the
+        fork; the child continues with them blocked, and `become` never returns."""
         server = os.getpid()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _EVERY_SIGNAL)
         try:
             pid = os.fork()
-            if pid == 0:  # drop what is the server's or another child's
+            if pid == 0:  # close what belongs to the server or to other children
                 self._in_child()
                 for rank in self._ranks.values():
                     rank.page.close()
@@ -192,7 +192,7 @@ class Children:
     # ------------------------------------------------------------ life
 
     def living(self) -> list[int]:
-        """Pids of ranks and helpers."""
+        """Pids of ranks and helpers that have not been reaped."""
         return [*self._ranks, *self._helpers]
 
     def stores(self) -> list[int]:
@@ -207,8 +207,8 @@ class Children:
             self._groups.pop(key, None)
 
     def send_signal(self, key: int, signum: int, *, alone: bool = False) -> None:
-        """To the process group of a child that has not been reaped, or to it alone; else
-        nothing."""
+        """Signal the process group of a child that has not been reaped, or only the child if
+        `alone`; otherwise do nothing."""
         pid = self._groups.get(key, 0)
         if pid not in self.living() or not 0 <= signum < signal.NSIG:
             return
@@ -217,11 +217,12 @@ class Children:
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signum)
                     return
-            with suppress(ProcessLookupError):  # it has not made its session yet
+            with suppress(ProcessLookupError):  # it has not called setsid yet
                 os.kill(pid, signum)
 
     def kill_ranks(self) -> None:
-        """Ranks, and probes: their partners are not to wait for a node that nobody hears of."""
+        """Kill ranks and probes. A probe that survived would keep its partners waiting for a node
+        that is lost."""
         for rank in self._ranks.values():
             self.send_signal(rank.key, signal.SIGKILL)
         self._kill(ProbeHelper)
@@ -234,18 +235,18 @@ class Children:
     # ------------------------------------------------------------ what they say
 
     def pipes(self) -> list[int]:
-        """Those of helpers."""
+        """The pipes of helpers."""
         return [each for helper in self._helpers.values() for each in helper.descriptors()]
 
     def read_helpers(self, ready: Collection[int]) -> None:
-        """Pass on what has come through these pipes."""
+        """Forward what has arrived on these pipes."""
         for helper in self._helpers.values():
             for descriptor in set(helper.descriptors()).intersection(ready):
                 for message in helper.read(descriptor):
                     self._tell(message)
 
     def read_pages(self) -> None:
-        """What ranks have written since the last look; a poke is a SIGCHLD, so any may have."""
+        """Read every page: SIGCHLD does not say which rank has written."""
         for rank in self._ranks.values():
             self._read_page(rank)
 
@@ -263,10 +264,10 @@ class Children:
     # ------------------------------------------------------------ death
 
     def reaped(self, pid: int, code: int) -> None:
-        """A child has ended; orphans of ranks come here too and are nobody's business."""
+        """A child has exited. Orphans of ranks arrive here too and are ignored."""
         helper = self._helpers.pop(pid, None)
         if helper is not None:
-            self._groups.pop(helper.key, None)  # nothing is swept after them
+            self._groups.pop(helper.key, None)  # helpers leave nothing to sweep
             for message in helper.last_words(pid, code):
                 self._tell(message)
         rank = self._ranks.pop(pid, None)

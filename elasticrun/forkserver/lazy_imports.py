@@ -1,15 +1,15 @@
-"""Imported by the server, invisible to the script until the script itself imports it.
+"""Hides modules that the server has imported until the script imports them itself.
 
-`os.environ["OMP_PROC_BIND"] = "true"` above `import torch` is the commonest first line of training
-scripts, so the moment of the script's own first import has to exist in a forked rank too. In the
-child everything beyond a plain interpreter's modules is taken out of sys.modules. A finder in front
-of sys.meta_path gives it back: one module of the standard library, with what its import brings;
-numpy, with all that its import brings; torch, with all that is left. What an import changes beside
-sys.modules (`Effects`) comes back with it, and nothing comes later.
+`os.environ["OMP_PROC_BIND"] = "true"` above `import torch` is the most common first line of
+training scripts, so a forked rank must also have a moment at which the script first imports torch.
+In the child, sys.modules contains only the modules of a plain interpreter. A finder at the front of
+sys.meta_path restores the rest on import: one module of the standard library with its dependencies;
+numpy with everything that its import loads; torch with everything that is left. Other side effects
+of an import (`Effects`) are restored with it, and none later.
 
-A module is given back only where the script's own import system would find the same file. Where
-numpy or torch would meet anything else than the server's import did, `Stash.against` says what, and
-the rank executes itself (`child.py`).
+A module is restored only if the script's own import system would find the same file. If the import
+of numpy or torch would now differ from the server's, `Stash.against` gives the reason and the rank
+execs itself (`child.py`).
 """
 
 from __future__ import annotations
@@ -36,49 +36,49 @@ from typing import Any, Final, NamedTuple
 from elasticrun.forkserver.renew import Environment, prepare_end
 
 OURS = __name__.partition(".")[0]
-"""Our own package. Ranks get none of the modules that the server runs on."""
+"""Our own package. Ranks get none of the server's modules from it."""
 
 GUARDED: Final = ("numpy", "torch")
-"""Packages whose import cannot be repeated in one process."""
+"""Packages that cannot be imported twice in one process."""
 
 _IMPORT, _LOAD_CONST = opcode.opmap["IMPORT_NAME"], opcode.opmap["LOAD_CONST"]
 _EXTENDED, _SMALL_INT = opcode.opmap["EXTENDED_ARG"], opcode.opmap.get("LOAD_SMALL_INT", -1)
 
 _OPTIMIZED: Final = 1
-"""Flag of the code of functions, which the bodies of classes and modules have not."""
+"""Flag of the code objects of functions; class and module bodies do not have it."""
 
 STAYS = ("threading", "_weakrefset")
-"""Left in sys.modules: the interpreter looks there for the threads that it must wait for."""
+"""Stays in sys.modules: the interpreter looks up there which threads it must wait for."""
 
 _OWN_CALLS: Final = ("showwarning", "formatwarning", "excepthook")
 """Functions that scripts replace and that are looked up at each call."""
 
 
 class Exits:
-    """Functions that imports register with atexit, kept back until a rank has made that import: the
-    interpreter calls them in the order in which they came."""
+    """Holds back functions that imports register with atexit until a rank makes that import. The
+    interpreter calls them in reverse order of registration."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[str, Any, Any, Any]] = []
         self.register = atexit.register
 
     def keep_back(self) -> None:
-        """From now on, in this process."""
+        """Hold back registrations in this process from now on."""
         atexit.register = self._keep
 
     def let_go(self) -> None:
-        """In a rank: register as ever."""
+        """In a rank: let atexit register as usual."""
         atexit.register = self.register
 
     def give_back(self, names: Iterable[str]) -> None:
-        """Register what these modules did, in the order in which they did."""
+        """Register what these modules had registered, in the same order."""
         known = set(names)
         for name, function, words, more in self._kept:
             if name in known and not _is_registered(function):
                 self.register(function, *words, **more)
 
     def _keep(self, function: Any, /, *words: Any, **more: Any) -> Any:
-        if atexit.register != self._keep:  # somebody has it by name
+        if atexit.register != self._keep:  # the caller holds a reference to this function
             return self.register(function, *words, **more)
         frame = sys._getframe(1)
         while frame.f_code.co_name != "<module>" and frame.f_back is not None:
@@ -89,8 +89,8 @@ class Exits:
 
 
 class Baseline:
-    """What a plain interpreter has at the start of a script; `modules` are the names that were in
-    sys.modules at the server's first instruction."""
+    """The state of a plain interpreter when a script starts; `modules` are the names in sys.modules
+    at the server's first instruction."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self.modules = frozenset(modules)
@@ -106,25 +106,26 @@ class Baseline:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a module is of our own package."""
+    """Whether a module belongs to our own package."""
     return name.partition(".")[0] == OURS
 
 
 def _unit(name: str) -> str:
-    """What comes back together: a package with all below it; of the standard library, one module,
-    since nobody imports all of `importlib` to get a part of it."""
+    """The unit that is restored together: a package with all its submodules, but a single module of
+    the standard library, because nobody imports all of `importlib` to get a part of it."""
     top = name.partition(".")[0]
     return name if top in sys.stdlib_module_names or top == OURS else top
 
 
 def _is_blank(module: Any) -> bool:
-    """Whether a module has no file and nothing in it, as `cython_runtime`, which any extension that
-    Cython has made puts there if no other one has."""
+    """Whether a module has no file and no content, like `cython_runtime`, which every Cython
+    extension creates unless another one has."""
     return getattr(module, "__spec__", None) is None and all(n[:2] == "__" for n in vars(module))
 
 
 def _is_c(value: Any) -> bool:
-    """Whether a class or function is of a module of C below one of the standard library."""
+    """Whether a class or function belongs to a C module underlying a module of the standard
+    library."""
     return str(value.__module__).startswith("_")
 
 
@@ -134,13 +135,14 @@ def _loggers() -> dict[str, Any]:
 
 
 def _finalize() -> Any:
-    """The class of the standard library's finalizers, which has a registry of its own and registers
-    one function with atexit; None where nobody has imported it."""
+    """The class `weakref.finalize`, which has its own registry and registers one function with
+    atexit; None if weakref is not imported."""
     return getattr(sys.modules.get("weakref"), "finalize", None)
 
 
 def _is_registered(function: Any) -> bool:
-    """Whether it is the function of `weakref.finalize`, and atexit has it; it has from now on."""
+    """Whether it is the function of `weakref.finalize` and already registered with atexit. Marks it
+    as registered."""
     finalize = _finalize()
     if finalize is None or function != finalize._exitfunc:
         return False
@@ -155,7 +157,7 @@ def _knows_tempdir() -> bool:
 
 @dataclass
 class Effects:
-    """What an import has changed in the process beside sys.modules and its own modules."""
+    """What an import changes in the process besides sys.modules and its own modules."""
 
     filters: list[Any] = field(default_factory=list)
     meta_path: list[Any] = field(default_factory=list)
@@ -165,13 +167,13 @@ class Effects:
     environ: dict[bytes, bytes] = field(default_factory=dict)
     affinity: set[int] = field(default_factory=set)
     tempdir: bool = False
-    """Whether the standard library has looked for the folder of temporary files."""
+    """Whether tempfile has looked up the folder for temporary files."""
     finalizers: dict[Any, Any] = field(default_factory=dict)
     """Of `weakref.finalize`."""
 
     @classmethod
     def now(cls) -> Effects:
-        """What there is."""
+        """The current state."""
         return cls(
             list(warnings.filters), list(sys.meta_path), list(sys.path_hooks), dict(vars(sys)),
             dict(_loggers()), dict(os.environb), os.sched_getaffinity(0), _knows_tempdir(),
@@ -179,7 +181,7 @@ class Effects:
         )  # fmt: skip
 
     def since(self, before: Effects) -> Effects:
-        """What has been added."""
+        """What has been added since `before`."""
         return Effects(
             [each for each in self.filters if each not in before.filters],
             [each for each in self.meta_path if each not in before.meta_path],
@@ -193,7 +195,7 @@ class Effects:
         )
 
     def take_back(self) -> None:
-        """In the server; the rest is put back by `Stash.hide` and in the child."""
+        """Undo the effects in the server. `Stash.hide` and the child reset the other ones."""
         for name in self.of_sys:
             vars(sys).pop(name, None)
         for name, logger in self.loggers.items():
@@ -203,7 +205,7 @@ class Effects:
             _finalize()._registry.pop(each, None)
 
     def happen(self, mask: set[int]) -> None:
-        """In a rank. `mask`: the cores of a rank that nobody has bound."""
+        """Apply the effects in a rank. `mask`: the cores of a rank that is not bound."""
         _set_filters([*(f for f in self.filters if f not in warnings.filters), *warnings.filters])
         sys.meta_path += [each for each in self.meta_path if each not in sys.meta_path]
         sys.path_hooks += [each for each in self.path_hooks if each not in sys.path_hooks]
@@ -218,16 +220,16 @@ class Effects:
             tempfile.gettempdir()
         if self.finalizers and (finalize := _finalize()):
             for each, info in self.finalizers.items():
-                info.index = next(finalize._index_iter)  # called in the order of their making
+                info.index = next(finalize._index_iter)  # they run in order of creation
                 finalize._registry[each] = info
             finalize._dirty = True
 
     def _make_loggers(self) -> None:
-        """As `logging.getLogger` would, in the same order."""
+        """Create loggers in the same order and way as `logging.getLogger`."""
         logging: Any = sys.modules["logging"]
         manager = logging.root.manager
         for name, logger in self.loggers.items():
-            if not isinstance(logger, logging.Logger):  # a place holder is made by what is below it
+            if not isinstance(logger, logging.Logger):  # made by the loggers below it
                 continue
             there = manager.loggerDict.get(name)
             manager.loggerDict[name] = logger
@@ -238,7 +240,7 @@ class Effects:
 
 
 def mtime(path: str) -> int:
-    """When a file was written, in ns; -1: there is none."""
+    """Modification time of a file in ns; -1 if it does not exist."""
     try:
         return os.stat(path).st_mtime_ns
     except OSError:
@@ -246,7 +248,7 @@ def mtime(path: str) -> int:
 
 
 class Root(NamedTuple):
-    """A module that the server imported on purpose, with all that came with it."""
+    """A module that the server imported on purpose, with all modules that its import loaded."""
 
     name: str
     modules: frozenset[str]
@@ -254,7 +256,7 @@ class Root(NamedTuple):
 
 
 class Stash:
-    """The preloaded modules, and how they come back."""
+    """The preloaded modules, and how they are restored."""
 
     def __init__(self, baseline: Baseline) -> None:
         self.baseline = baseline
@@ -262,17 +264,17 @@ class Stash:
         saw = {os.fsdecode(n): os.fsdecode(v) for n, v in baseline.environ.items()}
         self.environment = Environment(saw)
         self.files: dict[str, int] = {}
-        """mtime in ns of every file that a change of makes this process stale."""
+        """mtime in ns of every file whose change makes this process stale."""
         self.too_late: Callable[[str], None] | None = None
-        """Called in a rank where numpy or torch must not come from here: to execute it anew. It
-        returns where that cannot be. None in our own processes, which take what there is."""
+        """Called in a rank if numpy or torch must not come from here: execs the rank. Returns if
+        that is impossible. None in our own processes, which use whatever is imported."""
         self._sealed: frozenset[str] = frozenset()
         self.modules: dict[str, Any] = {}
-        """Those that are hidden."""
+        """The hidden modules."""
         self._needs: dict[str, frozenset[str]] = {}
         self._units: dict[str, list[str]] = {}
         self._callables: dict[str, dict[str, Any]] = {}
-        """By module of the standard library: its functions and classes."""
+        """Functions and classes of each module of the standard library."""
         self._returned: dict[str, Any] = {}
         self._happened: set[str] = set()
         self._path: list[str] = []
@@ -282,12 +284,12 @@ class Stash:
     # ------------------------------------------------------------ in the server
 
     def stale(self) -> str:
-        """The first file that has changed since it was imported, or empty."""
+        """The first file that has changed since it was imported; empty if none."""
         return next((path for path, then in self.files.items() if mtime(path) != then), "")
 
     @contextlib.contextmanager
     def importing(self, name: str) -> Iterator[None]:
-        """A block that imports `name`: what it brings is a root, what it changes is noted."""
+        """Record what the block imports as the root `name`, with its side effects."""
         _forget_codecs(self.baseline.modules)
         modules, before = set(sys.modules), Effects.now()
         asked: set[str] = set()
@@ -298,27 +300,28 @@ class Stash:
         finally:
             builtins.__import__ = original
         brought = sys.modules.keys() - modules
-        # the server itself has imported some of the standard library before
+        # the server had imported some modules of the standard library before
         brought |= {each for each in asked & modules if not is_ours(each)}
         self.roots.append(Root(name, frozenset(brought), Effects.now().since(before)))
 
     def seal(self) -> None:
-        """Everything is imported: note what there is. Called in the server, before the first
-        fork, and before that in the warm process of which it may be one."""
+        """Take stock after all imports. Called in the server before the first fork; also called
+        before in the warm process, if the server is a fork of one."""
         imported = frozenset(sys.modules)
         if imported == self._sealed:
             return
         self._sealed = imported
         self._index()
         prepare_end(self.modules.values(), self.baseline.exits.register)
-        # Never freed: a rank that ends would take apart, and so copy, what it never used.
+        # Never freed: freeing it at exit would touch, and so copy, pages that a rank has never
+        # used.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.modules))
         made = {n: v for root in self.roots for n, v in root.effects.environ.items()}
         self.environment.made = {os.fsdecode(n): os.fsdecode(v) for n, v in made.items()}
 
     def _index(self) -> None:
-        """Which modules there are, what comes back together, and what needs what. What the server
-        alone has imported is not the ranks'."""
+        """Compute which modules exist, which are restored together, and which depend on which.
+        Modules that only the server itself needs are left out."""
         skip = (*self.baseline.modules, *STAYS)
         self.modules = {
             name: module
@@ -343,24 +346,25 @@ class Stash:
         }
 
     def top_names(self) -> set[str]:
-        """The packages and modules that a folder of the user's must not have, too: all but those
-        that every interpreter has imported before it looks there."""
+        """Top-level names that must not also exist in a folder of the user: all names here except
+        those that every interpreter imports before it searches that folder."""
         tops = {name.partition(".")[0] for name in (*self.modules, *STAYS)}
         return tops - self.baseline.modules
 
     def _needed_by(self, unit: str) -> frozenset[str]:
-        """Units whose modules, classes or functions this one's modules hold by name; of the
-        standard library, what its code imports: there a package has the names of all below it that
-        anybody has imported, and `importlib` does not need `importlib.metadata`."""
+        """Units that this unit depends on: those whose modules, classes or functions its modules
+        refer to. For the standard library, what its code imports: its packages have attributes for
+        all submodules that anybody has imported, although `importlib` does not need
+        `importlib.metadata`."""
         standard = unit.partition(".")[0] in sys.stdlib_module_names
         found = set(_imported_by(self.modules[unit])) if standard else {unit.rpartition(".")[0]}
-        if standard:  # `typing.io`, which typing itself has put there
+        if standard:  # `typing.io`, which typing itself creates
             found |= {
                 name
                 for name, module in self.modules.items()
                 if name.startswith(f"{unit}.") and getattr(module, "__spec__", None) is None
             }
-            # `_blake2`, which a function of hashlib imports while hashlib is imported
+            # `_blake2`, which a function of hashlib imports during the import of hashlib
             held = vars(self.modules[unit]).values()
             kinds = (BuiltinFunctionType, type)
             found |= {str(v.__module__) for v in held if type(v) in kinds and _is_c(v)}
@@ -375,12 +379,12 @@ class Stash:
 
     @property
     def packages(self) -> set[str]:
-        """Those that are not of the standard library."""
+        """Packages outside the standard library."""
         return {name.partition(".")[0] for name in self.modules} - set(sys.stdlib_module_names)
 
     def hide(self) -> None:
-        """Take the preloaded modules away. Done once in the server, which needs none of them by
-        name: done in a child, it would touch, and so copy, a page for each module."""
+        """Remove the preloaded modules from sys.modules. Done once in the server, which does not
+        need them by name; in a child it would touch, and so copy, a page for each module."""
         for root in reversed(self.roots):
             root.effects.take_back()
         if finalize := _finalize():
@@ -393,24 +397,24 @@ class Stash:
         sys.path[:] = self.baseline.path
         sys.meta_path[:] = [self.finder, *self.baseline.meta_path]
         sys.path_hooks[:] = self.baseline.path_hooks
-        # Python 3.12 warns of forks beside a thread, such as OpenBLAS' idle one.
+        # Python 3.12 warns of forks in a process with threads, such as OpenBLAS's idle one.
         _set_filters([("ignore", None, DeprecationWarning, None, 0), *self.baseline.filters])
 
     # ------------------------------------------------------------ in the child
 
     def begin(self, too_late: Callable[[str], None]) -> None:
-        """The script is about to start, and sys.path is its own."""
+        """Call right before the script starts, when sys.path is the script's."""
         self.too_late = too_late
         self._path = list(sys.path)
         _set_filters(self.baseline.filters)
 
     def is_hidden(self, package: str) -> bool:
-        """Whether this package of GUARDED is yet to be imported by the script."""
+        """Whether the script has not imported this package of GUARDED yet."""
         return package in self.modules
 
     def give_back(self, name: str) -> Any:
-        """Put `name` and what it needs into sys.modules; the module itself. None where it is hidden
-        no more and nobody has brought it: another thread has imported what comes last."""
+        """Put `name` and its dependencies into sys.modules and return the module. None if it is
+        neither hidden nor imported: another thread has imported the last root."""
         with self._lock:
             return self._given_back(name) if name in self.modules else sys.modules.get(name)
 
@@ -431,15 +435,15 @@ class Stash:
                 root.effects.happen(self.baseline.affinity)
         self.baseline.exits.give_back(names)
         if not any(root.name in self.modules for root in self.roots):
-            self.modules.clear()  # nothing comes later
+            self.modules.clear()  # no root is left
             self._returned.clear()
             with contextlib.suppress(ValueError):
                 sys.meta_path.remove(self.finder)
         return module
 
     def _closure(self, name: str) -> set[str]:
-        """What comes back with `name`: with torch, all that was imported before it, which its own
-        import would have brought."""
+        """Everything that is restored with `name`. With torch, all that was imported before it,
+        which its own import would have loaded."""
         names: set[str] = set()
         waiting = [name, _unit(name)]
         seen: set[str] = set()
@@ -460,8 +464,8 @@ class Stash:
         return names & self.modules.keys()
 
     def _is_later(self, name: str, asked: set[str]) -> bool:
-        """Whether `name` came with a root of its own (--preload=torch._dynamo) that nobody asked
-        for."""
+        """Whether `name` belongs to a separate root (--preload=torch._dynamo) that was not
+        requested."""
         owner = next((root for root in self.roots if name in root.modules), None)
         if owner is None or owner.name in asked:
             return False
@@ -471,8 +475,8 @@ class Stash:
     # ------------------------------------------------------------ may it come back?
 
     def against(self, names: Iterable[str]) -> str:
-        """What has changed since the script began, by which the import of these would not be what
-        the server's was; or empty."""
+        """Why importing these now would differ from the server's import, because of what the script
+        has changed since it began; empty if nothing."""
         wanted = set(names)
         return next(filter(None, self._differences(wanted)), "")
 
@@ -523,7 +527,7 @@ class Stash:
     def by_others(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """What the finders behind ours find."""
+        """The spec that the finders after ours find."""
         where = sys.meta_path.index(self.finder) + 1 if self.finder in sys.meta_path else 0
         for finder in sys.meta_path[where:]:
             find = getattr(finder, "find_spec", None)
@@ -533,13 +537,13 @@ class Stash:
 
 
 def _forget_codecs(kept: Collection[str]) -> None:
-    """Have each codec but these looked up anew, which imports its module."""
+    """Remove all codecs except `kept`, so that the next lookup imports their modules again."""
     for name in [each for each in sys.modules if each.startswith("encodings.")]:
         if name not in kept:
             del sys.modules[name]
             vars(encodings).pop(name.rpartition(".")[2], None)
     vars(encodings)["_cache"].clear()
-    codecs.unregister(encodings.search_function)  # empties the interpreter's own cache
+    codecs.unregister(encodings.search_function)  # also clears the interpreter's own cache
     codecs.register(encodings.search_function)
 
 
@@ -552,7 +556,7 @@ def _note_import(
     fromlist: Any = (),
     level: int = 0,
 ) -> Any:
-    """Import as ever, and note which modules outside of the importing package were asked for."""
+    """Import as usual, and record which modules outside the importing package were requested."""
     module = original(name, globals, locals, fromlist, level)
     if not level:
         words = name.split(".")
@@ -562,7 +566,7 @@ def _note_import(
 
 
 def _is_same(module: Any, spec: importlib.machinery.ModuleSpec | None) -> bool:
-    """Whether a module was loaded from what `spec` says."""
+    """Whether a module was loaded from the origin that `spec` names."""
     own = getattr(module, "__spec__", None)
     if own is None or spec is None:
         return own is spec
@@ -573,8 +577,8 @@ def _is_same(module: Any, spec: importlib.machinery.ModuleSpec | None) -> bool:
 
 
 def _imported_by(module: Any) -> Iterator[str]:
-    """The modules that a module's own code imports outside of functions, with names that may be
-    modules or what is in one; nothing of a module that is not Python's."""
+    """Modules that a module's code imports outside of functions, with names that may be modules or
+    attributes of one. Yields nothing but the parent package for a module without Python code."""
     name = module.__name__
     yield name.rpartition(".")[0]
     try:
@@ -593,10 +597,10 @@ def _imported_by(module: Any) -> Iterator[str]:
 
 
 def _imports_in(code: CodeType) -> Iterator[tuple[int, str, tuple[str, ...]]]:
-    """Level, name and list of each import statement, as they stand before IMPORT_NAME."""
+    """Level, name and from-list of each import statement, as loaded before IMPORT_NAME."""
     before: list[Any] = [0, None]
     wide = 0
-    for inner in code.co_consts:  # a class' body runs with the module's
+    for inner in code.co_consts:  # a class body runs with its module
         if isinstance(inner, CodeType) and not inner.co_flags & _OPTIMIZED:
             yield from _imports_in(inner)
     for index in range(0, len(code.co_code), 2):
@@ -621,7 +625,7 @@ def _set_filters(filters: Sequence[Any]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Answers for what is stashed, with the very spec that would be found without it."""
+    """Finds stashed modules, with the same spec that the other finders would return."""
 
     def __init__(self, stash: Stash) -> None:
         self._stash = stash
@@ -647,7 +651,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _load_from(stash: Stash, spec: importlib.machinery.ModuleSpec, own: Any) -> None:
-    """Have this spec's loader load nothing: the module is there, its code has run."""
+    """Replace the spec's loader by one that loads nothing: the module exists and its code has
+    run."""
     original: Any = spec.loader
     spec.loader = loader = _like(original)
 
@@ -659,7 +664,7 @@ def _load_from(stash: Stash, spec: importlib.machinery.ModuleSpec, own: Any) -> 
         return module
 
     def exec_module(module: ModuleType) -> None:
-        with contextlib.suppress(AttributeError):  # an object in a module's place
+        with contextlib.suppress(AttributeError):  # an object in place of a module
             module.__spec__ = own
 
     loader.create_module = create_module
@@ -667,17 +672,17 @@ def _load_from(stash: Stash, spec: importlib.machinery.ModuleSpec, own: Any) -> 
 
 
 def _like(loader: Any) -> Any:
-    """A loader of the same class that serves one module alone: that of an archive serves them all.
-    Made by hand, since `copy` would import what the script has not imported."""
-    if loader is None or isinstance(loader, type):  # of built-in modules it is a class
+    """Copy a loader for use with a single module: the loader of an archive serves all its modules.
+    `copy` is not used, because it would import modules that the script has not imported."""
+    if loader is None or isinstance(loader, type):  # the loader of built-in modules is a class
         return _Loader()
     try:
         made = object.__new__(type(loader))
         vars(made).update(vars(loader))
-    except TypeError:  # it is made by C, or has no variables
+    except TypeError:  # a C type, or one without a __dict__
         return _Loader()
     return made
 
 
 class _Loader(importlib.abc.Loader):
-    """In the place of a class."""
+    """Replaces a loader that is a class."""

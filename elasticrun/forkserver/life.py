@@ -1,6 +1,6 @@
-"""The fork server's own life: its command line, getting ready, one loop until its agent is gone.
+"""The fork server: its command line, its preparation, and its event loop until the agent exits.
 
-One thread, one queue of orders, deaths by SIGCHLD, deadlines by name; nothing in it blocks.
+One thread, one queue of orders, child exits by SIGCHLD, named deadlines; nothing blocks.
 """
 
 from __future__ import annotations
@@ -48,28 +48,29 @@ from elasticrun.wire.spawning import (
 )
 
 EXIT_CONFUSED: Final = 2
-"""Exit code where the agent said something that cannot be understood."""
+"""Exit code after an invalid message from the agent."""
 EXIT_DEFECT: Final = 70
-"""Exit code after an exception of our own that nobody expected (sysexits' EX_SOFTWARE)."""
+"""Exit code after an unexpected exception in our own code (EX_SOFTWARE in sysexits.h)."""
 EXIT_STUCK: Final = 75
-"""Exit code where the kernel would not let a process die (`config.EXIT_BAD_NODE`)."""
+"""Exit code if the kernel did not let a process die (`config.EXIT_BAD_NODE`)."""
 
 END_LIMIT: Final = 30.0
-"""Seconds until processes that survive SIGKILL are left to the kernel."""
+"""Seconds after which processes that survive SIGKILL are left to the kernel."""
 
 
 class AgentLost(Exception):
-    """What the agent says cannot be understood, a sentence; or it is gone, which needs none."""
+    """The agent sent an invalid message (the text is a sentence) or has exited (no text)."""
 
 
 class Conversation:
-    """With the agent, over our end of the socketpair; AgentLost wherever it ends."""
+    """The connection to the agent, over our end of the socketpair; raises AgentLost when it
+    ends."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.connection = Connection(sock, ToSpawner)
 
     def read(self, *, wait: bool = False) -> Iterator[ToSpawner]:
-        """The messages that are there now; `wait`: once something has come."""
+        """The messages available now; with `wait`, block until data arrive."""
         try:
             yield from (self.connection.wait if wait else self.connection.receive)() or ()
         except FrameError as error:
@@ -79,7 +80,7 @@ class Conversation:
             raise AgentLost(cut) from None
 
     def send(self, report: FromSpawner) -> None:
-        """Queue a report and write what the socket takes."""
+        """Queue a report and write as much as the socket accepts."""
         try:
             self.connection.send(report)
         except NotRead:
@@ -87,8 +88,8 @@ class Conversation:
 
 
 class Server:
-    """Carries out orders until Quit, the end of the conversation or of its parent, or silence after
-    a Keepalive."""
+    """Carries out orders until Quit, until the connection closes or the parent dies, or until a
+    Keepalive expires."""
 
     def __init__(self, talk: Conversation, prepared: Prepared) -> None:
         self._talk = talk
@@ -99,13 +100,14 @@ class Server:
         self._children = Children(prepared, talk, self._in_child)
         self._keepalive_until: float | None = None
         self._keepalive_limit = 0.0
-        self._selector = selectors.PollSelector()  # has no descriptor that a fork would share
+        self._selector = selectors.PollSelector()  # poll has no descriptor that a fork would share
 
     def run(self, early: list[ToSpawner]) -> NoReturn:
-        """Serve; ends the process. `early` came together with the first message."""
+        """Run the event loop; ends the process. `early` are messages that arrived with the first
+        one."""
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGCONT, lambda *_: None)  # our parent's death (`spawn_rank`)
+        signal.signal(signal.SIGCONT, lambda *_: None)  # our parent has died (`spawn_rank`)
         self._selector.register(self._talk.connection, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         try:
@@ -116,7 +118,7 @@ class Server:
                 self._turn()
         except AgentLost as lost:
             self._end(str(lost), EXIT_CONFUSED if str(lost) else 1)
-        except Exception as defect:  # ours; ranks must not outlive it
+        except Exception as defect:  # our bug; ranks must not outlive the server
             sys.__excepthook__(type(defect), defect, defect.__traceback__)
             self._end("this is a defect of elasticrun; please report it", EXIT_DEFECT)
 
@@ -137,7 +139,7 @@ class Server:
         if self._wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 4096)
-            if os.getppid() != self._parent:  # the agent, or a guard, below which nobody sweeps now
+            if os.getppid() != self._parent:  # parent (agent or guard) died: nobody sweeps below it
                 self._end("", 1)
         if connection.fileno() in ready:
             connection.flush()
@@ -145,7 +147,7 @@ class Server:
                 self._obey(order)
         self._children.read_helpers(ready)
         self._reap()
-        if not ready:  # silence counts only where the socket was looked at and was empty
+        if not ready:  # silence counts only if the socket was polled and empty
             self._check_keepalive()
 
     def _check_keepalive(self) -> None:
@@ -197,14 +199,14 @@ class Server:
                 raise AgentLost(f"a {type(order).__name__} message came in mid-conversation")
 
     def _in_child(self) -> None:
-        """Let go, in a fresh fork, of everything that is the server's."""
+        """In a fresh fork: close everything that belongs to the server."""
         signal.set_wakeup_fd(-1)
         self._talk.connection.close()
         os.close(self._wake)
         os.close(self._woken)
 
     def _end(self, reason: str, code: int) -> NoReturn:
-        if os.getppid() == self._parent:  # a guard that is stopped wakes up, and ends with us
+        if os.getppid() == self._parent:  # wake a stopped guard, so that it ends with us
             with contextlib.suppress(OSError):
                 os.kill(self._parent, signal.SIGCONT)
         stuck = sweep.kill_everything(END_LIMIT)
@@ -216,13 +218,13 @@ class Server:
 
 
 def complain(reason: str) -> None:
-    """One sentence on stderr, if there still is one."""
+    """Write one sentence to stderr, if it is still open."""
     with contextlib.suppress(OSError):
         print(f"elasticrun fork server: {reason}", file=sys.stderr)
 
 
 def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
-    """Until the agent is gone; raises BecomeRank in forked children."""
+    """Run until the agent has exited; raises BecomeRank in forked children."""
     for signum in SHIELDED:
         signal.signal(signum, signal.SIG_IGN)
     forget_words()
@@ -230,7 +232,7 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
     if words and words[0].startswith("--warm="):
         from elasticrun.forkserver.warm.keeper import keep
 
-        words, stock = keep(words, modules)  # returns where an agent has asked for a fork server
+        words, stock = keep(words, modules)  # returns after an agent has requested a fork server
     given = options(words)
     try:
         ignored, blocked = (
@@ -251,7 +253,7 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
     set_title(FORK_SERVER)
     processes.become_subreaper()
     sock.set_inheritable(False)
-    gc.disable()  # imports make hardly any garbage; ranks have the collector on
+    gc.disable()  # imports create hardly any garbage; ranks turn the collector on
     baseline = stock.baseline if stock else Baseline(modules)
     baseline.exits.keep_back()
     birth = Birth(os.getpid(), peer_of(sock)[0], ignored, blocked, baseline)
@@ -277,12 +279,13 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
         sys.exit(EXIT_CONFUSED)
     if prepared.mode == "fork":
         prepared.stash.hide()
-    gc.freeze()  # keeps the collector from touching, and so copying, what all ranks share
+    gc.freeze()  # keeps the collector from touching, and so copying, shared pages
     Server(talk, prepared).run(early)
 
 
 def _first_message(talk: Conversation, kept_fd: int) -> tuple[Configure, list[ToSpawner]]:
-    """Configure, and what came with it; from `kept_fd` where we have begun anew."""
+    """Configure, and messages that arrived with it. Read from `kept_fd` after an exec of our
+    own."""
     messages: list[ToSpawner] = []
     if kept_fd >= 0:
         with open(kept_fd, "rb") as kept:
@@ -302,8 +305,8 @@ def _prepare(
     sock: socket.socket,
     stock: Stock | None,
 ) -> Prepared:
-    """Get ready; begin anew, by exec, without a module that has spoiled this process. `refused`:
-    those of earlier beginnings, each `MODULE:REASON`."""
+    """Prepare; if a module has spoiled this process, exec the server again without it. `refused`:
+    modules refused so far, each as `MODULE:REASON`."""
     names = [word.partition(":")[0] for word in refused]
     try:
         prepared = prepare(configure, birth, names, stock)

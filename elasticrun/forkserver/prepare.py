@@ -1,8 +1,9 @@
-"""How the server gets ready: what it imports, and whether its forks can be trusted.
+"""Prepares the server: imports torch and preloaded modules, and decides whether forks are safe.
 
-A module of --preload is refused when its import reads which rank it is, initialises a device,
-leaves a thread or changes the import path; and when it is not an installed package. A refusal after
-the import cannot be undone in this process: `Poisoned` says so, and the server begins anew.
+A module of --preload is refused if it is not an installed package, or if its import reads the rank
+from the environment, initializes a device, leaves a thread running or changes sys.path. An import
+cannot be undone in this process, so a refusal after it raises `Poisoned`, and the server execs
+itself again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from elasticrun.wire.types import EntryKind
 
 
 class Poisoned(Exception):
-    """The import of `module` did what it must not; `reason` completes a sentence about it."""
+    """The import of `module` did something forbidden; `reason` completes a sentence about it."""
 
     def __init__(self, module: str, reason: str) -> None:
         super().__init__(reason)
@@ -39,8 +40,8 @@ class Poisoned(Exception):
 
 
 def installed_folders() -> list[str]:
-    """Where packages are installed: site-packages, and the user's own if it is in use."""
-    # sysconfig would import its data when asked; in a rank only the import of torch may
+    """Folders of installed packages: site-packages, and the user's own if enabled."""
+    # Not from sysconfig, which would import its data module; in a rank only the import of torch may
     folders = site.getsitepackages()
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())
@@ -48,15 +49,15 @@ def installed_folders() -> list[str]:
 
 
 class Preloader:
-    """Imports on purpose; what came with each import is noted in the stash."""
+    """Imports modules on purpose; the stash records what each import loads."""
 
     def __init__(self, stash: Stash) -> None:
         self._stash = stash
         self._folders = installed_folders()
 
     def import_torch(self) -> None:
-        """Import numpy, where it is installed, since torch would; then torch. Raises whatever the
-        imports raise."""
+        """Import numpy if it is installed, because torch would import it; then torch. Raises
+        whatever the imports raise."""
         hooks = _hooks()
         try:
             self._import("numpy")
@@ -68,15 +69,16 @@ class Preloader:
             raise Poisoned("torch", f"its import sets {changed[0]}")
         if readers := self._rank_readers(set()):
             raise Poisoned("torch", readers)
-        # Of torch and what it brings: one file a package, which every upgrade writes anew.
+        # One file for each package that torch imports; every upgrade rewrites it.
         brought = [name for root in self._stash.roots for name in root.modules]
         tops = {name for name in brought if "." not in name}
         self._note_files(tops - sys.stdlib_module_names)
         self._note_files({"torch.version"} & sys.modules.keys())
 
     def import_modules(self, names: Iterable[str], refused: Sequence[str]) -> list[str]:
-        """Import each; the sentences about those left out. Raises Poisoned at the first that
-        cannot be taken back. `refused` ones, and modules below them, are not tried again."""
+        """Import each module; return a sentence for each one left out. Raises Poisoned at the first
+        one that cannot be undone. Modules in `refused`, and modules below them, are not tried
+        again."""
         remarks = []
         for name in names:
             if name in sys.modules or any((name + ".").startswith(r + ".") for r in refused):
@@ -148,7 +150,7 @@ class Preloader:
 
 
 def _hooks() -> dict[str, object]:
-    """What the interpreter calls for scripts, by name."""
+    """The interpreter's hooks that scripts may set, by name."""
     names = ("excepthook", "displayhook", "unraisablehook", "breakpointhook")
     return {f"sys.{name}": getattr(sys, name) for name in names} | {
         "threading.excepthook": threading.excepthook
@@ -157,7 +159,8 @@ def _hooks() -> dict[str, object]:
 
 @dataclass
 class Prepared:
-    """What came of it; `mode` is fork or exec, `reason` why it is exec where a fork was wanted."""
+    """The result of the preparation. `mode` is fork or exec; `reason` says why it is exec although
+    fork was requested."""
 
     birth: Birth
     stash: Stash
@@ -174,9 +177,9 @@ class Prepared:
 def prepare(
     configure: Configure, birth: Birth, refused: list[str], stock: Stock | None = None
 ) -> Prepared:
-    """Import what is to be shared and look at the result. Raises Poisoned where a preloaded
-    module has spoiled this process; then it must be begun anew with that module in `refused`.
-    `stock`: what a warm process has imported, of which this one is a fork."""
+    """Import what ranks will share and check the result. Raises Poisoned if a preloaded module has
+    spoiled this process; then exec again with that module in `refused`. `stock`: what a warm
+    process has imported, if this process is a fork of one."""
     stash = Stash(birth.baseline) if stock is None else stock.stash
     preloader = Preloader(stash) if stock is None else stock.preloader
     prepared = Prepared(
@@ -191,14 +194,14 @@ def prepare(
     prepared.reason = _get_ready(prepared, configure, refused)
     prepared.import_seconds = time.monotonic() - started
     if configure.entry.kind is EntryKind.COMMAND:
-        prepared.reason = ""  # nobody expected a command to be forked
+        prepared.reason = ""  # a command is never forked
     elif not prepared.reason:
         prepared.mode = "fork"
     return prepared
 
 
 def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> str:
-    """The reason for exec, or empty."""
+    """Import and check everything; return the reason for exec, or an empty string."""
     reason = trust.before_import(configure.entry, configure.numa, os.environ)
     if processes.thread_names():
         return reason or "a .pth file or sitecustomize has started a thread"
@@ -225,9 +228,9 @@ def _about_torch(verdict: str) -> str:
 
 
 def _imports(prepared: Prepared, configure: Configure, refused: list[str], *, alone: bool) -> str:
-    """Import torch, and unless ranks will be exec'd, what --preload names."""
+    """Import torch and, unless ranks will be exec'd, the modules of --preload."""
     try:
-        if not prepared.stash.roots:  # else it was imported in a warm process
+        if not prepared.stash.roots:  # else a warm process has imported it
             prepared.preloader.import_torch()
     except Poisoned as poison:
         return _about_torch(poison.reason)
@@ -241,7 +244,7 @@ def _imports(prepared: Prepared, configure: Configure, refused: list[str], *, al
 
 @dataclass
 class Stock:
-    """What was imported, for fork servers to take over."""
+    """What a warm process has imported, for its fork servers."""
 
     baseline: Baseline
     stash: Stash
@@ -250,7 +253,7 @@ class Stock:
 
 
 def options(words: Sequence[str]) -> dict[str, list[str]]:
-    """The values of each `--NAME=VALUE` of the command lines that `wire.spawning` writes."""
+    """The values of each `--NAME=VALUE` in a command line written by `wire.spawning`."""
     given: dict[str, list[str]] = {}
     for word in words:
         name, _, value = word.strip().removeprefix("--").partition("=")

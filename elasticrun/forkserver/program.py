@@ -1,14 +1,14 @@
-"""Runs the user's program in a forked child as the interpreter itself would run it.
+"""Runs the user's program in a forked child the way the interpreter itself would.
 
-The trick is where it is called from. The fork server's main module ends with an exception of ours;
-the interpreter then calls `sys.excepthook` with no Python frame below, and takes a SystemExit from
-there for the process' end: atexit, threads and flushing as in any run. The hook runs the program,
-and its own frame is one that the interpreter leaves out of f_back, tracebacks and
-`sys._getframe`, because its code has no RESUME instruction (a frame before RESUME is not begun).
-`hides_frames` says whether this interpreter does so; where not, one frame is seen.
+The call comes from an unusual place. The fork server's main module ends with an exception of ours.
+The interpreter then calls `sys.excepthook` with no Python frame below, and a SystemExit raised
+there ends the process as in any run: atexit, threads, flushing. The hook runs the program. The
+interpreter omits the hook's own frame from f_back, tracebacks and `sys._getframe`, because its code
+has no RESUME instruction (CPython treats a frame before RESUME as not started). `hides_frames`
+tests whether this interpreter does so; otherwise one frame is visible.
 
-Whatever Python must say about a script that cannot be run (missing, no Python, not readable) it
-says itself: the child then becomes a plain interpreter by exec, before any user code has run.
+If a script cannot be run (missing, not Python, not readable), Python itself reports it: the child
+becomes a plain interpreter by exec, before any user code has run.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from elasticrun.wire.spawning import command
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 MAX_CALLSTACK = 256 * 1024
-"""Longest traceback written, in characters; deep recursions are cut in the middle by Python."""
+"""Maximum length of a traceback, in characters; Python abbreviates deep recursions."""
 
 
 def write_error_file(path: str, error: BaseException) -> None:
-    """Describe `error` in a new file `path`, in the format of torch's `@record`; a file that is
-    there already (from `@record`) stays.
+    """Describe `error` in a new file `path`, in the format of torch's `@record`. An existing file
+    (from `@record`) is kept.
 
-    Never raises for a disk that is full or gone: the exception itself is more important.
+    Never raises for a full or missing disk: the exception itself matters more.
     """
     import json
     import traceback
 
     try:
         message = f"{type(error).__name__}: {error}"
-    except Exception:  # an exception whose __str__ fails
+    except Exception:  # an exception whose __str__ raises
         message = type(error).__name__
     try:
         callstack = "".join(traceback.format_exception(error))[-MAX_CALLSTACK:]
@@ -69,13 +69,13 @@ class BecomeRank(BaseException):
 
 
 class Program:
-    """The user's program, ready to run; made before the signals are let in."""
+    """The user's program, ready to run; created while signals are still blocked."""
 
     def __init__(
         self, entry: Entrypoint, error_file: str, signals: Iterable[int], excepthook: Any
     ) -> None:
-        """`signals`: the mask that the program starts with; `excepthook`: what a plain interpreter
-        has there, which a sitecustomize may have set."""
+        """`signals`: the signal mask that the program starts with; `excepthook`: a plain
+        interpreter's sys.excepthook, which a sitecustomize may have set."""
         self.entry = entry
         self.argv = [entry.target, *entry.args]
         self.error_file = error_file
@@ -84,7 +84,7 @@ class Program:
         self._call: Callable[[], object] = self._exec_instead
 
     def prepare(self) -> None:
-        """Set argv, path and `__main__`, and compile a script. Runs no code of the user's."""
+        """Set argv, path and `__main__`, and compile a script. Runs no user code."""
         sys.argv = list(self.argv)
         sys.orig_argv = command(self.entry)
         if self.entry.kind is EntryKind.MODULE:
@@ -115,7 +115,7 @@ class Program:
                 source = file.read()
             code = compile(source, name, "exec", dont_inherit=True)
         except (OSError, ValueError, SyntaxError, RecursionError, MemoryError, OverflowError):
-            return  # the interpreter says it better: _exec_instead
+            return  # the interpreter reports it: _exec_instead
         if not sys.flags.safe_path:
             sys.path.insert(0, script_folder(self.entry.target))
         loader = importlib.machinery.SourceFileLoader("__main__", name)
@@ -126,22 +126,22 @@ class Program:
         os.execv(sys.executable, command(self.entry))
 
     def hook(self) -> Callable[..., None]:
-        """What is to stand in sys.excepthook when the server's main module ends."""
+        """The function to put into sys.excepthook before the server's main module ends."""
         calls, mask, error_file = [self._call], self._mask, self.error_file
         excepthook = self._excepthook
         self._call = self._exec_instead
 
         def run(*_: object) -> None:
-            del _  # the exception that led here, and with it the server's frames
+            del _  # the exception that led here, with the server's frames
             _forget_server(excepthook)
             caught = None
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                calls.pop()()  # its namespace is nobody's but the interpreter's at the end
+                calls.pop()()  # leaves the only reference to its namespace to the interpreter
             except SystemExit:
-                raise  # the interpreter knows what every kind of it means
+                raise  # the interpreter handles every kind of it
             except BaseException as error:
-                caught = error  # and handled below, where no exception is being handled
+                caught = error  # handled below, outside this except block
             if caught is None:
                 _forget_file()
                 raise SystemExit(0)
@@ -158,7 +158,7 @@ def _forget_server(excepthook: Any) -> None:
 
 
 def _end_with(error: BaseException, error_file: str) -> None:
-    """What the interpreter does about an uncaught exception, and the error file."""
+    """Handle an uncaught exception as the interpreter does, and write the error file."""
     kind, trace = type(error), error.__traceback__
     if not isinstance(error, KeyboardInterrupt) and error_file:
         write_error_file(error_file, error)
@@ -173,16 +173,16 @@ def _end_with(error: BaseException, error_file: str) -> None:
     except BaseException as second:
         print("Error in sys.excepthook:", file=sys.stderr)
         below = second.__traceback__
-        second.__traceback__ = below.tb_next if below else None  # without this frame
+        second.__traceback__ = below.tb_next if below else None  # drop this frame
         sys.__excepthook__(type(second), second, second.__traceback__)
         print("\nOriginal exception was:", file=sys.stderr)
         sys.__excepthook__(kind, error, trace)
     _forget_file()
     if kind is not KeyboardInterrupt:
         raise SystemExit(1)
-    # An interpreter whose main program ended so kills itself with SIGINT after it has shut
-    # down. It notes that where it runs a program from text, whoever asks for it; the normal
-    # end of the hook then leads there.
+    # After a KeyboardInterrupt in the main program, the interpreter shuts down and then kills
+    # itself with SIGINT. It sets a flag for that whenever it runs a program from text, also by
+    # exec(); the normal end of the hook then takes that path.
     try:
         builtins.exec("raise KeyboardInterrupt")
     except KeyboardInterrupt:
@@ -190,7 +190,8 @@ def _end_with(error: BaseException, error_file: str) -> None:
 
 
 def _forget_file() -> None:
-    """As the interpreter does at the end of a script, before atexit and the last threads."""
+    """Remove `__file__`, as the interpreter does at the end of a script, before atexit and
+    threads."""
     namespace = sys.modules["__main__"].__dict__
     if isinstance(namespace.get("__loader__"), importlib.machinery.SourceFileLoader):
         namespace.pop("__file__", None)
@@ -201,7 +202,7 @@ def _forget_file() -> None:
 
 
 def _hide(function: Any) -> Any:
-    """Take RESUME out of a function's code: its frames are then none of the visible ones."""
+    """Remove RESUME from a function's code, so that its frames are invisible."""
     code = function.__code__
     words = bytearray(code.co_code)
     resume, nop = opcode.opmap["RESUME"], opcode.opmap["NOP"]
@@ -213,7 +214,7 @@ def _hide(function: Any) -> Any:
 
 
 def hides_frames() -> bool:
-    """Whether hidden frames are hidden on this interpreter."""
+    """Whether `_hide` works on this interpreter."""
     depth = _depth()
     return bool(_hide(lambda: _depth())() == depth)
 
@@ -229,12 +230,12 @@ def _depth() -> int:
 
 
 def absolute(target: str) -> str:
-    """`__file__` of a script given as `target`, the interpreter's way: dots in it stay."""
+    """`__file__` of a script given as `target`, computed like the interpreter: dots are kept."""
     return os.path.join(os.getcwd(), target)
 
 
 def is_archive(target: str) -> bool:
-    """Whether the interpreter takes `target` for a folder or zip with a `__main__`."""
+    """Whether the interpreter treats `target` as a folder or zip with a `__main__`."""
     if os.path.isdir(target):
         return True
     try:
@@ -245,13 +246,13 @@ def is_archive(target: str) -> bool:
 
 
 def script_folder(target: str) -> str:
-    """sys.path[0] for a script: its folder, links resolved."""
+    """sys.path[0] for a script: its folder with links resolved."""
     return os.path.dirname(os.path.realpath(target))
 
 
 def _fresh_main(loader: Any, **more: object) -> dict[str, Any]:
-    """A new `__main__`, filled as the interpreter does. Frames of the server hold the old one's
-    namespace until the end of the process: nothing in it would be finalized."""
+    """A new `__main__`, filled like the interpreter does. The old one's namespace is referenced by
+    frames of the server until the process exits, so nothing in it would be finalized."""
     sys.modules["__main__"] = module = ModuleType("__main__")
     namespace = module.__dict__
     namespace["__loader__"] = loader

@@ -1,14 +1,14 @@
-"""What an import in the fork server reads of the environment, and what its end needs.
+"""Records which environment variables imports read, and cleans up at the exit of a rank.
 
-- Environment variables that Python code reads while it is imported are recorded
-  (`environment_watch`). What C code reads is known by the beginnings of names (`FAMILIES`).
-- A rank whose variables differ from those that the server had at the import must not use it
-  (`Environment.changed`). The moment is the script's own first import of the package.
-- A preloaded module is shared by all ranks and is never freed: to free it, a rank would touch, and
-  so copy, every page of it, which takes a second of a core for torch with its compiler. Nobody sees
-  that, but for libraries that count what is left: bindings made with nanobind (triton's) print
-  every object of theirs that is alive when the interpreter has ended, where any *instance* is. Such
-  instances are default arguments of its functions. So the functions go (`prepare_end`).
+- Reads by Python code during an import are recorded (`environment_watch`). Reads by C code are
+  known by name prefixes (`FAMILIES`).
+- A rank must not use the server's import if its variables differ from those at that import
+  (`Environment.changed`). This is checked at the script's own first import of the package.
+- A preloaded module is shared by all ranks and is never freed: freeing it would touch, and so copy,
+  all its pages, which takes one second of a core for torch with its compiler. The only ones to
+  notice are libraries that count leaks: nanobind bindings (triton's) print every object that is
+  alive after the interpreter has ended, if there is any *instance* among them. Default arguments of
+  its functions are such instances. So `prepare_end` deletes the functions at exit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _OURS: Final = os.path.dirname(__file__) + os.sep
 _INSTALLED: Final = f"{os.sep}site-packages{os.sep}"
 
 WALKERS: Final = {f"{os.sep}tqdm{os.sep}": "TQDM_"}
-"""Parts of the paths of files that walk over the whole environment while they are imported, and the
-beginning of the names they look for."""
+"""Path parts of files that iterate over the whole environment at import, and the prefix of the
+names that they look for.
+"""
 
 NUMPYS: Final = ("GFORTRAN_", "GOTO_", "NPY_", "NUMPY_", "OMP_", "OPENBLAS_")
-"""Beginnings of the names that numpy's C libraries read while they are loaded."""
+"""Prefixes of names that numpy's C libraries read when they are loaded."""
 
 FAMILIES: Final = (
     *(*NUMPYS, "ACC_", "AS_SECURE_", "BLIS_", "CASK_", "CUBLAS", "CUDA", "CUDNN", "DNNL_"),
@@ -38,9 +39,10 @@ FAMILIES: Final = (
     *("LLVM_", "MKL", "MPI_", "NVRTC_", "NV_", "OMPI_", "ONEAPI_", "ONEDNN_", "OPENSSL_"),
     *("PYTORCH_", "ROC", "SYCL_", "TORCH", "VECLIB_", "XLA_", "ZE_"),
 )
-"""The same of torch and what it brings, from 2.8 to 2.15, with and without CUDA: seen by
-interposing getenv, which a test repeats for the installed torch. A family has names that no torch
-is known to read, so that an unknown torch errs on the safe side."""
+"""The same for torch and its dependencies, torch 2.8 to 2.15, with and without CUDA: found by
+interposing getenv, which a test repeats for the installed torch. A prefix also covers names that no
+torch is known to read, so that an unknown torch errs on the safe side.
+"""
 
 READ_LATER: Final = (
     *("CUBLAS_WORKSPACE_CONFIG", "CUDA_CACHE_", "CUDA_DEVICE_", "CUDA_HOME", "CUDA_MODULE_LOADING"),
@@ -49,23 +51,24 @@ READ_LATER: Final = (
     *("TORCH_ELASTIC_", "TORCH_EXTENSIONS_DIR", "TORCH_FR_", "TORCH_GLOO_", "TORCH_HOME"),
     *("TORCH_NCCL_", "TORCH_SHOW_DISPATCH_TRACE"),
 )
-"""Beginnings of names of a family that C code has been seen not to read before the library is used;
-where Python code reads one of them at import, that is recorded."""
+"""Name prefixes within a family that C code does not read before the library is used, as observed.
+If Python code reads one of them at import, that is recorded.
+"""
 
 
 def read_by_c(name: str, families: tuple[str, ...] = FAMILIES) -> bool:
-    """Whether C code may read this variable while torch is imported (or numpy, with `NUMPYS`)."""
+    """Whether C code may read this variable at the import of torch (or of numpy, with `NUMPYS`)."""
     return name.startswith(families) and not name.startswith(READ_LATER)
 
 
 class Walked(Exception):
-    """An import has walked over the whole environment: what it looked for is not known."""
+    """An import has iterated over the whole environment, so its reads are unknown."""
 
 
 @contextlib.contextmanager
 def environment_watch() -> Iterator[dict[str, str]]:
-    """The reads of os.environ in this block: name -> file that read it. Raises Walked at its end
-    where a file that is none of WALKERS has looked at all names."""
+    """The reads of os.environ in this block: name -> file that read it. Raises Walked at the end if
+    a file not in WALKERS has iterated over all names."""
     cls: Any = type(os.environ)
     original, walk = cls.__getitem__, cls.__iter__
     reads: dict[str, str] = {}
@@ -93,7 +96,7 @@ def environment_watch() -> Iterator[dict[str, str]]:
 
 
 def _reader(frame: FrameType | None) -> str:
-    """The file that wanted to know: the innermost that is not of the standard library."""
+    """The file that reads: the innermost frame's outside the standard library."""
     innermost = ""
     while frame is not None:
         name = frame.f_code.co_filename
@@ -107,15 +110,15 @@ def _reader(frame: FrameType | None) -> str:
 
 @dataclass
 class Environment:
-    """What the server's imports saw of the environment."""
+    """The environment as the server's imports saw it."""
 
     saw: Mapping[str, str]
-    reads: dict[str, str] = field(default_factory=dict)  # names that Python code read, and the file
+    reads: dict[str, str] = field(default_factory=dict)  # names read by Python code, and the file
     made: Mapping[str, str] = field(default_factory=dict)
-    """What the imports themselves put there."""
+    """Variables that the imports themselves have set."""
 
     def changed(self, packages: Collection[str], now: Mapping[str, str]) -> list[str]:
-        """Names that the import of these packages reads, and that now have another value."""
+        """Names that the import of these packages reads and whose value has changed."""
         families: tuple[str, ...] = FAMILIES if "torch" in packages else ()
         if not families and "numpy" in packages:
             families = NUMPYS
@@ -141,8 +144,8 @@ _NANOBIND = "nanobind"
 
 
 def prepare_end(modules: Iterable[Any], register: Callable[..., object]) -> None:
-    """Called in the server when all is imported. Ranks inherit what is registered here; what they
-    register themselves runs before it."""
+    """Register the cleanup; called in the server after all imports. Ranks inherit the registration;
+    their own atexit functions run first."""
     types = list(_types())
     if types:
         owners = [each for each in modules if isinstance(each, ModuleType) and _functions(each)]
@@ -152,7 +155,7 @@ def prepare_end(modules: Iterable[Any], register: Callable[..., object]) -> None
 def _drop_functions(owners: Iterable[Any]) -> None:
     for owner in owners:
         for name in _functions(owner):
-            with contextlib.suppress(AttributeError, TypeError):  # a type that cannot be changed
+            with contextlib.suppress(AttributeError, TypeError):  # an immutable type
                 delattr(owner, name)
 
 
@@ -161,7 +164,7 @@ def _functions(owner: Any) -> list[str]:
 
 
 def _types() -> Iterator[type]:
-    """All classes that are bound with nanobind. Its metaclasses tell whether there are any."""
+    """All classes bound with nanobind. Checks first, by its metaclasses, whether there are any."""
     if not any(each.__module__ == _NANOBIND for each in type.__subclasses__(type)):
         return
     waiting = [each for each in object.__subclasses__() if _is_bound(each)]

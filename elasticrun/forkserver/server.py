@@ -1,9 +1,9 @@
-"""The fork server's main program, started by its path: see `wire.spawning`.
+"""The fork server's main program, started by file path: see `wire.spawning`.
 
-Its first statements note what a plain interpreter has imported, and take this folder off the path,
-so that no module of ours, and none in a folder of the user's, can stand in front of another. In a
-forked child this program ends with an exception, and the interpreter calls the hook that is the
-user's program (`program.py`).
+Its first statements record what a plain interpreter has imported and remove this folder from
+sys.path, so that neither our modules nor files in a user's folder can shadow others. In a forked
+child this program ends with an exception, and the interpreter calls the hook that runs the user's
+program (`program.py`).
 """
 
 import sys
@@ -14,7 +14,7 @@ if not sys.flags.safe_path:
 
 
 def _serve() -> BaseException:
-    """Serve; returns in forked children alone, whose `__main__` has become the user's by then."""
+    """Run the server. Returns only in forked children, where `__main__` is already the user's."""
     import importlib.util
     import sys
 
@@ -25,7 +25,7 @@ def _serve() -> BaseException:
     assert spec is not None
     assert spec.loader is not None
     package = importlib.util.module_from_spec(spec)
-    sys.modules["elasticrun"] = package  # found beside this file, and its folder is on no path
+    sys.modules["elasticrun"] = package  # the package's folder is not on sys.path
     spec.loader.exec_module(package)
     from elasticrun.forkserver import life
     from elasticrun.forkserver.program import BecomeRank

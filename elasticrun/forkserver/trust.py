@@ -1,7 +1,7 @@
-"""Whether a fork of this process can be trusted to be like a fresh interpreter.
+"""Decides whether a fork of this process behaves like a fresh interpreter.
 
-Every function answers with a sentence that says why not, or with an empty string. Counting threads
-alone does not see a poisoned CUDA, so one trial child is forked and asked.
+Every function returns a sentence that says why not, or an empty string. Counting threads does not
+detect a poisoned CUDA, so one trial child is forked and checked.
 """
 
 from __future__ import annotations
@@ -35,40 +35,41 @@ TRACERS: Mapping[str, str] = {
     "DEBUGPY_LAUNCHER_PORT": "debugpy",
     "PYDEVD_LOAD_VALUES_ASYNC": "a debugger",
 }
-"""Variables by which tools attach to a process that is exec'd; NVIDIA says that nsys does not
-trace a fork without exec unless it is told to."""
+"""Variables by which tools attach to an exec'd process. According to NVIDIA, nsys does not trace a
+fork without exec unless it is configured to.
+"""
 
 INJECTED_LIBRARIES = ("ToolsInjection", "TreeLauncher", "rocprof", "roctracer", "libnsys")
-"""Parts of file names in LD_PRELOAD that mean the same."""
+"""Parts of file names in LD_PRELOAD with the same meaning."""
 
 INTERPRETER: Mapping[str, str] = {
     "PYTHONINSPECT": "and an interpreter that is to be inspected at its end does not end a fork",
     "PYTHONPROFILEIMPORTTIME": "and a fork has imported most of it already",
     "PYTHONVERBOSE": "and a fork has imported most of it already",
 }
-"""Settings of the interpreter that a fork cannot follow."""
+"""Interpreter settings that a fork cannot honor."""
 
 TESTED_BACKENDS: frozenset[str] = frozenset()
-"""Entry points of the group torch.backends whose import has been seen to leave a fork sound."""
+"""Entry points in the group torch.backends whose import is known to leave forks safe."""
 
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci", "/dev/accel", "/dev/hl")
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 TRIAL_SECONDS = 20.0
-"""A trial child that has not answered by then hangs, as its siblings would."""
+"""A trial child without an answer by then hangs, as its siblings would."""
 
 MAX_SCRIPT = 4 * 1024 * 1024
-"""Bytes of a script that are looked through; a longer one is data, not a first line."""
+"""Bytes of a script that are scanned; a longer file is data."""
 
 
 def before_import(entry: Entrypoint, numa: bool, environ: Mapping[str, str]) -> str:
-    """The first reason that is known before anything is imported."""
+    """The first reason that is known before any import."""
     return next(filter(None, _known_before(entry, numa, environ)), "")
 
 
 def _known_before(entry: Entrypoint, numa: bool, environ: Mapping[str, str]) -> Iterator[str]:
-    """Reasons, "" where there is none; to look into the script comes last, for it takes longest."""
+    """Possible reasons, "" for none. The scan of the script comes last because it takes longest."""
     follows = "and may not follow a fork"
     for name, tool in TRACERS.items():
         if environ.get(name):
@@ -90,13 +91,14 @@ def _known_before(entry: Entrypoint, numa: bool, environ: Mapping[str, str]) -> 
     path = _file_of(entry)
     yield f"{path} is compiled" if path.endswith((".pyc", ".pyo")) else ""
     if entry.kind is EntryKind.SCRIPT and not os.path.isdir(path) and is_archive(path):
-        # `import torch` looks for entry points in each archive on sys.path (importlib.metadata)
+        # `import torch` searches each archive on sys.path for entry points (importlib.metadata)
         yield f"{path} is an archive, which the import of torch reads"
     yield sets_too_late(entry, read_by_c, environ)
 
 
 def placement(environ: Mapping[str, str]) -> str:
-    """With cores bound per rank: libgomp fixes its places when it is loaded, in the server."""
+    """Reason against forking ranks that are bound to cores: libgomp fixes its places when it is
+    loaded, which is in the server."""
     for name in PLACEMENT_VARIABLES:
         if environ.get(name):
             return f"{name} is set, and a fork bound to its cores would get the places of others"
@@ -111,9 +113,9 @@ def placement(environ: Mapping[str, str]) -> str:
 def sets_too_late(
     entry: Entrypoint, counts: Callable[[str], bool], environ: Mapping[str, str]
 ) -> str:
-    """A variable that counts and that the program's own text sets, above its import of torch, to
-    another value than it has. A rank would find out for itself (`child.FreshStart`), but its first
-    lines would have run by then."""
+    """Whether the program's text sets a relevant variable to another value above its import of
+    torch. A rank would detect this by itself (`child.FreshStart`), but only after its first lines
+    have run."""
     path = _file_of(entry)
     try:
         with open(path, "rb") as file:
@@ -127,7 +129,7 @@ def sets_too_late(
 
 
 def _first_import(tree: ast.Module) -> float:
-    """The line of the first import of torch or numpy outside of functions."""
+    """The line of the first import of torch or numpy outside of functions; infinity if none."""
     for statement in tree.body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
@@ -141,11 +143,11 @@ def _first_import(tree: ast.Module) -> float:
 
 
 _ANY: Final = "\0"
-"""The value of a variable that is set to something that only running the program tells."""
+"""Stands for a value that is known only by running the program."""
 
 
 def _set_in(tree: ast.Module, until: float) -> Iterator[tuple[str, str | None]]:
-    """Variables that a text sets above a line, and to what: None where it removes them."""
+    """Variables that a text sets above a line, with the value; None if it removes them."""
 
     def said(node: ast.expr | None) -> str:
         value = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
@@ -176,21 +178,21 @@ def _set_in(tree: ast.Module, until: float) -> Iterator[tuple[str, str | None]]:
 
 
 def _keys(target: ast.expr) -> Iterator[str]:
-    """The text between the brackets of `environ["NAME"]`."""
+    """The name in `environ["NAME"]`."""
     match target:
         case ast.Subscript(slice=ast.Constant(value=str(name))):
             yield name
 
 
 def _file_of(entry: Entrypoint) -> str:
-    """The program's file; empty where there is none."""
+    """The program's file; empty if there is none."""
     if entry.kind in (EntryKind.COMMAND, EntryKind.FUNCTION):
         return ""
     return _module_file(entry.target) if entry.kind is EntryKind.MODULE else entry.target
 
 
 def _module_file(name: str) -> str:
-    """The file that `-m name` would run, found without importing its packages; or empty."""
+    """The file that `-m name` would run, found without importing packages; empty if none."""
     folders = [os.getcwd(), *sys.path]
     *packages, last = name.split(".")
     for package in packages:
@@ -203,8 +205,8 @@ def _module_file(name: str) -> str:
 
 
 def shadowed(entry: Entrypoint, names: Collection[str], environ: Mapping[str, str]) -> str:
-    """A file of the user's that an interpreter of its own would import by one of `names`, which
-    the server has imported from elsewhere. It may lie where only a script's path begins, or in
+    """A user's file that a fresh interpreter would import under one of `names`, although the server
+    has imported another file. It may be in a folder that only the script has on sys.path, or in
     PYTHONPATH, where the server has found another one first."""
     first = _first_on_path(entry)
     path = [*first, *sys.path]
@@ -215,13 +217,13 @@ def shadowed(entry: Entrypoint, names: Collection[str], environ: Mapping[str, st
             if file and not _is_loaded(name, file):
                 where = "standard" if name in sys.stdlib_module_names else "installed"
                 return f"{file} stands in front of the {where} {name}"
-        if not known:  # a rank looks for itself, and may have written files since
+        if not known:  # a rank searches again, as files may have been written since
             sys.path_importer_cache.pop(folder, None)
     return ""
 
 
 def _first_on_path(entry: Entrypoint) -> list[str]:
-    """What an interpreter puts in front of sys.path for this program."""
+    """What an interpreter puts at the front of sys.path for this program."""
     if entry.kind is EntryKind.SCRIPT and is_archive(entry.target):
         return [absolute(entry.target)]
     if sys.flags.safe_path:
@@ -232,7 +234,7 @@ def _first_on_path(entry: Entrypoint) -> list[str]:
 
 
 def _names_in(folder: str, names: Collection[str]) -> Collection[str]:
-    """Those of `names` that files of the folder have; all of them for an archive."""
+    """Those of `names` for which the folder has files; all of them for an archive."""
     try:
         return {name.partition(".")[0] for name in os.listdir(folder or ".")}.intersection(names)
     except NotADirectoryError:
@@ -242,7 +244,7 @@ def _names_in(folder: str, names: Collection[str]) -> Collection[str]:
 
 
 def _would_be_imported(name: str, path: list[str]) -> str:
-    """The file or folder that `name` is found at; empty where the path is not asked."""
+    """The file or folder where `name` is found; empty if sys.path is not searched for it."""
     for finder in (importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter):
         if finder.find_spec(name) is not None:
             return ""
@@ -256,8 +258,8 @@ def _would_be_imported(name: str, path: list[str]) -> str:
 
 
 def _is_loaded(name: str, path: str) -> bool:
-    """Whether this is what the server has imported: a script that lies beside a package which is
-    installed from there."""
+    """Whether the server has imported this file: the script is next to a package that is installed
+    from there."""
     module = sys.modules.get(name)
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
     real = os.path.realpath(path)
@@ -277,9 +279,10 @@ INERT: Final = (
     r"import sys; sys\.__plen = len\(sys\.path\)",
     r"import sys; new ?= ?sys\.path\[sys\.__plen:\];.*sys\.__egginsert.*",
 )
-"""Lines of `.pth` files, as patterns, that do the same in every process: of setuptools, virtualenv,
-editable installs and namespace packages. Those of an installation's own modules are not asked
-which rank they run in, since they only find files."""
+"""Lines of `.pth` files, as patterns, that have the same effect in every process: of setuptools,
+virtualenv, editable installs and namespace packages. They only find files and do not depend on the
+rank.
+"""
 
 INERT_UNLESS: Final[Mapping[str, tuple[str, ...]]] = {
     r"import (sys; exec\(.*)?coverage.*process_startup\(.*": (
@@ -287,7 +290,7 @@ INERT_UNLESS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     r"import os, ?sys; ?exec\(.*COV_CORE_SOURCE.*": ("COV_CORE_SOURCE",),
 }  # fmt: skip
-"""Such lines that do nothing unless one of these variables is set."""
+"""Lines that have no effect unless one of these variables is set."""
 
 APPORT: Final = """
 try:
@@ -301,8 +304,8 @@ else:
 
 
 def customized(environ: Mapping[str, str]) -> str:
-    """Code of the installation or the user that the interpreter has run at the server's start and
-    would run in each rank: with its RANK, of which the server has none."""
+    """Code of the installation or user that the interpreter has run when the server started. It
+    would run in each rank, where it would see RANK, which the server does not have."""
     for name in ("sitecustomize", "usercustomize"):
         module = sys.modules.get(name)
         path = getattr(module, "__file__", None)
@@ -321,7 +324,7 @@ def customized(environ: Mapping[str, str]) -> str:
 
 
 def _is_inert_module(path: str | None) -> bool:
-    """Whether a file has no code but Debian's."""
+    """Whether a file has no code other than Debian's."""
     try:
         with open(path or "", "rb") as file:
             tree = ast.parse(file.read(MAX_SCRIPT))
@@ -332,7 +335,7 @@ def _is_inert_module(path: str | None) -> bool:
 
 
 def _site_folders() -> list[str]:
-    """Those in which the interpreter has looked for `.pth` files."""
+    """Folders in which the interpreter has looked for `.pth` files."""
     folders = list(site.getsitepackages())
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())
@@ -340,7 +343,7 @@ def _site_folders() -> list[str]:
 
 
 def _code_lines(path: str) -> list[str]:
-    """The lines that the interpreter has executed."""
+    """The lines that the interpreter executes."""
     try:
         with open(path, encoding="utf-8-sig", errors="replace") as file:
             return [line.strip() for line in file if line.startswith(("import ", "import\t"))]
@@ -361,7 +364,7 @@ def _is_inert(line: str, environ: Mapping[str, str]) -> bool:
 
 
 def untested_backend(environ: Mapping[str, str]) -> str:
-    """A plug-in that `import torch` would load, and that might open a device."""
+    """A plug-in that `import torch` would load and that might open a device."""
     if environ.get(AUTOLOAD) == "0":
         return ""
     from importlib.metadata import entry_points
@@ -373,7 +376,7 @@ def untested_backend(environ: Mapping[str, str]) -> str:
 
 
 def build_reason() -> str:
-    """Builds of torch that have not been tried on their hardware."""
+    """Builds of torch for which forks have not been tested on their hardware."""
     import torch
 
     for attribute, word in (("hip", "ROCm"), ("xpu", "XPU")):
@@ -385,14 +388,15 @@ def build_reason() -> str:
 # ---------------------------------------------------------------- the trial
 
 FORKED_WELL: Final = frozenset({"jemalloc_bg_thd"})
-"""Threads that do not stop a fork, since their library has fork handlers for them: jemalloc's gives
-freed memory back to the kernel, and in a child the threads that free it do so themselves (its
-background_thread.c). pyarrow has it, and with that pandas and `datasets`."""
+"""Threads that do not prevent a fork, because their library has fork handlers: jemalloc's returns
+freed memory to the kernel, and in a child the threads that free memory do so themselves (jemalloc's
+background_thread.c). pyarrow contains it, and so do pandas and `datasets`.
+"""
 
 
 def trial() -> str:
-    """Fork once, look around in the child, and count threads here afterwards: libraries that can
-    be forked (OpenBLAS) end their threads when a fork begins."""
+    """Fork once, check the child, and count threads in this process afterwards: libraries that
+    support forks (OpenBLAS) end their threads when a fork begins."""
     device = _open_device()
     if device:
         return f"its import opened {device}"
@@ -423,7 +427,7 @@ def trial() -> str:
 
 
 def _poisoned() -> str:
-    """The device runtime that torch knows to be broken in this fork."""
+    """The device runtime that torch reports as broken in this fork; empty if none."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return ""

@@ -1,4 +1,4 @@
-"""The agent as a child of the program that calls us, and what it says at its end."""
+"""The agent as a child of the calling program, and the result that it reports when it exits."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from elasticrun.wire.spawning import is_kept_ignored
 from elasticrun.wire.types import dumps, loads
 
 END_LIMIT: Final = 60.0
-"""Seconds for an agent to end its ranks when the caller gives up; after that it is killed, and its
-spawner kills what is left."""
+"""Seconds that the agent has to end its ranks when the caller gives up. After that the caller kills
+it, and its spawner kills the remaining ranks.
+"""
 
 MAX_OUTCOME_BYTES: Final = 4 * 1024 * 1024
-"""Room for MAX_FAILURES failures with their tracebacks and JSON's escapes, many times over."""
+"""Far more than MAX_FAILURES failures with their tracebacks and JSON escapes need."""
 
 _ROOT: Final = str(Path(__file__).resolve().parents[3])
 
@@ -41,21 +42,23 @@ logger = logging.getLogger("elasticrun")
 
 
 def command(module: str, *words: object) -> list[str]:
-    """Like `python -m module words...`, but found where this file was found, and never in the
-    working folder, where a file named like one of our imports may lie."""
+    """Like `python -m module words...`, but with the copy of elasticrun that this file belongs to.
+    The working folder is not on sys.path, because it may contain a file named like one of our
+    imports."""
     return [sys.executable, "-P", "-u", "-c", _START, _ROOT, module, *map(str, words)]
 
 
 class AgentProcess:
-    """One agent, in a session of its own: a Ctrl-C reaches it through the caller alone."""
+    """One agent in its own session: Ctrl-C reaches it only through the caller."""
 
     def __init__(
         self, config: AgentConfig, spawner: socket.socket | None, variables: Mapping[str, str]
     ) -> None:
-        """Start it. `spawner` is its end of the conversation with a caller that plays the spawner,
-        `variables` further ones for every rank. The notes of `config` have been printed.
+        """Start the agent. `spawner` is the agent's end of the socketpair to a caller that is the
+        spawner; `variables` are added to the environment of every rank. The notes of `config` have
+        been printed already.
 
-        Raises OSError if it cannot be started."""
+        Raises OSError if the agent cannot be started."""
         self._result, theirs = socket.socketpair()
         self._heard = bytearray()
         self._consoles = Consoles()
@@ -89,11 +92,11 @@ class AgentProcess:
             self._consoles.begin()
 
     def fileno(self) -> int:
-        """Readable when the agent has said something about its end, or has ended."""
+        """Readable when the agent has sent a part of its result, or has exited."""
         return self._result.fileno()
 
     def hear(self) -> bool:
-        """Take in what it says; false when it will say no more."""
+        """Read a part of the result; return False at EOF."""
         try:
             data = self._result.recv(65536)
         except OSError:
@@ -103,7 +106,8 @@ class AgentProcess:
         return bool(data)
 
     def wait(self) -> Exit:
-        """What it said, once it has ended; in words of our own if it was killed before."""
+        """Wait until the agent has exited and return its result, or one made up here if it was
+        killed before it sent one."""
         while self.hear():
             pass
         code = self.process.wait()
@@ -116,11 +120,11 @@ class AgentProcess:
             return Exit(code if code > 0 else EXIT_FAILED, reason, (), 0)
 
     def send_signal(self, signum: int) -> None:
-        """Pass a signal on; nothing if it has ended."""
+        """Forward a signal to the agent; do nothing if it has exited."""
         self.process.send_signal(signum)
 
     def give_up(self) -> None:
-        """End it, its ranks with it: politely, then by force."""
+        """End the agent with its ranks: SIGTERM, then SIGKILL after END_LIMIT."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -130,21 +134,22 @@ class AgentProcess:
                 self.process.wait()
 
     def close(self) -> None:
-        """Hang up. An agent that still lives takes this for its caller's death."""
+        """Close the connection. An agent that is still running takes this for its caller's
+        death."""
         self._result.close()
 
 
 @contextmanager
 def signals_passed_on(agent: AgentProcess, names: tuple[str, ...]) -> Iterator[dict[int, Any]]:
-    """Pass these signals on to the agent while the block runs; yields the handlers that were there
-    before, by number.
+    """Forward these signals to the agent while the block runs; yield the previous handlers by
+    number.
 
-    As with torch's launcher this works in the main thread only; elsewhere a line says so."""
+    As in torch's launcher, this works only in the main thread; elsewhere it logs a warning."""
     before: dict[int, Any] = {}
     owner = os.getpid()
 
     def pass_on(signum: int, _frame: object) -> None:
-        if os.getpid() == owner:  # not in a rank that was forked a moment ago
+        if os.getpid() == owner:  # not in a rank that was just forked
             agent.send_signal(signum)
 
     if threading.current_thread() is not threading.main_thread():

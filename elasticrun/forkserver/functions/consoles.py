@@ -1,8 +1,9 @@
-"""Where output goes: in torch's words (LogsSpecs), in ours (LogPlan), and on the caller's console.
+"""Where output goes: converts torch's LogsSpecs to our LogPlan and back, and reaches the caller's
+console.
 
-Under torch's launcher a thread of the caller prints what is tee'd, so `redirect_stdout`, a notebook
-and pytest see it. The agent is another process: where `sys.stdout` is not descriptor 1 of the
-caller, it writes into a pipe, and a thread of the caller prints what comes out.
+Under torch's launcher a thread of the caller prints tee'd output, so `redirect_stdout`, notebooks
+and pytest see it. Our agent is another process. Where `sys.stdout` is not descriptor 1 of the
+caller, the agent writes into a pipe, and a thread of the caller prints what it reads from it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from elasticrun.config import LogPlan
 
 
 class HasLogs(Protocol):
-    """The fields of LaunchConfig that are about output."""
+    """The fields of LaunchConfig that concern output."""
 
     logs_specs: Any
     log_line_prefix_template: str | None
@@ -28,9 +29,9 @@ class HasLogs(Protocol):
 
 
 class DefaultLogsSpecs:
-    """The shape of torch's class of this name, for configurations that the flags have made.
+    """Same shape as torch's class of this name, for configurations made from flags.
 
-    Words for streams are torch's numbers: 0 none, 1 stdout, 2 stderr, 3 both."""
+    Streams are torch's numbers: 0 none, 1 stdout, 2 stderr, 3 both."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class DefaultLogsSpecs:
         local_ranks_filter: set[int] | None = None,
         plugin: str | None = None,
     ) -> None:
-        """`plugin` is the name of an entry point of `torchrun.logs_specs` to be used instead."""
+        """`plugin` names an entry point in `torchrun.logs_specs` that is used instead."""
         self._root_log_dir = log_dir
         self._redirects = redirects
         self._tee = tee
@@ -49,13 +50,13 @@ class DefaultLogsSpecs:
 
     @property
     def root_log_dir(self) -> str | None:
-        """The base folder, None for one under $TMPDIR."""
+        """The base folder; None: one under $TMPDIR."""
         return self._root_log_dir
 
 
 def log_words(config: HasLogs) -> LogPlan:
-    """Where the output goes. Raises ValueError for a LogsSpecs of the caller's own: the agent is
-    another process, which can load a class by its name but cannot be given an object."""
+    """Convert to a LogPlan. Raises ValueError for a LogsSpecs class of the caller: the agent is
+    another process, which can load a class by name but cannot receive an object."""
     specs = DefaultLogsSpecs() if config.logs_specs is None else config.logs_specs
     if type(specs).__name__ != "DefaultLogsSpecs":
         raise ValueError(
@@ -80,7 +81,7 @@ def log_words(config: HasLogs) -> LogPlan:
 
 
 def specs_of(plan: LogPlan) -> DefaultLogsSpecs:
-    """The other direction."""
+    """The inverse of `log_words`."""
     return DefaultLogsSpecs(
         plan.log_dir,
         plan.redirects or plan.redirects_all,
@@ -91,14 +92,14 @@ def specs_of(plan: LogPlan) -> DefaultLogsSpecs:
 
 
 def _words(value: Any) -> tuple[int, dict[int, int]]:
-    """A Std for all ranks, or Stds by local rank (ranks that are not named have none)."""
+    """One Std for all ranks, or Stds by local rank (ranks not named have none)."""
     if isinstance(value, Mapping):
         return 0, {int(rank): int(std) for rank, std in value.items()}
     return int(value), {}
 
 
 class Consoles:
-    """Where an agent shows what is tee'd, as descriptors to hand to it."""
+    """The descriptors on which an agent prints tee'd output."""
 
     def __init__(self) -> None:
         self._copies: list[_Copy] = []
@@ -115,19 +116,20 @@ class Consoles:
         return self._copies[-1].write_end
 
     def begin(self) -> None:
-        """The agent has its ends; ours are closed, so that its end is heard."""
+        """Close our write ends, now that the agent has its copies: its exit then gives EOF. Start
+        the threads."""
         for copy in self._copies:
             os.close(copy.write_end)
             copy.thread.start()
 
     def wait(self) -> None:
-        """Until all that the agent has written is printed; call it once the agent has ended."""
+        """Wait until all output of the agent is printed; call it after the agent has exited."""
         for copy in self._copies:
             copy.thread.join()
 
 
 class _Copy:
-    """One pipe and the thread that prints what comes out of it."""
+    """A pipe and the thread that prints what arrives on it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -135,8 +137,8 @@ class _Copy:
         self.thread = threading.Thread(target=self._run, name="elasticrun-shown", daemon=True)
 
     def _run(self) -> None:
-        """Reads to the end also where the stream takes nothing any more: an agent that writes is
-        not to wait for it."""
+        """Print until EOF. Keep reading even if the stream no longer accepts output, because the
+        agent must not block on a full pipe."""
         taken = True
         with io.TextIOWrapper(io.FileIO(self._read_end), "utf-8", errors="replace") as lines:
             for line in lines:
@@ -144,5 +146,5 @@ class _Copy:
                     try:
                         self._stream.write(line)
                         self._stream.flush()
-                    except (OSError, ValueError):  # closed meanwhile
+                    except (OSError, ValueError):  # closed in the meantime
                         taken = False

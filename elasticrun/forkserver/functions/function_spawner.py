@@ -1,8 +1,8 @@
-"""The spawner of ranks whose program is a function: the caller itself, in its own thread.
+"""The spawner for ranks that run a function: the caller itself, in its own thread.
 
-Speaks `wire.spawning` with the agent, as the fork server does, and starts ranks by multiprocessing
-with the start method that was asked for. One loop, woken by the agent, by ends of processes and by
-results; nothing in it waits for one rank alone.
+Exchanges `wire.spawning` messages with the agent, as the fork server does, and starts ranks by
+multiprocessing with the requested start method. One event loop handles the agent, exits of
+processes and results; it never waits for a single rank.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ from elasticrun.wire import debugger, env, spawning
 from elasticrun.wire.frames import Connection, FrameError, NotRead
 
 MAX_UNSENT: Final = 1024 * 1024
-"""Bytes of reports that wait for the agent to read them. A report has some hundred bytes, so an
-agent that leaves so many unread has not listened for thousands of them."""
+"""Bytes of reports that may wait for the agent to read them. A report has about a hundred bytes, so
+an agent with this backlog has not read for thousands of reports.
+"""
 
 logger = logging.getLogger("elasticrun")
 
 
 class FunctionSpawner:
-    """Starts ranks that call `function(*args)`, on the agent's orders."""
+    """Starts ranks that call `function(*args)`, as the agent orders."""
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], start_method: str, mark: bytes
     ) -> None:
-        """`mark` is `NAME=value` as it stands in the ranks' environment and in nobody else's.
+        """`mark` is `NAME=value`, a variable that only the ranks have in their environment.
 
-        Raises ValueError for a start method that does not exist here."""
+        Raises ValueError for a start method that this platform does not have."""
         self._function = function
         self._args = args
         self._method = start_method
         self._context: Any = multiprocessing.get_context(start_method)
         self._mark = mark
         self.handlers: Mapping[int, Any] = {}
-        """Signal handlers that forked ranks put back (see `signals_passed_on`)."""
+        """Signal handlers that forked ranks restore (see `signals_passed_on`)."""
         self._sparing = Sparing()
         ours, self.agents_end = socket.socketpair()
         self._line = Connection(ours, spawning.ToSpawner, most_bytes=MAX_UNSENT)
@@ -72,7 +73,7 @@ class FunctionSpawner:
     # ---------------------------------------------------------------- for the launcher
 
     def serve(self, agent: AgentProcess) -> None:
-        """Follow the agent's orders until it has ended; then nothing of ours is left."""
+        """Carry out the agent's orders until it has exited; then end all remaining children."""
         self.agents_end.close()
         self._selector.register(self._line, selectors.EVENT_READ, self._converse)
         listening = True
@@ -93,8 +94,8 @@ class FunctionSpawner:
             self._end_all()
 
     def results(self) -> dict[int, Any]:
-        """What the function returned in the last life, by global rank. None for a rank that ended
-        well without returning (sys.exit, os._exit). Raises what unpickling raises."""
+        """What the function returned in the last round, by global rank. None for a rank that exited
+        with 0 without returning (sys.exit, os._exit). Raises what unpickling raises."""
         found = {}
         for life in sorted(self._last_lives.values(), key=lambda life: life.rank):
             payload = life.payload()
@@ -111,7 +112,7 @@ class FunctionSpawner:
         if deadlines:
             timeout = max(0.0, min(deadlines) - time.monotonic())
         for key, _ in self._selector.select(timeout):
-            if self._selector.get_map().get(key.fd) is key:  # an earlier one may have removed it
+            if self._selector.get_map().get(key.fd) is key:  # another callback may have removed it
                 key.data()
         self._overdue()
 
@@ -146,7 +147,8 @@ class FunctionSpawner:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """The conversation is over: the agent has gone or is going; ranks do not outlive it."""
+        """The connection has ended: the agent has exited or is about to. Ranks do not outlive
+        it."""
         if self._talking:
             self._talking = False
             self._selector.unregister(self._line)
@@ -171,7 +173,7 @@ class FunctionSpawner:
         self._watch()
 
     def _watch(self) -> None:
-        """The loop calls again when the agent takes more of what waits for it."""
+        """Wait for writability while messages are unsent."""
         write = selectors.EVENT_WRITE if self._line.unsent else 0
         self._selector.modify(self._line, selectors.EVENT_READ | write, self._converse)
 
@@ -234,7 +236,7 @@ class FunctionSpawner:
         try:
             with self._sparing.forking():
                 process.start()
-        except Exception as error:  # what cannot be pickled raises anything; no memory: OSError
+        except Exception as error:  # pickling raises anything; no memory: OSError
             reader.close()
             writer.close()
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -247,7 +249,7 @@ class FunctionSpawner:
         life = FunctionRank(order.key, order.local_rank, rank, of, process, reader)
         self._ranks[order.key] = life
         self._pids[order.key] = process.pid
-        if order.local_rank in self._last_lives:  # the first of the next life
+        if order.local_rank in self._last_lives:  # the first rank of the next round
             self._last_lives.clear()
         self._last_lives[order.local_rank] = life
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._read_result(life))
@@ -262,8 +264,8 @@ class FunctionSpawner:
         self._maybe_let_end()
 
     def _maybe_let_end(self) -> None:
-        """As torch's own children, a rank whose function has returned stays until all local ones
-        have: who ends takes its connections along, and others may still be using them."""
+        """Like torch's children, a rank whose function has returned stays until all local ranks
+        have returned: its exit would close connections that other ranks may still be using."""
         lives = self._last_lives.values()
         if all(len(lives) == life.of and life.has_returned() for life in lives):
             for life in lives:
@@ -273,7 +275,7 @@ class FunctionSpawner:
         self._selector.unregister(life.process.sentinel)
         life.process.join()
         code = life.process.exitcode
-        while life.results.fileno() in self._selector.get_map():  # what still lies in the pipe
+        while life.results.fileno() in self._selector.get_map():  # what is still in the pipe
             before = len(life.received)
             if not life.read() or len(life.received) == before:
                 self._selector.unregister(life.results)
@@ -288,7 +290,7 @@ class FunctionSpawner:
         self._maybe_swept()
 
     def _close_in_fork(self) -> None:
-        """In a fork: let go of what would keep the agent from noticing our end."""
+        """In a fork: close what would keep the agent from noticing that we exit."""
         self._sparing.in_fork()
         self._line.close()
         self._agent.close()
@@ -298,7 +300,8 @@ class FunctionSpawner:
         self._helpers.let_go()
 
     def _fork(self, become: Callable[[], NoReturn]) -> int:
-        """A fork that becomes that. It never leaves this block (see `Sparing`)."""
+        """Fork a child that runs `become`; return its pid. The child never leaves this block (see
+        `Sparing`)."""
         with self._sparing.forking(), debugger.escaped():
             pid = os.fork()
             if pid == 0:
@@ -327,7 +330,8 @@ class FunctionSpawner:
         self._watch_sweep(sweep)
 
     def _tell_lingering(self, keys: tuple[int, ...], sweep: Sweep) -> None:
-        """Of those that might go on for a while: that they run, and when they are ended."""
+        """Report processes that may run a while longer: that they run, and when they are being
+        ended."""
         if self._lingers and sweep.watch and sweep.stage in (SweepStage.TOLD, SweepStage.ASKED):
             pids = tuple(sorted(sweep.watch.values())[:MOST_TOLD])
             commands, ending = tuple(map(processes.command, pids)), sweep.stage is SweepStage.ASKED
@@ -365,7 +369,7 @@ class FunctionSpawner:
     # ---------------------------------------------------------------- the end
 
     def _end_all(self) -> None:
-        """Kill and reap everything that is still there."""
+        """Kill and reap everything that is left."""
         self._hang_up()
         for life in self._ranks.values():
             kill_group(self._pids[life.key], signal.SIGKILL)

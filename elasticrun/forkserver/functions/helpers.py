@@ -1,8 +1,8 @@
-"""Store hosts, probes and the saver as children of the caller, for nodes whose ranks are too.
+"""Store hosts, probes and the saver as children of the caller, on nodes whose ranks are too.
 
-They are executed, since of the caller's own state nothing is to be in them; but a store host is
-forked where ranks are forked and the caller has torch. A first one is started before anybody asks,
-so that its import of torch goes on while the agent starts.
+They are exec'd, because they must not contain any of the caller's state. A store host is forked,
+however, where ranks are forked and the caller has torch imported. One store host is started in
+advance, so that it imports torch while the agent starts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from elasticrun.wire import debugger
 from elasticrun.wire.spawning import FromSpawner, Spawned, SpawnFailed, SpawnStore
 
 Fork = Callable[[Callable[[], NoReturn]], int]
-"""Forks the caller; what is called in the child must end it. The child's pid."""
+"""Forks the caller and returns the child's pid; the function called in the child must not
+return."""
 
 
 @dataclass(eq=False)
@@ -43,19 +44,19 @@ class _Child:
     executed: subprocess.Popen[bytes] | None  # None: forked
 
     def reap(self) -> int:
-        """Of one that has ended: its exit code, negative for a signal."""
+        """Reap an exited child; return its exit code, negative for a signal."""
         os.close(self.pidfd)
         if self.executed is not None:
             return self.executed.wait()
         try:
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        except ChildProcessError:  # the caller ignores SIGCHLD: nobody knows
+        except ChildProcessError:  # the caller ignores SIGCHLD: the code is lost
             return 1
 
 
 class Helpers:
-    """All of them. Their pipes and ends are watched by the caller's selector, whose data are
-    functions to call; `say` is called with what the agent is to hear."""
+    """All helpers of a caller. The caller's selector watches their pipes and exits; its data are
+    callbacks. `say` receives the messages for the agent."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Helpers:
         say: Callable[[FromSpawner], None],
         fork: Fork | None = None,
     ) -> None:
-        """`fork`: how a store host is forked, where that may be tried."""
+        """`fork` forks a store host; None where that must not be tried."""
         self._selector = selector
         self._say = say
         self._fork = fork
@@ -71,12 +72,12 @@ class Helpers:
         self._spare: _Child | None = None
 
     def start_spare_store(self) -> None:
-        """A store host that waits for its order. OSError."""
+        """Start a store host that waits for its order. Raises OSError."""
         self._spare = self._start(StoreHelper())
 
     def start(self, order: Order) -> None:
-        """Start one: Spawned or SpawnFailed, what it says, its end. A saver that is there is killed
-        before."""
+        """Start a helper; report Spawned or SpawnFailed, then its messages and its exit. Kill an
+        existing saver first."""
         kind = KINDS[type(order)]
         if kind is SaverHelper:
             self.kill(SaverHelper)
@@ -102,18 +103,19 @@ class Helpers:
         self._say(Spawned(order.key, child.pid, child.executed is None))
 
     def send_signal(self, key: int, signum: int) -> None:
-        """Nothing if it is no helper, or has gone."""
+        """Signal a helper; do nothing if the key is unknown or the helper has exited."""
         if key in self._children:
             kill_group(self._children[key].pid, signum)
 
     def kill(self, *kinds: type[Helper]) -> None:
-        """Kill all of these kinds; their ends are told when they come."""
+        """Kill all helpers of these kinds; their exits are reported as usual."""
         for child in self._children.values():
             if isinstance(child.helper, kinds):
                 kill_group(child.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill and reap all that are left, but for those that the kernel does not let die."""
+        """Kill and reap all remaining helpers, except those that the kernel does not let die within
+        STUCK_AFTER."""
         for child in self._all():
             kill_group(child.pid, signal.SIGKILL)
             poll = select.poll()
@@ -127,8 +129,7 @@ class Helpers:
         self._spare = None
 
     def let_go(self) -> None:
-        """Close our descriptors and leave them alone (in a fork of the caller, whose children they
-        are not)."""
+        """In a fork of the caller: close our descriptors. The helpers are not its children."""
         for child in self._all():
             os.close(child.pidfd)
             child.helper.close()
@@ -166,7 +167,7 @@ class Helpers:
 
     def _read(self, helper: Helper, descriptor: int) -> None:
         said = helper.read(descriptor)
-        if descriptor not in helper.descriptors():  # its end: the descriptor is closed by now
+        if descriptor not in helper.descriptors():  # EOF: the descriptor is closed already
             self._selector.unregister(descriptor)
         for message in said:
             self._say(message)
@@ -179,11 +180,11 @@ class Helpers:
         for message in child.helper.last_words(child.pid, child.reap()):
             self._say(message)
         if isinstance(child.helper, StoreHelper) and not child.helper.listens:
-            self._fork = None  # something that the caller holds does not bear a fork
+            self._fork = None  # the caller holds something that does not survive a fork
 
 
 def _become(helper: Helper, parent: int) -> NoReturn:
-    """In a fork of the caller."""
+    """In a fork of the caller: become the helper."""
     os.setsid()
     helper.become(parent, None)
     os._exit(1)

@@ -1,11 +1,11 @@
-"""A rank whose program is a function: its process around the call, and what its caller sees of it.
+"""A rank that runs a function: the process around the call, and its representation in the caller.
 
-Runs in a child of the caller, made by multiprocessing with the start method that was asked for. The
-caller is a program of the user's, with objects of any kind. The end of some waits for a thread of
-the caller (a gloo process group's does), and in a fork that thread is not there: the fork hangs, or
-crashes. Two things end objects in a fork: the garbage collector, and Python's own fork, which drops
-what other threads keep for themselves (DTensor keeps a cache in each thread that holds device
-meshes, and they their process groups). `Sparing` keeps both from it.
+It is a child of the caller, started by multiprocessing with the requested start method. The caller
+is a user's program with objects of any kind. Destructors of some objects wait for a thread of the
+caller (a gloo process group's does). In a fork that thread does not exist, so the fork hangs or
+crashes. Two things destroy objects in a fork: the garbage collector, and CPython's fork itself,
+which drops the thread-local data of other threads (DTensor has a cache per thread that holds device
+meshes, which hold their process groups). `Sparing` prevents both.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from elasticrun.host.system.processes import die_with_parent, let_trace
 from elasticrun.training.monitor import monitor, recorder
 
 MODULE = "torch.distributed"
-"""Objects of its types are not destroyed in a fork that a thread among several makes."""
+"""Objects of types from this module are not destroyed in a fork from a multi-threaded process."""
 
 LENGTH_BYTES: Final = 8
-"""A result is its length, then itself: whoever inherited the pipe may hold it open for ever."""
+"""A result is sent as its length, then its bytes: EOF is no end mark, because a process that
+inherited the pipe may keep it open forever.
+"""
 
 LET_END: Final = b"e"
-"""What a rank is sent, once it has sent its result, when all local ranks have done so."""
+"""Sent to a rank that has sent its result, once all local ranks have sent theirs."""
 
 READ_BYTES: Final = 256 * 1024
 
 
 class Sparing:
-    """Around a fork: the collector rests from before it until `in_fork`, in the child, and what is
-    not to be destroyed has a holder: here for as long as the fork takes, in the child to its end,
-    since that never leaves the block."""
+    """Keeps objects alive across a fork. The garbage collector is off from before the fork until
+    `in_fork` runs in the child. A list refers to the objects that must not be destroyed: in the
+    parent while it forks, in the child until it exits, since the child never leaves the block."""
 
     def __init__(self) -> None:
         self._collects = True
@@ -65,14 +67,14 @@ class Sparing:
                 gc.enable()
 
     def in_fork(self) -> None:
-        """In the child: collect again, but never what the caller has made."""
+        """In the child: turn the collector on again, but never for objects that the caller made."""
         gc.freeze()
         if self._collects:
             gc.enable()
 
 
 def _objects() -> list[object]:
-    """Looks at every object that the collector knows: some 20 ms where torch is imported."""
+    """Scan all objects that the collector tracks: about 20 ms when torch is imported."""
     known: dict[type, bool] = {}
     found = []
     for one in gc.get_objects():
@@ -97,9 +99,9 @@ class RankPlan:
     local_rank: int
     numa: str  # as in wire.spawning.SpawnRank
     numa_may_fail: bool
-    parent: int  # pid whose death ends this rank, 0 where the kernel cannot watch it
-    agent: int  # its pid
-    monitor: str  # where it answers its agent (wire.progress), "" nowhere
+    parent: int  # pid whose death ends this rank; 0 where the kernel cannot watch it
+    agent: int  # the agent's pid
+    monitor: str  # where it answers its agent (wire.progress); "" if nowhere
     handlers: Mapping[int, Any]  # to restore; empty where the rank did not inherit ours
 
 
@@ -110,11 +112,11 @@ def run_rank(
     args: tuple[Any, ...],
     close_inherited: Callable[[], None] | None = None,
 ) -> None:
-    """Become the rank, call the function, send back what it returned, and stay until it may end:
-    its end would break connections that other ranks are still using.
+    """Become the rank, call the function, send its result, and stay until LET_END arrives: an
+    earlier exit would break connections that other ranks are still using.
 
-    An exception is described in the error file, as `@record` does, and goes on upwards, where
-    multiprocessing prints it and ends the process with 1."""
+    An exception is written to the error file, as `@record` does, and propagates to multiprocessing,
+    which prints it and exits with 1."""
     _become_a_rank(plan)
     if close_inherited is not None:
         close_inherited()
@@ -135,7 +137,7 @@ def run_rank(
 def _become_a_rank(plan: RankPlan) -> None:
     for signum, handler in plan.handlers.items():
         signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-    with contextlib.suppress(PermissionError):  # it leads a group already
+    with contextlib.suppress(PermissionError):  # already a process group leader
         os.setsid()
     if plan.parent:
         die_with_parent(signal.SIGKILL)
@@ -160,13 +162,13 @@ def _redirect(fd: int, path: str, name: str) -> None:
     same = False
     with contextlib.suppress(AttributeError, OSError, ValueError):
         same = stream.fileno() == fd
-    if not same:  # a notebook or a test had put something else in its place
+    if not same:  # a notebook or a test has replaced the stream
         setattr(sys, name, open(fd, "w", buffering=1, closefd=False, errors="replace"))  # noqa: SIM115
 
 
 def _recorded(call: Callable[[], bytes], error_file: str) -> bytes | None:
-    """`call()`, with its exception described in the error file; None for SystemExit(0)."""
-    if "torch" in sys.modules:  # then its own, with whatever error handler the user has put in
+    """Run `call()` and write an exception to the error file; None for SystemExit(0)."""
+    if "torch" in sys.modules:  # torch's own, with the user's error handler
         from torch.distributed.elastic.multiprocessing.errors import record
 
         payload: bytes | None = record(call)()
@@ -195,19 +197,19 @@ def _send(results: Connection, payload: bytes) -> None:
 
 @dataclass(eq=False)
 class FunctionRank:
-    """One process that runs the function, and as much of its result as has come."""
+    """One process that runs the function, and the part of its result that has arrived."""
 
     key: int
     local_rank: int
     rank: int
-    of: int  # how many local ranks there are in this life
+    of: int  # number of local ranks in this round
     process: BaseProcess
     results: Connection
     received: bytearray = field(default_factory=bytearray)
     ended_well: bool = False
 
     def read(self) -> bool:
-        """Take in what it has sent; false when there is no more to come."""
+        """Read a part of the result; return False at EOF."""
         try:
             data = os.read(self.results.fileno(), READ_BYTES)
         except BlockingIOError:
@@ -218,7 +220,7 @@ class FunctionRank:
         return bool(data)
 
     def payload(self) -> bytes | None:
-        """The pickled result, None if it did not come whole."""
+        """The pickled result; None if it is incomplete."""
         end = self._end()
         return bytes(self.received[LENGTH_BYTES:end]) if self._is_whole() else None
 
@@ -229,11 +231,11 @@ class FunctionRank:
         return len(self.received) >= LENGTH_BYTES and len(self.received) >= self._end()
 
     def has_returned(self) -> bool:
-        """Whether its function is over, or the process without a word, but well."""
+        """Whether its function has returned, or the process has exited with 0 without a result."""
         return self.ended_well or self._is_whole()
 
     def let_end(self) -> None:
-        """Its process waits for this after its function has returned."""
+        """Send LET_END: its process waits for it after its function has returned."""
         if not self.results.closed:
-            with contextlib.suppress(OSError):  # it has ended in another way
+            with contextlib.suppress(OSError):  # it has exited in another way
                 os.write(self.results.fileno(), LET_END)

@@ -1,9 +1,9 @@
-"""One helper: how its parent starts and hears it, and what it does before its own work.
+"""One helper process: its parent's view of it, and what it does before its own work.
 
-A helper reads its order from a descriptor. A store host and a probe have a pipe for their words
-(frames of FromSpawner, which the parent passes on to the agent), a probe a second one for what it
-and its libraries print, of which the end is kept for the case that it dies without a last word.
-The saver speaks with the agent by itself.
+A helper reads its order from a descriptor. A store host and a probe have a pipe for messages
+(frames of FromSpawner, which the parent forwards to the agent). A probe has a second pipe for what
+it and its libraries print; the parent keeps the last KEPT_BYTES of it, in case the probe dies
+without a result. The saver talks to the agent by itself.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from elasticrun.wire.spawning import (
 READ_BYTES: Final = 64 * 1024
 
 KEPT_BYTES: Final = 4096
-"""Of what a probe has printed; its last lines are what tells."""
+"""Bytes kept of a probe's output; its last lines are the informative ones."""
 
 MAIN_FILE: Final = Path(__file__).with_name("main.py")
 
 ONE_THREAD: Final = {b"OMP_NUM_THREADS": b"1", b"MKL_NUM_THREADS": b"1"}
-"""A saver's share of the node's cores; over what the order says, since ranks' words are in it."""
+"""One core for a saver. Overrides the order, whose environment contains the ranks' variables."""
 
 Order = SpawnStore | SpawnProbe | SpawnSaver
 
 
 class Helper:
-    """One helper as its parent sees it; `close` or `last_words` lets the parent's ends go."""
+    """A helper as its parent sees it; `close` or `last_words` closes the parent's descriptors."""
 
     kind: ClassVar[str]
     speaks: ClassVar[bool] = False
     prints: ClassVar[bool] = False
 
     def __init__(self, order: Order | None = None) -> None:
-        """Without an order it waits for one (`obey`). OSError where no descriptors are left."""
+        """Without an order it waits for one (`obey`). Raises OSError if no descriptors are left."""
         self.key = -1
         self._frames = FrameBuffer(FromSpawner)
         self._printed = b""
         self._pipes: dict[int, Callable[[bytes], list[FromSpawner]]] = {}
         self._order_end: list[int] = []
-        """Where one that waits for its order is given it."""
+        """The write end over which a waiting helper receives its order."""
         self._theirs: dict[str, int] = {}
         try:
             if order is None:
@@ -94,23 +94,24 @@ class Helper:
 
     @property
     def output(self) -> int:
-        """Under its stdout, so that what a library prints does not stand among a script's results;
-        with `prints` under its stderr too."""
+        """The descriptor for its stdout, so that output of libraries does not mix with a script's
+        results; with `prints` also for its stderr."""
         return self._theirs.get("prints", 2)
 
     @property
     def inherited(self) -> tuple[int, ...]:
-        """What one that is exec'd is to inherit."""
+        """Descriptors that an exec'd helper inherits."""
         return tuple(self._theirs[name] for name in ("order", "says") if name in self._theirs)
 
     def words(self, parent: int) -> list[str]:
-        """The command line of one that is exec'd. A secret does not belong on it."""
+        """The command line of an exec'd helper. Never contains a secret."""
         numbers = (self._theirs["order"], self._theirs.get("says", -1), parent)
         return [sys.executable, "-u", str(MAIN_FILE), self.kind, *map(str, numbers)]
 
     def become(self, parent: int, environ: Mapping[bytes, bytes] | None) -> None:
-        """In a fresh fork: be the helper. `environ`: exec it, with these variables; None: torch is
-        here, and this process has its variables already. Returns at its end."""
+        """In a fresh fork: become the helper. With `environ`, exec it with these variables.
+        None: torch is imported and this process has its variables already. Returns when the
+        helper ends."""
         self.close()
         null = os.open(os.devnull, os.O_RDONLY)
         for theirs, number in ((null, 0), (self.output, 1), (self._theirs.get("prints", 2), 2)):
@@ -131,13 +132,14 @@ class Helper:
         enter(self.kind, order, says, parent)
 
     def started(self) -> None:
-        """In the parent: the child's ends are the child's alone."""
+        """In the parent: close the child's ends."""
         for descriptor in self._theirs.values():
             os.close(descriptor)
         self._theirs = {}
 
     def obey(self, order: Order) -> None:
-        """Give the order to one that waits for it; one that has died meanwhile has its end told."""
+        """Send the order to a waiting helper; if it has died meanwhile, its exit is reported as
+        usual."""
         self.key = order.key
         end = self._order_end.pop()
         with suppress(BrokenPipeError):
@@ -147,11 +149,11 @@ class Helper:
     # ------------------------------------------------------------ what it says
 
     def descriptors(self) -> list[int]:
-        """Readable when there is something to be read."""
+        """Readable when a message is waiting."""
         return list(self._pipes)
 
     def read(self, descriptor: int) -> list[FromSpawner]:
-        """What it has said since the last call; at the end of a pipe, that one is closed."""
+        """Messages since the last call; closes the pipe at EOF."""
         try:
             data = os.read(descriptor, READ_BYTES)
         except BlockingIOError:
@@ -163,7 +165,8 @@ class Helper:
         return take(data)
 
     def last_words(self, pid: int, code: int) -> list[FromSpawner]:
-        """It was reaped: what still lay in the pipes, then its end. Closes everything."""
+        """The helper was reaped: return what is left in the pipes, then its exit. Closes
+        everything."""
         said = [each for descriptor in self.descriptors() for each in self.read(descriptor)]
         self.close()
         if unsaid := self._unsaid(code):
@@ -173,18 +176,18 @@ class Helper:
         return said
 
     def close(self) -> None:
-        """Let go of our ends; in a fork of the parent too, whose child the helper is not."""
+        """Close our ends; also in a fork of the parent, which is not the helper's parent."""
         for descriptor in (*self._pipes, *self._order_end):
             os.close(descriptor)
         self._pipes, self._order_end = {}, []
 
     def _unsaid(self, code: int) -> FromSpawner | None:
-        """What is to be told beside its end, where it has not said so itself; a SpawnFailed is told
-        in the place of its end."""
+        """An extra report if the helper has not sent a final one; a SpawnFailed replaces its
+        exit."""
         return None
 
     def _heard(self, message: FromSpawner) -> bool:
-        """Take a word of its own in; whether the agent is to hear it."""
+        """Process a message of the helper; return whether it is forwarded to the agent."""
         return True
 
     def _hear(self, data: bytes) -> list[FromSpawner]:
@@ -203,7 +206,7 @@ class Helper:
 
 
 class StoreHelper(Helper):
-    """A store host: StoreListening, or SpawnFailed in the place of its end."""
+    """A store host: reports StoreListening, or SpawnFailed instead of its exit."""
 
     kind = "store"
     speaks = True
@@ -225,7 +228,8 @@ class StoreHelper(Helper):
 
 
 class ProbeHelper(Helper):
-    """A probe: ProbeSaid for each phase and for its result, which is made up where it has none."""
+    """A probe: a ProbeSaid for each phase and one with the result. If the probe dies without a
+    result, the parent makes one up."""
 
     kind = "probe"
     speaks = prints = True
@@ -256,7 +260,7 @@ class ProbeHelper(Helper):
 
 
 class SaverHelper(Helper):
-    """The saver, one a node."""
+    """The saver, one per node."""
 
     kind = "saver"
 
@@ -269,7 +273,8 @@ KINDS: Final[Mapping[type, type[Helper]]] = {
 
 
 def environment(first: Mapping[bytes, bytes], order: SpawnRank | Order) -> dict[bytes, bytes]:
-    """The child's variables: the spawner's first ones, less `unset`, with `env`, in that order."""
+    """The child's variables: the spawner's first environment, minus `unset`, plus `env`, in that
+    order."""
     environ = dict(first)
     if isinstance(order, SpawnStore):
         return environ
@@ -284,7 +289,8 @@ def environment(first: Mapping[bytes, bytes], order: SpawnRank | Order) -> dict[
 
 
 def enter(kind: str, order_fd: int, says_fd: int, parent: int) -> NoReturn:
-    """Be a helper of this kind, forked or exec'd: shielded, ended with its parent."""
+    """In the child: become a helper of this kind, forked or exec'd; ignore SHIELDED signals, die
+    with the parent."""
     for signum in SHIELDED:
         signal.signal(signum, signal.SIG_IGN)
     processes.die_with_parent(signal.SIGKILL)
@@ -292,12 +298,12 @@ def enter(kind: str, order_fd: int, says_fd: int, parent: int) -> NoReturn:
         os._exit(1)
     processes.set_name(f"elasticrun-{kind[:4]}".encode())
     set_title(f"elasticrun: {kind}".encode())
-    if kind == StoreHelper.kind:  # one that waits for its order has torch when it comes
-        with suppress(Exception):  # `store.host` imports it again, and says what is wrong
+    if kind == StoreHelper.kind:  # import torch while it waits for its order
+        with suppress(Exception):  # `store.host` imports it again and reports the error
             importlib.import_module("torch.distributed")
     with open(order_fd, "rb") as file:
         orders = list(FrameBuffer(ToSpawner).feed(file.read()))
-    if not orders:  # its parent did without it
+    if not orders:  # the parent did not need it
         os._exit(0)
 
     def say(message: FromSpawner) -> None:
@@ -310,10 +316,10 @@ def enter(kind: str, order_fd: int, says_fd: int, parent: int) -> NoReturn:
         case SpawnProbe() as order:
             try:
                 probe.run(order.key, order.plan, say)
-            except BaseException as error:  # a defect of ours, or nobody hears us any more
+            except BaseException as error:  # our bug, or the pipe is closed
                 os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
                 os._exit(1)
-            os._exit(0)  # no destructor of a library may hang now
+            os._exit(0)  # exit at once: a library's destructor could hang
         case order:
             from elasticrun.snapshots.saver import saver
 

@@ -1,14 +1,14 @@
 """The program of a helper: `python -u main.py KIND ORDER_FD SAYS_FD PARENT_PID`.
 
-A forked saver runs `main` of this file too, and so imports our package anew: the fork server is
-spared the saver's modules, and a forked saver differs from an exec'd one in nothing but that it has
-torch already.
+A forked saver runs `main` too and so imports our package again. The fork server then does not need
+to import the saver's modules, and the only difference between a forked and an exec'd saver is that
+the forked one has torch imported.
 """
 
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    del sys.path[0]  # this folder's modules must not stand in front of the standard library
+    del sys.path[0]  # modules in this folder must not shadow the standard library
 
 
 def main(kind: str, order_fd: int, says_fd: int, parent: int) -> None:
@@ -21,7 +21,7 @@ def main(kind: str, order_fd: int, says_fd: int, parent: int) -> None:
     assert spec is not None
     assert spec.loader is not None
     package = importlib.util.module_from_spec(spec)
-    sys.modules["elasticrun"] = package  # found beside this file, and its folder is on no path
+    sys.modules["elasticrun"] = package  # the package's folder is not on sys.path
     spec.loader.exec_module(package)
     from elasticrun.forkserver.helpers import helper
 

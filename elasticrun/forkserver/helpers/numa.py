@@ -1,8 +1,8 @@
 """`--numa-binding`: torch chooses the cores of a rank (torch.numa, torch 2.9 and newer).
 
-torch asks CUDA where the GPU is. torchrun does that in its launcher, so that a script finds CUDA
-untouched; here a child of the new rank does it, for the same reason. A function, whose process
-torch binds itself, calls `bound`.
+torch queries CUDA for the location of the GPU. torchrun does that in its launcher, so CUDA is still
+uninitialized when the script starts. Here a child of the new rank does it, for the same reason.
+Ranks that run a function call `bound`, because torch binds their process itself.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ CORES, WHY = "cores", "why"
 
 
 class NotBound(Exception):
-    """torch has found no cores for this rank; the text is one sentence."""
+    """torch found no cores for this rank; the text is one sentence."""
 
 
 def bound(function: Callable[..., Any], mode: str, local_rank: int, *, may_fail: bool) -> Any:
-    """The function, with torch's binding of its process in front. `may_fail`: it runs unbound
-    where that fails. Imports torch."""
+    """Wrap the function so that torch binds its process first. With `may_fail` it runs unbound if
+    binding fails. Imports torch."""
     import torch
 
     try:
@@ -33,7 +33,7 @@ def bound(function: Callable[..., Any], mode: str, local_rank: int, *, may_fail:
     except ModuleNotFoundError:
         words = f"--numa-binding needs torch 2.9 or newer, and this is torch {torch.__version__}"
         raise NotBound(words) from None
-    # torch 2.9 has it without the underscore
+    # torch 2.9 names it without the underscore
     name = "maybe_wrap_with_numa_binding"
     wrap = getattr(binding, f"_{name}", None) or getattr(binding, name)
     options = binding.NumaOptions(binding.AffinityMode(mode), may_fail)
@@ -41,8 +41,8 @@ def bound(function: Callable[..., Any], mode: str, local_rank: int, *, may_fail:
 
 
 def cores(mode: str, local_rank: int, *, may_fail: bool) -> set[int]:
-    """Those to which torch binds this local rank; raises NotBound. What torch says of an error
-    goes to this process' stderr. Waits for torch, and for CUDA."""
+    """The cores to which torch binds this local rank. Raises NotBound. torch's error output goes to
+    this process's stderr. Blocks while torch is imported and CUDA is initialized."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

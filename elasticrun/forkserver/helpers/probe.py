@@ -1,8 +1,8 @@
-"""What one probe does: a timed matmul, a word to its group, a timed all_reduce.
+"""The work of one probe: a timed matmul, a meeting with its group, a timed all_reduce.
 
-It says each phase when it enters it: one that is killed there has failed there. A rank whose own
-part went wrong tells the others by the store before any collective begins, so that they need not
-wait for it until the limit.
+It reports each phase as it enters it, so a probe that is killed has failed in the last phase
+reported. A rank whose own part failed writes that to the store before any collective starts, so
+that the others need not wait until the limit.
 """
 
 from __future__ import annotations
@@ -27,26 +27,30 @@ COMPUTE: Final = "compute"
 MEET: Final = "meet"
 COMM: Final = "comm"
 DONE: Final = "done"
-"""The words of `wire.messages.ProbePhase`, which is not imported here: it would double what the
-fork server has of ours in memory."""
+"""The values of `wire.messages.ProbePhase`. That module is not imported here: it would double the
+memory that the fork server needs for our modules.
+"""
 
 OWN_PHASES: Final = (START, COMPUTE)
-"""Whoever fails here has failed with no part of any other node in it."""
+"""A failure in these phases involves no other node."""
 
 TELL_LIMIT: Final = 5.0
-"""Seconds for telling the others of a failure, and at most half of what is left until the limit: a
-store that cannot be reached must not make a failed probe look like one that hangs."""
+"""Seconds for reporting a failure to the others, and at most half of the time left: an unreachable
+store must not make a failed probe look like a hanging one.
+"""
 
 MAX_REASON: Final = 400
 """Characters of a reason."""
 
 SLOW_PIECE: Final = 0.005
-"""A planted slowness takes a matmul or an all_reduce for this many seconds at the least, and so can
-be told from what a busy machine makes of a piece of work that takes less."""
+"""With an injected slowness, a matmul or an all_reduce counts as at least this many seconds, so
+that the slowness stands out from the noise of a busy machine on shorter work.
+"""
 
 ROUGHLY: Final = 0.01
-"""How far a number may be from what it must be: the rounding of bfloat16 is 1/256, and a library
-may add in another order the next time; a wrong result is far above."""
+"""Relative tolerance of results. The rounding of bfloat16 is 1/256, and a library may add in
+another order the next time; a wrong result is far above.
+"""
 
 _PLACE: Final = re.compile(r"\[[^]\s]+:\d+\] ")
 """`[/pytorch/third_party/gloo/.../pair.cc:537] `"""
@@ -55,11 +59,11 @@ Say = Callable[[ProbeSaid], None]
 
 
 class Failed(Exception):
-    """The probe found something wrong; the text is a clause about it."""
+    """The probe found a fault; the text is a clause about it."""
 
 
 def run(key: int, plan: ProbePlan, say: Say) -> None:
-    """Probe as planned. Always ends by saying a ProbeSaid with `done`, unless it is killed."""
+    """Run the probe as planned. Always ends with a ProbeSaid with `done`, unless it is killed."""
     one = _Probe(key, plan, say)
     try:
         excuse = one.work()
@@ -76,7 +80,7 @@ def run(key: int, plan: ProbePlan, say: Say) -> None:
 
 
 def clause(error: BaseException | str) -> str:
-    """What went wrong, in one line of bounded length, without C++ stacks and places in sources."""
+    """The error as one line of bounded length, without C++ stacks and source locations."""
     text = str(error)
     if not isinstance(error, Failed | RuntimeError | str):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -87,7 +91,7 @@ def clause(error: BaseException | str) -> str:
 
 
 class _Probe:
-    """One probe under way. Times are seconds."""
+    """A running probe. Times are seconds."""
 
     def __init__(self, key: int, plan: ProbePlan, say: Say) -> None:
         self._key = key
@@ -107,8 +111,8 @@ class _Probe:
         self.phase = START
 
     def work(self) -> str:
-        """All of it; "", or why it could not be finished through no fault of this node. Raises
-        whatever goes wrong."""
+        """Run all phases. Return "", or why they could not be completed through no fault of this
+        node. Raises whatever goes wrong."""
         import torch
 
         self._torch = torch
@@ -132,7 +136,7 @@ class _Probe:
         return excuse
 
     def say(self, **more: Any) -> None:
-        """Tell how it stands; `more` are fields of ProbeSaid."""
+        """Report the current state; `more` are fields of ProbeSaid."""
         said = ProbeSaid(
             self._key,
             self.phase,
@@ -156,7 +160,7 @@ class _Probe:
     # ------------------------------------------------------------ its own part
 
     def _use_threads(self) -> None:
-        """As many threads as a rank would have. The fork server may have read another number."""
+        """Use as many threads as a rank would. The fork server may have read another number."""
         given = os.environ.get(OMP_NUM_THREADS, "")
         cores = len(os.sched_getaffinity(0))
         threads = int(given) if given.isdecimal() and int(given) else cores
@@ -169,7 +173,7 @@ class _Probe:
             self._device = self._torch.device("cpu")
             return
         if name == "npu":
-            importlib.import_module("torch_npu")  # gives torch its `npu`
+            importlib.import_module("torch_npu")  # registers `torch.npu`
         module = getattr(self._torch, name)
         count = module.device_count()
         if not count:
@@ -178,7 +182,7 @@ class _Probe:
         module.set_device(self._device)
 
     def _settle(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished all queued work."""
         if self._device.type != "cpu":
             getattr(self._torch, self._device.type).synchronize()
 
@@ -205,7 +209,7 @@ class _Probe:
         self._settle()
         own = time.perf_counter() - began
         if self._device.type == "cpu":
-            own = min(own, time.thread_time() - worked)  # without waits for a core
+            own = min(own, time.thread_time() - worked)  # excludes waits for a core
         self._be_slow(own, plan.matmuls)
         took = time.perf_counter() - began
         self._compute = took / max(1, plan.matmuls)
@@ -217,7 +221,7 @@ class _Probe:
             raise Failed("the matmul computed a wrong result: another one than the first time")
 
     def _check(self, left: Any, right: Any, product: Any) -> None:
-        """The product is finite, and right as far as the sums of its rows tell."""
+        """Check that the product is finite and, by its row sums, correct."""
         torch = self._torch
         if not bool(torch.isfinite(product).all()):
             raise Failed("the matmul computed a wrong result: it is not finite")
@@ -246,15 +250,15 @@ class _Probe:
         self._store = prefixed(plan.check, store)
 
     def _tell_others(self, reason: str) -> None:
-        """This rank's own part went wrong: the others need not wait for it."""
+        """Report that this rank's own part failed, so that the others do not wait for it."""
         if self._plan.world_size == 1:
             return
-        with suppress(Exception):  # the others wait for their limit; our reason stands
+        with suppress(Exception):  # they wait until their limit; our reason is reported
             self._connect(min(self._left() / 2, timedelta(seconds=TELL_LIMIT)))
             self._store.set("go", f"failed by itself: {reason}")
 
     def _meet(self) -> str:
-        """Form the process group, once every rank has said that its own part went well."""
+        """Form the process group once every rank has reported success of its own part."""
         import torch.distributed as dist
 
         plan = self._plan
@@ -282,7 +286,7 @@ class _Probe:
         for size in self._plan.sizes:
             own = self._agree(size)
             buffer = torch.zeros(max(1, size // 4), dtype=torch.float32, device=self._device)
-            self._agree(4)  # all begin together
+            self._agree(4)  # start together
             began = time.perf_counter()
             for _ in range(self._plan.transfers):
                 torch.distributed.all_reduce(buffer)
@@ -293,8 +297,7 @@ class _Probe:
             self._timed += took
 
     def _agree(self, size: int) -> float:
-        """Warm up with all_reduces of ones, each of which must give the sum; what the fastest
-        took."""
+        """Warm up with all_reduces of ones, checking each sum; return the time of the fastest."""
         torch = self._torch
         best = math.inf
         for _ in range(max(1, self._plan.warmup)):
@@ -313,24 +316,25 @@ class _Probe:
         return best
 
     def _be_slow(self, took: float, pieces: int) -> None:
-        """Where slowness was planted: go on when so many pieces of work, which have taken `took`
-        seconds, have taken so many times as long. In all_reduces the others wait for it. No core is
-        used meanwhile: a slow machine does not slow others down, and agents may share one here."""
+        """With an injected slowness: sleep until `pieces` pieces of work, which took `took`
+        seconds, have taken `_slow` times as long. In all_reduces the other ranks wait for this one.
+        Sleeping uses no core: a slow machine does not slow down others, and in tests agents share
+        one."""
         if self._slow == 1.0:
             return
         self._settle()
         time.sleep((self._slow - 1.0) * max(took, pieces * SLOW_PIECE))
 
     def _part(self) -> None:
-        """Nobody goes before all have what they came for: with NCCL a rank that has sent all may
-        still have to be there while it arrives."""
+        """Wait until all ranks have finished: with NCCL a rank that has sent everything may have to
+        stay alive while its data arrives."""
         if self._store.add("ended", 1) == self._plan.world_size:
             self._store.set("over", "ok")
         self._store.wait(["over"], self._left())
 
     def release_others(self) -> None:
-        """This rank has failed among them: they need not wait at the end."""
+        """This rank failed in the collective phase: do not let the others wait at the end."""
         if self.phase != COMM:
             return
-        with suppress(Exception):  # the store is what failed; they wait for their limit
+        with suppress(Exception):  # the store itself failed; the others wait until their limit
             self._store.set("over", "failed")

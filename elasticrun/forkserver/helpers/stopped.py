@@ -1,7 +1,7 @@
 """Wakes store hosts that a signal has stopped.
 
-A store cannot be replaced while its round runs: its ranks know its address and have their keys in
-it. SIGCONT costs nothing. The kernel tells a parent of stopped children by SIGCHLD.
+A store cannot be replaced while its round runs: the ranks use its address and keep keys in it.
+SIGCONT is harmless. The kernel reports stopped children to their parent by SIGCHLD.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import suppress
 from typing import Final
 
 STOPPED_LIMIT: Final = 20.0
-"""Seconds that a store host may stand still."""
+"""Seconds that a store host may stay stopped."""
 
 
 class StoppedStores:
-    """Those that are stopped now, and since when. Times are monotonic seconds."""
+    """The stopped store hosts, each with its deadline in monotonic seconds."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
@@ -26,7 +26,7 @@ class StoppedStores:
         return min(self._since.values(), default=None)
 
     def look(self, stores: Iterable[int], now: float) -> int:
-        """To be called after every SIGCHLD and at the deadline; how many were woken. `stores`: pids
+        """Call after every SIGCHLD and at the deadline; returns how many were woken. `stores`: pids
         of children that have not been reaped."""
         living, woken = set(stores), 0
         for pid in living:
@@ -40,7 +40,7 @@ class StoppedStores:
         return woken
 
     def _hear(self, pid: int, now: float) -> None:
-        """What the kernel has to tell of it since the last time; its end stays to be reaped."""
+        """Collect a stop or continue event; leaves the exit status to be reaped elsewhere."""
         with suppress(ChildProcessError):
             said = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
             if said is not None and said.si_code == os.CLD_STOPPED:

@@ -1,7 +1,7 @@
 """A process that serves one c10d TCPStore until it is killed.
 
-The agent holds its port bound (SO_REUSEPORT, not listening), so that no one else gets it while an
-older rank may still dial it.
+The agent keeps the port bound (SO_REUSEPORT, not listening), so that no other process gets it while
+a rank of an older round may still connect to it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from elasticrun.host.system.sandbox import raise_file_limit
 from elasticrun.wire.spawning import FromSpawner, Notice, SpawnFailed, SpawnStore, StoreListening
 
 BACKLOG: Final = 4096
-"""Every rank of the job dials the store in the same second; the kernel caps it at somaxconn."""
+"""Every rank of the job connects to the store within the same second; the kernel caps this at
+somaxconn.
+"""
 
 STORE_TIMEOUT: Final = timedelta(seconds=300)
-"""torch's own default; the host itself waits for nobody."""
+"""torch's default; the host itself never waits."""
 
 MAX_REASON: Final = 1000
-"""Characters of what torch says about a store that it could not make."""
+"""Maximum characters of torch's error about a store."""
 
 
 def host(
     order: SpawnStore, say: Callable[[FromSpawner], None], hang_up: Callable[[], None]
 ) -> None:
-    """Listen, say so, serve until killed; returns where it has said that it could not."""
+    """Listen, report it, serve until killed. Returns after reporting a failure."""
     try:
         store, remark = _serve(_listen(order.port), order.port)
     except Exception as error:
@@ -39,7 +41,7 @@ def host(
     if remark:
         say(Notice(_line(remark)))
     hang_up()
-    while store:  # whose own threads serve
+    while store:  # torch's own threads serve
         signal.pause()
 
 
@@ -48,7 +50,7 @@ def _line(text: str) -> str:
 
 
 def _listen(port: int) -> socket.socket:
-    """A listening socket on all addresses, IPv6 and IPv4 where both are there."""
+    """A listening socket on all addresses: IPv6 and IPv4 if both are available."""
     try:
         listener = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -63,7 +65,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _serve(listener: socket.socket, port: int) -> tuple[Any, str]:
-    """The store, and a remark where its libuv server did not take the socket over."""
+    """The store, and a remark if torch's libuv server did not accept the socket."""
     import torch.distributed as dist
 
     raise_file_limit()

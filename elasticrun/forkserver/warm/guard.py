@@ -1,9 +1,9 @@
-"""The parent of a fork server that was forked from a warm process: what its agent is to others.
+"""The parent of a fork server that was forked from a warm process; it represents the agent.
 
-An agent is its fork server's parent, and hears of its end and adopts what it leaves; a warm process
-cannot give it a child. So each such fork server has a guard of its own. It ends everything below it
-once the agent is gone, or the fork server is, and then says so; it holds no state, and training
-does not notice whether the warm process lives.
+Normally the agent is the fork server's parent: it is notified of its exit and adopts its orphans. A
+warm process cannot give the agent a child, so each such fork server has a guard. When the agent or
+the fork server exits, the guard kills everything below it and then reports. It holds no state, and
+training does not depend on the warm process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from elasticrun.wire.frames import encode, peer_of
 from elasticrun.wire.spawning import SHIELDED, Forked, Over
 
 OWN_END: Final = 5.0
-"""Seconds that a fork server has to sweep for itself after its agent's end."""
+"""Seconds that a fork server has for its own sweep after its agent has exited."""
 
 SWEEP_LIMIT: Final = 30.0
-"""Seconds until processes that survive SIGKILL are left to the kernel."""
+"""Seconds after which processes that survive SIGKILL are left to the kernel."""
 
 
 def become_guard(
@@ -35,10 +35,10 @@ def become_guard(
     shown: Sequence[bytes],
     become_server: Callable[[int], None],
 ) -> None:
-    """In a fresh fork of the warm process. Returns in a fork of that alone, which is to live as a
-    fork server: after `become_server(guard)`, with the guard's process id. `handed` are the
-    descriptors that are the fork server's; `conn` is the guard's. `shown`: the
-    agent's variables, so that whoever looks for the job's processes by one finds the guard."""
+    """In a fresh fork of the warm process: become the guard. Forks again and returns only in that
+    child, which becomes the fork server, after `become_server(guard)` with the guard's pid.
+    `handed` are the fork server's descriptors; `conn` is the guard's. `shown`: the agent's
+    variables, so that a search for the job's processes by variable finds the guard."""
     os.setsid()
     for number in SHIELDED:
         signal.signal(number, signal.SIG_IGN)
@@ -52,7 +52,7 @@ def become_guard(
         try:
             conn.close()
             become_server(guard)
-        except BaseException:  # no fork server, and the warm process is another one
+        except BaseException:  # no fork server can be started
             sys.excepthook(*sys.exc_info())
             os._exit(1)
         return
@@ -65,14 +65,14 @@ def become_guard(
 
 
 def _watch(conn: socket.socket, server: int) -> NoReturn:
-    """Until the agent is gone, or its fork server is; then until nothing is left."""
+    """Wait until the agent or the fork server has exited; then kill everything that is left."""
     gone = os.pidfd_open(server)
     _say(conn, Forked(server))
     poll = select.poll()
     poll.register(gone, select.POLLIN)
     poll.register(conn, select.POLLIN)
-    if gone not in dict(poll.poll()):  # the agent: it says nothing, so this is its end
-        os.kill(server, signal.SIGCONT)  # a stopped one reads the end of its socket now
+    if gone not in dict(poll.poll()):  # the agent sends nothing, so this is EOF
+        os.kill(server, signal.SIGCONT)  # a stopped one now reads EOF on its socket
         own = select.poll()
         own.register(gone, select.POLLIN)
         own.poll(OWN_END * 1000)
@@ -86,5 +86,5 @@ def _watch(conn: socket.socket, server: int) -> NoReturn:
 
 
 def _say(conn: socket.socket, word: Forked | Over) -> None:
-    with suppress(OSError):  # the agent is gone, which the next look tells
+    with suppress(OSError):  # the agent has exited; the poll reports it
         conn.sendall(encode(word))

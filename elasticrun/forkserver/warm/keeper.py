@@ -1,7 +1,8 @@
-"""The warm process: imports torch once, then answers on its socket until nobody has for a while.
+"""The warm process: imports torch once, then serves requests on its socket until it is idle too
+long.
 
-A fork server that is forked from it takes over what it imported (`Stock`) and lives on exactly as
-an exec'd one. It has torch and nothing else, since what one job imports must not reach another.
+A fork server forked from it takes over its imports (`Stock`) and continues exactly like an exec'd
+one. It imports torch and nothing else, because imports of one job must not reach another.
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ from elasticrun.wire.spawning import (
 )
 
 REQUEST_LIMIT: Final = 10.0
-"""Seconds until somebody who has come and says nothing is hung up on."""
+"""Seconds after which a client that sends nothing is disconnected."""
 
 READ_BYTES: Final = 256 * 1024
 
 BACKLOG: Final = 64
-"""Launchers that may be answered at once; one more starts cold."""
+"""Launchers that may be connected at once; further ones start cold."""
 
 
 def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Stock]:
-    """Be a warm process. Returns in forked fork servers alone: the words of their command line, and
-    what is imported. `modules`: the names that a plain interpreter has imported."""
+    """Be a warm process. Returns only in forked fork servers: their command line, and what is
+    imported. `modules`: the names that a plain interpreter has imported."""
     given = options(words)
     place, tells = Path(given["warm"][0]), int(given["tells"][0])
-    if tells >= 0:  # who waits for us and is ended, by Ctrl-C say, wants us no more
+    if tells >= 0:  # if the process that waits for us ends (Ctrl-C), so do we
         processes.die_with_parent(signal.SIGKILL)
     processes.set_name(b"elasticrun-warm")
-    for number in SHIELDED:  # whoever kills us is obeyed; a terminal's signals do not come here
+    for number in SHIELDED:  # signals that kill us must work; we have no terminal
         signal.signal(number, signal.SIG_DFL)
     os.chdir("/")
     gc.disable()
@@ -74,7 +75,7 @@ def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Sto
     processes.die_with_parent(0)
     _tell(tells, f"ok {stock.torch}")
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # whoever started us must not wait for the end of our output
+    for stream in (0, 1, 2):  # our starter must not wait for EOF on our output
         os.dup2(null, stream)
     if null > 2:
         os.close(null)
@@ -82,7 +83,7 @@ def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Sto
 
 
 def _tell(descriptor: int, word: str) -> None:
-    """Say how it went to whoever has started us; a job that leaves us behind does not wait (-1)."""
+    """Report the result to the process that started us; -1: a job that does not wait for it."""
     if descriptor >= 0:
         with contextlib.suppress(BrokenPipeError):
             os.write(descriptor, word.encode())
@@ -90,7 +91,7 @@ def _tell(descriptor: int, word: str) -> None:
 
 
 class _Unfit(Exception):
-    """No fork of this process could be trusted; the sentence says why."""
+    """Forks of this process would not be safe; the sentence says why."""
 
 
 def _stock_up(baseline: Baseline) -> Stock:
@@ -113,7 +114,7 @@ def _stock_up(baseline: Baseline) -> Stock:
 
 
 def _listen(place: Path) -> socket.socket:
-    """Listen where launchers look; somebody who was there before us is no longer found."""
+    """Listen at the path that launchers use; replaces an earlier warm process."""
     draft = place.with_name(f"{place.name}.{os.getpid()}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     folder = os.open(place.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -130,20 +131,21 @@ def _listen(place: Path) -> socket.socket:
 
 @dataclass
 class _Visitor:
-    """Somebody who has connected."""
+    """A connected client."""
 
     conn: socket.socket
     until: float
     granted: Ask | None = None
-    """What it has asked for, once that was granted."""
+    """Its request, once granted."""
     descriptors: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._said = FrameBuffer(ToWarm)
 
     def read(self) -> ToWarm | None:
-        """Its next word; None if that is not complete. A granted one's word is its descriptors.
-        OSError or FrameError if it has gone, or makes no sense; BlockingIOError: not yet."""
+        """Its next message; None if incomplete. After a grant: the request, when its descriptors
+        have arrived. Raises OSError or FrameError if the client has exited or sends garbage,
+        BlockingIOError if nothing has arrived yet."""
         room = DESCRIPTORS if self.granted else 0
         data, received, _, _ = socket.recv_fds(self.conn, READ_BYTES, room)
         self.descriptors += received
@@ -162,22 +164,22 @@ class _Visitor:
 
 @dataclass
 class Keeper:
-    """Answers launchers; forks."""
+    """Answers launchers and forks fork servers."""
 
     stock: Stock
     listener: socket.socket
     place: Path
-    idle: float  # seconds until it ends if nobody asks
+    idle: float  # seconds without requests after which it exits
     served: int = 0
 
     def __post_init__(self) -> None:
         self._inode = self.place.stat().st_ino
         self._until = time.monotonic() + self.idle
         self._guards: dict[int, int] = {}
-        """pidfd of each guard, to reap it by: its process id."""
+        """pidfd of each guard, used to reap it -> pid."""
         self._visitors: dict[int, _Visitor] = {}
-        """By descriptor: who has come and has not been answered to the end."""
-        # What makes us stale beside torch: our own package, and any installation at all.
+        """Connected clients, by descriptor, that have no complete answer yet."""
+        # Besides torch, a change of our own package or of any installed package makes us stale.
         files = self.stock.stash.files
         ours = [module for name, module in sys.modules.items() if name.split(".")[0] == OURS]
         paths = [getattr(module, "__file__", None) for module in ours]
@@ -186,7 +188,8 @@ class Keeper:
                 files.setdefault(path, os.stat(path).st_mtime_ns)
 
     def run(self) -> tuple[list[str], Stock]:
-        """Until nobody has asked for `idle` seconds; returns in forked fork servers alone."""
+        """Run until there has been no request for `idle` seconds; returns only in forked fork
+        servers."""
         while True:
             for descriptor in self._wait():
                 order = self._hear(self._visitors[descriptor])
@@ -207,7 +210,7 @@ class Keeper:
         os._exit(0)
 
     def _wait(self) -> list[int]:
-        """Until something is to be done; the visitors who have said something."""
+        """Wait for events; return the clients that have sent something."""
         now = time.monotonic()
         until = min([self._until, *(each.until for each in self._visitors.values())])
         with selectors.PollSelector() as selector:
@@ -229,7 +232,7 @@ class Keeper:
     # ------------------------------------------------------------ one request
 
     def _welcome(self) -> None:
-        """Take in who has come; who does not say what it wants is hung up on in a while."""
+        """Accept a client; it is disconnected if it sends no request within REQUEST_LIMIT."""
         try:
             conn, _ = self.listener.accept()
         except OSError:
@@ -245,8 +248,7 @@ class Keeper:
         visitor.close()
 
     def _hear(self, visitor: _Visitor) -> list[str] | None:
-        """Take in what this visitor says and answer it; the words of a fork server in a fork that
-        is to be one."""
+        """Read from this client and answer it. In a forked fork server, return its command line."""
         words = None
         try:
             request = visitor.read()
@@ -259,14 +261,14 @@ class Keeper:
                 words = self._answer(visitor, request)
         except BlockingIOError:
             return None
-        except (OSError, FrameError):  # who cannot be understood starts cold
+        except (OSError, FrameError):  # the client starts cold
             pass
         if visitor.conn.fileno() in self._visitors:
             self._hang_up(visitor)
         return words
 
     def _grant(self, visitor: _Visitor, ask: Ask) -> bool:
-        """Look at who asks; whether it is served as soon as it has sent its descriptors."""
+        """Check the client; return whether it is served once its descriptors arrive."""
         if stale := self.stock.stash.stale():
             self._say(visitor.conn, Declined(f"{stale} has changed since it was imported"))
             self._leave()
@@ -306,7 +308,7 @@ class Keeper:
         return None
 
     def _against(self, conn: socket.socket, ask: Ask) -> str:
-        """Why a fork of ours would not be what this launcher would have exec'd; or empty."""
+        """Why a fork of ours would differ from what this launcher would have exec'd; or empty."""
         try:
             mine, theirs = surroundings.look("self"), surroundings.look(peer_of(conn)[0])
         except OSError as error:
@@ -351,22 +353,22 @@ class Keeper:
 
         try:
             become_guard(visitor.conn, [channel, *streams, folder], shown, become_server)
-        except BaseException:  # no process could be started for the fork server, say
+        except BaseException:  # for example, the fork server could not be forked
             os._exit(1)
         return words
 
     def _adopt(self, environ: dict[bytes, bytes]) -> None:
-        """Have the launcher's variables, and what our imports have set beside our own."""
+        """Take the launcher's variables, plus those that our imports have set."""
         environment = self.stock.stash.environment
         made = {name: v for name, v in os.environ.items() if name not in environment.saw}
         set_environ(environ)
         self.stock.baseline.environ = dict(environ)
-        environment.saw = dict(os.environ)  # those that were read are alike (`_against`)
+        environment.saw = dict(os.environ)  # the variables that were read are equal (`_against`)
         for name, value in made.items():
             os.environ.setdefault(name, value)
 
     def _let_go(self, spared: _Visitor | None = None) -> None:
-        """In a fresh fork: close what belongs to other visitors and to guards."""
+        """In a fresh fork: close what belongs to other clients and to guards."""
         for visitor in self._visitors.values():
             if visitor is not spared:
                 visitor.close()

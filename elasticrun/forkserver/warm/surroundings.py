@@ -1,7 +1,7 @@
-"""What a program that is exec'd finds around itself, and a fork of another process would not get.
+"""What an exec'd program inherits from its parent, and a fork of another process would not.
 
-Read from /proc for any process of the same user, so that the warm process looks at whoever asks it
-and need not believe a word of what is said.
+Read from /proc for any process of the same user, so the warm process inspects its clients itself
+and does not have to trust what they send.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STATUS: Final[Mapping[str, str]] = {
     "Cpus_allowed_list": "cores",
     "Mems_allowed_list": "memory nodes",
 }
-"""Lines of /proc/PID/status that a program inherits, in words."""
+"""Lines of /proc/PID/status that a program inherits, with the words for them."""
 
 FILES: Final[Mapping[str, str]] = {
     "cgroup": "cgroup",
@@ -47,7 +47,7 @@ FILES: Final[Mapping[str, str]] = {
     "timerslack_ns": "timer slack",
     "coredump_filter": "filter of core dumps",
 }
-"""Files of /proc/PID, whole. One that this kernel does not have is the same for everybody."""
+"""Whole files of /proc/PID. A file that this kernel does not have counts as equal."""
 
 POLICY: Final = "scheduling policy"
 
@@ -67,20 +67,22 @@ READ_AT_START: Final = (
     *("NCCL_", "HIP_", "HSA_", "ROC", "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH", "TRITON_"),
     *("XLA_", "ASCEND_", "ONEAPI_", "SYCL_", "ZE_"),
 )
-"""Beginnings of variables that the loader, the C library, the interpreter and the libraries below
-torch read once."""
+"""Prefixes of variables that the loader, the C library, the interpreter and the libraries below
+torch read once.
+"""
 
 READ_AT_START_NAMES: Final = frozenset({"LANG", "LANGUAGE", "TZ", "TZDIR", "HOME", "VIRTUAL_ENV"})
 
 LAUNCHERS_OWN: Final = ("TORCHELASTIC_", "TORCH_ELASTIC_", "PYTHON_EXEC")
-"""Variables with such a beginning that a launcher reads itself, or sets for each rank."""
+"""Prefixes of variables that a launcher reads itself or sets for each rank, despite
+READ_AT_START."""
 
 MOST_TOLD: Final = 3
-"""Differences that a sentence names."""
+"""Number of differences that a sentence names."""
 
 
 def look(pid: int | str) -> dict[str, str]:
-    """What is around a process, by words for it. OSError where it may not be looked at."""
+    """The surroundings of a process, by words for them. Raises OSError if access is denied."""
     found: dict[str, str] = {}
     base = Path(f"/proc/{pid}")
     for line in (base / "status").read_text().splitlines():
@@ -89,7 +91,7 @@ def look(pid: int | str) -> dict[str, str]:
             found[STATUS[name]] = " ".join(value.split())
     for name, words in FILES.items():
         found[words] = ""
-        with suppress(OSError):  # not of this kernel, or of nobody
+        with suppress(OSError):  # this kernel does not have the file, or it has no value
             found[words] = (base / name).read_text().rstrip("\n\0")
     for line in (base / "limits").read_text().splitlines()[1:]:
         soft, hard, *unit = line[26:].split()
@@ -107,15 +109,16 @@ def look(pid: int | str) -> dict[str, str]:
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """What is not alike, in words; empty if all is. `theirs`: of whoever asks, which is `here`."""
+    """The differences in words; empty if none. `theirs` are the client's, which the text calls
+    `here`."""
     return _told((w, theirs.get(w, ""), v) for w, v in mine.items() if theirs.get(w, "") != v)
 
 
 def variables_that_differ(
     mine: Mapping[str, str], theirs: Mapping[str, str], reads: Mapping[str, str]
 ) -> str:
-    """The same of variables that an import has read, or a library reads when it is loaded. `reads`:
-    names that Python code was seen to read, and by which file."""
+    """The same for variables that an import has read, or that a library reads when it is loaded.
+    `reads`: names that Python code has read, and the file that read them."""
     both = ((n, theirs.get(n), mine.get(n)) for n in sorted(mine.keys() | theirs.keys()))
     return _told((n, here, v) for n, here, v in both if here != v and _counts(n, reads))
 
