@@ -1,9 +1,9 @@
-"""Every setting with its default: what it is, and what raising it does.
+"""Every setting with its default: what it is, and the effect of raising it.
 
-The constants are the numbers; the dataclasses are what the command line resolves to and what
-the agent and the master are started with: as JSON (`wire.types`) over inherited descriptors,
-between processes of one installation, so that there is no version to negotiate. Nothing here reads
-the environment.
+The constants are the defaults. The dataclasses are what the command line resolves to and what the
+agent and the master are started with. They travel as JSON (`wire.types`) over inherited descriptors
+between processes of one installation, so no version is negotiated. Nothing here reads the
+environment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from elasticrun.wire.messages import JobSpec
 from elasticrun.wire.types import Entrypoint
 
 MAX_CONFIG_BYTES = 8 * 1024 * 1024
-"""More than an environment and a command line can be (2 MB each on Linux) with JSON's escapes."""
+"""Larger than an environment plus a command line can be (2 MB each on Linux) with JSON's
+escapes."""
 
 # ---------------------------------------------------------------- rendezvous (seconds)
 
@@ -23,60 +24,64 @@ JOIN_TIMEOUT: Final = 600.0
 """How long nodes wait for `min` nodes before the job ends; raise it for slow schedulers."""
 
 LAST_CALL_TIMEOUT: Final = 30.0
-"""Cap of last call, the wait for more nodes once `min` are there; raise it when nodes start far
-apart and a small first round costs more than the wait. Cut short when `max` are there."""
+"""Longest silence during last call, the wait for more nodes once `min` are present. Raise it when
+nodes start far apart and a small first round costs more than the wait. Last call ends early when
+`max` are present."""
 
 LAST_CALL_QUIET: Final = 0.5
 """Last call ends when no node has joined for this long (or for twice the largest gap between joins
-so far, if that is longer); raise it and every elastic start takes longer."""
+so far, if that is longer). Raising it delays every elastic start."""
 
 LAST_CALL_CAP_FACTOR: Final = 5.0
-"""Last call ends this many times `last_call_timeout` after it began, whoever still joins."""
+"""Last call ends this many times `last_call_timeout` after it began, even if nodes still join."""
 
 HEARTBEAT_TIMEOUT: Final = 5.0
-"""Silence on every channel after which a node is dead; raise it for networks that pause."""
+"""A node is dead after this long without traffic on any channel; raise it for networks that
+pause."""
 
 SUSPECT_CONFIRM: Final = 0.15
-"""A node whose stream its kernel has closed is dead this much later if another node's ranks lost it
-too: an agent that lives dials again at once after a reset, and twice more until then. Raise it and
-node loss costs more, but fewer resets look like deaths."""
+"""A node whose kernel closed its stream is declared dead after this time if ranks of another node
+lost it too. A living agent redials immediately after a reset, and twice more within this time.
+Raising it makes node loss slower, but fewer resets are taken for deaths."""
 
 REDIAL_GRACE: Final = 0.5
-"""After a silence a node has at least this long to dial again, once its stream is found broken."""
+"""After a silence, a node has at least this long to redial once its stream is found broken."""
 
 BEAT_INTERVAL: Final = 1.0
-"""How often an agent's loop says that it lives; raise it to save CPU at thousands of nodes."""
+"""Interval of an agent's heartbeats; raise it to save CPU at thousands of nodes."""
 
 SLUGGISH_DEAD: Final = 60.0
-"""Missing beats alone, with pings answered, kill a node only after this long."""
+"""A node that answers pings but sends no heartbeats is declared dead only after this long."""
 
 STOPPED_AFTER: Final = 3.0
-"""A stream on which nothing had come for so long was broken by pings that nobody answered: the node
-stands still, or its network does. Where an agent dies, the kernel closes its streams at once."""
+"""A stream that breaks after this long without traffic was broken by unanswered pings: the node
+hangs, or its network does. If only the agent dies, the kernel closes its streams at once."""
 
 MASTER_LOST_TIMEOUT: Final = 600.0
-"""How long ranks train on, and agents wait, with no master to be heard."""
+"""How long ranks keep training, and agents wait, without a reachable master."""
 
 REATTACH_GRACE: Final = 15.0
 """How long a master without a record waits for the nodes of the round that agents report."""
 
 GROW_YOUNG: Final = 60.0
-"""A round younger than this lets newcomers in at once: little work is lost."""
+"""A round younger than this admits new nodes at once: little work is lost."""
 
 GROW_COOLDOWN: Final = 600.0
-"""An older round lets them in when this long has passed since it began (`--grow=now`: at once)."""
+"""An older round admits new nodes once this much time has passed since it began (`--grow=now`: at
+once)."""
 
 MASS_SILENCE_HOLD: Final = 30.0
-"""When more than half of a round's nodes (of three at least) fall silent together, the master takes
-itself for the one cut off, and gives no verdict for this long."""
+"""When more than half of a round's nodes (at least three) fall silent together, the master assumes
+that it is cut off itself, and declares no node dead for this long."""
 
 EXCLUDE_SILENT_AFTER: Final = 2
-"""How many deaths by silence in ten minutes send a node to wait 2, 4, 8 ... minutes at the door."""
+"""After this many deaths by silence within ten minutes a node is in backoff for 2, 4, 8 ...
+minutes."""
 
 EXCLUDE_BRIEF_AFTER: Final = 3
-"""How many lives of a node in ten minutes that died within RESTART_HEALTHY_AFTER of being let into
-a round send it to the door likewise, where the others are enough; raise it and a node that crashes
-whenever it trains costs more rounds before it is kept out."""
+"""A node is also in backoff after this many incarnations within ten minutes died less than
+RESTART_HEALTHY_AFTER after they entered a round, if the other nodes suffice. Raise it and a node
+that crashes whenever it trains costs more rounds before it is kept out."""
 
 # ---------------------------------------------------------------- restarts
 
@@ -85,53 +90,54 @@ ELASTIC_RESTARTS: Final = 3
 fixed number of nodes has 0, as under torchrun."""
 
 RESTART_BACKOFF: Final = 30.0
-"""Longest wait between restarts of ranks that die again at once; 0 never waits."""
+"""Longest wait between restarts of ranks that fail again at once; 0 never waits."""
 
 RESTART_HEALTHY_AFTER: Final = 30.0
-"""A rank that lived this long was healthy: its next restart is immediate again."""
+"""A rank that ran this long was healthy: its next restart is immediate again."""
 
 RESTART_WINDOW: Final = 0.0
-"""The restart budget counts failures of this many seconds; 0 counts the whole job."""
+"""The restart budget counts the failures of the last this many seconds; 0 counts the whole job."""
 
 EXCLUDE_FAILING_AFTER: Final = 3
-"""A node whose ranks were the root cause of this many rounds in a row is left out, where the others
-are enough; raise it and a bad machine costs more restarts before it is known for one."""
+"""A node whose ranks were the root cause in this many consecutive rounds is put in backoff, if the
+other nodes suffice. Raise it and a bad machine costs more restarts before it is recognised."""
 
 STORM_NODES: Final = 16
-"""From this many nodes on, a second loss soon after the first is taken for part of a bigger event
-(a switch, a rack): the next round waits until no more are lost."""
+"""From this many nodes on, a second loss soon after the first is treated as part of a larger event
+(a switch, a rack): the next round waits until losses stop."""
 
 STORM_WINDOW: Final = 120.0
-"""How soon after the one before a loss belongs to the same event."""
+"""A loss within this time of the previous one belongs to the same event."""
 
 STORM_QUIET: Final = 60.0
-"""Such an event is over when nothing more was lost for so long. Raise it where losses come further
-apart; lower it and an event spread over minutes costs more than two rounds."""
+"""Such an event is over after this long without a loss. Raise it if losses are further apart; lower
+it and an event spread over minutes costs more than two rounds."""
 
 STORM_LONGEST: Final = 300.0
-"""An event that does not end holds a round back for this long in all."""
+"""Longest time that an event without an end delays a round."""
 
 # ---------------------------------------------------------------- node health
 
 PROBE_LIMIT: Final = 60.0
-"""Seconds for one probe of the network check, after which it is killed and has failed; raise it
-where NCCL takes long to find its links (`--rdzv-conf probe_timeout=`)."""
+"""Seconds for one probe of the network check; a probe that takes longer is killed and has failed.
+Raise it if NCCL takes long to find its links (`--rdzv-conf probe_timeout=`)."""
 
 PROBE_ANSWER_SLACK: Final = 10.0
-"""How much longer than its limit the master waits for a node's answer until it counts as failed."""
+"""How much longer than the probe's limit the master waits for a node's answer before it counts as
+failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeLoad:
-    """How much one probe does on one kind of device; raise a number and the check takes longer and
-    measures better. What is timed comes to some 0.2 s, on a machine that is well."""
+    """How much work one probe does on one kind of device. Raising a number makes the check slower
+    and more accurate. The timed part takes about 0.2 s on a healthy machine."""
 
     matrix: int  # edge of the square matrices
     dtype: str  # torch's name of their type
-    matmuls: int  # timed in a row; their mean is what counts
+    matmuls: int  # timed in a row; their mean counts
     size: int  # bytes of the all_reduce within a group of two or three nodes
     transfers: int  # timed all_reduces, of each size
-    warmup: int  # matmuls and all_reduces before those that are timed
+    warmup: int  # matmuls and all_reduces before the timed ones
     perf_sizes: tuple[int, ...]  # bytes of the all_reduces of --comm-perf-test
 
 
@@ -146,7 +152,7 @@ PROBE_LOAD_CPU: Final = ProbeLoad(
     warmup=3,
     perf_sizes=(MIB, 4 * MIB, 16 * MIB),
 )
-"""A matmul takes 3 to 5 ms on one core: 40 are long enough that a throttled core cannot hide."""
+"""A matmul takes 3 to 5 ms on one core: 40 run long enough to reveal a throttled core."""
 
 PROBE_LOAD_GPU: Final = ProbeLoad(
     matrix=8192,
@@ -157,37 +163,38 @@ PROBE_LOAD_GPU: Final = ProbeLoad(
     warmup=5,
     perf_sizes=(64 * MIB, 256 * MIB, 1024 * MIB),
 )
-"""1.1 TFLOP a matmul, which fills any chip; 64 MiB is beyond what latency hides."""
+"""1.1 TFLOP per matmul fills any chip; at 64 MiB latency no longer dominates."""
 
 SLOW_RATIO: Final = 1.5
-"""A node is slow when it takes this multiple of the median of the others, and is an outlier by
-their median absolute deviation too; raise it where nodes differ by design."""
+"""A node is slow if it takes this multiple of the median of the others and is also an outlier by
+their median absolute deviation. Raise it if nodes differ by design."""
 
 SLOW_FOR: Final = 30.0
-"""While training, a node is suspected after it was slow for this long without a break."""
+"""During training, a node is suspected after it was slow for this long without interruption."""
 
 STRAGGLERS_PER_HOUR: Final = 2
-"""At most so many nodes are excluded for being slow within an hour; raise it and a wrong measure
-can shrink the job faster."""
+"""Maximum number of nodes excluded as slow within an hour; raise it and wrong measurements can
+shrink the job faster."""
 
 EXCLUDE_FOR: Final = 3600.0
-"""How long an excluded node is refused; then it may come back and is probed anew."""
+"""How long an excluded node is refused; after that it may return and is probed again."""
 
 # ---------------------------------------------------------------- snapshots
 
 REPLICA_LIMIT: Final = 120.0
-"""Longest time for copying one snapshot to second nodes (`Checkpointer(replicas=1)`), after which
-this one has no replicas and older ones may be overwritten; raise it for large states on slow
+"""Longest time for copying one snapshot to second nodes (`Checkpointer(replicas=1)`). After that
+the snapshot gets no replicas and older ones may be overwritten. Raise it for large states on slow
 networks."""
 
 ORPHAN_GRACE: Final = 900.0
-"""Seconds for which the memory of an agent that was killed waits for the next one of its job and
-node, since another agent of this user found it so; raise it where agents take longer to come back.
-It is given up sooner where another job has no room without it."""
+"""Seconds for which the memory of a killed agent is kept for the next agent of its job and node,
+counted from when another agent of this user found it. It is released sooner if another job needs
+the memory. Raise it if agents take longer to return."""
 
 SAVE_LIMIT: Final = 120.0
-"""Seconds that one attempt to write a checkpoint may take until it is given up and its snapshot may
-be overwritten (`--save-limit`); raise it for storage that is slow for the size of the state."""
+"""Seconds that one attempt to write a checkpoint may take; after that it is abandoned and its
+snapshot may be overwritten (`--save-limit`). Raise it for storage that is slow for the size of the
+state."""
 
 # ---------------------------------------------------------------- stopping
 
@@ -195,87 +202,90 @@ SHUTDOWN_TIMEOUT: Final = 30
 """Seconds between SIGTERM and SIGKILL for a rank that handles SIGTERM (torchrun's default)."""
 
 DEPARTURE_GRACE: Final = 25.0
-"""Seconds from a death signal until a node leaves, where its ranks can save a step before
-(`--departure-grace`); 5 below what Kubernetes gives a pod. 0: it leaves at once."""
+"""Seconds from a death signal until a node leaves, if its ranks can save a step first
+(`--departure-grace`). It is 5 below Kubernetes' grace period for a pod. 0: the node leaves at
+once."""
 
 CHILD_EXIT_TIMEOUT: Final = 30.0
-"""Seconds for which processes that ranks have left running may go on after a clean end
-(`--child-exit-timeout`): an upload that a script starts last, say. 0: they are ended at once."""
+"""Seconds for which processes left by ranks may keep running after a clean exit
+(`--child-exit-timeout`), for example a final upload. 0: they are killed at once."""
 
 SPAWN_TIMEOUT: Final = 300.0
-"""How long the fork server may take to start all ranks of a node before the agent gives it up;
-raise it where executables come from a file system that takes minutes."""
+"""How long the fork server may take to start all ranks of a node before the agent gives up on it;
+raise it if executables are on a file system that takes minutes."""
 
 STUCK_AFTER: Final = 30.0
-"""A process still there this long after SIGKILL is in uninterruptible sleep: the node says so."""
+"""A process that still exists this long after SIGKILL is in uninterruptible sleep; the node logs
+it."""
 
 LOG_DRAIN: Final = 0.5
-"""How long the console copy of a dead rank's log is still read before the tail is given up."""
+"""How long the console copy of a dead rank's log is still read before the rest is abandoned."""
 
 # ---------------------------------------------------------------- mastership by etcd (seconds)
 
 LEADER_TTL: Final = 3
-"""Lease of the leadership: a lost master is succeeded this long after its last word to etcd. Lower
-it and a pause of etcd's costs a change of masters (which no rank notices); raise it and a lost host
-costs more. etcd itself grants 2 s at the least."""
+"""Lease of the leadership: a lost master is replaced this long after its last renewal. Lower it and
+a pause of etcd causes a change of masters (which no rank notices); raise it and losing a host costs
+more. etcd grants at least 2 s."""
 
 LEADER_RENEW: Final = 0.75
-"""How often the master renews that lease; a renewal that is answered counts from its sending."""
+"""Interval of the lease renewals; an answered renewal counts from the time it was sent."""
 
 CANDIDATE_TTL: Final = 5
 """How long one agent may take to start a master before the next one tries."""
 
 LEADER_CALL_LIMIT: Final = 0.8
-"""How long one etcd server may take to renew it: one that is down leaves time for two others."""
+"""Limit for a renewal at one etcd server, so that one that is down leaves time for two others."""
 
 OUTCOME_KEPT: Final = 3600
-"""How long etcd remembers how a job ended: who comes later is told, and starts nothing."""
+"""How long etcd remembers how a job ended: an agent that arrives later learns it and starts
+nothing."""
 
 SAVED_KEPT: Final = 30
-"""The same for a job that ended with EXIT_SAVED: it is to be started again, under the same name
-too; until then agents that did not hear of the end are told."""
+"""The same for a job that ended with EXIT_SAVED. It is meant to be started again, even under the
+same name; until then agents that missed the end learn of it."""
 
 RECORD_KEPT: Final = 7 * 24 * 3600
-"""How long etcd keeps the record of a job whose nodes have all gone without an end."""
+"""How long etcd keeps the record of a job whose nodes have all disappeared without ending it."""
 
 ETCD_CALL_LIMIT: Final = 2.0
-"""How long one call to one etcd server may take before the next server is asked."""
+"""Limit for one call to one etcd server before the next server is tried."""
 
 # ---------------------------------------------------------------- bounds
 
 MAX_SESSIONS: Final = 20_000
-"""Streams one master serves; more are refused with a sentence."""
+"""Maximum number of streams of one master; further ones are refused with a message."""
 
 CONSOLE_QUEUE_LINES: Final = 10_000
-"""Lines of rank output held for a frozen terminal; beyond it lines are dropped and counted."""
+"""Lines of rank output buffered for a frozen terminal; further lines are dropped and counted."""
 
 # ---------------------------------------------------------------- exit codes
 
-# What a scheduler is told, which sees nothing else (docs/decisions/024). Which end of a job has
-# which is a table in core/rounds/failures.py.
+# A scheduler sees nothing but the exit code (docs/decisions/024). The table in
+# core/rounds/failures.py says which end of a job has which code.
 
 EXIT_OK: Final = 0
 """Done."""
 EXIT_FAILED: Final = 1
-"""Failed, or told to leave with nothing saved: may be tried again."""
+"""Failed, or stopped by a signal with nothing saved: may be retried."""
 EXIT_USAGE: Final = 2
-"""The command line is wrong: trying it again cannot help."""
+"""The command line is wrong: a retry cannot help."""
 EXIT_BAD_NODE: Final = 75
-"""This node is bad: try again on another one."""
+"""This node is bad: retry on another one."""
 EXIT_FINAL: Final = 93
-"""Not to be tried again; also what a script ends with to say so."""
+"""Must not be retried; a script also exits with it to say so."""
 EXIT_SAVED: Final = 99
-"""Told to leave, and a step that all ranks have saved is in storage: go on from there."""
+"""Stopped by a signal after a step that all ranks saved reached storage: resume from there."""
 
 EXIT_PORT_TAKEN: Final = 79
-"""The master could not listen: somebody else holds its port (only the master ends with it)."""
+"""The master's port is in use by another process (only the master exits with it)."""
 EXIT_NOT_LEADING: Final = 80
-"""Another master leads this job, or this one cannot prove any more that it does (only a master
-whose leadership is in etcd ends with it; its agents go to the one that leads)."""
+"""Another master leads this job, or this one can no longer prove that it leads. Only a master whose
+leadership is in etcd exits with it; its agents connect to the leader."""
 
 
 FIRST_PORT: Final = 29400
-"""Where a master listens that nobody has named a port for, or at the first free one after it."""
+"""The master's port if none was given, or the first free one after it."""
 
 # ---------------------------------------------------------------- what the command line resolves to
 
@@ -294,36 +304,36 @@ class LogPlan:
     stderr_filters: tuple[str, ...] = ()
     prefix_template: str = ""  # "": [${role_name}${local_rank}]:
     logs_specs: str | None = None  # name of an entry point of the group torchrun.logs_specs
-    fold: bool = True  # lines of several ranks on a terminal are told once
+    fold: bool = True  # lines that several ranks print are shown once on a terminal
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Where the job's run folder is, and what is written into it of the launch."""
+    """Where the job's run folder is, and what the launch writes into it."""
 
     folder: str = ""  # --run-dir, absolute; "": a fresh one below the user's own root
     name: str = ""  # for lists; "": the job's id
-    unnamed: bool = False  # nobody has named it: `name` is its script's
-    fresh: bool = False  # run again what has succeeded, from the beginning
+    unnamed: bool = False  # the user gave no name: `name` is the script's
+    fresh: bool = False  # restart a succeeded job from the beginning
     command: tuple[str, ...] = ()
     program: tuple[str, ...] = ()  # what each rank runs: `Entrypoint.words`
-    nproc: str = ""  # as it was asked for
+    nproc: str = ""  # as the user asked for it
     where: str = "local"  # local, ssh, slurm, k8s
-    workdir: str = ""  # where it was typed; "": here
-    tensorboard: str = ""  # the folder that TensorBoard shows beside the master; "": none
+    workdir: str = ""  # where the command was typed; "": here
+    tensorboard: str = ""  # folder of the TensorBoard served beside the master; "": none
     git_commit: str = ""  # of --git; "": what is checked out there
 
 
 @dataclass(frozen=True, slots=True)
 class JoinCommand:
-    """What other nodes run to join: the words behind `elasticrun`, flags first."""
+    """What other nodes run to join: the words after `elasticrun`, flags first."""
 
     words: tuple[str, ...]
     program_at: int  # index in `words` of the script, module or command
     folder: str  # working directory of the node that wrote this
 
     def with_flags(self, *flags: str) -> tuple[str, ...]:
-        """The words with more flags in front of the program."""
+        """The words with more flags before the program."""
         return (*self.words[: self.program_at], *flags, *self.words[self.program_at :])
 
 
@@ -331,26 +341,28 @@ class JoinCommand:
 class MasterPlace:
     """Where the master is and who starts it.
 
-    kind "standalone": this agent starts one on loopback. "elastic": the agent whose address
-    `host:port` names starts it. "static": node rank 0 does, behind a door on `port`, which the
-    ranks see as MASTER_PORT. "external": somebody else has started it at `host:port`. "etcd": the
-    agents choose one of them to start it, by way of `master_store`, on `port` (0: a free one).
-    "file": whoever claims the file `path` first, on the first free port from `port` on; the file
-    says where, and has the job's id and token. "open": this agent, likewise, and people are told.
+    kind "standalone": this agent starts one on loopback. "elastic": the agent whose address is in
+    `host:port` starts it. "static": node rank 0 starts it, behind a port proxy on `port`, which the
+    ranks see as MASTER_PORT. "external": it already runs at `host:port`. "etcd": the agents elect
+    one of them, through `master_store`, to start it on `port` (0: a free one). "file": the agent
+    that claims the file `path` first starts it on the first free port from `port` on; the file
+    contains its address, the job's id and the token. "open": this agent starts it, on the first
+    free port too, and prints its address.
     """
 
     kind: str
     host: str = ""
     port: int = 0
     is_host: bool | None = None  # --rdzv-conf is_host
-    path: str = ""  # of the rendezvous file
-    found: str = ""  # why that file, where nobody has named it
-    named: bool = False  # the job's id is the user's
+    path: str = ""  # path of the rendezvous file
+    found: str = ""  # why that file was chosen, if the user gave none
+    named: bool = False  # the user chose the job's id
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files (PEM) of a node's TLS; `ca` alone checks the master and shows nothing of us."""
+    """PEM files for a node's TLS; `ca` alone verifies the master and presents no certificate of
+    ours."""
 
     cert: str = ""
     key: str = ""
@@ -359,7 +371,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """All that one agent needs to know; made by `cli.resolve` or `elasticrun.launcher`."""
+    """Everything one agent needs; made by `cli.resolve` or `elasticrun.launcher`."""
 
     spec: JobSpec
     rendezvous: MasterPlace
@@ -374,11 +386,11 @@ class AgentConfig:
     launch: str = "auto"  # auto, fork, exec
     start_method: str = "spawn"
     preload: tuple[str, ...] = ()
-    warm: bool = False  # leave a warm process behind
+    warm: bool = False  # leave a warm process running
     python_exec: str = ""  # PYTHON_EXEC; "": this interpreter
     set_omp_threads: bool = False  # OMP_NUM_THREADS was unset and nproc > 1
     numa_binding: str | None = None
-    numa_may_fail: bool = False  # ranks run unbound where that fails
+    numa_may_fail: bool = False  # ranks run unbound if binding fails
     virtual_local_rank: bool = False
     # stopping
     signals_to_handle: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -389,26 +401,26 @@ class AgentConfig:
     # events, status
     event_log_handler: str = "null"
     console_fds: tuple[int, ...] = (1, 2)  # where tee'd output is shown: stdout's, stderr's
-    status_port: int = 0  # 0: one that is free
-    on_event: str = ""  # a command or URL that the master tells what happens; "": nobody
-    notes: tuple[str, ...] = ()  # sentences to print once at the start
-    # who set what of `spec`, for people
+    status_port: int = 0  # 0: a free port
+    on_event: str = ""  # a command or URL to which the master sends events; "": none
+    notes: tuple[str, ...] = ()  # messages to print once at the start
+    # where each setting of `spec` comes from, for display
     sources: dict[str, str] = field(default_factory=dict, compare=False)
-    to_join: JoinCommand | None = None  # what other nodes run, where the nodes meet here
+    to_join: JoinCommand | None = None  # what other nodes run, if they meet here
     env: dict[str, str] = field(default_factory=dict)  # further variables for every rank
-    delegate: str = ""  # a rendezvous plug-in, which torch's own launcher must serve
+    delegate: str = ""  # a rendezvous plug-in that needs torch's own launcher
     token: str = field(default="", repr=False)  # the job's secret; "": none was given
     tls: Tls | None = None
     master_store: str = ""  # "etcd://host:port[,host:port]"; "": the master's own disk
-    precheck: int = 0  # 0: what is wrong with this machine is told; 1, 2: a failure ends the agent
-    accelerator: str = ""  # "": found by itself; nvidia, ascend, cpu
-    called: bool = False  # from Python: the caller's exception tells of failures, not the agent
+    precheck: int = 0  # 0: problems of this machine are logged; 1, 2: a failure ends the agent
+    accelerator: str = ""  # "": detected; nvidia, ascend, cpu
+    called: bool = False  # from Python: the caller's exception reports failures, not the agent
     run: RunPlan = field(default_factory=RunPlan)
 
 
 @dataclass(frozen=True, slots=True)
 class MasterConfig:
-    """All that a job master needs to know."""
+    """Everything a job master needs."""
 
     job_id: str
     host: str  # address to bind
@@ -416,22 +428,22 @@ class MasterConfig:
     spec: JobSpec | None  # None: the first agent's
     status_host: str = "127.0.0.1"
     status_port: int = 0
-    lifeline_fd: int = -1  # end when this pipe reaches EOF (standalone); -1: none
+    lifeline_fd: int = -1  # exit when this pipe reaches EOF (standalone); -1: none
     ready_fd: int = -1  # write one JSON line {"port":, "status_port":} here when serving, then one
-    # byte for each that comes on lifeline_fd; -1: none
-    replaces: str = ""  # what became of the one that this agent had started before, and that has
-    # served: "was killed by signal 9"; "": there was none
-    linger: float = 5.0  # how long agents have to hear the outcome
-    token: str = field(default="", repr=False)  # agents prove it; "": anyone may join
+    # byte for each byte received on lifeline_fd; -1: none
+    replaces: str = ""  # how the previous master that this agent started ended, if it had served:
+    # "was killed by signal 9"; "": there was none
+    linger: float = 5.0  # seconds that agents have to receive the outcome
+    token: str = field(default="", repr=False)  # agents must know it; "": anyone may join
     tls: Tls | None = None
     record_dir: str = ""  # folder of record and trace, on a local disk; "": no record
-    master_store: str = ""  # as in AgentConfig; the record is there then, the trace in record_dir
-    advertise: str = ""  # host under which a master found by way of etcd is dialled
-    holder: str = ""  # names the life of the agent that starts this master, in etcd's leader key
+    master_store: str = ""  # as in AgentConfig; then it has the record, and record_dir the trace
+    advertise: str = ""  # host that agents dial if they find the master through etcd
+    holder: str = ""  # incarnation of the agent that starts this master, in etcd's leader key
     log_dir: str = ""  # where incidents are written; "": the run folder
     on_event: str = ""  # as in AgentConfig
     sources: dict[str, str] = field(default_factory=dict)  # as in AgentConfig
-    outlive: bool = False  # at EOF of the lifeline go on for as long as other agents are attached
-    last_words: str = ""  # file that the job's result is left in; "": none
-    to_join: JoinCommand | None = None  # as in AgentConfig: what a node with a join code is given
+    outlive: bool = False  # at EOF of the lifeline, keep running while other agents are attached
+    last_words: str = ""  # file for the job's result; "": none
+    to_join: JoinCommand | None = None  # as in AgentConfig: sent to a node with a join code
     run: RunPlan = field(default_factory=RunPlan)

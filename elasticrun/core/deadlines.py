@@ -1,8 +1,8 @@
-"""Keyed deadlines: what is due when, for thousands of keys that are mostly moved later.
+"""Keyed deadlines for thousands of keys whose deadlines mostly move later.
 
-A beat moves its node's deadline later and nothing else, thousands of times a second in a large
-job. So `arm` only notes the new time when it is later than the queued one; the heap learns of it
-when the old time comes up. Moving later costs O(1), moving earlier and taking out O(log n).
+A beat only moves its node's deadline later, thousands of times a second in a large job. `arm`
+therefore stores a later time without touching the heap; the heap entry is corrected when the old
+time comes up. Moving a deadline later costs O(1); moving it earlier or removing it costs O(log n).
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def earliest(*times: float | None) -> float | None:
-    """The first of those that are known; None if none is."""
+    """The earliest of the times that are not None; None if all are."""
     return min((when for when in times if when is not None), default=None)
 
 
 class Deadlines(Generic[Key]):
-    """At most one deadline a key. Keys due at one time come out in the order they were armed."""
+    """At most one deadline per key. Keys with the same deadline come out in the order they were
+    armed."""
 
     def __init__(self) -> None:
         self._when: dict[Key, float] = {}
-        self._queued: dict[Key, int] = {}  # the one heap entry of a key that counts
+        self._queued: dict[Key, int] = {}  # serial number of the key's valid heap entry
         self._heap: list[tuple[float, int, Key]] = []
         self._serial = 0
 
@@ -38,7 +39,7 @@ class Deadlines(Generic[Key]):
         return iter(self._when)
 
     def when(self, key: Key) -> float | None:
-        """The time `key` is due, None if it is not armed."""
+        """The deadline of `key`, None if it is not armed."""
         return self._when.get(key)
 
     def arm(self, key: Key, when: float) -> None:
@@ -49,12 +50,12 @@ class Deadlines(Generic[Key]):
             self._push(key, when)
 
     def disarm(self, key: Key) -> None:
-        """Forget the deadline of `key`; harmless if there is none."""
+        """Remove the deadline of `key`; no-op if there is none."""
         self._when.pop(key, None)
         self._queued.pop(key, None)
 
     def clear(self) -> None:
-        """Forget every deadline."""
+        """Remove every deadline."""
         self._when.clear()
         self._queued.clear()
         self._heap.clear()
@@ -76,7 +77,7 @@ class Deadlines(Generic[Key]):
         return None
 
     def pop_due(self, now: float) -> list[Key]:
-        """Take out and return every key that is due at `now`, earliest first."""
+        """Remove and return every key that is due at `now`, earliest first."""
         due: list[Key] = []
         while self._heap and self._heap[0][0] <= now:  # no entry is later than its key's deadline
             when = self.next()
@@ -88,7 +89,7 @@ class Deadlines(Generic[Key]):
         return due
 
     def _push(self, key: Key, when: float) -> None:
-        if len(self._heap) > 2 * len(self._when) + 64:  # left-overs of keys moved earlier
+        if len(self._heap) > 2 * len(self._when) + 64:  # too many stale entries
             self._heap = [entry for entry in self._heap if self._queued.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)
         self._serial += 1

@@ -1,7 +1,7 @@
-"""What goes into the two state machines (events) and what they may ask for (effects).
+"""Inputs (events) and outputs (effects) of the two state machines.
 
-Their processes feed events in the order in which things happened and carry out the effects of one
-step before the next. Effects never fail back into the machine: what came of them is a later event.
+The processes feed events in the order in which they occurred, and carry out the effects of one step
+before the next. An effect never fails back into the state machine: its result is a later event.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elasticrun.wire.types import Endpoint
 
 
 class Tick(Struct, frozen=True):
-    """A deadline that `next_deadline()` named may be due."""
+    """A deadline from `next_deadline()` may be due."""
 
 
 class Note(Struct, frozen=True):
@@ -37,16 +37,16 @@ class Note(Struct, frozen=True):
 
     text: str
     level: str = "info"  # info, warning, error
-    told: bool = False  # to the nodes of the round, each of which prints it
-    why: Reason | None = None  # of an agent's own line, where that names somebody out of reach
-    number: int = 0  # counts the notes of a master's core from 1; 0: no such note
+    told: bool = False  # nodes of the round print it too
+    why: Reason | None = None  # reason of an agent's note that names an unreachable peer
+    number: int = 0  # numbers the notes of a master's core from 1; 0: not numbered
 
 
 # ---------------------------------------------------------------- the master's: Job
 
 
 class Attached(Struct, frozen=True):
-    """A stream was opened and its Hello is of our protocol and job. `session` numbers streams."""
+    """A stream was opened; its Hello has our protocol and job. `session` numbers streams."""
 
     session: int
     hello: Hello
@@ -60,10 +60,13 @@ class Heard(Struct, frozen=True):
 
 
 class Detached(Struct, frozen=True):
-    """The stream is gone. `clean`: the agent closed it; else it broke (reset, pings unanswered).
-    `silent`: seconds for which nothing had come on it, more than a beat allows, while we heard
-    others; a stream that is reset was not silent, one whose pings went unanswered was. `quiet`:
-    seconds since anything came on it, whether we heard others or there were none."""
+    """The stream ended. `clean`: the agent closed it; otherwise it broke (reset, or pings
+    unanswered).
+
+    `silent`: seconds without traffic on it beyond the beat interval, while other streams had
+    traffic. A stream whose pings went unanswered was silent; a stream that was reset was not.
+    `quiet`: seconds since the last traffic on it, regardless of other streams.
+    """
 
     session: int
     clean: bool
@@ -78,7 +81,8 @@ class Overslept(Struct, frozen=True):
 
 
 class Requested(Struct, frozen=True):
-    """A reader or an operator asks; `number` is new for each. Answered at once or later, once."""
+    """A request of a reader or an operator. `number` is unique. Each gets exactly one reply, at
+    once or later."""
 
     number: int
     request: Request
@@ -95,13 +99,14 @@ class Tell(Struct, frozen=True):
 
 
 class Hangup(Struct, frozen=True):
-    """Close this session after what was told to it has been sent."""
+    """Close this session after everything queued for it has been sent."""
 
     session: int
 
 
 class JobOver(Struct, frozen=True):
-    """The outcome is known; the master ends when every agent has been told or is gone."""
+    """The outcome is known; the master exits once every agent has received it or is
+    disconnected."""
 
     exit_code: int
     reason: str
@@ -110,35 +115,35 @@ class JobOver(Struct, frozen=True):
 
 
 class Record(Struct, frozen=True):
-    """Make these facts durable. Every effect after this one, of this step and of later ones, is
-    carried out only when that is done, so that nobody is told what the next master would not know;
-    events are taken in meanwhile (decision 012)."""
+    """Make these facts durable. Every later effect, of this step and of later steps, waits until
+    that is done, so no agent receives an order that the next master would not know of. Events are
+    still processed meanwhile (decision 012)."""
 
     facts: Facts
 
 
 class Replied(Struct, frozen=True):
-    """What came of the Requested of this number."""
+    """The reply to the Requested with this number."""
 
     number: int
     reply: Reply
 
 
 class Filed(Struct, frozen=True):
-    """Keep this record of what stopped training, in place of an older one of its number."""
+    """Store this incident; it replaces an older version with the same number."""
 
     incident: IncidentRow
 
 
 class Judged(Struct, frozen=True):
-    """What keeps the job from going on was found, or is no longer so."""
+    """A verdict on what blocks the job was reached. `over`: it no longer applies."""
 
     verdict: VerdictRow
     over: bool
 
 
 class FoundSlow(Struct, frozen=True):
-    """A node is slow, and stays all the same."""
+    """A node is slow, but stays in the job."""
 
     node: str
     sentence: str
@@ -151,32 +156,33 @@ JobEffect = Tell | Hangup | Note | JobOver | Record | Replied | Filed | Judged |
 
 
 class Ordered(Struct, frozen=True):
-    """An order from the master (Echo is handled by the runtime's link and never comes here)."""
+    """An order from the master. The runtime's link handles Echo, so it never arrives here."""
 
     order: Order
 
 
 class StoreReady(Struct, frozen=True):
-    """A fresh store host listens; it may be offered in the next Join."""
+    """A fresh store host is listening; the next Join may offer it."""
 
     store: Endpoint
 
 
 class StoreLost(Struct, frozen=True):
-    """The store host at this port ended by itself."""
+    """The store host at this port exited on its own."""
 
     store: Endpoint
 
 
 class RankSpawned(Struct, frozen=True):
-    """A rank of the current life runs."""
+    """A rank of the current round is running."""
 
     local_rank: int
     pid: int
 
 
 class RankExited(Struct, frozen=True):
-    """A rank was reaped. `failure`: by the runtime (error file, signal), None if code is 0."""
+    """A rank was reaped. `failure`: built by the runtime (error file, signal), None if code is
+    0."""
 
     local_rank: int
     code: int
@@ -184,26 +190,27 @@ class RankExited(Struct, frozen=True):
 
 
 class RanksSwept(Struct, frozen=True):
-    """Nothing below the stopped ranks lives, but for `stuck` pids the kernel will not let die."""
+    """All descendants of the stopped ranks are dead, except `stuck`: pids that do not die after
+    SIGKILL."""
 
     stuck: tuple[int, ...]
 
 
 class SpawnerLost(Struct, frozen=True):
-    """The spawner died; its ranks have been killed and reaped by the agent. A new one is started
-    by the runtime without being asked; a StoreReady tells when it is usable. `time_us`: wall clock,
-    microseconds, for the failures of the ranks it took with it."""
+    """The spawner died; the agent has killed and reaped its ranks. The runtime starts a new one
+    unasked; StoreReady says when it is usable. `time_us`: wall clock, microseconds, for the
+    failures of the ranks that died with it."""
 
     reason: str
     time_us: int = 0
 
 
 class Signalled(Struct, frozen=True):
-    """The agent received a signal. `death`: one of --signals-to-handle, else forward only. `step`:
-    the newest that a rank with a Checkpointer is at; -1: no rank here can save its state. `margin`:
-    steps in which word from the master comes to every rank. `held`: the newest of which there is a
-    snapshot here, whole or not; -1: there is none. `fresh`: no rank that runs here has made a
-    Checkpointer yet, so that they have lost nothing that `held` has not."""
+    """The agent received a signal. `death`: one of --signals-to-handle; otherwise it is only
+    forwarded. `step`: the newest step of a rank with a Checkpointer; -1: no rank here can save its
+    state. `margin`: number of steps within which a message from the master reaches every rank.
+    `held`: the newest step with a snapshot on this node, whole or not; -1: none. `fresh`: no rank
+    that runs here has created a Checkpointer yet, so `held` contains everything they have."""
 
     signum: int
     name: str
@@ -215,20 +222,20 @@ class Signalled(Struct, frozen=True):
 
 
 class LinkLost(Struct, frozen=True):
-    """The master cannot be reached since now; the runtime keeps dialling."""
+    """The master has just become unreachable; the runtime keeps redialling."""
 
     reason: str
 
 
 class LinkBack(Struct, frozen=True):
-    """A stream to the master stands (again); the group answers with what the master must know:
+    """The stream to the master is up (again). The group sends what the master must know, as
     Say(...) of its present state. The runtime has already sent Hello, with `attached()`."""
 
 
 class ProbeEnded(Struct, frozen=True):
-    """What came of a RunProbe, also where its processes could not be started or had to be killed.
-    Every process of it has been reaped. Comes exactly once for each RunProbe, unless CallOffProbe
-    came first: then never."""
+    """The result of a RunProbe, also if its processes could not be started or had to be killed. All
+    its processes have been reaped. Arrives exactly once for each RunProbe, but never after
+    CallOffProbe."""
 
     result: Probed
 
@@ -250,9 +257,10 @@ AgentEvent = (
 
 
 class SpawnRanks(Struct, frozen=True):
-    """Start all local ranks of this round (environment, logs and keys are the runtime's).
+    """Start all local ranks of this round; the runtime supplies environment, logs and keys.
 
-    The runtime frees the old ranks' resources before; `attempt` names the log folder."""
+    The runtime first releases the resources of the old ranks. `attempt` names the log folder.
+    """
 
     start: Start
     attempt: int
@@ -266,63 +274,65 @@ class SignalRanks(Struct, frozen=True):
 
 
 class SweepRanks(Struct, frozen=True):
-    """All ranks of this round have exited: remove their descendants, answer with RanksSwept."""
+    """All ranks of this round have exited: kill their remaining descendants, answer with
+    RanksSwept."""
 
     grace: float
 
 
 class PrepareStore(Struct, frozen=True):
-    """Make a fresh store host ready (answer: StoreReady); one at most is unused at any time."""
+    """Start a fresh store host (answer: StoreReady); at most one is unused at any time."""
 
 
 class ReleaseStore(Struct, frozen=True):
-    """Nobody can need the store of this round any more: end its host (its port stays bound)."""
+    """No process needs the store of this round any more: stop its host (its port stays bound)."""
 
     store: Endpoint
 
 
 class RunProbe(Struct, frozen=True):
-    """Probe this machine as the order says; answer with ProbeEnded. Its limit is the runtime's."""
+    """Probe this machine as ordered; answer with ProbeEnded. The runtime enforces the time
+    limit."""
 
     order: Probe
 
 
 class CallOffProbe(Struct, frozen=True):
-    """Kill the processes of the probe that is under way; no ProbeEnded follows."""
+    """Kill the processes of the running probe; no ProbeEnded follows."""
 
 
 class Obey(Struct, frozen=True):
-    """Carry out an order about snapshots that has changed something here as well."""
+    """Carry out an order about snapshots that also changed the state of the group."""
 
     order: Order
 
 
 class RanksStopping(Struct, frozen=True):
-    """The ranks of this life are being stopped, or the first of them has failed."""
+    """The ranks of this round are being stopped, or the first of them has failed."""
 
 
 class RanksGone(Struct, frozen=True):
-    """No rank of this life is left."""
+    """No rank of this round is left."""
 
-    done: bool = False  # all have ended with 0, and the round may go on elsewhere
+    done: bool = False  # all exited with 0, and the round may continue on other nodes
 
 
 class Say(Struct, frozen=True):
-    """Send this report to the master, when there is one."""
+    """Send this report to the master, if connected."""
 
     report: Report
 
 
 class Exit(Struct, frozen=True):
-    """The agent is done. The runtime prints the summary of `failures` (root cause first), sweeps
-    and ends the process with `code`."""
+    """The agent is done. The runtime prints the summary of `failures` (root cause first), kills
+    leftover processes and exits with `code`."""
 
     code: int
     reason: str
     failures: tuple[Failure, ...]
     signum: int  # the death signal that caused it, 0 for none
     saved: int = -1  # the newest step in storage, as far as this node knows; -1: none
-    why: Reason | None = None  # what `reason` is the text of; None: no more is known
+    why: Reason | None = None  # the reason that `reason` renders; None: no more is known
 
 
 AgentEffect = (

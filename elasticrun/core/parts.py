@@ -1,4 +1,5 @@
-"""What the parts of the core have in common: how the job asks them, and what outlives a master."""
+"""The protocols of the core's components: how the job drives them, and what a new master
+restores."""
 
 from __future__ import annotations
 
@@ -11,26 +12,25 @@ Kept = TypeVar("Kept")
 
 
 class Part(Protocol[Told]):
-    """A component that the job asks after each event what it wants done."""
+    """A component. After each event the job asks what it wants done."""
 
     def heard(self, node: str, report: Told) -> bool:
-        """Take in a report of a node; whether anything may have changed by which something is
-        decided."""
+        """Process a report of a node. Return whether it may change a decision."""
 
     def pursue(self) -> tuple[Wish, ...]:
-        """Do what is due, and return what others have to do."""
+        """Do what is due. Return what other components must do."""
 
     def next_deadline(self) -> float | None:
         """When `pursue` is due at the latest."""
 
 
 class Recorded(Protocol[Kept]):
-    """A component with facts that the next master must know. Only the component itself reads and
-    writes its struct of `core/persisted.py`."""
+    """A component with facts that the next master needs. Only the component itself reads and writes
+    its struct in `core/persisted.py`."""
 
     def facts(self, now: float) -> Kept:
-        """The facts, for the record."""
+        """The facts to record."""
 
     def restore(self, facts: Kept, at: float) -> None:
-        """Take over what the master before this one recorded. `at`: when it did, on the clock of
-        this master."""
+        """Restore the facts recorded by the previous master. `at`: when it recorded them, on this
+        master's clock."""

@@ -1,14 +1,14 @@
-"""The facts of a job that outlive its master: what is decided, never how it came about.
+"""The facts of a job that outlive its master: decisions, not how they came about.
 
-A job says `Record(facts)` before the orders that the facts permit; whoever starts the next master
-hands the newest `Facts` to its `Job`, which takes them for true and is never told old events again
-(decision 012). Facts are bounded: a round, the order of first joins, the budget, who is left out
-and the outcome; some hundred bytes a node.
+A job emits `Record(facts)` before the orders that depend on them. The next master passes the newest
+`Facts` to its `Job`, which trusts them; old events are never replayed (decision 012). Facts are
+bounded to some hundred bytes per node: a round, the order of first joins, the budget, nodes in
+backoff and the outcome.
 
-Each part of the core has one struct here and reads and writes it alone, by `facts` and `restore`
-(`core/parts.py`). Times are ages or remainders in seconds, because the next master has another
-clock; `restore` is given the moment of the record on the new clock, so that the time for which the
-facts lay in the record counts.
+Each component has one struct here. Only the component reads and writes it, with `facts` and
+`restore` (`core/parts.py`). Times are ages or remaining seconds, because the next master has
+another clock. `restore` gets the time of the record on the new clock, so the time that the facts
+spent in the record counts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from elasticrun.wire.types import NOTHING, Endpoint, RoundName, Skip
 
 
 class Seat(Struct, frozen=True):
-    """A member's place in the round, enough to tell it its `Start` again.
+    """A member's place in the round: enough to send its `Start` again.
 
-    Of an adopted round the roles are not known: `role_world_size` is 0."""
+    `role_world_size` is 0 in an adopted round, whose roles are unknown.
+    """
 
     node: str
     incarnation: str
@@ -43,31 +44,31 @@ class RoundFacts(Struct, frozen=True):
     store: Endpoint
     store_node: str
     seats: tuple[Seat, ...]
-    adopted: bool = False  # its nodes told of it; what they do not know is missing
-    over: str = ""  # why its members were told to stop, empty while it runs
-    over_code: ReasonCode | None = None  # the reason that this is the text of
-    restore: Restore | None = None  # the snapshot that it was to go on from
+    adopted: bool = False  # rebuilt from its nodes' reports; what they do not know is missing
+    over: str = ""  # why its members were stopped; empty while it runs
+    over_code: ReasonCode | None = None  # the typed reason of that text
+    restore: Restore | None = None  # the snapshot to restore at its start
     skip: Skip = NOTHING  # as in Start
 
 
 class RendezvousFacts(Struct, frozen=True):
-    """How the last round stands, and what the job waits for."""
+    """The state of the last round, and what the job waits for."""
 
     age: float = 0.0  # of the round
-    lost: str = ""  # which member was lost first, in a sentence
-    lost_code: ReasonCode | None = None  # the reason that this is the text of
-    gone: tuple[str, ...] = ()  # members whose agents have gone
-    done: tuple[str, ...] = ()  # of these, the ones whose ranks had all ended with 0
-    waiting: tuple[str, ...] = ()  # once it is over: nodes that wait to be in the next one
+    lost: str = ""  # which member was lost first, as a sentence
+    lost_code: ReasonCode | None = None  # the typed reason of that text
+    gone: tuple[str, ...] = ()  # members whose agents have exited
+    done: tuple[str, ...] = ()  # those of `gone` whose ranks had all exited with 0
+    waiting: tuple[str, ...] = ()  # after the round ended: nodes waiting to join the next one
     fenced: bool = False  # it can complete no further collective
-    silent: float = 0.0  # since the last word of the members that have gone
-    starved: float = 0.0  # how long the job has waited below its smallest size; 0.0: it does not
-    blind: bool = False  # no round, but another master served before, without leaving a record
+    silent: float = 0.0  # seconds since the last message of the members in `gone`
+    starved: float = 0.0  # seconds with fewer nodes than the minimum; 0.0: there are enough
+    blind: bool = False  # no round, but an earlier master served without leaving a record
 
 
 class LeftOut(Struct, frozen=True):
-    """A node that has fallen silent lately, or whose stays were brief: the ages of these deaths,
-    how often it was sent to the door for them, and how long it waits there yet."""
+    """A node that fell silent lately or died soon after it joined: the ages of these deaths, how
+    often it was put in backoff for them, and the seconds of backoff that remain."""
 
     node: str
     silences: tuple[float, ...]
@@ -82,7 +83,7 @@ class MembershipFacts(Struct, frozen=True):
 
 
 class FlapFacts(Struct, frozen=True):
-    """Which nodes never stay."""
+    """Which nodes keep dying soon after they join a round."""
 
     fickle: tuple[LeftOut, ...] = ()
 
@@ -91,13 +92,13 @@ class ExclusionFacts(Struct, frozen=True):
     """Which nodes are refused."""
 
     excluded: tuple[ExcludedNode, ...] = ()
-    slow_ages: tuple[float, ...] = ()  # since nodes were excluded as slow, within the hour
+    slow_ages: tuple[float, ...] = ()  # since nodes were excluded as slow, within the last hour
 
 
 class Blamed(Struct, frozen=True):
-    """A node whose ranks were the first to fail: in how many rounds in a row until now, how often
-    it was left out for that and for which rank (-1: none), and the seconds until it is let in
-    (negative: since then)."""
+    """A node whose ranks failed first: in how many consecutive rounds until now, how often it was
+    in backoff for that, for which rank (-1: none), and the remaining seconds of that backoff
+    (negative: seconds since it ended)."""
 
     node: str
     rounds: int
@@ -107,18 +108,18 @@ class Blamed(Struct, frozen=True):
 
 
 class RestartFacts(Struct, frozen=True):
-    """What failures have cost, and who was to blame."""
+    """What failures have cost, and which nodes caused them."""
 
     count: int = 0  # restarts charged since the job began
-    charges: tuple[float, ...] = ()  # the ages of those that count
+    charges: tuple[float, ...] = ()  # ages of the charges that still count
     short_lives: int = 0
     blamed: tuple[Blamed, ...] = ()
-    excuse: str = ""  # why what fails in the last round from here on costs nothing
-    excuse_code: ReasonCode | None = None  # the reason that this is the text of
+    excuse: str = ""  # why further failures in the last round cost nothing
+    excuse_code: ReasonCode | None = None  # the typed reason of that text
 
 
 class Rejected(Struct, frozen=True):
-    """A snapshot, and how many rounds that trained on from it failed by themselves within a few
+    """A snapshot, and how many rounds that resumed from it failed by themselves within a few
     steps."""
 
     round: RoundName
@@ -127,23 +128,24 @@ class Rejected(Struct, frozen=True):
 
 
 class SnapshotFacts(Struct, frozen=True):
-    """What ranks can go on from, and what they should not."""
+    """What ranks can resume from, and what they should avoid."""
 
-    written: Restore | None = None  # the newest checkpoint that was committed
+    written: Restore | None = None  # the newest committed checkpoint
     rejected: tuple[Rejected, ...] = ()
-    rewound_from: int = -1  # training was taken back from this step since the newest checkpoint
-    restore_step: int = -1  # that a person wants, until a checkpoint of what came of it
+    rewound_from: int = -1  # the step from which training was rewound since the newest checkpoint
+    restore_step: int = -1  # requested by a person; reset by the first checkpoint written after it
 
 
 class LongWait(Struct, frozen=True):
-    """Ranks have waited so long for one at this place in the user's source, and it came."""
+    """The longest wait of ranks for one another, at this place in the user's source, that ended
+    well."""
 
     place: str
     seconds: float
 
 
 class LedgerLine(Struct, frozen=True):
-    """Slot-microseconds of one category and cause, and the slots that were in it just then."""
+    """Slot-microseconds of one category and cause, and the number of slots in it at the time."""
 
     category: str
     cause: str
@@ -152,12 +154,12 @@ class LedgerLine(Struct, frozen=True):
 
 
 Cause = str
-"""What ended a round, in the words of incidents."""
+"""What ended a round, as incidents name it."""
 
 
 class LedgerEnd(Struct, frozen=True):
-    """Rounds that ended for one cause: how many, the node where it was always the same one, and the
-    steps that were done again."""
+    """Rounds that ended for one cause: how many, the node if it was always the same one, and the
+    steps that had to be repeated."""
 
     cause: str
     count: int
@@ -166,7 +168,8 @@ class LedgerEnd(Struct, frozen=True):
 
 
 class LedgerNode(Struct, frozen=True):
-    """What is booked of a node's sums in this round: slot-microseconds, and the saves of a rank."""
+    """What is already booked of a node's sums in this round: slot-microseconds, and the saves of a
+    rank."""
 
     node: str
     saves: int
@@ -175,34 +178,34 @@ class LedgerNode(Struct, frozen=True):
 
 
 class LedgerFacts(Struct, frozen=True):
-    """Where the time of every slot went."""
+    """How the time of every slot was spent."""
 
     lines: tuple[LedgerLine, ...] = ()
     ends: tuple[LedgerEnd, ...] = ()
     wall: int = 0  # microseconds in which any slot was held
-    cause: str = ""  # of the end of the last round that was over
-    newest: int = -1  # step that was told
+    cause: str = ""  # why the last ended round ended
+    newest: int = -1  # newest reported step
     done: int = 0  # steps that were kept
-    trained: int = 0  # microseconds in which they were done
-    saves: int = 0  # that a rank made, in all
+    trained: int = 0  # microseconds spent on them
+    saves: int = 0  # saves made by one rank, in total
     nodes: tuple[LedgerNode, ...] = ()
     stood: tuple[tuple[Cause, float], ...] = ()  # seconds without training, by cause of incidents
     hung: float = 0.0  # seconds of hangs in these
 
 
 class Facts(Struct, frozen=True):
-    """All of it: what the parts share (`core/context.py`), and an entry for each part. The next
-    master believes this and asks the agents for the rest."""
+    """All facts: what the components share (`core/context.py`), and one entry per component. The
+    next master trusts them and asks the agents for the rest."""
 
     spec: JobSpec
     term: int
     number: int  # of the last round
-    scaled: bool = False  # the numbers of nodes in the spec are an operator's
+    scaled: bool = False  # an operator set the numbers of nodes in the spec
     outcome: End | None = None
     incidents: int = 0  # the number of the last one
     dumps: int = 0  # the number of the last folder of stacks
-    waits: tuple[LongWait, ...] = ()  # at each place the longest that ended well
-    age: float = 0.0  # seconds for which this has lain in the record
+    waits: tuple[LongWait, ...] = ()  # for each place the longest one that ended well
+    age: float = 0.0  # seconds since they were recorded
     order: tuple[str, ...] = ()  # node ids in the order of first join
     round: RoundFacts | None = None
     rendezvous: RendezvousFacts = RendezvousFacts()
@@ -215,7 +218,7 @@ class Facts(Struct, frozen=True):
 
 
 def aged(facts: Facts, seconds: float) -> Facts:
-    """The same facts, after they have lain in the record for so long. Without this every crash of
-    a master would start an exclusion or a window of the restart budget anew, and a master that
-    crashes often enough would never let anything end."""
+    """The same facts, `seconds` older. Without this, every crash of a master would restart an
+    exclusion or the window of the restart budget, and a master that crashes often enough would
+    never let them expire."""
     return replace(facts, age=facts.age + seconds) if seconds > 0.0 else facts

@@ -1,8 +1,8 @@
 """Typed reasons: every decision, stop, exit, loss, exclusion and failure carries one.
 
 `text` renders a reason for terminals, status, pages, incidents, Kubernetes Events and logs. No code
-parses the result: decisions depend on the type of a reason. Evidence that is written where it is
-measured (a verdict of the network check, how a rank died) is a text field, and no code parses it.
+parses the result: decisions depend on the type of a reason. Evidence from where it was measured (a
+verdict of the network check, how a rank died) is a text field that no code parses.
 
 On the wire and in the job's record a reason is its text plus a `ReasonCode` (the name of its type,
 and its fields as JSON). A reader that does not know the type uses `Said(text)`.
@@ -38,9 +38,12 @@ class Said(_Typed, frozen=True):
 
 
 class LostContact(_Typed, frozen=True):
-    """How the master lost contact with an agent, and for how long the agent has been silent if that
-    was too long. `mute`: it is connected and says nothing. `unheard`: nothing came since the master
-    restarted."""
+    """How the master lost contact with an agent, and how long the agent was silent if that was too
+    long.
+
+    `mute`: the agent is connected but sends nothing. `unheard`: nothing arrived since the master
+    restarted.
+    """
 
     how: Literal["closed", "broken", "mute", "unheard", "gone_before"]
     silent: float = -1.0  # seconds; -1.0: silence is not the reason
@@ -52,11 +55,11 @@ class Dead(_Typed, frozen=True):
 
 
 class Suspect(_Typed, frozen=True):
-    """Its connection is gone; it may still be alive."""
+    """Its connection is lost; the node may still be alive."""
 
 
 class Silent(_Typed, frozen=True):
-    """It was told to stop its ranks and does not answer."""
+    """It was ordered to stop its ranks and does not answer."""
 
 
 class Replaced(_Typed, frozen=True):
@@ -82,8 +85,8 @@ class HasLeft(_Typed, frozen=True):
 
 
 class FirstToFail(_Typed, frozen=True):
-    """Ranks of this node failed first in `rounds` consecutive rounds. `rounds` is 1 if the node was
-    in backoff before. `moved`: the node had other rank numbers in some of the rounds."""
+    """Ranks of this node failed first in `rounds` consecutive rounds. `rounds` is 1 if the node has
+    been in backoff before. `moved`: the node had different rank numbers in some of the rounds."""
 
     rounds: int
     moved: bool
@@ -157,7 +160,7 @@ class RanksStopped(_Typed, frozen=True):
     """A node's agent stopped its ranks without an order."""
 
     node: str
-    over: bool  # they are gone already
+    over: bool  # they have already exited
 
 
 class ByOperator(_Typed, frozen=True):
@@ -169,13 +172,13 @@ class ByOperator(_Typed, frozen=True):
 
 
 class GivenUp(_Typed, frozen=True):
-    """The master has given up this node. `later`: the job continues in another round."""
+    """The master has given up on this node. `later`: the job continues in another round."""
 
     later: bool
 
 
 class OtherRound(_Typed, frozen=True):
-    """Another round than the one that runs here is newer, or has begun."""
+    """A round other than the one that runs here is newer, or has begun."""
 
     name: str
     begun: bool
@@ -186,7 +189,7 @@ class SnapshotUnusable(_Typed, frozen=True):
 
 
 class RankFailed(_Typed, frozen=True):
-    """A rank failed. `what`: how; for a hang the whole verdict."""
+    """A rank failed. `what`: how; for a hang, the whole verdict."""
 
     rank: int
     node: str  # "" where there is only one
@@ -195,12 +198,12 @@ class RankFailed(_Typed, frozen=True):
 
 
 class FailedElsewhere(_Typed, frozen=True):
-    """It failed while another master served, which may know why the peer was lost."""
+    """The rank failed while another master served, which may know why the peer was lost."""
 
     first: RankFailed
 
 
-# ---------------------------------------------------------------- why the next one waits
+# ---------------------------------------------------------------- why the next round waits
 
 
 class MasterIsNew(_Typed, frozen=True):
@@ -211,7 +214,7 @@ class MasterIsNew(_Typed, frozen=True):
 
 
 class AtDoor(_Typed, frozen=True):
-    """Pending: a round runs, and new nodes wait to join it."""
+    """Pending: new nodes wait to join while a round runs."""
 
     until: Literal["finishing", "unheard", "no_more", "start", "returns", "probed", "cooldown"]
     cooldown: float = 0.0
@@ -219,8 +222,8 @@ class AtDoor(_Typed, frozen=True):
 
 class Spare(_Typed, frozen=True):
     """The round has no place for this node. `full`: the size of a full round; 0: the round is not
-    full, but nodes join `unit` at a time. `silence`: seconds of silence of the only node after
-    which this one replaces it."""
+    full, but nodes join `unit` at a time. `silence`: after this many seconds of silence this node
+    replaces the only node of the round."""
 
     full: int
     unit: int
@@ -228,14 +231,14 @@ class Spare(_Typed, frozen=True):
 
 
 class Spares(_Typed, frozen=True):
-    """The same, in a sentence about the spares."""
+    """The same, as a sentence about the spare nodes."""
 
     nodes: tuple[str, ...]
     why: Spare
 
 
 class Survivors(_Typed, frozen=True):
-    """Nodes of the last round have yet to stop their ranks and join."""
+    """Nodes of the last round have not yet stopped their ranks and joined."""
 
     alone: bool
 
@@ -298,7 +301,7 @@ class NoAgentYet(_Typed, frozen=True):
 
 
 class Completed(_Typed, frozen=True):
-    """Every rank ended with 0. `heard_of_all`: and every rank reported."""
+    """Every rank exited with 0. `heard_of_all`: every rank has reported."""
 
     heard_of_all: bool = True
 
@@ -317,7 +320,7 @@ class SaidFinal(_Typed, frozen=True):
 
 
 class NoRestartsLeft(_Typed, frozen=True):
-    """The budget of restarts is spent. `pattern`: what the last failures have in common; "":
+    """The restart budget is spent. `pattern`: what the last failures have in common; "":
     nothing."""
 
     first: RankFailed
@@ -327,7 +330,7 @@ class NoRestartsLeft(_Typed, frozen=True):
 
 
 class AllLeft(_Typed, frozen=True):
-    """Every node was told to leave."""
+    """Every node received a signal to leave."""
 
 
 class Unfit(_Typed, frozen=True):
@@ -365,11 +368,11 @@ class StoreComing(_Typed, frozen=True):
 
 
 class BeingProbed(_Typed, frozen=True):
-    partners: str  # in words; "" by itself
+    partners: str  # in words; "": probed alone
 
 
 class FailedHere(_Typed, frozen=True):
-    """A rank of this node."""
+    """A rank of this node failed."""
 
 
 class RanksDone(_Typed, frozen=True):
@@ -383,7 +386,7 @@ class Departs(_Typed, frozen=True):
 
 
 class HoldsCheckpoint(_Typed, frozen=True):
-    """This node stays until its part of it is saved."""
+    """This node stays until its part of the checkpoint is saved."""
 
 
 class OlderMaster(_Typed, frozen=True):
@@ -405,8 +408,8 @@ class NoMasterFor(_Typed, frozen=True):
 
 
 class MasterUnmet(_Typed, frozen=True):
-    """No master was ever reached. `why`: how the first attempt failed, while this node still
-    dials."""
+    """No master was ever reached. `why`: how the first attempt failed, while this node is still
+    dialling."""
 
     dial: str
     seconds: float
@@ -414,7 +417,7 @@ class MasterUnmet(_Typed, frozen=True):
 
 
 class StoresEnd(_Typed, frozen=True):
-    """The store hosts of this node end one after another."""
+    """The store hosts of this node keep exiting."""
 
 
 class SpawnLate(_Typed, frozen=True):
@@ -422,8 +425,7 @@ class SpawnLate(_Typed, frozen=True):
 
 
 class Stuck(_Typed, frozen=True):
-    """Processes that SIGKILL does not end. `seconds`: since ranks were killed; 0.0: other
-    processes."""
+    """Processes that survive SIGKILL. `seconds`: since ranks were killed; 0.0: other processes."""
 
     left: str
     seconds: float = 0.0
@@ -501,11 +503,11 @@ _WITH_WORDS: Final = (
     Said, Leaves, Excluded, HasLeft, BackedOff, FirstToFail, Unfit, Checking, LastSave, Banned,
     BeingProbed, NoMaster, MasterUnmet, Stuck,
 )  # fmt: skip
-"""Types that consist of quoted text: `brief` leaves nothing of them."""
+"""Types that consist of quoted text: `brief` omits them entirely."""
 
 
 def brief(reason: Reason | None) -> str:
-    """Like `text`, without what a rank, a person or an agent said, and without evidence."""
+    """Like `text`, without evidence and without words of a rank, a person or an agent."""
     match reason:
         case RankFailed(hung=True):
             return "ranks stand still"
@@ -549,7 +551,7 @@ Whom = Literal["", "master", "node"]
 
 
 def out_of_reach(reason: Reason | None) -> Whom:
-    """Who could not be reached, if that is the cause; else ""."""
+    """Which side could not be reached, if that is the cause; else ""."""
     match reason:
         case NoMaster() | NoMasterFor() | MasterUnmet():
             return "master"
@@ -577,7 +579,7 @@ def failure_in(reason: Reason | None) -> RankFailed | None:
 
 
 def exclusion_in(reason: Reason | None) -> Banned | None:
-    """The exclusion for which a node ends, or None."""
+    """The exclusion that ends a node, or None."""
     match reason:
         case Banned():
             return reason
@@ -693,7 +695,7 @@ def _too_few(it: TooFewNodes) -> str:
 
 
 def no_restarts_left(most: int, window: float) -> str:
-    """The clause that says that the budget of restarts is spent."""
+    """The clause that says that the restart budget is spent."""
     if not most:
         return "no restarts left (--max-restarts is 0)"
     within = f" within {window:g} s" if window else ""

@@ -1,5 +1,7 @@
-"""What a part of the core wants done that is not its own to do. Parts return wishes; the job grants
-them. The union is closed."""
+"""What a component of the core wants another to do: components return wishes, the job grants them.
+
+The union is closed.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from elasticrun.wire.messages import Failure
 
 @dataclass(frozen=True, slots=True)
 class Reopen:
-    """End the running round and form another one, free of charge."""
+    """End the running round and form another one, without charging a restart."""
 
     reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Count this failure of a node's rank, as if the node had reported it."""
+    """Count this failure of a node's rank as if the node had reported it."""
 
     node: str
     failure: Failure
@@ -37,7 +39,7 @@ class EndJob:
 
 @dataclass(frozen=True, slots=True)
 class RecordSoon:
-    """Record the facts soon: one has changed, and no order waits for it."""
+    """Record the facts soon: one has changed, but no order depends on it."""
 
 
 Wish = Reopen | Fail | EndJob | RecordSoon

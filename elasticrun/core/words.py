@@ -1,4 +1,4 @@
-"""Small change of sentences."""
+"""Helpers for writing sentences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 NAMED = 4
-"""Most nodes that a sentence lists by name; of more it names the first and counts the rest."""
+"""Maximum number of nodes that a sentence lists by name; it names the first of more and counts the
+rest."""
 
 
 def some(count: int, thing: str) -> str:
@@ -26,22 +27,23 @@ def span(seconds: float) -> str:
 
 
 def way_back(restarted: float, first_step: float) -> str:
-    """`restarted in 0.41 s, first step after 1.20 s`; of what is -1.0 nothing."""
+    """`restarted in 0.41 s, first step after 1.20 s`; a part whose value is -1.0 is omitted."""
     told = ((restarted, "restarted in"), (first_step, "first step after"))
     return ", ".join(f"{words} {span(seconds)}" for seconds, words in told if seconds >= 0.0)
 
 
 def plain(text: str) -> str:
-    """Texts come from scripts: no escape sequence of a terminal passes."""
+    """Replace characters that are not printable: texts come from scripts and must not contain
+    terminal escape sequences."""
     return "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)
 
 
 Lasting = tuple[str | int, ...]
-"""A sentence in pieces: a number is for how many seconds something has been so, which goes on."""
+"""A sentence in pieces. A number is for how many seconds a condition has lasted; it still lasts."""
 
 
 def lasting(pieces: Lasting, later: float = 0.0) -> str:
-    """The sentence, so many seconds after it was made."""
+    """The sentence, `later` seconds after it was made."""
     return "".join(
         piece if isinstance(piece, str) else f" for {piece + later:.0f} s" for piece in pieces
     )
@@ -57,14 +59,14 @@ def names(nodes: Sequence[str]) -> str:
 
 
 def index_of(word: str) -> str:
-    """The index of the node that Arena calls so: `JOB-master-0` is 0, `JOB-worker-0` is 1; any
-    other word as it is."""
+    """The index of a node by Arena's name: `JOB-master-0` is 0, `JOB-worker-0` is 1; other words
+    are returned unchanged."""
     found = re.fullmatch(r".+-(?:master-0|worker-(\d{1,6}))", word)
     return word if found is None else str(int(found[1]) + 1 if found[1] else 0)
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """The clause that names what a mistyped word was meant to be, "" where nothing is near."""
+    """A clause that suggests the correction of a mistyped word; "" if no name is similar."""
     import difflib
 
     names = list(names)
@@ -73,7 +75,7 @@ def nearest(word: str, names: Iterable[str]) -> str:
     begun = sorted(name for name in names if len(word) > 3 and name.startswith(word))
     swapped = sorted(name for name in names if sorted(name) == sorted(word))
     close = difflib.get_close_matches(word, names, 1, 0.75)
-    cut = len(word) - 1  # the beginning of a longer name, with one letter more than that has
+    cut = len(word) - 1  # the beginning of a longer name, with one letter too many
     found = (
         begun[:1]
         or swapped[:1]
@@ -84,20 +86,23 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 
 COUNT_ALL = 64
-"""Nodes of a job in which each is told of every one that joins."""
+"""In a job of at most this many nodes, every node is notified of each join."""
 
 COUNT_SOON = 2.0
-"""Seconds that a count stands at least in a larger job, the first time; then twice as long each
+"""Seconds for which a larger job keeps a reported count at first; the interval then doubles each
 time."""
 
 COUNT_LATE = 60.0
-"""And at most; agents say what they wait for once a minute."""
+"""Maximum of that interval in seconds; agents log what they wait for once a minute."""
 
 
 class Count:
-    """How many nodes are here, as sentences say it. A sentence that changes with every join is n
-    messages to each of n nodes: in a large job the count stands for some seconds, whoever joins,
-    and what a node is told goes by how long it waits and not by how many nodes there are."""
+    """The number of present nodes, as sentences state it.
+
+    A sentence that changes with every join costs n messages to each of n nodes. In a large job the
+    reported count is therefore kept for some seconds, so the number of messages to a node depends
+    on how long it waits, not on the number of nodes.
+    """
 
     def __init__(self) -> None:
         self.told = 0
@@ -105,16 +110,17 @@ class Count:
         self._pause = COUNT_SOON
 
     def begin(self) -> None:
-        """The sentence is a new one."""
+        """Start a new sentence."""
         self._told_at = None
 
     def look(self, here: int, needed: int, now: float) -> float | None:
-        """`here` nodes of `needed` are here. When to look again, if the count is to be renewed."""
+        """Update the count: `here` of `needed` nodes are present. Return when to call again if the
+        update is postponed."""
         if self._told_at is None:
             self._pause = COUNT_SOON
         elif here == self.told:
             return None
-        elif needed > COUNT_ALL and self.told > 0:  # nobody who is here is told that nobody is
+        elif needed > COUNT_ALL and self.told > 0:  # a count of 0 is updated at once
             due = self._told_at + self._pause
             if now < due:
                 return due

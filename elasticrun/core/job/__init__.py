@@ -1,5 +1,5 @@
-"""The master's state machine: who hears which event, when the job ends, what the next master must
-know.
+"""The master's state machine: routes events to components, ends the job, records facts for the next
+master.
 
 Forbidden here: I/O, clocks, random numbers.
 """

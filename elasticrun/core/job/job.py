@@ -1,10 +1,12 @@
-"""The master's state machine: tells each event to the part whose affair it is, and carries their
-answers to the agents. It owns no rule: who is there is `membership`, when a round forms is
-`rendezvous`, who sits where is `round`, what failed is `failures`, what it costs is `budget`.
+"""The master's state machine: dispatches each event to its component and sends the results to
+agents.
 
-Orders are level-triggered. A stream that attaches is told its node's whole desired state, so an
-order lost with a stream is never missed; an order that crosses a report is ignored by its round's
-name. Time is `now`, monotonic seconds of the master; nonces come from `mint`.
+It has no rules of its own: `membership` decides which nodes are alive, `rendezvous` when a round
+forms, `round` the rank assignment, `failures` what failed, `budget` what it costs.
+
+Orders are level-triggered. A stream that attaches receives its node's whole desired state, so no
+order is lost with a stream. A report that crosses an order is recognised by the name of its round.
+Time is `now`, monotonic seconds of the master; nonces come from `mint`.
 """
 
 from __future__ import annotations
@@ -58,17 +60,17 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
 MAX_DECISIONS = 8
-"""Decisions that may follow from one event; more would be a loop between two of them."""
+"""Maximum number of decisions per event; more than that is a livelock."""
 
 _OF_A_ROUND = m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished | m.Steps
 
 _AFTER_HOLDINGS = m.Join | m.Running | m.Stopped | m.Finished
-"""An agent that says one of these has said before what snapshots it holds."""
+"""Before an agent sends one of these, it has reported which snapshots it holds."""
 
 
 class Job:
-    """One job's master; see the module's head. Its parts are there from the first agent on, or from
-    the first step where there are facts."""
+    """One job's master. Its components exist from the first agent on, or from the first step if
+    there are facts."""
 
     def __init__(
         self,
@@ -77,12 +79,12 @@ class Job:
         mint: Callable[[], str],
         facts: Facts | None = None,
     ) -> None:
-        """`spec`: None takes that of the facts, or the first Hello's. `facts`: the newest that the
-        master before this one recorded, None if there is no record. `term` must be higher than that
-        of any master before which the facts do not know of; `mint` gives a nonce for every
+        """`spec`: None takes the spec of the facts, or of the first Hello. `facts`: the newest
+        facts that the previous master recorded, None if there is no record. `term` must be higher
+        than that of any earlier master missing from the facts. `mint` returns a nonce for every
         round."""
         self.term = term if facts is None else max(term, facts.term + 1)
-        """This master's: higher than that of every master in its record."""
+        """This master's term: higher than that of every master in its record."""
         self._mint = mint
         self._given_spec = spec if spec is not None or facts is None else facts.spec
         self._facts = facts
@@ -96,34 +98,34 @@ class Job:
         self._requests: OperatorRequests
         self._parts: tuple[
             Part[m.Join | m.Probed], Part[m.SaveReport], Part[m.SightReport]
-        ]  # that want something done
+        ]  # that return wishes
 
-        self._due: float | None = None if facts is None else 0.0  # as next_deadline() says
+        self._due: float | None = None if facts is None else 0.0  # the value of next_deadline()
         self._parts_due: float | None = None  # the same without membership
-        self._record_due: float | None = None  # when the record is due although nothing is ordered
-        self._is_calm = False  # until then, a report that is no news changes no decision
+        self._record_due: float | None = None  # when the record is due even without an order
+        self._is_calm = False  # a report without news changes no decision
         self._reason: Reason | None = None  # what the job waits for
-        self._said: tuple[str, m.ReasonCode | None] = ("", None)  # the same as nodes are told
-        self._ends: float | None = None  # when that wait is over at the latest
-        self._until: float | None = None  # when it is looked at again
+        self._said: tuple[str, m.ReasonCode | None] = ("", None)  # the text of it sent to nodes
+        self._ends: float | None = None  # when that wait ends at the latest
+        self._until: float | None = None  # when the wait is reconsidered
         self._all_left = False
-        self._left_a_round = True  # a member, while it ran, or not for a signal; or nobody knows
+        self._left_a_round = True  # a member left: it ran, or no signal; or unknown
         self._last_failure: Reason | None = None
-        self._end: EndJob | None = None  # that a part has asked for
+        self._end: EndJob | None = None  # requested by a component
         self._sentence: tuple[int, Reason] | None = None  # how the job ends: exit code and reason
 
     @property
     def spec(self) -> m.JobSpec:
-        """What the job has agreed on; there is none before the first agent."""
+        """The spec of the job; it exists once the first agent has attached."""
         return self._ctx.spec
 
     def next_deadline(self) -> float | None:
         """When `step(Tick(), now)` is due at the latest, as of the last step; 0.0 (long past)
-        before the first step of a master that was given facts."""
+        before the first step of a master with facts."""
         return self._due
 
     def status(self) -> m.JobStatus:
-        """The job as one page; O(nodes)."""
+        """The job's status as one page; O(nodes)."""
         if not self._begun:
             return nothing_yet(self._given_spec)
         hold = self._streams.hold_reason
@@ -139,28 +141,29 @@ class Job:
         )
 
     def goodput(self) -> Goodput | None:
-        """Where the time of all slots went, as of the last event; None before the first round."""
+        """How the time of all slots was spent, as of the last event; None before the first
+        round."""
         return self._sight.goodput() if self._begun else None
 
     def slow_nodes(self) -> int:
-        """Nodes that are thought slow, and stay."""
+        """Number of nodes that are found slow but stay."""
         return sum(1 for one in self._ctx.nodes.values() if one.slow) if self._begun else 0
 
     def quiet(self) -> float:
-        """Seconds since a collective or a step of any rank moved; 0.0 while they move, and while a
-        rank does something long on purpose."""
+        """Seconds since a collective or a step of any rank made progress; 0.0 while they do, and
+        while a rank declares a long operation."""
         verdict = self._sight.watch.verdict() if self._begun else None
         said = verdict is not None and verdict.says
         return self._sight.watch.quiet() if self._begun and not said else 0.0
 
     def picture(self) -> Picture:
-        """All that is known of the job; O(ranks)."""
+        """Everything known about the job; O(ranks)."""
         return self._sight.picture() if self._begun else Picture(self.status())
 
     def step(self, event: fx.JobEvent, now: float) -> list[fx.JobEffect]:
-        """Take in one event at monotonic time `now`; what is to be done, in order. A report that
-        is no news makes no part decide anew, unless something is due. It leaves `next_deadline` as
-        it is: what a node says only moves its deadline later, and its next beat does the same."""
+        """Process one event at monotonic time `now`; return the effects in order. A report without
+        news causes no decisions unless something is due, and does not update `next_deadline`: it
+        only moves its node's deadline later, and the next beat does the same."""
         out: list[fx.JobEffect] = []
         if not self._begun and not self._wake(event, now, out):
             if isinstance(event, fx.Requested):
@@ -200,7 +203,7 @@ class Job:
                     self._sight.asked(event.number, event.request)
                 else:
                     reply = fx.Replied(event.number, self._operate(event.request))
-        self._is_calm = False  # nor is it if this fails
+        self._is_calm = False  # stays so if this step raises
         if ctx.outcome is None:
             streams.bury()
             for wish in [wish for part in self._parts for wish in part.pursue()]:
@@ -210,15 +213,15 @@ class Job:
                 self._tell_to_wait(joined)
             self._record_due = self._recorder.pursue(waiting=self._until is not None)
         self._sight.settle(node)
-        if ctx.outcome is not None and not ended:  # behind what was open, which is over with it
+        if ctx.outcome is not None and not ended:  # after open incidents, which end with the job
             streams.say_over(ctx.outcome)
-        if reply is not None:  # behind the record of what was done
+        if reply is not None:  # after the record of what was done
             out.append(reply)
         self._look_ahead()
         return out
 
     def _look_ahead(self) -> None:
-        """When the next step is due."""
+        """Compute when the next step is due."""
         if self._ctx.outcome is not None:
             self._due = None
             return
@@ -228,13 +231,13 @@ class Job:
             *[part.next_deadline() for part in self._parts],
         )
         self._due = earliest(self._ctx.membership.next_deadline(), self._parts_due)
-        # any report may say that silent nodes are heard again, or see through what was stirred
+        # while silence is on hold or saving is stirred, any report may change a decision
         self._is_calm = not (self._streams.hold_reason or self._saving.is_stirred)
 
     def _wake(self, event: fx.JobEvent, now: float, out: list[fx.JobEffect]) -> bool:
-        """Nothing was there yet. The record, or the first agent, says what the job is; whether
-        `event` is still to be looked at. That this master reigns is its first fact, recorded before
-        any order."""
+        """Create the components, from the record or from the first agent's spec. Return whether
+        `event` still has to be processed. This master's term is its first fact, recorded before any
+        order."""
         facts, self._facts = self._facts, None
         if facts is not None:
             spec = self._given_spec or facts.spec
@@ -250,7 +253,7 @@ class Job:
         if facts is not None:
             load(facts, ctx, self._snapshots)
         self._sight = Sight(ctx, self.status)
-        if facts is not None:  # booked by what the other parts say
+        if facts is not None:  # booked from the state of the other components
             self._sight.ledger.restore(facts.ledger, now - facts.age)
         self._recorder = Recorder(ctx, self._snapshots, self._sight.ledger)
         recorded_term = 0 if facts is None else facts.term
@@ -258,7 +261,7 @@ class Job:
         self._requests = OperatorRequests(ctx, self._streams)
         self._parts = (self._streams.health, self._saving, self._sight)
         self._recorder.record()
-        return facts is None or not isinstance(event, fx.Overslept)  # it listens only since now
+        return facts is None or not isinstance(event, fx.Overslept)  # it has only begun to listen
 
     def _overslept(self, by: float) -> None:
         ctx = self._ctx
@@ -273,13 +276,13 @@ class Job:
     # ------------------------------------------------------------ reports
 
     def _heard(self, node: str, report: m.Report) -> bool:
-        """Whether anything may have changed by which something is decided."""
+        """Whether the report may change a decision."""
         is_news = node in self._snapshots.points.away and isinstance(report, _AFTER_HOLDINGS)
         if is_news:
             self._snapshots.points.has_said_all(node)
         health = self._ctx.nodes[node].health
         if health is Health.LEFT and isinstance(report, m.Join | m.Probed | m.Steps):
-            return True  # an excluded node that has not read it yet
+            return True  # an excluded node that has not processed its exclusion yet
         if isinstance(report, _OF_A_ROUND):
             return self._heard_of_round(node, report) or is_news
         match report:
@@ -312,7 +315,8 @@ class Job:
         ctx.note(f"node {node} leaves: {report.reason}")
 
     def _heard_of_round(self, node: str, report: _OF_A_ROUND) -> bool:
-        """Of the present round; of one that is over nothing is of interest. Whether it is news."""
+        """Process a report about the current round; ignore those of earlier ones. Return whether it
+        is news."""
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
         if ctx.round is None or report.round != ctx.round.name:
             return False
@@ -348,7 +352,7 @@ class Job:
         return True
 
     def _ended_early(self, node: str, local_ranks: Iterable[int]) -> None:
-        """These ended with 0 before they were told to stop."""
+        """Note that these ranks exited with 0 before they were stopped."""
         round_ = self._ctx.round
         if round_ is not None and (seat := round_.members.get(node)) is not None:
             ranks = [seat.first_rank + one for one in local_ranks if one < seat.ranks]
@@ -365,14 +369,14 @@ class Job:
             verdict = ctx.restarts.verdict(self._trouble(), now)
             reason = verdict.reason
             if verdict.bill is Bill.NOTHING and rdzv.is_incomplete(now):
-                # who is to blame is open until all have dialled again; what has failed is known
+                # who is to blame is open until all nodes have redialled; what failed is known
                 reason = ctx.restarts.verdict(None, now).reason
             self._last_failure = reason
             if verdict.bill not in (Bill.HOPELESS, Bill.FINAL) and reason is not None:
                 self._reopen(reason)
 
     def _operate(self, request: m.Request) -> m.Reply:
-        """An operator wants something done."""
+        """Carry out an operator's request."""
         reply, wishes = self._requests.asked(request)
         for wish in wishes:
             self._grant(wish)
@@ -380,8 +384,8 @@ class Job:
         return reply
 
     def _grant(self, wish: Wish) -> None:
-        """Do what a part wants. One that comes too late, since the round is over or the job ends,
-        is dropped."""
+        """Carry out a component's wish. A wish that comes too late, because the round ended or the
+        job ends, is dropped."""
         round_ = self._ctx.round if self._ctx.rdzv.phase is Phase.RUNNING else None
         match wish:
             case RecordSoon():
@@ -403,7 +407,7 @@ class Job:
     # ------------------------------------------------------------ decisions
 
     def _advance(self) -> None:
-        """Ask what is to be done until it is nothing."""
+        """Decide and act until the decision is to wait or the job ends."""
         ctx, restarts, health = self._ctx, self._ctx.restarts, self._streams.health
         for _ in range(MAX_DECISIONS):
             if (end := self._due_end()) is not None:
@@ -439,7 +443,7 @@ class Job:
         raise RuntimeError("the rendezvous does not come to rest")
 
     def _due_end(self) -> tuple[int, Reason] | None:
-        """How the job ends whatever a round would come to: exit code and reason."""
+        """Exit code and reason if the job ends now regardless of rounds."""
         if self._sentence is not None:
             code, reason = self._sentence
             may_be_saved = isinstance(reason, AllLeft)
@@ -451,12 +455,12 @@ class Job:
         return None
 
     def _is_deserted(self) -> bool:
-        """Whether all nodes have left before the ranks were done."""
+        """Whether all nodes left before the ranks were done."""
         ctx = self._ctx
         return self._all_left and not ctx.membership.present and not ctx.rdzv.succeeded
 
     def _code_of_loss(self) -> int:
-        """The exit code of a job that ends because nodes have gone, and no rank is to blame."""
+        """The exit code of a job that ends because nodes left, without a rank at fault."""
         round_ = self._ctx.round
         saved = round_ is not None and self._snapshots.departures.has_saved(round_.name)
         if self._all_left and not self._left_a_round:
@@ -464,7 +468,7 @@ class Job:
         return code_of(Ending.SAVED if saved else Ending.TOO_FEW)
 
     def _trouble(self) -> Reason | None:
-        """Which member has gone or may have gone; None if all are well."""
+        """Which member is lost or suspect; None if all are well."""
         rdzv, restarts = self._ctx.rdzv, self._ctx.restarts
         if loss := rdzv.loss:
             return loss
@@ -477,7 +481,7 @@ class Job:
         return NodeLost(found[0].node, BackedOff(found[1])) if found else None
 
     def _suspect_cause(self) -> tuple[Cause, FirstToFail] | None:
-        """The cause of the round's end whose node is to be left out, and why."""
+        """The cause of the round's end if its node should be put in backoff, and why."""
         restarts = self._ctx.restarts
         cause = restarts.window.cause
         if cause is None:
@@ -490,8 +494,8 @@ class Job:
         return cause, why
 
     def _reconsider(self) -> bool:
-        """A round could form after one that failed. Whether that has to be asked again, because a
-        node is left out or an innocent one let in."""
+        """A round could form after a failed one. Return whether to decide again, because a node was
+        put in backoff or an innocent one was admitted."""
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
         attribution = ctx.restarts.attribution
         if rdzv.loss:
@@ -527,7 +531,7 @@ class Job:
                 self._tell_to_wait()
 
     def _tell_to_wait(self, only: str | None = None) -> None:
-        """Tell ready nodes, or the one named, why they wait, each once per sentence."""
+        """Send ready nodes, or only the named one, the reason why they wait; each reason once."""
         ctx, rdzv = self._ctx, self._ctx.rdzv
         if ctx.outcome is not None:
             return
@@ -552,7 +556,7 @@ class Job:
         self._reopen(reason)
 
     def _reopen(self, reason: Reason) -> None:
-        """The round is over: its members stop their ranks."""
+        """End the round: its members stop their ranks."""
         ctx, round_ = self._ctx, self._ctx.round
         assert round_ is not None
         round_.why_stopped = reason
@@ -567,21 +571,21 @@ class Job:
         ctx.broadcast(members, m.Stop(round_.name, why, code))
 
     def _form(self, limit: int) -> None:
-        """Settle what the last round costs, and give every member its place in the next."""
+        """Settle the cost of the last round, and assign every member its place in the next."""
         ctx, rdzv, restarts, now = self._ctx, self._ctx.rdzv, self._ctx.restarts, self._ctx.now
         trouble, points, last = self._trouble(), self._snapshots.points, self._ctx.round
         has_failed = restarts.window.opened_at is not None
         to_save = (
             has_failed or trouble is not None or points.looks_back
-        )  # nobody was there to hear of it
-        to_save = to_save or (last is not None and limit < len(last.seats))  # who is over may go
+        )  # no node was there to report it
+        to_save = to_save or (last is not None and limit < len(last.seats))  # extra nodes may leave
         choice = self._saving.choose(trouble)
         why, bill = trouble, ""
         if has_failed:
             why = trouble or restarts.verdict(None, now).reason
             bill = restarts.settle(trouble, rdzv.formed_at, now)
             ctx.note(bill)
-            self._last_failure = trouble or self._last_failure  # a suspicion has become a fact
+            self._last_failure = trouble or self._last_failure  # the suspicion is confirmed
         self._sight.incidents.decided(why, bill)
         ctx.number += 1
         name = RoundName(ctx.term, ctx.number, ctx.mint())
@@ -616,8 +620,8 @@ class Job:
     # ------------------------------------------------------------ the end
 
     def _conclude(self, exit_code: int, reason: Reason) -> None:
-        """The job is to end, and nothing changes that any more: as soon as its last snapshot is
-        written out, where it has one that is to be."""
+        """End the job. Nothing changes any more. If a last snapshot must be written, the end waits
+        for it."""
         ctx = self._ctx
         if self._sentence is None:
             self._sentence = (exit_code, reason)

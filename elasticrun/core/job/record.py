@@ -1,8 +1,8 @@
-"""The record: what of this master must outlive it, as `Facts`, and what it makes of another's. Each
-part gives its own facts and takes them back.
+"""The record: the `Facts` that outlive this master, and how a new master restores them. Each
+component gives its own facts and restores them.
 
-What is not written down is asked of the agents, who say all of it again on every stream: which
-round they run, what failed, what has stopped. Beats and joins are no facts.
+Everything else is asked of the agents, which report it again on every new stream: which round they
+run, what failed, what has stopped. Beats and joins are not facts.
 """
 
 from __future__ import annotations
@@ -21,39 +21,41 @@ from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.words import some
 
 RECORD_EVERY = 10.0
-"""While the job waits for something, what remains of the wait is recorded so often (seconds), so
-that a master which dies again and again neither waits for ever nor gives up at once."""
+"""While the job waits, the remaining time of the wait is recorded this often (seconds), so a master
+that keeps crashing neither waits for ever nor gives up at once."""
 
 
 class Recorder:
-    """When the record is made, and of what."""
+    """Decides when to record, and collects the facts."""
 
     def __init__(self, ctx: JobContext, snapshots: Snapshots, ledger: SlotLedger) -> None:
         self._ctx = ctx
         self._snapshots = snapshots
         self._ledger = ledger
         self._at = 0.0
-        self._is_owed = False  # a fact has changed that no order waits for
+        self._is_owed = False  # a fact changed that no order depends on
 
     def record(self) -> None:
-        """Whatever is told after this waits until it is durable."""
+        """Record now. Later effects wait until the record is durable."""
         self._at = self._ctx.now
         self._is_owed = False
         self._ctx.out.append(Record(self._facts()))
 
     def record_soon(self) -> None:
-        """A fact has changed that no order waits for: it is in the record within RECORD_EVERY."""
+        """Record within RECORD_EVERY: a fact changed that no order depends on."""
         self._is_owed = True
 
     def catch_up(self) -> None:
-        """Record at once what would be recorded soon."""
+        """Record now what `record_soon` has postponed."""
         if self._is_owed:
             self.record()
 
     def pursue(self, *, waiting: bool) -> float | None:
-        """Make the record if it is due although nothing was ordered; when it is due next. That is
-        now and then while a wait runs or after a fact has changed, and once when a round is no
-        longer young, since the next master asks how old it is."""
+        """Record if it is due without an order; return when it is due next.
+
+        It is due periodically during a wait or after a fact has changed, and once when a round is
+        no longer young, because the next master needs its age.
+        """
         due = self._due(waiting=waiting)
         if due is not None and self._ctx.now >= due:
             self.record()
@@ -96,7 +98,7 @@ class Recorder:
 
 
 def load(facts: Facts, ctx: JobContext, snapshots: Snapshots) -> None:
-    """Give every machine what the master before this one knew."""
+    """Restore what the previous master knew into every component."""
     at = ctx.now - facts.age
     ctx.number = facts.number
     ctx.outcome = facts.outcome
@@ -106,7 +108,7 @@ def load(facts: Facts, ctx: JobContext, snapshots: Snapshots) -> None:
     ctx.nodes.remember(facts.order)
     if (was := facts.round) is not None:
         ctx.round = Round(was, inherited=True, why_stopped=read(was.over, was.over_code))
-        ctx.restarts.new_round(adopted=was.adopted)  # its agents tell its failures again
+        ctx.restarts.new_round(adopted=was.adopted)  # its agents report its failures again
     _restore(ctx.restarts, facts.restarts, at)
     _restore(ctx.membership, facts.membership, at)
     _restore(ctx.flaps, facts.flaps, at)
@@ -126,7 +128,7 @@ def _restore(part: Recorded[Kept], facts: Kept, at: float) -> None:
 def _load_round(
     round_: Round, facts: RendezvousFacts, ctx: JobContext, snapshots: Snapshots, at: float
 ) -> None:
-    """Tell every machine of the round that the master before this one has left."""
+    """Restore the round that the previous master left."""
     was, now, gone = round_.facts, ctx.now, set(facts.gone)
     redial = ctx.membership.redial(len(was.seats))
     ctx.flaps.taken_over(seat.node for seat in was.seats)
@@ -136,14 +138,14 @@ def _load_round(
         else:
             ctx.membership.expect(seat.node, seat.incarnation, now, redial=redial)
     ctx.rdzv.restore_round(was, facts, at, now, redial)
-    seats = round_.seats  # itself: members of an adopted round are seated as they come
+    seats = round_.seats  # the live dict: members of an adopted round are added as they attach
     snapshots.begin_round(was.name, was.world_size, was.restore, seats)
     snapshots.checkpoints.take_over(None if was.skip.memory else was.restore)
     snapshots.points.expect(node for node in seats if node not in gone)
 
 
 def _in_words(facts: Facts) -> str:
-    """What the record says, in a line for the operator."""
+    """What the record says, as a line for the operator."""
     if facts.outcome is not None:
         return f"the record says that the job is over: {facts.outcome.reason}"
     if facts.round is None:

@@ -1,7 +1,7 @@
-"""What operators want done to the running job, and what they are replied.
+"""Requests of operators to the running job, and the replies.
 
-Each request that is carried out is a line of the job's events, with who asked and why. A node is
-named by its id or its host; where several have the host, by the id.
+Each request that is carried out is logged in the job's events, with the operator and the reason. A
+node is named by its id or its host; by its id if several nodes share the host.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from elasticrun.wire import messages as m
 
 
 class Unwilling(Exception):
-    """The request is not carried out; the text is the sentence for who asked."""
+    """The request is not carried out; the text is the reply to the operator."""
 
 
 _Done = tuple[str] | tuple[str, Wish]
-"""The sentence for who asked, and what the job has to do."""
+"""The reply to the operator, and what the job must do."""
 
 
 class OperatorRequests:
-    """See the module's head."""
+    """Carries out the requests of operators."""
 
     def __init__(self, ctx: JobContext, streams: Streams) -> None:
         self._ctx = ctx
@@ -34,7 +34,7 @@ class OperatorRequests:
         self._stop_reason: ByOperator | None = None
 
     def asked(self, request: m.Request) -> tuple[m.Reply, tuple[Wish, ...]]:
-        """Carry it out, or say why not; and what the job has to do for it."""
+        """Carry out the request or reply why not. Return the reply and what the job must do."""
         try:
             done, *wishes = self._do(request)
         except Unwilling as why:
@@ -126,7 +126,7 @@ class OperatorRequests:
 
 
 def _find(asked: str, hosts: dict[str, str]) -> str | None:
-    """The node that is meant: by its id, or by its host. Unwilling where several are on that."""
+    """The node with this id or host, if any. Raises Unwilling if several nodes are on that host."""
     if asked in hosts:
         return asked
     named = [node for node, host in hosts.items() if asked and host == asked]

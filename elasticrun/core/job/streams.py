@@ -1,8 +1,8 @@
-"""Streams come and go: what an agent is told when it attaches, what its loss means, who must go.
+"""Agent connections: attach, detach, exclude.
 
-Orders are level-triggered: whoever attaches is told its node's whole desired state, so an order
-lost with a stream is never missed, nor one that the master did not live to send. An agent that runs
-a round of which this master has no record tells it of that round, and the round is adopted.
+Orders are level-triggered: an agent that attaches receives its node's whole desired state, so no
+order is lost with a stream or with a master that died before sending it. If an agent runs a round
+that this master has no record of, it reports the round, and the master adopts it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from elasticrun.wire.types import RoundName
 
 
 class Streams:
-    """See the module's head."""
+    """Handles the streams of all agents."""
 
     def __init__(
         self, ctx: JobContext, recorder: Recorder, saving: SnapshotPolicy, recorded_term: int
     ) -> None:
-        """`recorded_term`: of the master whose record this one goes on from; 0 without one."""
+        """`recorded_term`: term of the master whose record this one continues; 0 without a
+        record."""
         self._ctx = ctx
         self._recorder = recorder
         self._saving = saving
@@ -53,7 +54,7 @@ class Streams:
         self._membership, self._rdzv, self._nodes = ctx.membership, ctx.rdzv, ctx.nodes
         self.health = HealthPolicy(ctx, self.exclude)
         self.hold_reason: CutOff | None = None
-        """Why no silence counts at present."""
+        """Why silence does not count at present."""
 
     # ------------------------------------------------------------ attached
 
@@ -75,7 +76,7 @@ class Streams:
         if hello.last_term > self._recorded_term and hello.last_term != ctx.term:
             rdzv.takeover.expect_round(now)
         if rdzv.takeover.expected_until != expecting:
-            self._recorder.record()  # or our own successor would believe that no round runs
+            self._recorder.record()  # else our own successor would believe that no round runs
         ctx.tell(session, self._welcome())
         if hello.last_term and node not in rdzv.last.stages:
             rdzv.takeover.elsewhere[node] = hello.local_world_size
@@ -94,7 +95,7 @@ class Streams:
         self._saving.attached(node)
 
     def _admit(self, session: int, hello: m.Hello) -> Admission | None:
-        """Take the stream for its node's; None if that is refused. An older one is closed."""
+        """Attach the stream to its node and close an older stream; None if refused."""
         admission = self._membership.attach(session, hello, self._ctx.now)
         if admission.refusal:
             self._ctx.tell(session, refused(admission.refusal, Ending.REFUSED))
@@ -110,7 +111,7 @@ class Streams:
             if admission.superseded:
                 self._end_stay(node, admission.silent_since)
                 self._rdzv.gone(node, replaced, last_word=self._ctx.now, reborn=True)
-            else:  # none of the ranks of one that had gone lives on
+            else:  # no rank of the earlier incarnation is alive
                 last = self._rdzv.last
                 last.fenced = last.fenced or node in last.away
             self.health.gone(node, text(replaced))
@@ -121,7 +122,7 @@ class Streams:
 
     def _note_oddities(self, hello: m.Hello) -> None:
         node, spec = hello.node, self._ctx.spec
-        if self._ctx.scaled:  # nobody can have been started with these
+        if self._ctx.scaled:  # no node can have been started with the new numbers
             size = hello.spec.min_nodes, hello.spec.max_nodes
             spec = replace(spec, min_nodes=size[0], max_nodes=size[1])
         if hello.spec != spec:
@@ -144,7 +145,7 @@ class Streams:
         )
 
     def _reattached(self, session: int, hello: m.Hello, report: m.RoundReport) -> None:
-        """The agent knows a round. Is it ours, is it one to adopt, or is it over?"""
+        """The agent reports a round: the current one, one to adopt, or one that is over."""
         ctx, rdzv, node, now = self._ctx, self._rdzv, hello.node, self._ctx.now
         current = ctx.round
         ctx.number = max(ctx.number, report.round.number)
@@ -165,8 +166,8 @@ class Streams:
             rdzv.announce(node, now)
 
     def _repeat_start(self, session: int, node: str) -> None:
-        """The node has a place in our round and does not know: its Start was lost, or the master
-        before this one died between the record of the round and the order."""
+        """The node has a place in our round and does not know it: its Start was lost, or the
+        previous master died between the record of the round and the order."""
         round_ = self._ctx.round
         assert round_ is not None
         start = round_.start(node)
@@ -223,7 +224,7 @@ class Streams:
             self._rdzv.lost_contact(node, now, ctx.spec.heartbeat_timeout + 1.0)
 
     def bury(self) -> None:
-        """Nodes whose time is up are dead."""
+        """Declare nodes dead whose time is up."""
         ctx, rdzv, now = self._ctx, self._rdzv, self._ctx.now
         if members := len(rdzv.last.stages):
             deaths = self._membership.due(now, rdzv.last.is_member, members)
@@ -232,7 +233,7 @@ class Streams:
         for death in deaths:
             node, how = death.node, Dead(death.how)
             reason = text(how)
-            # where a round needed it, every agent says so itself (Start.why, Wait)
+            # if a round needed the node, every agent logs it itself (Start.why, Wait)
             needed = rdzv.last.is_concerned(node)
             ctx.note(f"node {node} {reason}", "error" if needed else "warning", told=needed)
             last_heard = self._nodes[node].last_heard
@@ -248,14 +249,14 @@ class Streams:
             ctx.note(text(hold) or "nodes are heard again", "warning" if hold else "info")
 
     def _end_stay(self, node: str, at: float) -> None:
-        """A life of this node is over since `at`: a loss, if the round still needed it."""
+        """An incarnation of this node ended at `at`. It is a loss if the round still needed it."""
         if self._rdzv.last.is_concerned(node):
             self._ctx.flaps.lost(node, at, self._ctx.now)
         else:
             self._ctx.flaps.over(node)
 
     def say_over(self, outcome: m.End) -> None:
-        """Tell the runtime, once: the job is over and somebody was told."""
+        """Tell the runtime, once, that the job is over and an agent knows."""
         if not self._is_over_told:
             self._is_over_told = True
             self._ctx.out.append(
@@ -265,7 +266,8 @@ class Streams:
     # ------------------------------------------------------------ excluded
 
     def exclude(self, verdicts: list[tuple[str, Excluded]]) -> None:
-        """These nodes are told to go, and are refused for a while: recorded first, then told."""
+        """Exclude these nodes: record it first, then order them to leave. They are refused for a
+        while."""
         ctx, now, seconds = self._ctx, self._ctx.now, self._ctx.spec.checks.exclude_for
         for node, how in verdicts:
             ctx.exclusions.add(node, self._nodes[node].host, how, seconds=seconds, now=now)
@@ -284,7 +286,7 @@ class Streams:
                 ctx.tell(session, refused(Banned(how, seconds), Ending.EXCLUDED))
 
     def _refuse_excluded(self, session: int, hello: m.Hello) -> bool:
-        """Whether this stream is an excluded node's, and has been refused."""
+        """If this stream is an excluded node's, refuse it. Return whether it was."""
         ctx = self._ctx
         refusal = ctx.exclusions.refusal(hello.node, hello.host, ctx.now)
         if refusal is None:
@@ -295,10 +297,10 @@ class Streams:
 
 
 def stop(round_: RoundName, why: Reason | None) -> m.Stop:
-    """The order to end the ranks of this round."""
+    """The order to stop the ranks of this round."""
     return m.Stop(round_, text(why), code(why))
 
 
 def refused(why: Reason, ending: Ending) -> m.Refused:
-    """The order by which an agent ends so."""
+    """The order that makes an agent exit with this ending."""
     return m.Refused(text(why), code_of(ending), code(why))

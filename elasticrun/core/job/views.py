@@ -1,4 +1,4 @@
-"""The picture of the job that people are shown."""
+"""The status of the job, for display."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from elasticrun.wire.messages import JobSpec, JobStatus, NodeStatus
 
 
 def nothing_yet(spec: JobSpec | None) -> JobStatus:
-    """Before the first agent, which brings the spec where the master was given none."""
+    """The status before the first agent, which brings the spec if the master was started without
+    one."""
     return JobStatus(
         job_id=spec.job_id if spec else "",
         phase="gathering",
@@ -42,7 +43,8 @@ def picture(
     watch: Watch,
     goodput: Goodput | None,
 ) -> JobStatus:
-    """All of it; O(nodes). `ends`: when the wait that `reason` speaks of is over at the latest."""
+    """The full status; O(nodes). `ends`: when the wait that `reason` describes ends at the
+    latest."""
     now, rdzv, budget, spec = ctx.now, ctx.rdzv, ctx.restarts.budget, ctx.spec
     phase = rdzv.phase.value
     if ctx.outcome is not None:
@@ -92,7 +94,7 @@ def picture(
 
 
 def _node(ctx: JobContext, node: Node, reason: str, health: str) -> NodeStatus:
-    hello = node.said  # None: of a restored round, and not heard yet
+    hello = node.said  # None: a member of a restored round that has not attached yet
     here = ctx.rdzv.last.is_member(node.id)
     seat = ctx.round.members.get(node.id) if ctx.round and here else None
     ranks = seat.ranks if seat else 0

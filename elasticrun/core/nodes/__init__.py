@@ -1,4 +1,4 @@
-"""One record for each node; when it is alive, dead, refused or backing off.
+"""One record per node; which nodes are alive, dead, refused or in backoff.
 
 Forbidden here: I/O, clocks, and the folders beside it.
 """

@@ -1,27 +1,27 @@
-"""Which nodes are there: ALIVE, SUSPECT, DEAD, LEFT, from streams, beats and incarnations.
+"""Which nodes are ALIVE, SUSPECT, DEAD or LEFT, derived from streams, beats and incarnations.
 
-Three witnesses speak of a node, because a slow loop or a broken stream is no death yet, and a node
-that is wrongly taken for dead costs all the others a restart. *Process*: its stream; the
-transport's pings break it when the process is gone or stopped. *Loop*: its beats; a node whose
-stream stands but that says nothing is sluggish, and dead only after SLUGGISH_DEAD. *World*: ranks
-of the same round that fail on another node. A broken stream makes a node SUSPECT; it is DEAD after
-SUSPECT_CONFIRM if the world agrees (REDIAL_GRACE where pings broke it: its network may be back), at
-once if a newer incarnation of it attaches, and otherwise when it has been silent for
-`heartbeat_timeout`; that includes the silence for which pings broke the stream. The only node of
-all, once fallen silent (stopped by Ctrl-Z, or by a debugger), has until SLUGGISH_DEAD or until
-another node comes: giving it up would help nobody (decision 026).
+There are three sources of evidence, because a slow event loop or a broken stream is not yet a
+death, and declaring a living node dead costs all others a restart. *Process*: the stream; the
+transport's pings break it when the process has exited or stopped. *Loop*: the beats; a node that is
+connected but sends nothing is sluggish, and dead only after SLUGGISH_DEAD. *World*: ranks of the
+same round that fail on another node. A broken stream makes a node SUSPECT. It becomes DEAD after
+SUSPECT_CONFIRM if the world agrees (REDIAL_GRACE if pings broke the stream: its network may
+return), at once if a newer incarnation of it attaches, and otherwise after `heartbeat_timeout` of
+silence, which includes the silence that made pings break the stream. If the job's only node falls
+silent (stopped by Ctrl-Z, or by a debugger), it has until SLUGGISH_DEAD or until another node
+attaches, because declaring it dead would help nobody (decision 026).
 
-Silence proves nothing where the listener did not listen: `overslept` moves every deadline. And
-nodes die one by one, or a few at a time: where more than half of a round's nodes (of three at
-least) are silent at once, the one that hears nothing is the likelier to be at fault; the verdict
-waits for MASS_SILENCE_HOLD, and is given then if they are silent still.
+Silence proves nothing while the master did not listen: `overslept` moves every deadline. Nodes die
+one by one, or a few at a time. If more than half of a round's nodes (at least three) are silent at
+once, the fault is more likely on the master's side; the verdict waits for MASS_SILENCE_HOLD, and
+applies if they are still silent then.
 
-A node's name is its node id; an incarnation is one life of its agent. A superseded incarnation is
-refused for ever. One that was only taken for dead may come back: it is treated as a newcomer, and
-whatever it still runs is fenced by the name of its round. A name that is held by a living agent is
-not taken from it: the newcomer is refused.
+A node's name is its node id; an incarnation is one run of its agent. A superseded incarnation is
+refused permanently. An incarnation that was wrongly declared dead may return: it is treated as a
+new node, and anything it still runs is fenced by the name of its round. A living agent keeps its
+node name: another agent with that name is refused.
 
-Every report costs O(1). The caller owes `due` a look whenever `next_deadline` has come.
+Every report costs O(1). The caller must call `due` whenever `next_deadline` has passed.
 """
 
 from __future__ import annotations
@@ -55,31 +55,31 @@ from elasticrun.core.reasons import (
 from elasticrun.wire.messages import Hello
 
 BEATS_PER_SECOND = 500
-"""Beats that one master hears per second at most; more nodes beat less often. With more to hear
-it would fall behind, and judge late."""
+"""Maximum number of beats per second that one master receives; with more nodes, each beats less
+often. More beats would make the master fall behind and decide late."""
 
 
 def beat_interval(streams: int) -> float:
-    """How often each of so many agents is to say that it lives, in seconds; however many there are,
-    one that lives is heard twice before it is given up as sluggish."""
+    """Interval in seconds of the beats of each of `streams` agents. Even in the largest job, a
+    living agent sends two beats before it counts as dead for being sluggish."""
     return min(max(BEAT_INTERVAL, streams / BEATS_PER_SECOND), SLUGGISH_DEAD / 3.0)
 
 
 SMALLEST = 3
-"""Of fewer nodes in a round nothing can be told: with two, half of them is one."""
+"""In a round of fewer nodes mass silence means nothing: of two nodes, one is half."""
 
 
 class MassSilence:
-    """Whether verdicts are held back; times are monotonic seconds."""
+    """Whether verdicts are on hold; times are monotonic seconds."""
 
     def __init__(self) -> None:
         self.until: float | None = None
-        """Until when verdicts are held back; None: they are not."""
-        self._silent: set[str] = set()  # who is silent meanwhile
+        """Until when verdicts are on hold; None: they are not."""
+        self._silent: set[str] = set()  # nodes that are silent meanwhile
 
     def holds_until(self, silent: Collection[str], size: int, now: float) -> float | None:
-        """Until when nobody is given up, now that these of the round's `size` nodes are silent too;
-        None: the verdict may be given."""
+        """Until when no node is declared dead, now that these of the round's `size` nodes are
+        silent too; None if verdicts apply."""
         self._silent.update(silent)
         if size < SMALLEST or 2 * len(self._silent) <= size:
             self._over()
@@ -89,20 +89,20 @@ class MassSilence:
         return self.until if now < self.until else None
 
     def overslept(self, by: float) -> None:
-        """The master did not listen for so many seconds: they do not count."""
+        """The master did not listen for `by` seconds: they do not count."""
         if self.until is not None:
             self.until += by
 
     def settled(self, node: str) -> None:
-        """It is heard again, or has gone. Of the last of them: the next mass silence is another
-        one. O(1)."""
+        """The node is heard again, or has left. After the last of them, the next mass silence is a
+        new one. O(1)."""
         if self.until is not None:
             self._silent.discard(node)
             if not self._silent:
                 self._over()
 
     def reason(self) -> CutOff | None:
-        """Why no verdict is given although nodes are silent; None if none is held back."""
+        """Why silent nodes are not declared dead; None if verdicts are not on hold."""
         return None if self.until is None else CutOff(MASS_SILENCE_HOLD)
 
     def _over(self) -> None:
@@ -111,35 +111,35 @@ class MassSilence:
 
 
 SLUGGISH_BEATS = 5.0
-"""A node that has missed so many beats is shown as sluggish."""
+"""A node is shown as sluggish after this many missed beats."""
 
 MAX_LEFT_OUT = 1000
-"""Nodes whose deaths by silence are recorded, the newest."""
+"""Maximum number of nodes whose deaths by silence are recorded, the newest."""
 
 MAX_SUPERSEDED = 100_000
-"""Superseded incarnations remembered; the oldest are forgotten first."""
+"""Maximum number of superseded incarnations remembered; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The answer to a stream that wants to be a node's."""
+    """The answer to a stream that attaches as a node."""
 
     refusal: Reason | None = None  # None: admitted
-    newer: bool = False  # another life of this node was known
-    superseded: bool = False  # an older life of the node had not been given up: it is over now
+    newer: bool = False  # an earlier incarnation of this node was known
+    superseded: bool = False  # the earlier incarnation was not declared dead yet; it is now
     silent_since: float = 0.0  # ... and when its stream broke
-    returned: bool = False  # this very incarnation had been given up as dead
+    returned: bool = False  # this incarnation had been declared dead
     old_session: int | None = None  # a stream that this one replaces
-    forgotten: str = ""  # a node that had gone, forgotten to make room
+    forgotten: str = ""  # a departed node that was dropped to make room
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A node that was given up, and why."""
+    """A node that was declared dead, and why."""
 
     node: str
     how: LostContact
-    session: int | None  # a stream that stood nevertheless: close it
+    session: int | None  # its stream, if still open: close it
     since: float = 0.0  # when its stream broke, or when it was last heard
 
 
@@ -151,14 +151,14 @@ class Membership:
         self._nodes = nodes
         self._timeout = heartbeat_timeout
         self.sessions: dict[int, Node] = {}
-        """The nodes of the streams that stand, in the order of attaching."""
+        """The nodes by open stream, in the order of attaching."""
         self._superseded: dict[str, None] = {}
         self.suspects: dict[str, None] = {}
-        """Nodes whose stream is broken and whose fate is open."""
+        """Nodes whose stream is broken and that are neither back nor dead yet."""
         self.present: dict[str, None] = {}
         """Nodes that are alive or suspect."""
         self.moved: set[str] = set()
-        """Nodes that came or went since the ledger looked."""
+        """Nodes that attached, broke off or left since the ledger last read this."""
         self._deadlines: Deadlines[str] = Deadlines()
         self.mass_silence = MassSilence()
         self._past: dict[str, Deaths] = {}  # from the record: nodes that have not attached yet
@@ -166,11 +166,11 @@ class Membership:
     # ------------------------------------------------------------ questions
 
     def beat_interval(self) -> float:
-        """How often agents are to say that they live, in seconds."""
+        """Interval of the agents' beats, in seconds."""
         return beat_interval(len(self.sessions))
 
     def sluggish(self, node: Node, now: float) -> str:
-        """That a node whose stream stands misses its beats, in words; empty if it does not."""
+        """A clause that a connected node misses its beats; "" if it does not."""
         silent = now - node.last_heard
         if node.session is None or silent < SLUGGISH_BEATS * self.beat_interval():
             return ""
@@ -180,13 +180,13 @@ class Membership:
         )
 
     def next_deadline(self) -> float | None:
-        """When `due` must be asked."""
+        """When `due` must be called."""
         return self._deadlines.next()
 
     # ------------------------------------------------------------ events
 
     def attach(self, session: int, hello: Hello, now: float) -> Admission:
-        """A stream says that it is this incarnation of this node."""
+        """A stream attaches as this incarnation of this node."""
         if hello.incarnation in self._superseded:
             return Admission(Superseded(hello.node))
         old = self._nodes.get(hello.node)
@@ -207,7 +207,7 @@ class Membership:
         return Admission(newer=True, superseded=True, silent_since=old.broke_at)
 
     def _enter(self, session: int, hello: Hello, silences: Deaths, now: float) -> None:
-        """A life of a node that was not known."""
+        """Add an unknown incarnation of a node."""
         node = Node(hello.node, hello.incarnation, hello, session, now, silences)
         self._nodes[node.id] = node
         self._stands(node, session, now)
@@ -228,14 +228,14 @@ class Membership:
         self.suspects.pop(node.id, None)
         self.mass_silence.settled(node.id)
         self._deadlines.arm(node.id, now + SLUGGISH_DEAD)
-        if len(self.present) == 2:  # one that fell silent is no longer the only node
+        if len(self.present) == 2:  # a node that fell silent is no longer the only one
             for first in map(self._nodes.__getitem__, self.suspects):
                 if first.said is not None:
                     until = first.broke_at + self._patience(first)
                     self._deadlines.arm(first.id, max(now, until))
 
     def heard(self, session: int, now: float) -> str | None:
-        """Something came in on `session`; the node it speaks for, None if it speaks for none."""
+        """A message arrived on `session`. Return its node, None if it has none."""
         node = self.sessions.get(session)
         if node is None:
             return None
@@ -247,8 +247,8 @@ class Membership:
         return node.id
 
     def detached(self, event: Detached, now: float, *, corroborated: bool) -> str | None:
-        """The stream is gone; the node it was the stream of, if it was a node's present one.
-        `corroborated`: ranks of its round have failed on another node."""
+        """The stream ended. Return its node if this was the node's current stream. `corroborated`:
+        ranks of its round have failed on another node."""
         node = self.sessions.pop(event.session, None)
         if node is None:
             return None
@@ -266,21 +266,21 @@ class Membership:
     def _patience(self, node: Node) -> float:
         confirm = min(REDIAL_GRACE, self._timeout)
         if node.corroborated:
-            closed = node.quiet < STOPPED_AFTER  # by its kernel: no ping was missed
+            closed = node.quiet < STOPPED_AFTER  # its kernel closed it: no ping was missed
             return min(SUSPECT_CONFIRM, confirm) if closed else confirm
         if len(self.present) == 1 and node.quiet >= STOPPED_AFTER:
             return max(confirm, max(self._timeout, SLUGGISH_DEAD) - node.quiet)
         return max(confirm, self._timeout - node.silent)
 
     def corroborate(self, reporter: str, concerned: Callable[[str], bool], now: float) -> None:
-        """Ranks failed on `reporter`: suspects for whom `concerned` holds have a second witness."""
+        """Ranks failed on `reporter`: that corroborates suspects for which `concerned` holds."""
         for node in map(self._nodes.__getitem__, self.suspects):
             if node.id != reporter and not node.corroborated and concerned(node.id):
                 node.corroborated = True
                 self._deadlines.arm(node.id, max(now, node.broke_at + self._patience(node)))
 
     def left(self, node: str, reason: Reason) -> None:
-        """The node says that it goes. Its stream may still stand while its ranks end."""
+        """The node announces that it leaves. Its stream may stay open while its ranks exit."""
         self._nodes[node].health, self._nodes[node].reason = Health.LEFT, reason
         self._deadlines.disarm(node)
         self._has_gone(node)
@@ -292,13 +292,13 @@ class Membership:
         self.mass_silence.settled(node)
 
     def overslept(self, by: float, beat: float) -> None:
-        """The listener was away for `by` seconds: no silence counts before one beat more."""
+        """The master did not listen for `by` seconds: no silence counts before one more beat."""
         self._deadlines.shift(by + beat)
         self.mass_silence.overslept(by + beat)
 
     def due(self, now: float, concerned: Callable[[str], bool], size: int) -> list[Death]:
-        """The nodes whose time is up. `concerned` tells the members of the round, `size` how many
-        there are; the rule of mass silence is about them."""
+        """Declare dead and return the nodes whose time is up. `concerned` tests for members of the
+        round, `size` is their number; the rule of mass silence applies to them."""
         due = self._deadlines.pop_due(now)
         if not due:
             return []
@@ -316,7 +316,7 @@ class Membership:
 
     def _die(self, node: Node, now: float) -> Death:
         how = node.reason
-        if not isinstance(how, LostContact):  # its stream stands
+        if not isinstance(how, LostContact):  # its stream is open
             how = LostContact("mute", now - node.last_heard)
         elif node.corroborated and node.said is not None:
             how = LostContact(how.how, missed=True)
@@ -335,20 +335,20 @@ class Membership:
     # ------------------------------------------------------------ the record of another master
 
     def recall(self, node: str, incarnation: str, now: float) -> Node:
-        """A member of the record's round that had been given up."""
+        """Add a member of the record's round that was lost."""
         known = Node(node, incarnation, None, None, now, self._recalled(node), Health.DEAD)
         known.reason = LostContact("gone_before")
         self._nodes[node] = known
         return known
 
     def redial(self, nodes: int) -> float:
-        """Seconds in which living agents, so many, have dialled a master that came back: they try
-        once a second; the silence limit, or the time that it takes to hear so many."""
+        """Seconds within which `nodes` living agents have dialled a new master. They try once a
+        second, so it is the silence limit, or the time it takes to process that many."""
         return min(REATTACH_GRACE, max(self._timeout, nodes / BEATS_PER_SECOND))
 
     def expect(self, node: str, incarnation: str, now: float, *, redial: float) -> None:
-        """A member of the record's round. It is suspect until it attaches, for REATTACH_GRACE; for
-        `redial` only where another node's ranks lose it."""
+        """Add a member of the record's round. It is suspect until it attaches, for REATTACH_GRACE;
+        only for `redial` if ranks of another node lose it."""
         known = self.recall(node, incarnation, now)
         known.health = Health.SUSPECT
         known.reason = LostContact("unheard")
@@ -359,11 +359,11 @@ class Membership:
         self._deadlines.arm(node, now + REATTACH_GRACE)
 
     def restore(self, facts: MembershipFacts, at: float) -> None:
-        """Nodes that fell silent under another master."""
+        """Restore which nodes fell silent under another master."""
         self._past = {one.node: Deaths.recalled(one, at) for one in facts.left_out}
 
     def facts(self, now: float) -> MembershipFacts:
-        """The nodes whose silences still matter, the newest of them, the newest last."""
+        """The nodes whose silences still matter; only the newest, the newest last."""
         found = [
             *self._past.items(),
             *((one.id, one.silences) for one in self._nodes.values()),
@@ -384,7 +384,7 @@ class Membership:
             self._superseded.pop(next(iter(self._superseded)))
 
     def _forget_one(self) -> str:
-        """Make room by forgetting a node that has gone; its name, empty if none has."""
+        """Make room by dropping a departed node; return its name, "" if there is none."""
         for node in self._nodes.values():
             if node.health in (Health.DEAD, Health.LEFT) and node.session is None:
                 self._supersede(node.incarnation)

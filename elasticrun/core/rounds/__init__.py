@@ -1,5 +1,4 @@
-"""Rendezvous: when a round forms or ends, who sits where, what a failure costs and whose fault it
-was.
+"""Rendezvous: when a round forms or ends, rank assignment, the cost of a failure and who caused it.
 
 Forbidden here: I/O, clocks, network checks, snapshots.
 """

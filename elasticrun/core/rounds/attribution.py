@@ -1,20 +1,20 @@
-"""Whose fault it is that ranks keep dying: a node's, or the script's.
+"""Attribution: whether a node or the script is to blame when ranks keep failing.
 
-One round says nothing: some rank died first. Over several rounds in a row the causes tell a story.
+One round proves nothing: some rank failed first. Causes of consecutive rounds do.
 
-* The same *node* again and again, and no rank of another node dies by itself: the node is to blame
-  (a bad GPU, a full disk, a wrong driver). After EXCLUDE_FAILING_AFTER rounds it is left out, if
-  the others are enough to go on without it; it waits at the door for 2, 4, 8 ... minutes. When it
-  is back it is on probation for an hour: the first failure that starts there leaves it out again.
-* Ranks of other nodes die by themselves in the same rounds as well: that is the script, or its
-  data; unless the node held other ranks meanwhile and was still the first each time.
-* The same *rank*, first on one node and then on another: the script, and it will fail wherever it
-  runs. A node that was left out for that rank is cleared and let in at once, and the other node
-  is not left out for it in its turn: the experiment has been made.
-* Different ranks on different nodes: the script too.
+* The same *node* each time, and no rank of another node fails by itself: the node is to blame (a
+  bad GPU, a full disk, a wrong driver). After EXCLUDE_FAILING_AFTER rounds it is put in backoff
+  for 2, 4, 8 ... minutes, if the other nodes suffice. After that it is on probation for an hour:
+  the first failure that starts there puts it in backoff again.
+* Ranks of other nodes fail by themselves in the same rounds too: the script or its data is to
+  blame, unless the node held different ranks in these rounds and still failed first each time.
+* The same *rank* fails first on one node and then on another: the script is to blame and fails
+  wherever it runs. A node in backoff for that rank is cleared and admitted at once. The other node
+  is not put in backoff for it, because the experiment has been made.
+* Different ranks on different nodes: the script is to blame too.
 
-Ranks keep their nodes over rounds, so "rank 3 of node b, thrice" may be either. Leaving the node
-out is also the experiment that tells: rank 3 then runs elsewhere.
+Ranks keep their nodes over rounds, so three failures of rank 3 on node b may be either. Putting the
+node in backoff is also the experiment that decides: rank 3 then runs elsewhere.
 """
 
 from __future__ import annotations
@@ -32,52 +32,53 @@ from elasticrun.core.persisted import Blamed
 from elasticrun.core.reasons import FirstToFail, RankFailed
 
 PROBATION = 3600.0
-"""Seconds for which a node that was left out is remembered after it has come back."""
+"""Seconds for which a node is remembered after its backoff."""
 
 MEMORY = 6 * 3600.0
-"""Seconds between two causes beyond which they are no row: by then it was another world."""
+"""Two causes further apart than this many seconds are not consecutive: the circumstances may have
+changed."""
 
 TRAIL = 16
-"""Causes that are remembered."""
+"""Number of causes that are remembered."""
 
 MAX_RECORDS = 1024
-"""Nodes that were left out and are remembered; the oldest are forgotten first."""
+"""Maximum number of remembered nodes; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Which rank was the first to die by itself in a round."""
+    """The rank that failed first, by itself, in a round."""
 
     node: str
     rank: int
-    first_rank: int  # of the node, in that round
-    others: bool  # ranks of other nodes died by themselves too
+    first_rank: int  # on the node, in that round
+    others: bool  # ranks of other nodes failed by themselves too
     what: RankFailed | None = None
     at: float = 0.0  # when it was reported
-    innocent: bool = False  # the node is not to blame, as for a hang of the script's
+    innocent: bool = False  # the node is not to blame, as for a hang caused by the script
 
 
 @dataclass(slots=True)
 class _Record:
-    """A node that was left out."""
+    """A node that was put in backoff."""
 
     times: int
-    until: float  # when it was, or is, let in again
-    rank: int  # for which rank
+    until: float  # when the backoff ended or ends
+    rank: int  # the rank that failed
 
 
 class Attribution:
-    """The causes of the last rounds that ended by failures of their own."""
+    """The causes of the last rounds that ended because of their own failures."""
 
     def __init__(self, after: int = EXCLUDE_FAILING_AFTER) -> None:
-        """`after`: rounds in a row that make a node suspect."""
+        """`after`: number of consecutive rounds that make a node suspect."""
         self._after = after
         self._trail: deque[Cause] = deque(maxlen=TRAIL)
         self._records: dict[str, _Record] = {}
 
     def why_suspect(self, cause: Cause, now: float) -> FirstToFail | None:
-        """Why the node of `cause` is to be left out if the present round ended by it; None if it is
-        not."""
+        """Why the node of `cause` must be put in backoff if the current round ended by it; else
+        None."""
         row = self._row(cause)
         record = self._records.get(cause.node)
         probation = record is not None and now < record.until + PROBATION
@@ -90,12 +91,12 @@ class Attribution:
         return FirstToFail(len(row), moved, cause.what)
 
     def settled(self, cause: Cause) -> None:
-        """A round ended by `cause`, and no node is left out for it."""
+        """Note that a round ended by `cause` and no node is put in backoff for it."""
         self._trail.append(cause)
 
     def cleared(self, cause: Cause, now: float) -> str:
-        """A node that was left out for what turns out to be the script's fault: it is to be let
-        in. Empty if there is none."""
+        """Remove and return a node in backoff for what turns out to be the script's fault: it may
+        be admitted. "" if there is none."""
         for node, record in self._records.items():
             if now < record.until and node != cause.node and record.rank == cause.rank:
                 del self._records[node]
@@ -103,7 +104,7 @@ class Attribution:
         return ""
 
     def leave_out(self, cause: Cause, now: float) -> float:
-        """The node of `cause` is left out; for how many seconds."""
+        """Put the node of `cause` in backoff; return for how many seconds."""
         self._trail.append(cause)
         old = self._records.pop(cause.node, None)
         times = 1 + (old.times if old and now < old.until + PROBATION else 0)
@@ -114,13 +115,13 @@ class Attribution:
         return wait
 
     def backoff_until(self, node: str, now: float) -> float:
-        """Until when a node that was left out waits at the door; `now` if it need not."""
+        """When the backoff of this node ends; `now` if it has none."""
         record = self._records.get(node)
         return now if record is None else max(now, record.until)
 
     def in_words(self, cause: Cause, nodes: int) -> str:
-        """What the last rounds together say, if the present one, of so many `nodes`, ended by
-        `cause`; a clause for the sentence of the job's end. Empty if they say nothing."""
+        """A clause for the sentence of the job's end: the pattern of the last rounds, if the
+        current one, with `nodes` nodes, ended by `cause`. "" if there is no pattern."""
         if cause.innocent:
             return ""
         trail = [*self._trail, cause]
@@ -146,7 +147,7 @@ class Attribution:
     # ------------------------------------------------------------ a master's record
 
     def record(self, now: float) -> tuple[Blamed, ...]:
-        """What the next master must know; MAX_RECORDS + 1 entries at most."""
+        """What the next master needs; at most MAX_RECORDS + 1 entries."""
         found = {
             node: Blamed(node, 0, one.times, one.rank, one.until - now)
             for node, one in self._records.items()
@@ -160,7 +161,7 @@ class Attribution:
         return tuple(found.values())
 
     def restore(self, blamed: Iterable[Blamed], at: float) -> None:
-        """Take over what another master had recorded `at` that time."""
+        """Restore what another master recorded at time `at`."""
         for one in blamed:
             for _ in range(min(one.rounds, TRAIL)):
                 self._trail.append(Cause(one.node, one.rank, -1, others=False, at=at))
@@ -168,7 +169,8 @@ class Attribution:
                 self._records[one.node] = _Record(one.times, at + one.remaining, one.rank)
 
     def _wherever_it_runs(self, cause: Cause) -> bool:
-        """Whether this very rank has just failed as often as it takes on other nodes as well."""
+        """Whether this rank has just failed on other nodes as often as it takes to suspect a
+        node."""
         same_rank = _tail(self._trail, lambda one: one.rank == cause.rank)
         elsewhere = [
             one for one in same_rank if one.node != cause.node and cause.at - one.at <= MEMORY
@@ -176,12 +178,12 @@ class Attribution:
         return len(elsewhere) >= self._after
 
     def _row(self, cause: Cause) -> list[Cause]:
-        """The last causes on this node, as far back as no two are MEMORY apart."""
+        """The last consecutive causes on this node, back to the first gap longer than MEMORY."""
         last = _tail([*self._trail, cause], lambda one: one.node == cause.node)
         late = [one.at - before.at > MEMORY for before, one in pairwise(last)]
         return last[len(late) - late[::-1].index(True) :] if True in late else last
 
 
 def _tail(trail: Iterable[Cause], alike: Callable[[Cause], bool]) -> list[Cause]:
-    """The last of them, as far back as they are alike."""
+    """The longest suffix whose elements are all alike."""
     return list(takewhile(alike, reversed([*trail])))[::-1]

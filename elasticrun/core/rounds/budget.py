@@ -1,9 +1,9 @@
 """What the failures of a round cost, and whether they end the job.
 
-One restart budget for the whole job, kept by the master (torchrun keeps one per agent and they
+One restart budget for the whole job, kept by the master (torchrun keeps one per agent, and they
 diverge). A round's failure window is open from its first failure until the next round forms.
-Meanwhile `judge` says whether the job is at its end, or what the next round has to wait for;
-`settle` writes the bill when it forms, so a round is charged once at most.
+Meanwhile `judge` returns whether the job ends, or what the next round must wait for. `settle`
+charges the cost when the next round forms, so a round is charged at most once.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ from elasticrun.core.rounds.failures import (
 from elasticrun.wire.messages import Failure, FailureKind, JobSpec
 
 LEAST_DOUBT = 1.0
-"""Seconds for which failures that all look like peer loss wait for news of a death, at least."""
+"""Minimum seconds that failures which all look like peer loss wait for the report of a node
+loss."""
 
 MAX_RANKS_REMEMBERED = 1024
-"""Failures of one round that are kept apart; an echo beyond this tells nobody anything new."""
+"""Maximum number of failures of one round that are kept; further echoes add no information."""
 
 MAX_AGES = 1024
-"""Charges that are recorded one by one: a job that may restart more often than this in one window
-is forgiven the older ones when its master dies."""
+"""Maximum number of charges that are recorded one by one. A job that may restart more often within
+one window loses the older charges when its master dies."""
 
 
 class Bill(StrEnum):
@@ -58,14 +59,14 @@ class Bill(StrEnum):
 
     NOTHING = "nothing"
     CHARGE = "charge"  # one restart
-    DOUBT = "doubt"  # they all look like the loss of a peer whose death is not known yet
+    DOUBT = "doubt"  # all look like peer loss, and the peer's loss is not known yet
     HOPELESS = "hopeless"  # a cause, and no restart left
-    FINAL = "final"  # the script has said that trying again cannot help
+    FINAL = "final"  # the script said that a retry cannot help
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The bill of a round as it stands; `until` is when a DOUBT turns into HOPELESS."""
+    """The cost of a round at present; `until`: when a DOUBT becomes HOPELESS."""
 
     bill: Bill
     reason: Reason | None
@@ -74,63 +75,63 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """A failure, and who reported it."""
+    """A failure and the node that reported it."""
 
     node: str
     failure: Failure
-    by_itself: bool  # nobody had stopped the rank
+    by_itself: bool  # the rank was not being stopped
     innocent: bool  # its node is not to blame
 
 
 class Window:
-    """The failures of one round from the first report until the next round forms.
+    """The failures of one round, from the first report until the next round forms.
 
-    Survivors are stopped when it opens; what it costs is settled when the next round forms,
-    because only then is it known whether a node had gone.
+    Survivors are stopped when it opens. The cost is settled when the next round forms, because only
+    then is it known whether a node was lost.
     """
 
     def __init__(self, doubt: float, *, adopted: bool = False, alone: bool = False) -> None:
-        """`doubt`: seconds for which failures that all look like peer loss wait for the news
-        that a node has died, where no restart is left. `adopted`: another master formed the round;
-        why a peer went is a thing that it may have known and this one cannot. `alone`: the round
-        has one node, which sentences need not name."""
+        """`doubt`: seconds that failures which all look like peer loss wait for the report of a
+        node loss, if no restart is left. `adopted`: another master formed the round, and may have
+        known why a peer was lost; this one cannot. `alone`: the round has one node, which messages
+        need not name."""
         self._alone = alone
         self._doubt = doubt
         self._adopted = adopted
         self.excused: Reason | None = None
-        """Why what fails from here on costs nothing; None if it may cost."""
+        """Why failures from now on cost nothing; None if they may cost."""
         self._told: dict[int, _Told] = {}  # by rank
-        self._first: _Told | None = None  # the root cause as things stand, be it a mere echo
+        self._first: _Told | None = None  # the root cause at present, even if it is only an echo
         self.cause: Cause | None = None
-        """The root cause as things stand; None if it is a mere echo, or costs nothing."""
-        self._final: RankFailed | None = None  # the first failure that no try can help
+        """The root cause at present; None if it is only an echo or costs nothing."""
+        self._final: RankFailed | None = None  # the first failure that no retry can fix
         self.story: RankFailed | None = None
-        """The cause as things stand; None if there is none."""
+        """The cause at present, as a reason; None if there is none."""
         self.opened_at: float | None = None
-        self._ended: dict[int, str] = {}  # ranks that ended with 0 before a stop -> node
+        self._ended: dict[int, str] = {}  # ranks that exited with 0 unstopped -> node
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """All that failed, root cause first."""
+        """All failures, root cause first."""
         found = cause_first([one.failure for one in self._told.values()])
         if not self._ended or self._first is None:
             return found
         return (self._explained(self._first), *found[1:])
 
     def excuse(self, reason: Reason | None) -> None:
-        """The round is being closed for another reason: what fails from here on is an echo.
-        Without effect once a failure was reported."""
+        """The round is ending for another reason: failures from now on are echoes. No-op after the
+        first failure."""
         if not self._told and not self.excused:
             self.excused = reason
 
     def overslept(self, by: float) -> None:
-        """The master did not listen for `by` seconds: news of a death may be late by that."""
+        """The master did not listen for `by` seconds: a report of a node loss may be that late."""
         if self.opened_at is not None:
             self._doubt += by
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether the round is over because of what a rank did, and nothing came from outside."""
+        """Whether ranks ended the round by themselves, without an outside cause."""
         failures = [one.failure for one in self._told.values()]
         told = [one for one in failures if one.kind not in ECHOES]
         return bool(told) and not self.excused and all(map(is_of_its_own, told))
@@ -144,9 +145,8 @@ class Window:
         stopped: bool = False,
         innocent: bool = False,
     ) -> bool:
-        """Note what `node` reported; whether any of it was new. `stopped`: its ranks were being
-        stopped, so that whatever they died of proves nothing. `innocent`: the node is not to
-        blame."""
+        """Add what `node` reported; return whether any of it was new. `stopped`: its ranks were
+        being stopped, so how they ended proves nothing. `innocent`: the node is not to blame."""
         before = len(self._told)
         for failure in failures:
             if failure.kind is FailureKind.FINAL:
@@ -169,22 +169,22 @@ class Window:
         return True
 
     def ended(self, node: str, ranks: Iterable[int]) -> None:
-        """Ranks of this node ended with 0 before anybody stopped them: the reason why a rank of
-        another node has lost them, or will."""
+        """Note that ranks of this node exited with 0 before they were stopped. That explains why
+        ranks of other nodes lose their connection to them."""
         self._ended.update(dict.fromkeys(ranks, node))
         if self._first is not None:
             self.story = self._say(self._first.node, self._explained(self._first))
 
     def _explained(self, told: _Told) -> Failure:
-        """The failure; if it is the loss of a peer, with the ranks of other nodes that had ended
-        (its agent has named those of its own)."""
+        """The failure. A peer loss also names the ranks of other nodes that had exited (its agent
+        has named its own)."""
         if told.failure.kind is not FailureKind.PEER_LOST:
             return told.failure
         others = [rank for rank, node in self._ended.items() if node != told.node]
         return also_ended(told.failure, others) if others else told.failure
 
     def _find_cause(self, at: float) -> Cause | None:
-        """O(failures): not to be asked at every event."""
+        """O(failures), so do not call it at every event."""
         if self._first is None or self.excused or self._first.failure.kind in ECHOES:
             return None
         node, rank = self._first.node, self._first.failure.rank
@@ -193,11 +193,11 @@ class Window:
         return Cause(node, rank, first_rank, others, self.story, at, innocent)
 
     def reported_by_another(self, node: str) -> bool:
-        """Whether a node other than `node` has lost ranks in this round."""
+        """Whether a node other than `node` reported failures in this round."""
         return any(one.node != node for one in self._told.values())
 
     def verdict(self, *, membership: Reason | None, restarts_left: int) -> Verdict:
-        """The bill. `membership` says which member has gone or is suspect, None if none."""
+        """The cost. `membership`: which member is lost or suspect, None if none."""
         if self._final is not None:
             return Verdict(Bill.FINAL, SaidFinal(self._final))
         if self._first is None or self.excused or membership:
@@ -219,8 +219,9 @@ class Window:
 
 
 class Budget:
-    """Counts charges. The first restart is immediate; one after a short life waits 1, 2, 4 ...
-    seconds, so that an outage of storage does not eat the budget in milliseconds."""
+    """Counts the charged restarts. The first restart is immediate. A restart after a short run
+    waits 1, 2, 4 ... seconds, so an outage of storage does not consume the budget in
+    milliseconds."""
 
     def __init__(
         self,
@@ -239,7 +240,7 @@ class Budget:
         self._charges: deque[float] = deque()
         self._adopted = 0
         self.short_lives = 0
-        """How many rounds in a row died soon after they began."""
+        """Number of consecutive rounds that failed soon after they began."""
         self.count = 0
         """Restarts charged since the job began: TORCHELASTIC_RESTART_COUNT."""
 
@@ -250,7 +251,7 @@ class Budget:
             self.count = count
 
     def restore(self, facts: RestartFacts, at: float) -> None:
-        """What the record of the master before this one said `at` that time."""
+        """Restore what the previous master recorded at time `at`."""
         self.count = facts.count
         self.short_lives = facts.short_lives
         if self._window > 0:
@@ -259,19 +260,19 @@ class Budget:
             self._adopted = facts.count
 
     def ages(self, now: float) -> tuple[float, ...]:
-        """For the record: how old the charges are that lie in the window, oldest first, the newest
-        MAX_AGES of them; none where every charge counts for ever."""
+        """For the record: the ages of the charges within the window, oldest first, only the newest
+        MAX_AGES. Empty if every charge counts for ever."""
         if self._window <= 0:
             return ()
         self.left(now)
         return tuple(now - when for when in self._charges)[-MAX_AGES:]
 
     def none_left(self) -> str:
-        """That it is spent, in words."""
+        """The clause that the budget is spent."""
         return no_restarts_left(self._max, self._window)
 
     def spent(self, first: RankFailed, pattern: str) -> NoRestartsLeft:
-        """That it is spent, at this failure."""
+        """The reason that the budget is spent, at this failure."""
         return NoRestartsLeft(first, self._max, self._window, pattern)
 
     def left(self, now: float) -> int:
@@ -282,13 +283,13 @@ class Budget:
         return max(0, self._max - spent)
 
     def delay(self, life: float) -> float:
-        """Seconds that a restart waits after a life of `life` seconds, before it is charged."""
+        """Seconds that a restart after a run of `life` seconds waits; call it before `charge`."""
         if self._backoff <= 0 or life >= self._healthy_after or self.short_lives == 0:
             return 0.0
         return float(min(self._backoff, 2.0 ** min(self.short_lives - 1, 30)))
 
     def charge(self, now: float, life: float) -> None:
-        """Spend one restart for a round that lived `life` seconds."""
+        """Spend one restart for a round that ran for `life` seconds."""
         if life >= self._healthy_after:
             self.short_lives = 0
         self.short_lives += 1
@@ -308,7 +309,7 @@ class Judgement:
 
 
 class Restarts:
-    """The failures of the present round and the budget of the job."""
+    """The failures of the current round and the budget of the job."""
 
     def __init__(self, spec: JobSpec) -> None:
         self._doubt = max(LEAST_DOUBT, spec.heartbeat_timeout)
@@ -323,7 +324,7 @@ class Restarts:
         self._nodes = 0
 
     def facts(self, now: float) -> RestartFacts:
-        """What the next master must know."""
+        """What the next master needs."""
         budget, excuse = self.budget, self.window.excused
         return RestartFacts(
             count=budget.count,
@@ -334,23 +335,24 @@ class Restarts:
         )
 
     def restore(self, facts: RestartFacts, at: float) -> None:
-        """Take over what another master had recorded; its round has been told of before."""
+        """Restore what another master recorded; `new_round` was called before."""
         self.budget.restore(facts, at)
         self.attribution.restore(facts.blamed, at)
         self.window.excuse(read(facts.excuse, facts.excuse_code))
 
     def new_round(self, *, adopted: bool = False, nodes: int = 0) -> None:
-        """A round begins, or one of another master is taken over. `nodes`: how many, if known."""
+        """A round begins, or another master's round is taken over. `nodes`: its number of nodes, if
+        known."""
         self._nodes = nodes
         self.window = Window(self._doubt, adopted=adopted, alone=nodes == 1)
 
     def verdict(self, membership: Reason | None, now: float) -> Verdict:
-        """What it costs as things stand; `membership` says which member has gone or may have."""
+        """The cost at present; `membership` says which member is lost or suspect."""
         return self.window.verdict(membership=membership, restarts_left=self.budget.left(now))
 
     def judge(self, membership: Reason | None, formed_at: float, now: float) -> Judgement | None:
-        """Ranks have failed: whether that ends the job or holds the next round back. `formed_at`:
-        when the round that failed began."""
+        """Ranks have failed: return whether that ends the job or delays the next round.
+        `formed_at`: when the failed round began."""
         opened = self.window.opened_at
         assert opened is not None
         verdict = self.verdict(membership, now)
@@ -374,8 +376,7 @@ class Restarts:
         return None
 
     def settle(self, membership: Reason | None, formed_at: float, now: float) -> str:
-        """The next round forms: charge what the one cost in which ranks failed. A line for the
-        log."""
+        """The next round forms: charge the cost of the failed one. Return a line for the log."""
         opened = self.window.opened_at
         assert opened is not None
         verdict = self.verdict(membership, now)

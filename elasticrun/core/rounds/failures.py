@@ -1,9 +1,9 @@
-"""What a rank died of, and which of many deaths was the cause.
+"""How a rank failed, and which of many failures is the cause.
 
-When one rank dies, the others die of it: their collectives break, or they are stopped. Only the
-first kind of death is a cause; the rest are its echo. `classify` tells them apart by exit code,
-signal and the text of the error, the most specific sign first. `CONTRACT` is what schedulers are
-told: which end has which exit code.
+When one rank fails, others fail because of it: their collectives break, or they are stopped. Only
+the first is a cause; the rest are its echoes. `classify` distinguishes them by exit code, signal
+and error text, the most specific sign first. `CONTRACT` is the exit code of each way a launcher
+ends, for schedulers.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ SIGNALS = {
     25: "SIGXFSZ",
     31: "SIGSYS",
 }
-"""Linux' names; no other host is known here."""
+"""Linux's names; no other platform is supported."""
 
 NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
-"""torchrun's words for a rank that exited by itself and left no error file."""
+"""torchrun's text for a rank that exited by itself and left no error file."""
 
 MAX_QUOTED = 200
-"""Characters of a rank's error that a sentence quotes; the summary at the end has all of it."""
+"""Maximum characters of a rank's error in a sentence; the final summary has all of it."""
 
 STOP_SIGNALS = frozenset({1, 2, 3, 9, 10, 12, 15})
-"""HUP, INT, QUIT, KILL, USR1, USR2, TERM: what agents, schedulers and people stop ranks with."""
+"""HUP, INT, QUIT, KILL, USR1, USR2, TERM: signals with which agents, schedulers and people stop
+ranks."""
 
 _PEER_LOST = re.compile(
     "|".join(
@@ -79,11 +80,10 @@ _PEER_LOST = re.compile(
             r"socketpollconnect|socketprogress",
             r"watchdog caught collective operation timeout",
             r"nccl.* timed out|timed out in blocking wait",
-            # a group that is closed while calls wait for ranks that have gone, or that was closed
-            # after they had
+            # a group that was closed while calls waited for ranks that had exited, or after that
             r"work timed out during finalize|workq finalize returned in progress",
             r"processgroupnccl (?:not initialized|already finalized|has been finalized)",
-            # the TCPStore, when the rank or host behind it has gone
+            # the TCPStore, after its host process or machine is lost
             r"did the remote server shutdown or crash",
             r"failed to recv, got 0 bytes",
             r"recvvalue failed",
@@ -95,7 +95,7 @@ _PEER_LOST = re.compile(
 )
 
 OWN_SIGNALS = frozenset({4, 5, 6, 7, 8, 11, 31})
-"""ILL, TRAP, ABRT, BUS, FPE, SEGV, SYS: what a process is ended by for what it did itself."""
+"""ILL, TRAP, ABRT, BUS, FPE, SEGV, SYS: signals caused by what the process itself did."""
 
 _PASSING = re.compile(
     "|".join(
@@ -110,25 +110,25 @@ _PASSING = re.compile(
     ),
     re.IGNORECASE,
 )
-"""What a machine lacks for a while, or only this machine: another try may find it otherwise."""
+"""Temporary conditions, or conditions of this machine only: a retry may succeed."""
 
 _OF_A_FULL_MEMORY = -7
-"""SIGBUS is also what a full /dev/shm gives, which another try may find empty."""
+"""A full /dev/shm also gives SIGBUS; a retry may find it empty."""
 
 ECHOES = frozenset({FailureKind.PEER_LOST, FailureKind.STOPPED})
-"""Kinds that are never the cause where another kind is known."""
+"""Kinds that are never the cause if another kind is present."""
 
 
 def signal_of(exitcode: int) -> int:
-    """The signal that ended a process, 0 and less if none did. A shell around it tells of one as
-    128 and its number."""
+    """The signal that ended a process; 0 or less if none did. A shell reports it as 128 plus its
+    number."""
     return -exitcode if exitcode < 0 else exitcode - 128
 
 
 def classify(exitcode: int, message: str, *, stopping: bool, oom: bool) -> FailureKind:
-    """The kind of a rank's end. `exitcode` is as subprocess has it (negative: a signal), `message`
-    is what is known of its error, `stopping` says that its agent was stopping it or had just been
-    signalled, `oom` that the kernel or the cgroup counted an out-of-memory kill."""
+    """The kind of a rank's end. `exitcode` as in subprocess (negative: a signal). `message`: what
+    is known of its error. `stopping`: its agent was stopping it or had just received a signal.
+    `oom`: the kernel or the cgroup counted an out-of-memory kill."""
     signum = signal_of(exitcode)
     if oom and signum == SIGKILL:
         return FailureKind.OOM
@@ -137,15 +137,15 @@ def classify(exitcode: int, message: str, *, stopping: bool, oom: bool) -> Failu
     if exitcode == EXIT_FINAL and not stopping:
         return FailureKind.FINAL
     peer_lost = _PEER_LOST.search(message) is not None
-    by_watchdog = peer_lost and signum == SIGABRT  # NCCL's: it ends a process whose peer has gone
+    by_watchdog = peer_lost and signum == SIGABRT  # NCCL aborts if its peer is lost
     if exitcode < 0 and not by_watchdog:
         return FailureKind.SIGNAL
     return FailureKind.PEER_LOST if peer_lost else FailureKind.SCRIPT
 
 
 def is_of_its_own(failure: Failure) -> bool:
-    """Whether what the rank did ended it, rather than a signal from outside, the kernel for want of
-    memory, or our own processes."""
+    """Whether the rank's own action ended it, not a signal from outside, an out-of-memory kill, or
+    our own processes."""
     if failure.kind not in (FailureKind.SCRIPT, FailureKind.FINAL, FailureKind.SIGNAL):
         return False
     signum = signal_of(failure.exitcode)
@@ -153,8 +153,8 @@ def is_of_its_own(failure: Failure) -> bool:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The earliest (by order given) that is not an echo of another; else the earliest loss of a
-    peer; else the first; None of none."""
+    """The first failure that is not an echo; else the first peer loss; else the first failure; None
+    if there is none."""
     for rejected in (ECHOES, frozenset({FailureKind.STOPPED}), frozenset[FailureKind]()):
         for failure in failures:
             if failure.kind not in rejected:
@@ -163,7 +163,7 @@ def root_cause(failures: Sequence[Failure]) -> Failure | None:
 
 
 def cause_first(failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    """The root cause, then the others in their order, MAX_FAILURES at most."""
+    """The root cause, then the others in their order; at most MAX_FAILURES."""
     cause = root_cause(failures)
     if cause is None:
         return ()
@@ -171,21 +171,22 @@ def cause_first(failures: Sequence[Failure]) -> tuple[Failure, ...]:
 
 
 def reason_of(failure: Failure, node: str = "") -> RankFailed:
-    """A failure as a reason: `rank 3 on node b: ValueError: bad luck`. `node` is left out where
-    there is only one."""
+    """A failure as a reason: `rank 3 on node b: ValueError: bad luck`. `node` is "" if there is
+    only one."""
     hung = failure.kind is FailureKind.HUNG
     return RankFailed(failure.rank, node, what_happened(failure), hung)
 
 
 def ended_before(failure: Failure) -> str:
-    """The ranks that had ended with 0 when this one lost its connection: `ranks 0-2`; "" none."""
+    """The ranks that had exited with 0 before this one lost its connection: `ranks 0-2`; "" if
+    none."""
     ranks = failure.ended_before
     return f"rank{'' if ranks.isdecimal() else 's'} {ranks}" if ranks else ""
 
 
 def also_ended(failure: Failure, others: Iterable[int]) -> Failure:
-    """A loss of a peer, before which these ranks of other nodes had ended with 0, too. As many are
-    named as a sentence holds."""
+    """Add ranks of other nodes that had exited with 0 before this peer loss; only as many as fit in
+    a sentence."""
     own = failure.ended_before
     ranks = write_ranges(others)
     if len(ranks) > MAX_QUOTED:
@@ -194,10 +195,10 @@ def also_ended(failure: Failure, others: Iterable[int]) -> Failure:
 
 
 def what_happened(failure: Failure) -> str:
-    """What became of the rank, in a clause that may follow its name."""
+    """What happened to the rank, as a clause that can follow its name."""
     code, kind, message = failure.exitcode, failure.kind, failure.message
     if kind is FailureKind.HUNG:
-        return message  # a sentence of the master's own, which is not too long
+        return message  # a sentence by the master, of limited length
     lost = kind is FailureKind.STOPPED and _PEER_LOST.search(message)  # before it was stopped
     if kind is FailureKind.PEER_LOST or lost:
         who = ended_before(failure)
@@ -213,19 +214,19 @@ def what_happened(failure: Failure) -> str:
 
 
 def is_alike(failure: Failure, other: Failure) -> bool:
-    """Whether both ranks died of the same exception; also where one was being told to stop when it
-    had failed already."""
+    """Whether both ranks failed with the same exception; also if one was being stopped after it had
+    failed."""
     return bool(other.traceback) and failure.message == other.message
 
 
 def cut(text: str) -> str:
-    """So much of a rank's own words as fits into a sentence."""
+    """The rank's own text, truncated to fit into a sentence."""
     return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 1]}…"
 
 
 def is_the_scripts(failure: Failure) -> bool:
-    """Whether the script has failed by itself, so that it would do so again: not for want of
-    something, not by a signal from outside, and not because a peer had gone."""
+    """Whether the script failed by itself and would do so again: not by a lack of resources, a
+    signal from outside, or peer loss."""
     passing = failure.exitcode == _OF_A_FULL_MEMORY or _PASSING.search(failure.message)
     return is_of_its_own(failure) and not passing
 
@@ -236,23 +237,23 @@ class Ending(StrEnum):
     DONE = "done"
     USAGE = "usage"  # the command line
     RANK = "rank"  # a rank failed, and no restart was left
-    SPENT = "spent"  # the same, by the script's own fault, and --exit-codes=scheduler
-    FINAL = "final"  # a rank failed, and its script said that trying again cannot help
+    SPENT = "spent"  # the same, by the script's own fault, with --exit-codes=scheduler
+    FINAL = "final"  # a rank failed, and its script said that a retry cannot help
     BELOW_FLOOR = "below the floor"  # all nodes together missed --comm-perf-threshold
-    TOO_FEW = "too few"  # nodes: a lost one was not replaced, or not enough came in time
-    LEFT = "left"  # told to leave by a signal, and nothing was saved for it
-    SAVED = "saved"  # the same, and what ranks had at that moment, or later, is in storage
-    UNSAVED = "unsaved"  # every rank ended with 0, and their last checkpoint is not in storage
-    REFUSED = "refused"  # by the master: another version, another job, a node id that is taken
-    NO_MASTER = "no master"  # ranks had failed or could not finish, and none answered
-    STUCK = "stuck"  # the kernel does not let a process of this node die
-    EXCLUDED = "excluded"  # from the job: the network check convicted it, or it is too slow
+    TOO_FEW = "too few"  # nodes: a lost one was not replaced, or too few joined in time
+    LEFT = "left"  # stopped by a signal, and nothing was saved after it
+    SAVED = "saved"  # the same, and the state of the ranks at that moment, or later, is in storage
+    UNSAVED = "unsaved"  # every rank exited with 0, but the last checkpoint is not in storage
+    REFUSED = "refused"  # by the master: another version, another job, a node id in use
+    NO_MASTER = "no master"  # ranks had failed or could not finish, and no master answered
+    STUCK = "stuck"  # a process of this node survives SIGKILL
+    EXCLUDED = "excluded"  # from the job: by the network check, or because it is too slow
     UNFIT = "unfit"  # --precheck found something on this machine
 
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """A line of the contract: the exit code of such an end, and why it is this one."""
+    """A line of the contract: the exit code of an ending, and why."""
 
     code: int
     why: str
@@ -276,15 +277,16 @@ CONTRACT: Mapping[Ending, Clause] = {
     Ending.EXCLUDED: Clause(EXIT_BAD_NODE, "the others go on; here it would be excluded again"),
     Ending.UNFIT: Clause(EXIT_BAD_NODE, "no rank was started, and here none would be"),
 }
-"""What a scheduler sees of an end; each code says what it should do, and nothing else."""
+"""What a scheduler sees of an ending; each code says what the scheduler should do, nothing else."""
 
 
 def code_of(ending: Ending) -> int:
-    """The exit code of a launcher that ends so."""
+    """The exit code of a launcher with this ending."""
     return CONTRACT[ending].code
 
 
 def code_for(failures: Iterable[Failure], otherwise: Ending = Ending.RANK) -> int:
-    """The exit code of an end at which ranks have failed, or none has."""
+    """The exit code for these failures: FINAL's if one of them is final, else that of
+    `otherwise`."""
     final = any(failure.kind is FailureKind.FINAL for failure in failures)
     return code_of(Ending.FINAL if final else otherwise)

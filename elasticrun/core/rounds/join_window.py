@@ -1,35 +1,37 @@
-"""How long to wait for nodes before a round forms or is given up for another.
+"""How long to wait for more nodes before a round forms or is replaced by a larger one.
 
-*Last call*, before the first round, waits for nodes that nobody has announced: see `rendezvous`.
+*Last call*, before the first round, waits for nodes that are not known to come: see `rendezvous`.
 
-A *debounce* is for things that befall nodes one after another and may be one event: a switch fails
-and its nodes are lost over a minute; a rack gets its power back and they return over two. A round
-for each of them would cost every node of the job a restart each time. The first answer is never
-held back: one lost node is mostly one lost node, and whatever happens until that round has formed
-is in it. Only when the next thing happens to another node, within STORM_WINDOW of the one before
-and after a round was already given for it, is it one event, and then the job waits until nothing
-more has come for a fixed time, once. So an event costs two rounds. One that does not end is
-answered after STORM_LONGEST all the same, and then no more held back.
+A *debounce* handles events that reach nodes one after another: a switch fails and its nodes are
+lost over a minute; a rack regains power and its nodes return over two. One round per node would
+cost every node of the job a restart each time. The first response is never delayed, because one
+lost node is usually just one lost node; everything that happens until that round has formed is
+included. Only if another node is affected within STORM_WINDOW of the previous one, after a round
+has formed in response, is it treated as one event. Then the job waits, once, until nothing more has
+happened for a fixed time. So an event costs two rounds. An event that does not end is answered
+after STORM_LONGEST and not delayed again.
 
-The *door*: when newcomers are let into a round that runs; a restart for all against a wait for
-some.
+The *door* decides when pending nodes may join a running round: a restart for all nodes against a
+wait for some.
 
-* A round younger than GROW_YOUNG (one that is adopted counts from then) has little to lose: a
-  newcomer is let in when no other has appeared for LAST_CALL_QUIET (or twice the largest gap
-  between newcomers). Last call counts from the moment an agent appears, since its join comes only
-  when its torch is imported, and waits for those who have appeared and not joined; but one that
-  comes and goes counts when it joins. It is spent before ranks are stopped, not after.
-* While the job is still *being started* newcomers are let in together, when a debounce takes the
-  start for over: one larger round, and not one for each of eight nodes that start over forty
-  seconds. It is, in its first round, if the nodes of that round came apart, or if with the first
-  newcomer not more are there than missing and more than two are missing. (That one newcomer is
-  alone cannot be known; this is what tells a job of 2:8 with three nodes from one of 1:4 with two.)
-* In a large job the same holds for nodes that come back one after another: the first is let in at
+* A round younger than GROW_YOUNG (an adopted round counts from its adoption) has little to lose: a
+  pending node is admitted when no other has appeared for LAST_CALL_QUIET (or twice the largest gap
+  between new nodes). This last call counts from the moment an agent appears, because its join
+  follows only after its torch import, and it waits for agents that have appeared but not joined. A
+  node that joins and disappears repeatedly counts from its join instead. The wait happens before
+  ranks are stopped, not after.
+* While the job is still *starting*, pending nodes are admitted together, once a debounce considers
+  the start complete: one larger round instead of one for each of eight nodes that start over forty
+  seconds. The job counts as starting during its first round, if the nodes of that round arrived far
+  apart, or if with the first pending node no more nodes are present than missing and more than two
+  are missing. (Whether that node is the only one cannot be known; this rule distinguishes a job of
+  2:8 with three nodes from one of 1:4 with two.)
+* In a large job the same applies to nodes that return one after another: the first is admitted at
   once, the others together.
-* An older round lets them in when `grow_cooldown` is over since it began; with `grow == "now"` the
-  age of the round does not count, nor whether the job is being started.
-* Once an operator has changed the size of the job, the age of the round does not count either.
-* When `max` is reached there is nobody to wait for.
+* An older round admits nodes once `grow_cooldown` has passed since it began. With `grow == "now"`
+  neither the age of the round nor the start of the job counts.
+* After an operator has changed the size of the job, the age of the round does not count either.
+* At `max` nodes there is no wait.
 """
 
 from __future__ import annotations
@@ -51,14 +53,16 @@ from elasticrun.wire.messages import JobSpec
 
 
 class LastCall:
-    """It ends when nodes have stopped coming; the rules are in the head of `rendezvous`.
+    """Ends when nodes stop arriving; the head of `rendezvous` has the rules.
 
-    A silence begins when a node has come (its Hello), not when it has imported torch and can start;
-    but half of LAST_CALL_QUIET passes after that too, for those who were a moment slower."""
+    Quiet time counts from a node's arrival (its Hello), not from when it has imported torch and can
+    start. Half of LAST_CALL_QUIET must also pass after the latter, for nodes that are slightly
+    slower.
+    """
 
     def __init__(self, timeout: float, horizon: float = math.inf) -> None:
-        """`timeout`: see there. A node that comes more than `horizon` seconds after the
-        one before begins a new series: the gap between series says nothing."""
+        """`timeout`: the longest silence. A node that arrives more than `horizon` seconds after the
+        previous one begins a new series: the gap between series does not count."""
         self._timeout = timeout
         self._horizon = horizon
         self._last: float | None = None
@@ -67,26 +71,27 @@ class LastCall:
         self.began: float | None = None
 
     def arrival(self, now: float) -> None:
-        """A node has come: its Hello counts, not how long it then imports torch before it joins."""
+        """A node has arrived: its Hello counts, not how long it then imports torch before it
+        joins."""
         gap = 0.0 if self._last is None else now - self._last
         self._gap = max(self._gap, gap) if gap <= self._horizon else 0.0
         self._last = now
 
     def ready(self, now: float) -> None:
-        """A node that had come before can start."""
+        """A node that arrived earlier can start."""
         self._ready = now
 
     def begin(self, now: float) -> None:
-        """There are nodes enough; without effect if it has begun."""
+        """There are enough nodes; no-op if it has begun."""
         if self.began is None:
             self.began = now
 
     def cancel(self) -> None:
-        """There are not enough any more."""
+        """There are no longer enough nodes."""
         self.began = None
 
     def ends(self, *, announced: bool) -> float:
-        """When it ends if nobody else joins. `announced`: nodes are known to be on their way."""
+        """When it ends if no other node joins. `announced`: nodes are known to be on their way."""
         assert self.began is not None
         quiet = max(LAST_CALL_QUIET, 2.0 * self._gap)
         if announced:
@@ -100,21 +105,21 @@ class LastCall:
 
 
 class Debounce:
-    """One series of happenings; times are monotonic seconds."""
+    """One series of events; times are monotonic seconds."""
 
     def __init__(self, quiet: float) -> None:
-        """`quiet`: seconds of silence that end a series."""
+        """`quiet`: seconds without an event that end a series."""
         self._quiet = quiet
         self._seen: set[Hashable] = set()
         self._last = -math.inf
         self.gap = 0.0
-        """The largest between two happenings of the present series."""
-        self._answered = False  # a round was formed since the series began
-        self._open = False  # something has happened that no round has answered
-        self._held_since = math.inf  # when something first happened after an answer
+        """The largest gap between two events of the current series."""
+        self._answered = False  # a round has formed since the series began
+        self._open = False  # an event has happened since the last round
+        self._held_since = math.inf  # when the first event after a response happened
 
     def seen(self, what: Hashable, now: float) -> None:
-        """It happened. The same thing again says nothing about how far the event spreads."""
+        """Record an event. A repetition says nothing about how far the event spreads."""
         if now - self._last > STORM_WINDOW:
             self._seen.clear()
             self.gap, self._answered, self._held_since = 0.0, False, math.inf
@@ -128,48 +133,51 @@ class Debounce:
             self._held_since = min(self._held_since, now)
 
     def answered(self, now: float, *, wholly: bool = True) -> None:
-        """A round was formed of those who are there. `wholly`: for all that was seen so far."""
+        """A round formed with the nodes that are present. `wholly`: it covers all events so far."""
         if self._open:
             self._answered, self._open = True, not wholly
             if self._open:
                 self._held_since = min(self._held_since, now)
 
     def holds(self) -> float | None:
-        """Until when the answer to what was seen last waits; None, or long past: it need not."""
+        """Until when the response to the latest event must wait; None or a past time: not at
+        all."""
         if not (self._answered and self._open) or len(self._seen) < 2:
             return None
         return min(self._last + self._quiet, self._held_since + STORM_LONGEST)
 
 
 SERIES = 20.0
-"""Newcomers further apart than these seconds are no series: the next one is let in as if it were
-the first, since nobody says that more will come."""
+"""New nodes further apart than this many seconds are not a series. The next one is admitted as if
+it were the first, because nothing suggests that more will come."""
 
 
 class Door:
-    """Where newcomers wait. Times are monotonic seconds."""
+    """Decides when pending nodes are admitted. Times are monotonic seconds."""
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
-        # the series goes on over the rounds that newcomers cause: nodes that come back one after
-        # another are let in together, and not each by a round of its own
+        # the series continues across the rounds that new nodes cause, so nodes that return one
+        # after another are admitted together and not by a round each
         self._call = LastCall(spec.last_call_timeout, horizon=SERIES)
-        # twice: unlike last call it costs those who are there nothing, since they train
+        # twice: unlike last call, this wait costs the present nodes nothing because they keep
+        # training
         self._starts = Debounce(
             2.0 * spec.last_call_timeout
         )  # of nodes, up to the job's second round
-        self._returns = Debounce(STORM_QUIET)  # and after the first
+        self._returns = Debounce(STORM_QUIET)  # the same after the first round
         self._appeared = 0
-        self._running = False  # a round was formed
+        self._running = False  # a round has formed
         self._starting = False  # it is the job's first
-        self._apart = False  # and its nodes come one after another
+        self._apart = False  # and its nodes arrive one after another
         self._formed_at = 0.0
-        self._fickle: dict[str, None] = {}  # came and went again since the round was formed
-        self._opened: float | None = None  # when the first of those who wait now had joined
-        self._scaled = False  # since the round was formed an operator has asked for more, or less
+        self._fickle: dict[str, None] = {}  # appeared and left again since the round formed
+        self._opened: float | None = None  # when the first of the pending nodes joined
+        self._scaled = False  # an operator has scaled the job since the round formed
 
     def appeared(self, node: str, now: float) -> None:
-        """An agent that has no place in the round is there; it may have to make its store ready."""
+        """An agent without a place in the round has attached; it may still have to prepare its
+        store."""
         self._starts.seen(node, now)
         if self._running:
             self._call.arrival(now)
@@ -177,22 +185,22 @@ class Door:
             self._returns.seen(self._appeared, now)
 
     def joined(self, node: str, now: float) -> None:
-        """A node waits at the door of a round that runs."""
+        """A node is pending while a round runs."""
         if self._opened is None:
             self._opened = now
         if node in self._fickle:
             self._call.arrival(now)
 
     def scaled(self) -> None:
-        """An operator has said how many nodes there are to be: whoever comes is wanted now."""
+        """An operator has set the number of nodes: new nodes are wanted at once."""
         self._scaled = True
 
     def went(self, node: str) -> None:
-        """It went again before it was let in: the next time its joining counts, not its coming."""
+        """The node left before it was admitted: next time its join counts, not its arrival."""
         self._fickle[node] = None
 
     def formed(self, now: float, *, announced: bool = False) -> None:
-        """A round was formed, or taken over from another master. `announced`: as in `entry`."""
+        """A round has formed, or was taken over from another master. `announced`: as in `entry`."""
         self._running = True
         self._starting = self._scaled = False
         self._starts.answered(now, wholly=not announced)
@@ -203,16 +211,16 @@ class Door:
         self._opened = None
 
     def job_began(self) -> None:
-        """The round that was just formed is the job's first."""
+        """The round that has just formed is the job's first."""
         self._starting = True
         self._apart = self._starts.gap > 2.0 * LAST_CALL_QUIET
 
     def entry(
         self, size: int, possible: int, largest: int, announced: bool
     ) -> tuple[float, AtDoor]:
-        """When those at the door are let in if nothing else happens, and why not now. `size`:
-        members of the round, `possible`: how many it could have with them, `largest`: at most.
-        `announced`: others have appeared and not joined yet."""
+        """When the pending nodes are admitted if nothing else happens, and why not now. `size`:
+        members of the round. `possible`: its size with the pending nodes. `largest`: its maximum
+        size. `announced`: other nodes have appeared but not joined yet."""
         opened = self._formed_at if self._opened is None else self._opened
         self._call.begin(opened)
         due, reason = opened, AtDoor("no_more")

@@ -1,50 +1,48 @@
-"""When a round of nodes forms or reopens, with whom, and why not yet.
+"""Rendezvous: when a round forms or reopens, with which nodes, and why not yet.
 
 Phases. A job is GATHERING until a round forms and RUNNING until it reopens:
 
     GATHERING --- formed(nodes) ---> RUNNING --- reopen(reason) ---> GATHERING ...
 
 *The first round* forms at once when `max` nodes have joined. Otherwise last call begins when `min`
-have. It ends when no node has joined for max(LAST_CALL_QUIET, 2 x the largest gap between joins so
-far) - nodes that start together do not wait for nodes that do not exist, nodes that start ten
-seconds apart are waited for - but no single silence lasts longer than `last_call_timeout`, and the
-whole no longer than LAST_CALL_CAP_FACTOR times that, whoever joins. A node has come when its stream
-stands; one that has not joined yet (it imports torch) is waited for.
+have joined. It ends when no node has joined for max(LAST_CALL_QUIET, 2 x the largest gap between
+joins so far): nodes that start together do not wait for nodes that do not exist, and nodes that
+start ten seconds apart are waited for. No single silence lasts longer than `last_call_timeout`, and
+the whole no longer than LAST_CALL_CAP_FACTOR times that, even if nodes still join. A node counts as
+arrived once it is connected; one that has not joined yet (it imports torch) is waited for.
 
-*A later round* needs no last call: the nodes that are expected are known. It forms as soon as every
-living member of the last round is back, with whoever else is ready. Last call is for those who are
-not expected; so a live survivor that is still stopping holds the round open until the time it has
-named and SURVIVOR_SLACK more: left out, it would come back and cost another restart. Only then do
-the others go on without it.
+*A later round* needs no last call, because the expected nodes are known. It forms as soon as every
+living member of the last round has rejoined, together with all other ready nodes. A survivor that
+is still stopping its ranks is waited for, as long as it has reported plus SURVIVOR_SLACK, because
+its later return would cost another restart. After that the others continue without it.
 
-*While RUNNING*, a member that dies or leaves before its ranks are done reopens the round at once. A
-newcomer waits at the door while training goes on; when it is let in is the affair of `Door`. Nodes
-that `max` or `node_unit` leave over are spares; they replace the lost.
+*While RUNNING*, a member that is lost or leaves before its ranks are done reopens the round at
+once. A new node is pending while training continues; `Door` decides when it is admitted. Nodes
+beyond `max` or a multiple of `node_unit` are spares; they replace lost nodes.
 
-When an operator asks for fewer nodes than the round has, it is over at once; those whom the next
-one leaves over are spares (decision 034).
+When an operator asks for fewer nodes than the round has, it ends at once; nodes without a place in
+the next one are spares (decision 034).
 
-Storms. The round that follows a loss forms at once, with all who are left. In a job of STORM_NODES
-and more, when that round is broken by another loss within STORM_WINDOW, the two may be one event,
-and the next round waits until none was lost for STORM_QUIET. Nodes that return meanwhile are in
-that round. A successor of the master knows nothing of a storm; the first loss that it sees is
-answered at once.
+Storms. The round that follows a loss forms at once, with all remaining nodes. In a job of
+STORM_NODES or more, if another loss breaks that round within STORM_WINDOW, the two may be one
+event, and the next round waits until no node was lost for STORM_QUIET. Nodes that return meanwhile
+join that round. A new master does not know of a storm; it answers the first loss at once.
 
-The fence. A round whose ranks may still run somewhere must not be followed by another that writes
-the same checkpoints. Collectives need every rank, so it is enough that *one* member of the round
-has reported that its ranks are gone, or has come back as a newer life. Where no member can be
-heard, the next round waits until every agent of the last one has stopped its ranks by itself: after
-the last word of the last of them, `heartbeat_timeout` for it to notice (two beats in a large job,
-which beats slowly), `master_lost_timeout` in which it goes on, `restart_grace` for its ranks to
-end, and FENCE_SLACK.
+The fence. While ranks of a round may still be running somewhere, no other round that writes the
+same checkpoints may follow. Collectives need every rank, so it is enough that *one* member of the
+round has reported that its ranks have exited, or has returned as a newer incarnation. If no member
+is reachable, the next round waits until every agent of the last one has stopped its ranks on its
+own. Counted from the last message of the last of them, that takes `heartbeat_timeout` to notice
+(two beats in a large job, whose beats are slow), `master_lost_timeout` during which it continues,
+`restart_grace` for its ranks to exit, and FENCE_SLACK.
 
-Invariants: a node is in `ready` only while no rank of an earlier round lives on it and its stream
-stands. A round is formed of ready nodes only. Every WAIT has a reason, and a time at which it ends
-unless something happens before; only a running round that lacks nothing waits without end.
+Invariants: a node is in `ready` only if it is connected and no rank of an earlier round is alive on
+it. A round is formed of ready nodes only. Every WAIT has a reason, and a time at which it ends
+unless something happens earlier; only a complete running round waits without limit.
 
-What the caller owes: `decide` after every event that is not a beat and at the time it named; to
-choose at most `Decision.nodes` of `ready` and tell `formed`; to tell every loss of contact, leave,
-death and rebirth; not to tell `join` for a node whose ranks may live.
+The caller must call `decide` after every event except a beat, and at the time it returned; pass at
+most `Decision.nodes` of `ready` to `formed`; report every loss of contact, leave, death and new
+incarnation; and not call `join` for a node whose ranks may be alive.
 """
 
 from __future__ import annotations
@@ -92,21 +90,21 @@ from elasticrun.core.words import Count
 from elasticrun.wire.messages import JobSpec
 
 SURVIVOR_SLACK = 2.0
-"""A survivor is waited for this much longer than the stopping time it has named."""
+"""A survivor is waited for this much longer than the stopping time it has reported."""
 
 SLOW_START = 10.0
-"""Seconds after which a node whose ranks are still being started is shown with that."""
+"""After this many seconds, the status shows that a node's ranks have not all started."""
 
 REJOIN_WAIT = 30.0
-"""A survivor without ranks is waited for this long to offer a store again: a fork server that died
-must import torch once more, which takes up to 20 s from a cluster's file system."""
+"""How long a survivor without ranks may take to offer a store again: a fork server that died must
+import torch again, which takes up to 20 s from a cluster's file system."""
 
 FENCE_SLACK = 5.0
-"""Seconds of doubt about how soon an agent notices that its master has gone."""
+"""Safety margin in seconds for how soon an agent notices that its master is lost."""
 
 
 class Phase(StrEnum):
-    """What the job is doing about rounds."""
+    """Whether a round runs."""
 
     GATHERING = "gathering"
     RUNNING = "running"
@@ -124,21 +122,21 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is to be done now, and why; for WAIT, until when it stands at the latest."""
+    """What to do now, and why. `until`: when a WAIT ends at the latest."""
 
     verb: Verb
     reason: Reason | None
     until: float | None = None
-    wake: float | None = None  # WAIT: to be asked again by then for another reason
-    nodes: int = 0  # FORM: how many at most
+    wake: float | None = None  # WAIT: when to call `decide` again for another reason
+    nodes: int = 0  # FORM: maximum number of nodes
 
 
 class Rendezvous:
-    """The rounds of one job; see the module's head."""
+    """The rounds of one job."""
 
     def __init__(self, spec: JobSpec, now: float) -> None:
         self._sized(spec)
-        self._scaled = False  # an operator has said how many nodes there are to be
+        self._scaled = False  # an operator has changed the number of nodes
         self._stop_time = spec.restart_grace + SURVIVOR_SLACK
         self.phase = Phase.GATHERING
         self.ready: dict[str, None] = {}
@@ -147,17 +145,17 @@ class Rendezvous:
         self.takeover = Takeover(now)
         self._announced: dict[str, None] = {}  # attached, not joined
         self.backing_off = Backoffs()
-        """Nodes that are left out: they wait at the door until their time is over."""
-        self._kept: dict[str, Reason] = {}  # kept out until the network check passes them, and why
-        self._shortage: NodeExcluded | None = None  # since the last round was formed
-        self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when
+        """Nodes in backoff: they are pending until it ends."""
+        self._kept: dict[str, Reason] = {}  # excluded until the network check passes them, and why
+        self._shortage: NodeExcluded | None = None  # since the last round formed
+        self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when they are waited for
         self._call = LastCall(spec.last_call_timeout)
         self._door = Door(spec)
         self._storm = Debounce(STORM_QUIET)
-        self._struck: list[str] = []  # nodes just lost, until `decide` knows when
-        self._recount = False  # whether there are nodes enough is to be asked again
+        self._struck: list[str] = []  # nodes just lost, not yet processed by `decide`
+        self._recount = False  # check again whether there are enough nodes
         self.formed_at = 0.0
-        """When the last round was formed; 0.0 if there was none."""
+        """When the last round formed; 0.0 if there was none."""
         self._starved_since: float | None = now
         self._count = Count()
 
@@ -168,8 +166,8 @@ class Rendezvous:
         self._impatient = fixed and not spec.nodes_return
 
     def scale(self, spec: JobSpec) -> None:
-        """An operator has changed how many nodes there are to be: a round that runs with more is
-        over, and those who wait need not wait for its age."""
+        """An operator has changed the number of nodes. A running round with more nodes ends, and
+        the age of the round no longer delays pending nodes."""
         self._sized(spec)
         self._scaled = True
         self._door.scaled()
@@ -178,34 +176,34 @@ class Rendezvous:
 
     @property
     def loss(self) -> Reason | None:
-        """Which member was lost first since the round was formed; None: none was."""
+        """Which member was lost first since the round formed; None if none was."""
         if self.last.lost:
             return self.last.lost[0]
         unseen = self.takeover.unseen_ranks
         return NodesUnheard() if unseen else None
 
     def is_held_back(self, node: str) -> bool:
-        """Whether it waits at the door whatever room there is."""
+        """Whether the node must wait even if the round has a place for it."""
         return node in self.backing_off or node in self._kept
 
     @property
     def succeeded(self) -> bool:
-        """Whether every rank of the last round ended with 0."""
+        """Whether every rank of the last round exited with 0."""
         last = self.last
         return 0 < len(last.stages) <= len(last.completed) and self.is_whole
 
     @property
     def awaits_survivors(self) -> bool:
-        """Whether members of the last round are still to stop or to come back."""
+        """Whether members of the last round have yet to stop or to rejoin."""
         return len(self._awaited) > 0
 
     def is_incomplete(self, now: float) -> bool:
-        """Whether nodes of a round of another master may still dial."""
+        """Whether nodes of another master's round may still redial."""
         unseen = bool(self.last.unseen) and now < self.takeover.grace_until
         return self.takeover.unseen_ranks > 0 or unseen
 
     def activity(self, node: str) -> str:
-        """The word of `NodeStatus.activity`."""
+        """The value of `NodeStatus.activity`."""
         if node in self.ready:
             return "joining" if self.phase is Phase.GATHERING else "at-the-door"
         if self.last.is_member(node):
@@ -216,7 +214,7 @@ class Rendezvous:
         return "joining" if node in self._announced else "stopping"
 
     def reason_of(self, node: str, now: float) -> str:
-        """Why this one node waits, where that is an affair of its own; else empty."""
+        """Why this node waits, if it has a reason of its own; else ""."""
         if node in self._kept:
             return text(self._kept[node])
         if node in self.backing_off:
@@ -241,7 +239,7 @@ class Rendezvous:
         return text
 
     def is_enough_without(self, node: str) -> bool:
-        """Whether a round could form if this node, member or not, were not there; O(n)."""
+        """Whether a round could form without this node; O(n)."""
         others = self.last.staying().union(self.ready) - {node, *self._kept}
         unit = self._spec.node_unit
         return len(others) // unit * unit >= self._spec.min_nodes
@@ -249,7 +247,7 @@ class Rendezvous:
     # ------------------------------------------------------------ nodes come and go
 
     def announce(self, node: str, now: float) -> None:
-        """A stream of this node stands; it is expected to join."""
+        """The node is connected; it is expected to join."""
         if node not in self.ready and not self.last.is_member(node):
             if not self.last.stages and node not in self._announced:
                 self._call.arrival(now)
@@ -257,15 +255,15 @@ class Rendezvous:
             self._door.appeared(node, now)
 
     def join(self, node: str, now: float, *, not_before: float, why: str = "") -> None:
-        """No rank lives on this node and it offers a store. `not_before`: when it is let in, for a
-        node that keeps falling silent or whose ranks keep failing, as `why` says in a clause."""
+        """No rank is alive on this node and it offers a store. `not_before`: when a node that keeps
+        falling silent, or whose ranks keep failing, may join. `why`: the reason as a clause."""
         if self.last.is_member(node) and self.last.stages[node] is not Stage.STOPPED:
-            return  # it said so before it read the Start of the present round
+            return  # it sent this before it received the Start of the current round
         announced = node in self._announced
         self._announced.pop(node, None)
         self._awaited.disarm(node)
         if not_before > now and not self.last.is_member(node):
-            # it has come back; the next round is not its
+            # it is back, but will not be in the next round
             self.backing_off.put(node, not_before, why)
         elif node not in self.ready and node not in self._kept:
             self.ready[node] = None
@@ -275,12 +273,12 @@ class Rendezvous:
                 self._door.joined(node, now)
 
     def overslept(self, by: float) -> None:
-        """The master did not listen for `by` seconds: the answers of survivors are not late."""
+        """The master did not listen for `by` seconds: survivors get that much longer to answer."""
         self._awaited.shift(by)
         self.takeover.overslept(by)
 
     def lost_contact(self, node: str, now: float, patience: float) -> None:
-        """Its stream broke; it may come back within `patience` seconds, and joins again then."""
+        """The node's stream broke. It may reconnect within `patience` seconds and join again."""
         if node in self._announced or node in self.ready:
             self._door.went(node)
         self._away_from_door(node)
@@ -294,8 +292,8 @@ class Rendezvous:
                 self._awaited.arm(node, now + patience)
 
     def back(self, node: str, now: float) -> bool:
-        """A stream of this node stands again; whether it was the last of a restored round's
-        members that had not been heard."""
+        """The node is connected again. Return whether it was the last unheard member of a restored
+        round."""
         self.last.unheard.discard(node)
         unseen = self.last.unseen
         if node not in unseen:
@@ -306,7 +304,7 @@ class Rendezvous:
         return not unseen
 
     def leaving(self, node: str, now: float, why: Leaves | Excluded) -> None:
-        """The node says that it goes; its ranks may live until it says that they have ended."""
+        """The node announces that it leaves; its ranks may be alive until it reports `Stopped`."""
         over = (Stage.STOPPED, Stage.FINISHED)
         if not self.last.is_member(node) or self.last.stages[node] in over:
             self.gone(node, HasLeft(why), last_word=now)
@@ -316,13 +314,13 @@ class Rendezvous:
             self._awaited.arm(node, now + self._stop_time)
 
     def excluded(self, node: str, now: float, how: Excluded) -> None:
-        """It is told to go, and will not come back for long."""
+        """The node is ordered to leave, and will not return for long."""
         self._shortage = NodeExcluded(node, how)
         self.leaving(node, now, how)
 
     def gone(self, node: str, how: Fate, *, last_word: float, reborn: bool = False) -> None:
-        """The node is dead or has left, and its agent with it. `last_word`: when it was last
-        heard. `reborn`: a newer life of it is there, so its ranks are not."""
+        """The node is dead or has left, and its agent has exited. `last_word`: when it last sent
+        anything. `reborn`: a newer incarnation is present, so its ranks are dead."""
         last = self.last
         if node in last.unseen:
             del last.unseen[node]
@@ -352,28 +350,28 @@ class Rendezvous:
         self._recount = True
 
     def leave_out(self, node: str, until: float, how: BackedOff) -> None:
-        """This member waits at the door until then. It is no loss that others would follow."""
+        """Put this member in backoff until then. This is not a loss that others may follow."""
         self.last.away[node] = None
         self._awaited.disarm(node)
         self.last.lost.append(NodeLost(node, how))
-        if node in self.ready:  # else it backs off once it joins
+        if node in self.ready:  # otherwise its backoff starts when it joins
             del self.ready[node]
             self.backing_off.put(node, until, text(how.why))
 
     def keep_out(self, node: str, why: Reason) -> None:
-        """This node may not be in a round before the network check has passed it."""
+        """Keep this node out of rounds until the network check has passed it."""
         self._kept[node] = why
         self._awaited.disarm(node)
         self._announced.pop(node, None)
         self.ready.pop(node, None)
 
     def admit(self, node: str) -> bool:
-        """It need not be kept out any more, and may join; whether it was."""
+        """The node may join again. Return whether it was kept out."""
         return self._kept.pop(node, None) is not None
 
     def returned(self, node: str, now: float, *, within: float) -> None:
-        """A member that had gone is there again and will join; if the next round is still being
-        gathered it is waited for, `within` seconds, since two restarts cost more than a wait."""
+        """A lost member is back and will join. While the next round gathers, it is waited for, at
+        most `within` seconds, because two restarts cost more than a wait."""
         self.announce(node, now)
         if self.phase is Phase.GATHERING and node in self.last.away:
             self._awaited.arm(node, now + within)
@@ -381,7 +379,7 @@ class Rendezvous:
     # ------------------------------------------------------------ what becomes of a round's ranks
 
     def stopping(self, node: str, remaining: float, now: float) -> None:
-        """The ranks of this member are told to end and will be gone in `remaining` seconds."""
+        """This member is stopping its ranks; they will have exited within `remaining` seconds."""
         last = self.last
         if not self.last.is_member(node) or last.stages[node] is Stage.STOPPED:
             return
@@ -411,7 +409,7 @@ class Rendezvous:
     # ------------------------------------------------------------ rounds
 
     def formed(self, nodes: Iterable[str], now: float) -> None:
-        """These ready nodes have been given places in a new round."""
+        """These ready nodes have places in a new round."""
         members = dict.fromkeys(nodes, Stage.STARTING)
         for node in members:
             del self.ready[node]
@@ -436,8 +434,8 @@ class Rendezvous:
         self._door.formed(now, announced=bool(self._announced))
 
     def reopen(self, now: float) -> tuple[str, ...]:
-        """End the running round; the members that must be told to stop their ranks. Who has not
-        been heard since the master is new has the grace to dial again."""
+        """End the running round; return the members that must be told to stop their ranks. Members
+        that this master has not heard since it started have the grace period to redial."""
         self.phase = Phase.GATHERING
         self._starved_since = None
         told = []
@@ -459,7 +457,7 @@ class Rendezvous:
     # ------------------------------------------------------------ a round of another master
 
     def facts(self, now: float) -> RendezvousFacts:
-        """How the last round stands, for the record."""
+        """The state of the last round, for the record."""
         last, running, since = self.last, self.phase is Phase.RUNNING, self._starved_since
         lost = last.lost[0] if last.lost else None
         return RendezvousFacts(
@@ -475,7 +473,7 @@ class Rendezvous:
         )
 
     def restore(self, facts: RendezvousFacts, now: float) -> None:
-        """As recorded. No node can join without a master, so that time is no wait for nodes."""
+        """Restore the record. The time without a master does not count as a wait for nodes."""
         self.takeover.grant(now)
         self._starved_since = now - facts.starved if facts.starved else None
         if facts.blind:
@@ -484,46 +482,46 @@ class Rendezvous:
     def restore_round(
         self, was: RoundFacts, facts: RendezvousFacts, at: float, now: float, redial: float
     ) -> None:
-        """The last round as it was `at` the time of the record; its members have the grace to come
-        back. `redial`: seconds in which a living agent has dialled again."""
+        """Restore the last round as it was `at` the time of the record; its members have the grace
+        period to reconnect. `redial`: seconds within which a living agent has redialled."""
         members = {seat.node: seat.ranks for seat in was.seats}
         self._begin(dict.fromkeys(members, Stage.STARTING), at - facts.age)
         self.last.restore(facts, at)
-        missing = max(0, was.world_size - sum(members.values()))  # of one that was adopted
+        missing = max(0, was.world_size - sum(members.values()))  # of an adopted round
         self.takeover.round_taken(was.world_size, missing, now)
-        if self.last.unseen or missing:  # heard, maybe, until the last master's last moment
+        if self.last.unseen or missing:  # the last master may have heard them until its end
             self.last.last_word = now
         self._recount = bool(self.last.lost)
         if was.over:
             self.phase = Phase.GATHERING
             for node in self.last.unseen:
                 self._awaited.arm(node, self.takeover.grace_until)
-            for node in facts.waiting:  # no reason to form without them, who dial again just now
+            for node in facts.waiting:  # do not form without them: they are redialling
                 self._awaited.arm(node, now + redial)
 
     def begins_now(self, now: float) -> None:
-        """A member of the restored round that runs is told its place only now: no step was done
+        """A member of the restored running round receives its place only now: no step was done
         yet."""
         if not self.takeover.is_begun:
             self.takeover.is_begun = True
             self._young_since(now)
 
     def adopt(self, world_size: int, now: float) -> None:
-        """A round that another master formed runs; this one learns of it from its nodes."""
+        """A round that another master formed is running; this one learns of it from its nodes."""
         self._begin({}, now - GROW_YOUNG)  # its age is unknown: not young
-        # But for the door it is: a record is lost with its host only, whose node is then about to
-        # come back, and the round may have been formed because it went.
+        # For the door it is young: a record is lost only together with its host, whose node is then
+        # about to return, and the round may have been formed because that node was lost.
         self._door.formed(now, announced=bool(self._announced))
         self.takeover.round_taken(world_size, world_size, now)
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank of the last round is accounted for; further nodes of one that was
-        adopted are taken as its members until it is."""
+        """Whether every rank of the last round is accounted for. Until then, further nodes of an
+        adopted round are accepted as its members."""
         return not self.takeover.unseen_ranks
 
     def adopt_member(self, node: str, ranks: int, now: float) -> None:
-        """A node of the adopted round has been heard, with so many ranks."""
+        """A node of the adopted round has reported, with this many ranks."""
         self.takeover.elsewhere.pop(node, None)
         if node not in self.last.stages:
             self.last.stages[node] = Stage.STARTING
@@ -536,7 +534,7 @@ class Rendezvous:
     # ------------------------------------------------------------ decisions
 
     def decide(self, now: float) -> Decision:
-        """What is to be done at `now`."""
+        """What to do at `now`."""
         takeover, last = self.takeover, self.last
         if self._struck:
             self._note_losses(now)
@@ -549,7 +547,7 @@ class Rendezvous:
             last.lost.append(NodesUnheard())
             takeover.given_up_ranks, takeover.unseen_ranks = takeover.unseen_ranks, 0
             self._recount = True
-        settled = now >= takeover.grace_until  # those who are to dial again have had their time
+        settled = now >= takeover.grace_until  # nodes that had to redial have had their time
         if decision is None and self._recount and last.lost and self._impatient and settled:
             self._recount = False
             here = last.staying().union(self.ready, self._announced, self.backing_off, self._kept)
@@ -590,27 +588,27 @@ class Rendezvous:
         return self._at_the_door(now) if self.ready else Decision(Verb.WAIT, None)
 
     def _at_the_door(self, now: float) -> Decision:
-        """Newcomers and a running round."""
+        """Decide about pending nodes while a round runs."""
         if self.last.completed:
             return Decision(Verb.WAIT, AtDoor("finishing"))
         size = len(self.last.stages)
         possible = self._usable(size + len(self.ready))
         if possible <= size:
             full = self._largest if size >= self._largest else 0
-            # of one node nobody is left then who could say that its ranks are gone
+            # of a single node no other is left to confirm that its ranks have exited
             silence = self._silence() if size == 1 else 0.0
             return Decision(Verb.WAIT, Spare(full, self._spec.node_unit, silence))
         due, why = self._door.entry(size, possible, self._largest, bool(self._announced))
         if now < due:
             return Decision(Verb.WAIT, why, due)
-        if self.last.unheard:  # their fate is decided first, and soon: membership has a deadline
+        if self.last.unheard:  # they are lost or back soon: membership has a deadline for them
             return Decision(Verb.WAIT, AtDoor("unheard"))
         new = tuple(self.ready)[: possible - size]
         return Decision(Verb.REOPEN, Joined(new))
 
     def _gathering(self, now: float) -> Decision:
         takeover, last = self.takeover, self.last
-        for node in self._awaited.pop_due(now):  # its time is over; it comes back as a newcomer
+        for node in self._awaited.pop_due(now):  # its time is over; it may return as a new node
             if last.is_member(node) and last.stages[node] in (Stage.STARTING, Stage.RUNNING):
                 self._lose(node, Silent())
                 self._note_losses(now)
@@ -644,22 +642,22 @@ class Rendezvous:
         return Decision(Verb.WAIT, MoreMayJoin(self._spec.max_nodes), ends)
 
     def _silence(self) -> float:
-        """Seconds after its last word in which a node that hears no master has stopped."""
+        """Seconds after its last message in which a node without a master has stopped its ranks."""
         spec = self._spec
         notice = max(spec.heartbeat_timeout, 2.0 * beat_interval(len(self.last.stages)))
         return notice + spec.master_lost_timeout + spec.restart_grace + FENCE_SLACK
 
     def _unseen_until(self, now: float) -> float:
-        """Until when the nodes of an adopted round that have not been heard are waited for. One
-        that runs, runs on."""
+        """How long to wait for the nodes of an adopted round that have not reported. A round that
+        is running keeps running meanwhile."""
         grace = self.takeover.grace_until
         late = now >= grace and self.phase is Phase.RUNNING
         return self._stopped_by() if late and self._others_may_train() else grace
 
     def _others_may_train(self) -> bool:
-        """Whether nodes that this master has never heard may be enough for a round of their own: no
-        more than half of the ranks of an adopted one are accounted for, nor are as many nodes here
-        as the job may have. O(n), where few are here."""
+        """Whether nodes that this master has never heard may suffice for a round of their own: at
+        most half of the ranks of an adopted round are accounted for, and fewer nodes than the job's
+        maximum are present. O(n), if few are present."""
         unseen = self.takeover.unseen_ranks or self.takeover.given_up_ranks
         heard_of = sum(self.takeover.elsewhere.values())
         if not unseen or 2 * (unseen - heard_of) < self.takeover.ranks:
@@ -672,7 +670,7 @@ class Rendezvous:
         return self.takeover.at + self._silence()
 
     def _call_in_those_backing_off(self, now: float) -> None:
-        """Nodes are left out only while the job can go on without them."""
+        """End all backoffs if the job cannot continue without these nodes."""
         low, ready = self._spec.min_nodes, len(self.ready)
         if self._usable(ready) < low <= self._usable(ready + len(self.backing_off)):
             for node in tuple(self.backing_off):
@@ -696,5 +694,5 @@ class Rendezvous:
         return Decision(Verb.WAIT, reason, until, wake)
 
     def _usable(self, nodes: int) -> int:
-        """How many of so many nodes can be in a round."""
+        """How many of `nodes` nodes can be in a round."""
         return min(nodes // self._spec.node_unit * self._spec.node_unit, self._largest)

@@ -1,10 +1,10 @@
-"""The last round that was formed, adopted or restored: its name, the place of every node, and what
-has become of its members.
+"""The last round that was formed, adopted or restored: its name, rank assignment, and the state of
+its members.
 
-Places: members -> group ranks and ranks; the same input gives the same places. A node rank that the
-user gave is the group rank, where the round is large enough. A survivor keeps the group rank it
-had. The others fill the gaps: those with a node rank first, in its order, then by order of first
-join. Ranks follow the group ranks; nodes may have different numbers of ranks.
+Rank assignment is deterministic. A node rank that the user gave is the group rank, if the round is
+large enough. A survivor keeps its group rank. The others fill the gaps: first those with a node
+rank, in that order, then the rest by order of first join. Ranks follow the group ranks; nodes may
+have different numbers of ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from elasticrun.wire.types import NOTHING, RoundName, Skip
 
 
 def choose(ready: Sequence[Node], limit: int, previous: Mapping[str, int]) -> list[Node]:
-    """The `limit` ready nodes that take part: members of the last round first, then those whose
-    given node rank has a place in a round of that size, then by order of first join."""
+    """The `limit` ready nodes that take part: members of the last round first, then nodes whose
+    given node rank fits a round of that size, then by order of first join."""
 
     rank = {one.id: one.hello.node_rank for one in ready}
     return sorted(
@@ -53,8 +53,8 @@ def lay_out(members: Sequence[Node], previous: Mapping[str, int]) -> list[Node]:
 
 
 def store_host(places: Sequence[Node]) -> Node:
-    """The node with group rank 0, as torchrun has it; but where it offers only its loopback, under
-    which the others find nothing, the first that offers an address that others can dial."""
+    """The node with group rank 0, as in torchrun. If it offers only a loopback address, which
+    others cannot dial, the first node that offers another address."""
     if is_loopback(places[0].store.host):
         return next((one for one in places if not is_loopback(one.store.host)), places[0])
     return places[0]
@@ -65,7 +65,7 @@ class Round:
     """One round, as the master knows it."""
 
     facts: RoundFacts
-    """What was decided of it, or told; how it stands now is known to the rendezvous."""
+    """What was decided or reported; `Rendezvous` has its current state."""
     inherited: bool = False  # another master formed it
     why_stopped: Reason | None = None
     why: Reason | None = None  # as in Start; not recorded
@@ -79,22 +79,22 @@ class Round:
         self.seats = {seat.node: seat.group_rank for seat in self.facts.seats}
 
     def recorded(self) -> RoundFacts:
-        """The round with all members that are known by now, and why it was stopped if it was."""
+        """The facts with all members known by now, and why the round was stopped if it was."""
         over = {} if self.why_stopped is None else recorded(over=self.why_stopped)
         return replace(self.facts, seats=tuple(self.members.values()), **over)
 
     def is_older_than(self, name: RoundName) -> bool:
-        """Whether `name` is of a later round."""
+        """Whether `name` is a later round."""
         return (name.term, name.number) > (self.name.term, self.name.number)
 
     def seat(self, seat: Seat) -> None:
-        """Write down a member's place."""
+        """Add a member's place."""
         self.members[seat.node] = seat
         self.seats[seat.node] = seat.group_rank
 
     def start(self, node: str) -> Start | None:
-        """The order that gives this node its place; None for a node that has none, or one of an
-        adopted round: that one runs already, and has told only a part of it."""
+        """The order that gives this node its place. None for a node without a place, or in an
+        adopted round, which already runs and whose places are only partly known."""
         seat = self.members.get(node)
         if seat is None or not seat.role_world_size:
             return None
@@ -135,7 +135,7 @@ def adopt(report: RoundReport) -> Round:
 
 
 def adopted_seat(hello: Hello, report: RoundReport) -> Seat:
-    """The place that a node of an adopted round says it has."""
+    """The place that a node of an adopted round reports."""
     return Seat(
         node=hello.node,
         incarnation=hello.incarnation,
@@ -156,8 +156,8 @@ def begin(
     snapshot: Restore | None = None,
     skip: Skip = NOTHING,
 ) -> RoundFacts:
-    """A new round: `limit` of the ready nodes in their places. `snapshot`: what the ranks go on
-    from; `skip`: what they leave out."""
+    """A new round: `limit` of the ready nodes and their places. `snapshot`: what the ranks restore.
+    `skip`: what they skip."""
     before = previous.seats if previous else {}
     places = lay_out(choose(ready, limit, before), before)
     host, hellos = store_host(places), [one.hello for one in places]
@@ -184,7 +184,7 @@ def begin(
 
 
 class Stage(StrEnum):
-    """A member of the last round that was formed."""
+    """The state of a member of the last round."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -195,22 +195,23 @@ class Stage(StrEnum):
 
 @dataclass(slots=True)
 class Participants:
-    """A member that goes stays in it, because its ranks may live on: see the fence in
-    `rendezvous`."""
+    """The members of the last round. A member that leaves stays in it, because its ranks may still
+    be alive: see the fence in `rendezvous`."""
 
     stages: dict[str, Stage]
-    last_word: float  # when the last member that has gone was last heard
-    away: dict[str, None] = field(default_factory=dict)  # whose agents have gone, in that order
-    leaving: set[str] = field(default_factory=set)  # who go as soon as their ranks have ended
-    completed: set[str] = field(default_factory=set)  # all of whose ranks ended with 0
+    last_word: float  # when the last departed member last sent anything
+    away: dict[str, None] = field(default_factory=dict)  # whose agents have exited, in that order
+    leaving: set[str] = field(default_factory=set)  # leave as soon as their ranks have exited
+    completed: set[str] = field(default_factory=set)  # all of whose ranks exited with 0
     unheard: set[str] = field(default_factory=set)  # whose stream is broken
-    unseen: dict[str, None] = field(default_factory=dict)  # of a restored round, never heard yet
-    lost: list[Reason] = field(default_factory=list)  # who went before its ranks were done
-    broken: Reason | None = None  # why the round cannot go on although nobody is lost
+    unseen: dict[str, None] = field(default_factory=dict)  # of a restored round, not heard yet
+    lost: list[Reason] = field(default_factory=list)  # lost before their ranks were done
+    broken: Reason | None = None  # why the round cannot continue although no node is lost
     fenced: bool = False  # it can complete no further collective
 
     def restore(self, facts: RendezvousFacts, at: float) -> None:
-        """What another master recorded of these members `at` that time; nobody is heard yet."""
+        """Restore what another master recorded of these members at time `at`; none has reported
+        yet."""
         self.away = dict.fromkeys(facts.gone)
         self.unseen = {node: None for node in self.stages if node not in self.away}
         self.completed, self.unheard = set(facts.done), set(self.unseen)
@@ -219,19 +220,19 @@ class Participants:
             self.lost.append(lost)
 
     def is_member(self, node: str) -> bool:
-        """Whether the node has a place in the last round and its agent has not gone."""
+        """Whether the node has a place in the last round and its agent has not exited."""
         return node in self.stages and node not in self.away
 
     def is_concerned(self, node: str) -> bool:
-        """Whether the work of the round needs this node still."""
+        """Whether the round still needs this node."""
         return self.is_member(node) and node not in self.completed
 
     def staying(self) -> set[str]:
-        """Members that are there and do not go; O(n)."""
+        """Members that are present and not leaving; O(n)."""
         return self.stages.keys() - self.away.keys() - self.leaving
 
     def finished(self, node: str) -> None:
-        """All ranks of this member have ended with 0."""
+        """All ranks of this member have exited with 0."""
         if self.is_member(node) and self.stages[node] in (Stage.STARTING, Stage.RUNNING):
             self.stages[node] = Stage.FINISHED
             self.completed.add(node)

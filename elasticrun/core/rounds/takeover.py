@@ -1,22 +1,23 @@
-"""What a master takes over from the one before: a round that it did not form.
+"""Takeover: a master continues a round that its predecessor formed.
 
-Either way the round is taken as it was, and for REATTACH_GRACE those who have not been heard are
-waited for: agents dial again within a second, so who is silent for longer has gone.
+In both cases the round is accepted as it was, and nodes that have not reported are waited for
+during REATTACH_GRACE. Agents redial within a second, so a node that is silent for longer is lost.
 
-With a record it *restores* the round as RUNNING, or as ended: its nodes are members from the first
-moment, unheard until they attach, so that none begins beside it, whoever finds the new master
-first. A member that was never told its place is told it now; one that comes back as a newer life
-has passed the fence. A round that agents report wins over an older one in the record (a disk may
-have lost its last writes); what neither the record nor any agent tells, nobody can know.
+With a record, the master *restores* the round as RUNNING or as ended. Its nodes are members from
+the start, unheard until they attach, so no second round begins beside it, no matter which node
+finds the new master first. A member that never received its place receives it now; a node that
+returns as a newer incarnation has passed the fence. A round that agents report replaces an older
+one in the record (a disk may have lost its last writes). A round in neither the record nor any
+report cannot be known.
 
-Without a record it *adopts* the highest round that agents report, as RUNNING, and its members one
-by one as they attach; how many are missing it learns from the world size. Where these hold half of
-its ranks or more, they may be in a later round of which only they know: unless `max` nodes are here
-all the same, it forms none until they have had the time to stop by themselves, as for the fence. It
-learns that there was a master before it from any agent that has obeyed one, be it a spare: from
-then on it forms nothing until the grace is over or a round was reported. What remains: a successor
-without a record that only new agents have found cannot know; it may begin a round, which it ends
-when the first old agent attaches.
+Without a record, the master *adopts* the highest round that agents report, as RUNNING, and its
+members one by one as they attach; the world size says how many are missing. If the missing nodes
+hold half of its ranks or more, they may be in a later round that only they know. Unless `max` nodes
+are present anyway, no round forms until they have had the time to stop on their own, as for the
+fence. Any agent that has obeyed an earlier master, even a spare, reveals that there was one; from
+then on nothing forms until the grace period is over or a round was reported. One gap remains: a new
+master without a record that only new agents have found cannot know of the old round. It may begin a
+round, which it ends when the first old agent attaches.
 """
 
 from __future__ import annotations
@@ -25,48 +26,50 @@ from elasticrun.config import REATTACH_GRACE
 
 
 class Takeover:
-    """Who of another master's round has been heard, and how long the others are waited for. Times
+    """Which part of another master's round has reported, and how long the rest is waited for. Times
     are monotonic seconds."""
 
     def __init__(self, now: float) -> None:
         self.grace_until = now
-        """Until when nodes that the master before this one served may still dial again."""
+        """Until when nodes of the previous master may still redial."""
         self.at = now
-        """When the round of another master was taken over."""
+        """When another master's round was taken over."""
         self.expected_until: float | None = None
-        """Until when a round that nobody has reported is waited for; None: none is expected."""
+        """Until when to wait for a round that no agent has reported; None: none is expected."""
         self.elsewhere: dict[str, int] = {}
-        """Nodes that were there before this master and know of no place in the adopted round: so
-        many ranks are in no later one."""
+        """Nodes that are older than this master and know no place in the adopted round, with their
+        number of ranks: these ranks are in no later round."""
         self.ranks = 0
-        """Of the round taken over."""
+        """Ranks of the round taken over."""
         self.round_began()
         self.is_first = True
         """No round was formed, restored or adopted."""
 
     def round_began(self) -> None:
-        """Nothing is known of the members of the last round yet."""
+        """Reset: nothing is known of the members of the last round yet."""
         self.vanished = 0
-        """How many members of a restored round were given up before they were heard."""
+        """Number of members of a restored round that were lost before they reported."""
         self.unseen_ranks = 0
-        """Of a round that was adopted: how many were not heard of yet."""
+        """Number of ranks of an adopted round that have not reported yet."""
         self.is_begun = False
-        """Whether one of a restored round's members was told its place only now."""
+        """Whether a member of a restored round received its place only now."""
         self.given_up_ranks = 0
-        """That were not heard of in time, and have gone, as far as this master can know."""
+        """Number of ranks that did not report in time; this master considers them lost."""
         self.is_first, self.expected_until = False, None
 
     def round_taken(self, ranks: int, unseen_ranks: int, now: float) -> None:
-        """A round of so many ranks was restored or adopted: how many are missing."""
+        """A round with `ranks` ranks was restored or adopted; `unseen_ranks` of them are
+        missing."""
         self.ranks, self.unseen_ranks = ranks, unseen_ranks
         self.at, self.grace_until = now, now + REATTACH_GRACE
 
     def grant(self, now: float) -> None:
-        """Nodes have the grace to come back, from now on at least."""
+        """Extend the grace period for redialling to at least REATTACH_GRACE from now."""
         self.grace_until = max(self.grace_until, now + REATTACH_GRACE)
 
     def overslept(self, by: float) -> None:
-        """The master did not listen for `by` seconds: the grace is a time of listening."""
+        """The master did not listen for `by` seconds; the grace period counts listening time
+        only."""
         self.grace_until += by
         if self.expected_until is not None:
             self.expected_until += by
@@ -74,12 +77,13 @@ class Takeover:
     # ------------------------------------------------------------ without a record
 
     def expect_round(self, now: float) -> None:
-        """Another master served this job before: there may be a round that nobody reported yet."""
+        """Another master served this job before: there may be a round that no agent has reported
+        yet."""
         if self.is_first and self.expected_until is None:
             self.expected_until = now + REATTACH_GRACE
 
     def ranks_heard(self, ranks: int, now: float) -> None:
-        """So many more ranks of the adopted round are accounted for."""
+        """`ranks` more ranks of the adopted round are accounted for."""
         self.unseen_ranks = max(0, self.unseen_ranks - ranks)
-        if now >= self.grace_until:  # a cut has healed: the others dial just now as well
+        if now >= self.grace_until:  # a network partition has healed: the others are redialling too
             self.grace_until = now + REATTACH_GRACE

@@ -1,31 +1,32 @@
-"""The agent's state machine: the life of the local ranks, as a table.
+"""The agent's state machine: the lifecycle of the local ranks, as a table.
 
-A node goes PREPARING -> JOINED -> STARTING -> RUNNING -> STOPPING -> SWEEPING and again PREPARING
-or JOINED; or FINISHED; and at the end, by way of ENDING and CLEARING where ranks still live, OVER.
-From PREPARING and JOINED it may go to PROBING and back. `rules` says which event means what
-in which state. An event that is not listed for a state cannot happen there, and raises.
+A node goes PREPARING -> JOINED -> STARTING -> RUNNING -> STOPPING -> SWEEPING and back to PREPARING
+or JOINED; or to FINISHED. At the end it reaches OVER, through ENDING and CLEARING if ranks are
+still alive. From PREPARING and JOINED it may go to PROBING and back. `rules` defines what each
+event does in each state. An event that is not listed for a state cannot occur there, and raises.
 
-What it promises
-* No rank of a round is asked for before every process of the round before has been swept, and the
-  master hears `Stopped` only then: this is the fence on which the next round rests.
-* Ranks get SIGTERM first, always, and SIGKILL when their grace is over. A rank that outlives that
-  by STUCK_AFTER is reported, and the agent ends with EXIT_BAD_NODE.
-* The store for the next round is asked for as soon as the present one has begun, so no restart
+Guarantees:
+* No rank of a round is started before every process of the previous round is gone, and the master
+  receives `Stopped` only then: this is the fence on which the next round relies.
+* Ranks always get SIGTERM first, and SIGKILL after their grace period. A rank that survives SIGKILL
+  for STUCK_AFTER is reported, and the agent exits with EXIT_BAD_NODE.
+* The store for the next round is requested as soon as the current one has begun, so no restart
   waits for it. At most one store is ready and unused.
 * A fork server that does not start the ranks within SPAWN_TIMEOUT ends the agent.
-* While no master answers the ranks go on, for `master_lost_timeout` at most. That bound is one
-  half of a fence: a master that hears nobody waits a little longer before it begins a new round.
-* The agent does not end while a snapshot of this node is being written out (HOLDING), for as long
-  as the order gave it; a further death signal ends it at once. Its ranks get no second more.
-* Whatever was said while the link was down is said again when it is back (`LinkBack`): the round's
-  failures, that it was stopped, that this node is ready. The master takes every report twice.
+* Without a reachable master the ranks keep running for at most `master_lost_timeout`. That bound is
+  one half of a fence: a master that hears no node waits a little longer before it begins a new
+  round.
+* The agent does not exit while a snapshot of this node is being written (HOLDING), for as long as
+  the order allowed; a further death signal ends it at once. This gives its ranks no extra time.
+* Everything sent while the link was down is sent again when it is back (`LinkBack`): the round's
+  failures, that it was stopped, that this node is ready. The master accepts duplicate reports.
 
-Two parts have a state and rules of their own: `leaving` (signals, checkpoints that are written out)
-and `probing`.
+Two components have their own state and rules: `leaving` (signals, and checkpoints that are being
+written) and `probing`.
 
-What the runtime owes: one `Tick` at the start (a fresh group has a deadline in the past: it asks
-for the first store), `RankExited` for every rank it was asked to start, also those that could not
-be (with a Failure of kind SPAWN), and `RanksSwept` for every `SweepRanks`.
+The runtime must send one `Tick` at the start (a new group has a deadline in the past: it asks for
+the first store), `RankExited` for every rank it was asked to start, including those that could not
+be started (with a Failure of kind SPAWN), and `RanksSwept` for every `SweepRanks`.
 """
 
 from __future__ import annotations
@@ -76,16 +77,16 @@ ROUTED = (
     m.Warn,
     m.Watermark,
 )
-"""Orders that change nothing here: the runtime gives them to the part that carries them out, as
-long as this node obeys its master (`WorkerGroup.obeys`)."""
+"""Orders that do not change the group: the runtime passes them to the component that carries them
+out, as long as this node obeys its master (`WorkerGroup.obeys`)."""
 
 SWEEP_GRACE = 5.0
-"""Least time for descendants with sessions of their own after SIGTERM; wandb's helper needs up to
-4.7 s to flush. Never more than the grace of the ranks themselves."""
+"""Minimum time after SIGTERM for descendants with sessions of their own; wandb's helper needs up to
+4.7 s to flush. Never more than the grace period of the ranks themselves."""
 
 
 class WorkerGroup:
-    """The local ranks of one node; see the module's head."""
+    """The local ranks of one node."""
 
     def __init__(
         self,
@@ -98,24 +99,25 @@ class WorkerGroup:
         departure_grace: float = DEPARTURE_GRACE,
         host: str = "",
     ) -> None:
-        """All durations in seconds. `restart_grace`: from SIGTERM to SIGKILL when the ranks are to
-        start again; `shutdown_timeout`: the same when the agent ends. `exit_barrier_timeout`: how
-        long a node whose ranks are done stays for the others (None: as long as the job runs).
-        `master_lost_timeout` holds until a master tells its own. `departure_grace`: from a death
-        signal until this node leaves, where its ranks can save a step before. `host` names this
-        node in the failures that are written here."""
+        """All durations in seconds. `restart_grace`: from SIGTERM to SIGKILL if the ranks will
+        restart; `shutdown_timeout`: the same if the agent ends. `exit_barrier_timeout`: how long a
+        node whose ranks are done waits for the others (None: as long as the job runs).
+        `master_lost_timeout` applies until a master sends its own. `departure_grace`: from a death
+        signal until this node leaves, if its ranks can save a step first. `host` names this node in
+        the failures created here."""
         self._restart_grace = restart_grace
         self._shutdown_timeout = shutdown_timeout
         self._exit_barrier = exit_barrier_timeout
         self.master_lost_timeout = master_lost_timeout
-        """Seconds for which ranks go on with no master to be heard, as the last one told."""
+        """Seconds for which ranks keep running without a reachable master; the last master's
+        value."""
         self.term = 0
-        """Of the last master that was obeyed, for Hello; 0 if there was none."""
+        """Term of the last master that was obeyed, for Hello; 0 if there was none."""
 
         self.state = State.PREPARING
         self.reason: Reason | None = None  # why this node waits
-        self.start: m.Start | None = None  # the last place that it was given
-        self.outcome: fx.Exit | None = None  # how the agent will end, once that is known
+        self.start: m.Start | None = None  # the last place it received
+        self.outcome: fx.Exit | None = None  # how the agent will exit, once known
         self.ranks = LocalRanks(nproc, host)
         self.stores = StoreSlot()
         self.leaving = Draining(self, departure_grace)
@@ -126,11 +128,11 @@ class WorkerGroup:
         self._begun = False
         self._obeying = True
         self._link_lost: NoMaster | None = None
-        self._wait_ends: float | None = None  # when the wait that the master ordered is over
+        self._wait_ends: float | None = None  # when the wait that the master ordered ends
 
     @property
     def obeys(self) -> bool:
-        """Whether the master that we hear is no older one than we have heard."""
+        """Whether the connected master is at least as recent as any earlier one."""
         return self._obeying
 
     def next_deadline(self) -> float | None:
@@ -138,7 +140,7 @@ class WorkerGroup:
         return self.deadlines.next() if self._begun else 0.0
 
     def status(self) -> GroupStatus:
-        """A picture of this node."""
+        """The state of this node."""
         ends = self.deadlines.when("departing" if self.state is State.RUNNING else "kill")
         why = self._link_lost or self.reason
         return GroupStatus(
@@ -154,8 +156,8 @@ class WorkerGroup:
         )
 
     def attached(self) -> m.RoundReport | None:
-        """The last round this node had a place in, for Hello; what became of it follows on
-        LinkBack. None if it never had one."""
+        """The last round in which this node had a place, for Hello; its state follows on LinkBack.
+        None if it never had one."""
         start = self.start
         if start is None:
             return None
@@ -172,7 +174,7 @@ class WorkerGroup:
         )
 
     def step(self, event: fx.AgentEvent, now: float) -> list[fx.AgentEffect]:
-        """Take in one event at monotonic time `now`; what is to be done, in order."""
+        """Process one event at monotonic time `now`; return the effects in order."""
         self.out = []
         if not self._begun:
             self._begun = True
@@ -234,7 +236,7 @@ class WorkerGroup:
             self.out += self.stores.prepare()
 
     def _rejoin(self) -> None:
-        """No rank lives here: join as soon as there is a store to offer."""
+        """No rank is alive here: join as soon as there is a store to offer."""
         self.state = State.PREPARING
         if self.stores.offer is None:
             self.reason = reasons.StoreComing()
@@ -244,7 +246,7 @@ class WorkerGroup:
             self._offer()
 
     def _offer(self) -> None:
-        """Say that this node is ready, with the store that it offers; nothing without one."""
+        """Report that this node is ready, with the store it offers; no-op without one."""
         if self.stores.offer is not None:
             self.say(m.Join(self.stores.offer))
 
@@ -274,7 +276,7 @@ class WorkerGroup:
         self.reason = read(order.reason, order.code)
 
     def _link_gone(self, event: fx.LinkLost, now: float) -> None:
-        # who ends for a reason of its own needs no master any more
+        # a node that is ending for its own reason no longer needs a master
         lost = NoMaster(event.reason)
         if not self._link_lost and self.state not in ENDINGS:
             goes_on = f"this node goes on for {self.master_lost_timeout:g} s"
@@ -284,8 +286,8 @@ class WorkerGroup:
         self.leaving.master_lost(now)
 
     def _link_back(self, event: fx.LinkBack, now: float) -> None:
-        """Say all that a master must know that may have heard none of it. That it is there to stay
-        shows in its Welcome."""
+        """Send everything that a master may have missed. Whether the connection lasts shows in its
+        Welcome."""
         if self.state in ENDINGS and self.outcome is not None:
             self.say(m.Leaving(self.outcome.reason, self.outcome.signum))
         self._say_failures()
@@ -311,24 +313,24 @@ class WorkerGroup:
         else:
             failures = cause_first(self.failures())
             outcome = ending(code_for(failures, Ending.NO_MASTER), waited, failures)
-            # the master counts on this grace: it is part of the fence (rounds/rendezvous)
+            # the master relies on this grace period: it is part of the fence (rounds/rendezvous)
             self.conclude(outcome, now, grace=self._restart_grace)
 
     # ------------------------------------------------------------ rounds
 
     def is_present(self, round_: RoundName) -> bool:
-        """Whether it is the last one in which this node was given a place."""
+        """Whether this is the last round in which this node received a place."""
         return self.start is not None and round_ == self.start.round
 
     def _is_newer(self, order: m.Start) -> bool:
-        """Whether it begins a later round than the present one."""
+        """Whether it begins a later round than the current one."""
         if self.start is None:
             return True
         now = self.start.round
         return (order.round.term, order.round.number) > (now.term, now.number)
 
     def _started(self, order: m.Start, now: float) -> None:
-        """JOINED, PREPARING or PROBING: take the place that the master gives."""
+        """JOINED, PREPARING or PROBING: take the place that the master assigns."""
         if not self._is_newer(order):
             return  # an order that crossed our Stopped
         self.probing.call_off()
@@ -351,13 +353,14 @@ class WorkerGroup:
         self.out += self.stores.prepare()
 
     def _restarted(self, order: m.Start, now: float) -> None:
-        """A Start while ranks of a round live here: the same one again, or one that must wait."""
+        """A Start while ranks of a round are alive here: the same one again, or one that must
+        wait."""
         if self.start is not None and self._is_newer(order):
             begun = said(reasons.OtherRound(str(order.round), begun=True))
             self._stop(m.Stop(self.start.round, *begun), now)
 
     def _stop(self, order: m.Stop, now: float) -> None:
-        """STARTING, RUNNING or FINISHED: end the ranks of this round and join the next."""
+        """STARTING, RUNNING or FINISHED: stop the ranks of this round, then join the next."""
         if not self.is_present(order.round):
             return
         if self.leaving.cause is not None:
@@ -380,7 +383,7 @@ class WorkerGroup:
             self._say_running()
 
     def _spawned_late(self, event: fx.RankSpawned, now: float) -> None:
-        """STOPPING or ENDING: it was asked for before the order to stop came."""
+        """STOPPING or ENDING: the rank was requested before the order to stop arrived."""
         self.ranks.spawned(event.local_rank, event.pid)
         if event.local_rank in self.ranks.live:
             signum = SIGKILL if "stuck" in self.deadlines else SIGTERM
@@ -406,7 +409,7 @@ class WorkerGroup:
         self.ranks.live.pop(event.local_rank, None)
         if event.code != 0 or event.failure is not None:
             failure = self.ranks.failed(event, now)
-            # one that had failed by itself before our signal came has left its traceback
+            # a rank that failed by itself before our signal has left its traceback
             if failure.kind is not m.FailureKind.STOPPED or failure.traceback:
                 self.failed(event.local_rank, failure)
         if not self.ranks.live:
@@ -414,7 +417,7 @@ class WorkerGroup:
             self._sweep(State.CLEARING if ending else State.SWEEPING, now)
 
     def failed(self, local_rank: int, failure: m.Failure) -> None:
-        """A rank has failed, and the master is told of all that have."""
+        """Record a rank's failure, and report all failures to the master."""
         self.ranks.failures[local_rank] = failure
         self._say_failures()
 
@@ -427,7 +430,7 @@ class WorkerGroup:
             self.deadlines.arm("exit-barrier", now + self._exit_barrier)
 
     def _spawner_lost(self, event: fx.SpawnerLost, now: float) -> None:
-        """The spawner's ranks and stores are gone with it, and all that was below them."""
+        """The spawner's ranks and stores died with it, and all their descendants."""
         self.note(f"the fork server ended: {event.reason}", "error")
         self.stores.lose_spawner()
         self.deadlines.disarm("kill")
@@ -451,7 +454,8 @@ class WorkerGroup:
     # ------------------------------------------------------------ ends of ranks and of the agent
 
     def _begin_stop(self, state: State, signum: int, grace: float, now: float) -> None:
-        """Signal the ranks that live and report how long they have; sweep if none does."""
+        """Signal the ranks that are alive and report how long they have; sweep if there are
+        none."""
         if self.state in _LIVE:
             self.out.append(fx.RanksStopping())
         self.state = state
@@ -464,7 +468,7 @@ class WorkerGroup:
         self._say_stopping(now)
 
     def _sweep(self, state: State, now: float) -> None:
-        """Every rank has ended: remove what they left, with what is left of their grace."""
+        """Every rank has exited: end leftover processes, within the rest of the grace period."""
         self.state = state
         base = self._restart_grace if state is State.SWEEPING else self._shutdown_timeout
         kill = self.deadlines.when("kill")
@@ -475,8 +479,8 @@ class WorkerGroup:
         self.deadlines.disarm("kill")
         self.deadlines.arm("stuck", now + grace + STUCK_AFTER)
         self.out.append(fx.SweepRanks(grace))
-        # the master waits a little longer than it was told (SURVIVOR_SLACK of
-        # rounds/rendezvous): it need hear of a sweep only if that is not enough
+        # the master waits a little longer than the reported time (SURVIVOR_SLACK of
+        # rounds/rendezvous), so a sweep is reported only if that is not enough
         if grace > rest + 1.0:
             self.report(m.Stopping, grace)
 
@@ -511,7 +515,7 @@ class WorkerGroup:
     def conclude(
         self, outcome: fx.Exit, now: float, signum: int = SIGTERM, grace: float | None = None
     ) -> None:
-        """End the agent with `outcome`, as soon as no rank lives here; the first one stands."""
+        """End the agent with `outcome` once no rank is alive here; the first outcome counts."""
         if self.state in ENDINGS:
             return
         self.probing.call_off()
@@ -529,8 +533,8 @@ class WorkerGroup:
             self.exit(outcome)
 
     def exit(self, outcome: fx.Exit) -> None:
-        """End the agent; no rank lives here any more. It stays for the snapshots of this node that
-        are being written out: there may be no other copy of them."""
+        """End the agent; no rank is alive here any more. It stays while snapshots of this node are
+        being written, because there may be no other copy of them."""
         if not self.leaving.writes:
             self.over(outcome)
             return
@@ -542,35 +546,35 @@ class WorkerGroup:
         self.note(text(self.reason))
 
     def over(self, outcome: fx.Exit) -> None:
-        """Nothing is left to be waited for: the agent exits."""
+        """Nothing is left to wait for: the agent exits."""
         self.deadlines.clear()
         self.state = State.OVER
         self.out.append(self._with_own(outcome))
 
     def _with_own(self, outcome: fx.Exit) -> fx.Exit:
-        """With ranks of this node that have failed just as the first one did, which the master had
-        not heard of when it ended the job."""
+        """Add ranks of this node that failed in the same way as the first failure, but which the
+        master had not heard of when it ended the job."""
         told = outcome.failures
         known = {failure.rank for failure in told}
         own = [f for f in self.failures() if f.rank not in known and told and is_alike(f, told[0])]
         return replace(outcome, failures=(*told, *own)) if own else outcome
 
     def _give_up(self, code: int, why: Reason) -> None:
-        """End at once, whatever lives here: nothing more can be done about it."""
+        """End at once, even if processes are alive here: nothing more can be done about it."""
         self.say(m.Leaving(text(why), 0))
         self.over(ending(code, why, cause_first(self.failures())))
 
     # ------------------------------------------------------------ what is said
 
     def failures(self) -> tuple[m.Failure, ...]:
-        """Of the ranks here, in the order in which they were reaped."""
+        """Failures of the local ranks, in the order in which they were reaped."""
         return tuple(self.ranks.failures.values())
 
     def say(self, report: m.Report) -> None:
         self.out.append(fx.Say(report))
 
     def report(self, kind: Callable[..., m.Report], *values: object) -> None:
-        """A report about the last round in which this node had a place, if there was one."""
+        """Send a report about the last round in which this node had a place, if there was one."""
         if self.start is not None:
             self.say(kind(self.start.round, *values))
 
@@ -587,7 +591,7 @@ class WorkerGroup:
         self.report(m.Stopping, max(0.0, (until or now) - now), self.ranks.ended)
 
     def note(self, said: str, level: str = "info", why: Reason | None = None) -> None:
-        """To the operator. `why`: a reason that names somebody out of reach."""
+        """Log a line for the operator. `why`: a reason that names an unreachable peer."""
         self.out.append(fx.Note(said, level, why=why))
 
     def signal(self, signum: int) -> None:
@@ -595,12 +599,12 @@ class WorkerGroup:
             self.out.append(fx.SignalRanks(targets, signum))
 
     def _ignore(self, what: object, now: float) -> None:
-        """Known already, or of a time that is over."""
+        """Ignore a known or outdated event."""
 
     # ------------------------------------------------------------ the table
 
     def rules(self) -> Rules:
-        """Which event means what in which state."""
+        """Which event does what in which state."""
         leaving, probing = self.leaving, self.probing
         rules: Rules = (
             ((*_HERE, State.HOLDING), (fx.StoreReady,), self._store_ready),

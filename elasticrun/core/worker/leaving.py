@@ -1,17 +1,17 @@
-"""How this node goes: on a death signal, or out of a checkpoint that it still writes.
+"""How this node leaves: on a death signal, or after a checkpoint that it is still writing.
 
-A death signal means that this node leaves. Where its ranks have a Checkpointer it first *departs*:
-the master is told, names a step that all ranks of the round save, and the ranks here run on until
-that step is written out. Then, or when `departure_grace` is over, or at a second death signal, the
-node leaves: its ranks are ended, and the master hears `Leaving`. Where no rank could save anything
-now, but earlier ones have left snapshots here, it goes at once and stays only until these are
-written out, if it has the only copy of something; between two rounds that is all there is to save.
-Nobody is charged for any of it. Slurm says SIGTERM twice within milliseconds, at a time limit and
-where another job takes the place: that is one signal.
+A death signal means that this node leaves. If its ranks have a Checkpointer it first *departs*: it
+reports to the master, which names a step that all ranks of the round save; the ranks here keep
+running until that step is in storage. Then, or when `departure_grace` is over, or at a second death
+signal, the node leaves: its ranks are stopped, and the master receives `Leaving`. If no rank can
+save now but earlier ones have left snapshots here, the node leaves at once. It stays only until
+these are written, if it has the only copy of something; between two rounds that is all there is to
+save. None of this is charged as a restart. Slurm sends SIGTERM twice within milliseconds, at a time
+limit and at preemption: that counts as one signal.
 
-A scheduler may signal every process at once. Then ranks end by themselves once they have saved;
-what they have saved is waited for all the same, WAIT_FOR_SAVED at most, or until the master has
-begun to write it: from then on HOLDING sees to it.
+A scheduler may signal every process at once. Then ranks exit by themselves once they have saved.
+Their saved step is waited for nevertheless, at most WAIT_FOR_SAVED or until the master has begun to
+write it; from then on HOLDING applies.
 """
 
 from __future__ import annotations
@@ -40,30 +40,31 @@ if TYPE_CHECKING:
     from elasticrun.core.worker.group import WorkerGroup
 
 MAX_PERSISTS = 16
-"""Attempts that are counted; the master has one at a time, and begins the next when it is over."""
+"""Maximum number of tracked attempts; the master has one at a time, and begins the next when it is
+over."""
 
 AttemptName = str
 
 RESCUE: AttemptName = "rescue"
-"""Stands for an attempt to persist that the master may begin when a node leaves without having
+"""Placeholder for an attempt to persist that the master may begin when a node leaves without having
 saved a step."""
 
 RESCUE_WITHIN = 2.0
-"""Seconds in which the master begins it."""
+"""Seconds within which the master begins it."""
 
 WAIT_FOR_SAVED = 6.0
-"""Seconds in which a step that ranks have saved before they ended is begun to be written; a little
-more than `snapshots/checkpoints.WAIT_FOR_ALL`."""
+"""Seconds within which writing begins of a step that ranks saved before they exited; a little more
+than `snapshots/checkpoints.WAIT_FOR_ALL`."""
 
 
 MASTER_BACK_WITHIN = 20.0
-"""Seconds without a master, after which a node that stays for a checkpoint alone gives it up: only
-a master can order the marker."""
+"""Seconds without a master after which a node that stays only for a checkpoint gives up: only a
+master can order the marker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """An attempt to persist, and when it is given up. `order`: None for RESCUE."""
+    """An attempt to persist, and when it is abandoned. `order`: None for RESCUE."""
 
     until: float
     order: m.Persist | None = None
@@ -72,36 +73,36 @@ class Write:
 def ending(
     code: int, why: Reason | None, failures: tuple[m.Failure, ...] = (), saved: int = -1
 ) -> fx.Exit:
-    """The end of an agent for this reason."""
+    """The exit of an agent for this reason."""
     typed = None if isinstance(why, Said) else why
     return fx.Exit(code, text(why), failures, 0, saved, typed)
 
 
 def why_of(outcome: fx.Exit) -> Reason:
-    """Of an end."""
+    """The reason of an exit."""
     return outcome.why or Said(outcome.reason)
 
 
 class Draining:
-    """The part of a worker group that its methods here change; the group's table says when each of
-    them applies."""
+    """The leaving and the pending writes of a worker group; the group's table defines when each
+    method applies."""
 
     def __init__(self, group: WorkerGroup, grace: float) -> None:
-        """`grace`: seconds from a death signal until the node leaves, where ranks can save."""
+        """`grace`: seconds from a death signal until the node leaves, if ranks can save."""
         self._group = group
         self._grace = grace
-        self._repeats = (0, 0.0)  # this signal, until then, is the same one said again
-        self._asked = -1  # the step that the ranks are to save
-        self._written = -1  # the newest step of the present round that is in storage
+        self._repeats = (0, 0.0)  # until then, this signal is a repetition
+        self._asked = -1  # the step that the ranks must save
+        self._written = -1  # the newest step of the current round that is in storage
         self._left_with: int | None = None
-        """The newest step here, where it was told to go before ranks could save."""
-        self._cut_short = False  # a rank of this round has ended before its time
+        """The newest step here, if the node was signalled before its ranks could save."""
+        self._cut_short = False  # a rank of this round exited early
         self.cause: fx.Signalled | None = None
-        """The signal that came while ranks could save, until this node leaves."""
+        """The signal that arrived while ranks could save, until this node leaves."""
         self.writes: dict[AttemptName, Write] = {}
-        """Attempts to persist in which this node has a part. The agent must not end under one: it
-        may hold the only copy of a shard. One begins with Persist and ends with PersistOver, with
-        the time that the order gave it, or when another master takes over."""
+        """Attempts to persist in which this node takes part. The agent must not exit during one,
+        because it may hold the only copy of a shard. One begins with Persist. It ends with
+        PersistOver, at the time limit of the order, or when another master takes over."""
         self._no_master_since: float | None = None
 
     def new_round(self) -> None:
@@ -111,7 +112,7 @@ class Draining:
     # ------------------------------------------------------------ snapshots that are written out
 
     def persist(self, order: m.Persist, now: float) -> None:
-        """An attempt begins; an order that comes again gives no more time."""
+        """An attempt begins; a repeated order grants no more time."""
         self.writes.pop(RESCUE, None)
         self._forget_late(now)
         if order.attempt not in self.writes and len(self.writes) >= MAX_PERSISTS:
@@ -123,7 +124,7 @@ class Draining:
         self._obey(order)
 
     def persist_over(self, order: m.PersistOver, now: float) -> None:
-        """An attempt has ended, well or not; or a step is given up before one began."""
+        """An attempt has ended, successfully or not; or a step was abandoned before one began."""
         group, cause, present = self._group, self.cause, self._group.is_present(order.round)
         if order.ok and (present or self._left_with is not None):
             self._written = max(self._written, order.step)
@@ -132,7 +133,7 @@ class Draining:
         start = group.start
         if order.ok and start is not None and order.step < start.skip.storage_from:
             skip = changed(start.skip, storage_from=-1)
-            group.start = replace(start, skip=skip)  # storage tells by itself from now on
+            group.start = replace(start, skip=skip)  # storage shows it from now on
         self._obey(order)
         self.writes.pop(order.attempt, None)
         self._forget_late(now)
@@ -145,18 +146,19 @@ class Draining:
             self._leave(cause, now) if order.ok else self.leave_unsaved(cause, now)
 
     def _obey(self, order: m.Order) -> None:
-        """An order about snapshots that has changed something here."""
+        """Pass on an order about snapshots that has also changed state here."""
         self._group.out.append(fx.Obey(order))
 
     def master_lost(self, now: float) -> None:
-        """No master answers: nobody orders the marker of what is written here."""
+        """No master is reachable, so none orders the marker of what is written here."""
         if self._no_master_since is None:
             self._no_master_since = now
         self._rearm()
 
     def master_answers(self, now: float, *, is_new: bool) -> None:
-        """`is_new`: not the one before. What that had begun nobody would finish, so it is given up
-        here. The snapshots are still wanted: the new master begins another attempt."""
+        """`is_new`: not the previous master. Nobody would finish the attempts of the previous one,
+        so they are abandoned here. The snapshots are still wanted: the new master begins another
+        attempt."""
         self._no_master_since = None
         begun = [one.order for one in self.writes.values() if one.order and is_new]
         for order in begun:
@@ -172,7 +174,7 @@ class Draining:
             del self.writes[attempt]
 
     def hold(self) -> None:
-        """HOLDING, or about to be: until when."""
+        """HOLDING, or about to be: set the deadline."""
         until = max(one.until for one in self.writes.values())
         if self._no_master_since is not None:
             until = min(until, self._no_master_since + MASTER_BACK_WITHIN)
@@ -196,12 +198,12 @@ class Draining:
             self._go_if_free()
 
     def saver_lost(self, event: fx.SpawnerLost, now: float) -> None:
-        """HOLDING: the process that was writing is gone with its spawner; the runtime
-        tells the master, which calls the attempt over or begins another one."""
+        """HOLDING: the writing process died with its spawner. The runtime reports it to the master,
+        which ends the attempt or begins another one."""
         self._group.stores.lose_spawner()
 
     def held_long_enough(self) -> None:
-        """HOLDING is over, whatever is written; silently if the master had no need of it."""
+        """HOLDING is over, no matter what was written; silently if the master did not need it."""
         if self._no_master_since is not None:
             gone = "no master answers that could finish the checkpoint"
             said = f"{gone}: this node goes without"
@@ -215,7 +217,7 @@ class Draining:
     # ------------------------------------------------------------ signals and departures
 
     def signalled(self, event: fx.Signalled, now: float) -> None:
-        """Any state but HOLDING and OVER."""
+        """Any state except HOLDING and OVER."""
         group = self._group
         may_wait = self.cause is None and self._grace > 0
         group.ranks.signalled(event.signum, now)
@@ -232,14 +234,14 @@ class Draining:
                 self._left_with = event.held
             self.leave_unsaved(event, now)
         else:
-            self._leave(event, now)  # also at a second one: at once
+            self._leave(event, now)  # also at a second signal: at once
 
     def _may_be_said_again(self, event: fx.Signalled, now: float) -> None:
         if event.signum == SIGTERM:
             self._repeats = (SIGTERM, now + SAID_AGAIN)
 
     def _is_said_again(self, event: fx.Signalled, now: float) -> bool:
-        """Whether this is the signal by which this node departs, and not a second one."""
+        """Whether this repeats the signal by which this node departs, and is not a second one."""
         signum, until = self._repeats
         return event.signum == signum and now < until
 
@@ -256,7 +258,7 @@ class Draining:
         self.say_departing()
 
     def say_departing(self) -> None:
-        """The master names the step, also one that is new."""
+        """Report the departure; the master, even a new one, names the step."""
         if (cause := self.cause) is not None:
             at = (cause.step, cause.margin, self._asked)
             self._group.report(m.Departing, f"received {cause.name}", cause.signum, *at)
@@ -272,8 +274,8 @@ class Draining:
         group.conclude(outcome, now, event.signum)
 
     def leave_unsaved(self, event: fx.Signalled, now: float) -> None:
-        """What the ranks had before is written out, where this node has the only copy: it stays
-        until it has heard of that."""
+        """Leave, but stay until what the ranks had saved before is written, if this node has the
+        only copy."""
         if not self.writes:
             self.writes[RESCUE] = Write(now + RESCUE_WITHIN)
         self._leave(event, now)
@@ -284,14 +286,13 @@ class Draining:
             self._obey(order)
 
     def has_saved(self) -> bool:
-        """Whether the step that the ranks were to save before they leave is in storage; or, where
-        the signal came between two rounds or as they began, all that they had."""
+        """Whether the step that the ranks must save before they leave is in storage. If the signal
+        arrived between two rounds or as the ranks started: whether all that they had is."""
         step = self._asked if self._left_with is None else self._left_with
         return 0 <= step <= self._written
 
     def ends_as_saved(self, step: int) -> None:
-        """What a node that leaves for a signal was to save is in storage, as it hears by now:
-        this step."""
+        """`step` is in storage: what this leaving node had to save is saved."""
         group = self._group
         if group.outcome is not None and group.outcome.signum:
             code = code_for(group.failures(), Ending.SAVED)
@@ -299,9 +300,9 @@ class Draining:
             group.outcome = replace(group.outcome, code=code, saved=saved)
 
     def exited(self, event: fx.RankExited, cause: fx.Signalled, now: float) -> None:
-        """A rank has ended while this node departs."""
+        """A rank has exited while this node departs."""
         group = self._group
-        group.ranks.signalled(cause.signum, now)  # ranks may have put it off
+        group.ranks.signalled(cause.signum, now)  # ranks may have delayed it
         if event.code == 0 and event.failure is None:
             if not group.ranks.live and not self._cut_short:
                 group.finish(now)

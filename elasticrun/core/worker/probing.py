@@ -1,9 +1,9 @@
-"""What the agent does about probes: no rank lives here, and the master wants a measure.
+"""Probes on the agent's side: no rank is alive here, and the master asks for a measurement.
 
-One probe at a time. A newer order takes the place of one that is under way, the same order again
-does not; whoever asks again for a check that is over is given the answer that was kept. A place in
-a round, the job's end, a refusal and a death signal call a probe off. The store that this node has
-offered may serve a probe, under the check's own prefix, and is offered for the round as before.
+One probe at a time. A newer order replaces a running probe; the same order again does not. If a
+finished check is ordered again, the stored answer is sent. A place in a round, the job's end, a
+refusal and a death signal cancel a probe. The store that this node has offered may serve a probe,
+under the check's own prefix, and stays on offer for the round.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ if TYPE_CHECKING:
 
 
 class LocalProbe:
-    """The part of a worker group that probes its machine; the group's table says when its methods
-    apply."""
+    """The probes of a worker group; the group's table defines when each method applies."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
-        self._order: m.Probe | None = None  # under way
+        self._order: m.Probe | None = None  # running
         self.answer: m.Probed | None = None
-        """The last one, until a round begins."""
+        """The last answer, until a round begins."""
 
     def probe(self, order: m.Probe, now: float) -> None:
-        """PREPARING or JOINED: start the probe, or say again what it came to."""
+        """PREPARING or JOINED: start the probe, or resend its answer."""
         group = self._group
         if self.answer is not None and self.answer.check == order.check:
             group.say(self.answer)
@@ -43,13 +42,13 @@ class LocalProbe:
         group.out.append(fx.RunProbe(order))
 
     def probe_newer(self, order: m.Probe, now: float) -> None:
-        """PROBING: the same order again changes nothing, another one takes its place."""
+        """PROBING: the same order again changes nothing; another one replaces it."""
         if self._order is None or self._order.check != order.check:
             self.call_off()
             self.probe(order, now)
 
     def probe_ended(self, event: fx.ProbeEnded, now: float) -> None:
-        """PROBING: say what it came to. The Join still stands if the store does."""
+        """PROBING: report the result. The Join stays valid while its store is alive."""
         group = self._group
         if self._order is None or event.result.check != self._order.check:
             return
@@ -58,7 +57,7 @@ class LocalProbe:
         group.out += group.stores.prepare()
 
     def lost(self, reason: str) -> None:
-        """PROBING: the spawner took the probe's processes with it; the runtime has reaped them."""
+        """PROBING: the probe's processes died with the spawner; the runtime has reaped them."""
         assert self._order is not None
         self._ended(
             m.Probed(
@@ -87,7 +86,7 @@ class LocalProbe:
         group.say(result)
 
     def call_off(self) -> None:
-        """Something else is to happen here: kill what the probe has started, if one runs."""
+        """Cancel the probe, if one is running: kill its processes."""
         if self._order is not None:
             self._order = None
             self._group.out.append(fx.CallOffProbe())

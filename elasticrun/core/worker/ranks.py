@@ -1,4 +1,4 @@
-"""The ranks of one round on one node: which live, which failed, and of whose signals; and the
+"""The ranks of one round on one node: which are alive, which failed, and by whose signals. Also the
 node's c10d stores: at most one ready and unused, at most one in use."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ SIGTERM = 15
 
 SIGNAL_MEMORY = 5.0
 """A rank that dies of a signal within this many seconds of the agent receiving the same signal was
-stopped by whoever sent both (schedulers signal every process at once)."""
+stopped by the sender of both (schedulers signal every process at once)."""
 
 
 class LocalRanks:
-    """Facts about the ranks; what follows from them is decided in `group`."""
+    """Facts about the ranks; `group` decides what follows from them."""
 
     def __init__(self, nproc: int, host: str) -> None:
-        """`host` names this node in the failures that are written here."""
+        """`host` names this node in the failures created here."""
         self.nproc = nproc
         self._host = host
         self._first_rank = 0
@@ -30,11 +30,11 @@ class LocalRanks:
         self.live: dict[int, int] = {}
         """Local ranks that have not been reaped -> pid, 0 until they were spawned."""
         self.pids: dict[int, int] = {}
-        """Of all ranks of the round that were spawned."""
+        """All ranks of the round that were spawned -> pid."""
         self.failures: dict[int, Failure] = {}
         """By local rank, in the order in which they were reaped."""
         self.ended: tuple[int, ...] = ()
-        """Local ranks that ended with 0 before any was signalled."""
+        """Local ranks that exited with 0 before any was signalled."""
 
     def begin(self, first_rank: int) -> None:
         """A new round: nothing has been spawned yet."""
@@ -54,15 +54,15 @@ class LocalRanks:
         self._received[signum] = now
 
     def targets(self, signum: int) -> tuple[int, ...]:
-        """The ranks that a signal can be sent to now; whoever dies of it was stopped by us."""
+        """The ranks that can be signalled now; one that dies of the signal was stopped by us."""
         if not self._sent:
             self.ended = self._through()
         self._sent.add(signum)
         return tuple(rank for rank, pid in sorted(self.live.items()) if pid)
 
     def failed(self, event: RankExited, now: float) -> Failure:
-        """What to say of a rank that did not end with 0: the runtime's account, with the signals
-        that this group knows of."""
+        """The failure of a rank that did not exit with 0: the runtime's account, adjusted for
+        signals known here."""
         signum = signal_of(event.code)
         received = self._received.get(signum)
         ours = signum in self._sent or (received is not None and now - received <= SIGNAL_MEMORY)
@@ -80,7 +80,7 @@ class LocalRanks:
         return tuple(sorted(set(self.pids) - self.live.keys() - self.failures.keys()))
 
     def lose_spawner(self, event: SpawnerLost) -> bool:
-        """All ranks are gone with their spawner; whether any lived."""
+        """All ranks died with their spawner; return whether any was alive."""
         lost = bool(self.live)
         for rank in sorted(self.live):
             account = replace(
@@ -109,22 +109,22 @@ class LocalRanks:
 
 
 MAX_LOSSES = 5
-"""Stores that may end unused, one after another, before the agent gives up."""
+"""Number of consecutive stores that may end unused before the agent gives up."""
 
 
 class StoreSlot:
-    """Which store is offered, which one the round uses, and whether one is on its way."""
+    """Which store is offered, which one the round uses, and whether one is being prepared."""
 
     def __init__(self) -> None:
         self.offer: Endpoint | None = None
-        """Ready, and used by nobody."""
+        """Ready and unused."""
         self.hosted: Endpoint | None = None
-        """Ours, and used by the present round."""
+        """Ours, and used by the current round."""
         self._preparing = False
         self._losses = 0
 
     def prepare(self) -> list[AgentEffect]:
-        """Ask for a store, unless there is one or it was asked for."""
+        """Request a store, unless there is one or one was requested."""
         if self._preparing or self.offer is not None:
             return []
         self._preparing = True
@@ -138,7 +138,7 @@ class StoreSlot:
         return []
 
     def lost_offer(self) -> bool:
-        """The store on offer ended by itself. Whether that happens again and again."""
+        """The store on offer ended by itself; return whether that keeps happening."""
         self.offer = None
         self._losses += 1
         return self._losses >= MAX_LOSSES
@@ -155,6 +155,6 @@ class StoreSlot:
             self.hosted, self.offer = self.offer, None
 
     def lose_spawner(self) -> None:
-        """All store hosts are gone with it."""
+        """All store hosts died with it."""
         self.offer = self.hosted = None
         self._preparing = False
