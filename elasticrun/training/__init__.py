@@ -1,12 +1,12 @@
 """WHAT A TRAINING SCRIPT MAY IMPORT; every part of it works without an agent.
 
-`progress(step)`, once a step after the optimizer's, lets the job find a node that is slow; without
-an agent it does nothing. `quiet("judge", minutes=20)` is a block in which the rank is not to be
-taken for hung. `Checkpointer` keeps the state in memory and in storage; with its name
-comes torch, so it is imported when it is first asked for.
-Forbidden here: to raise into the script or to block it (but for what `Checkpointer` says of
-itself), a thread or a hook in it, to import torch for `progress` (what the script has imported is
-used), and every other room but `checkpointing`, `monitor.recorders` and a few names of `wire`.
+`progress(step)`, called once a step after the optimizer's step, lets the job find slow nodes.
+Without an agent it is a no-op. `quiet("judge", minutes=20)` is a block in which the rank does not
+count as hung. `Checkpointer` keeps the state in memory and in storage; it imports torch, so it is
+imported on first access. Forbidden here: to raise into the script or to block it (except as
+`Checkpointer` documents), a thread or a hook in it, to import torch for `progress` (it uses what
+the script has imported), and every other folder except `checkpointing`, `monitor.recorders` and a
+few names of `wire`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Snapshots of a Hugging Face Trainer: `Trainer(..., callbacks=[Snapshots("runs/a")])`.
 
-Model, optimizer, scheduler and the global step are kept. A callback cannot set the Trainer's place
-in the data: after a restore its epochs are counted from 0 again, of the first one the batches that
-the interrupted epoch had used are left out, and training ends at the step at which it would have
-ended. In the first epoch that is exactly what an undisturbed run does; later ones see their data
-in the order of earlier ones. Random states are as they were when the step begins: what a model
-draws (dropout) is the same, what a dataset draws for a batch may not be. Leave
-`resume_from_checkpoint` alone; DDP and single ranks only.
+Snapshots contain model, optimizer, scheduler and the global step. A callback cannot set the
+Trainer's position in the data. After a restore the Trainer counts epochs from 0 again, its first
+epoch skips the batches that the interrupted epoch had used, and training ends at the same step as
+it would have without the interruption. In the first epoch this equals an undisturbed run; later
+epochs see their data in the order of earlier ones. Random states are restored to those at the start
+of the step: what a model draws (dropout) is the same, what a dataset draws for a batch may differ.
+Do not set `resume_from_checkpoint`. Only DDP and single ranks are supported.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 
 from elasticrun.training import Checkpointer
 
-# an extra: unknown to the types
+# an optional dependency without types
 TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback
 
 
 class Snapshots(TrainerCallback):  # type: ignore[misc]
-    """Restores when training begins, and takes a snapshot after a step when one is due.
+    """Restores when training begins, and takes a snapshot after a step if one is due.
 
-    `folder` and `options` are the Checkpointer's; `checkpointer` is there once training has begun.
+    `folder` and `options` are the Checkpointer's; `checkpointer` is set once training has begun.
     """
 
     def __init__(self, folder: str, **options: Any) -> None:
         self.checkpointer: Checkpointer | None = None
         self._folder, self._options = folder, options
         self._skipping: Any = None
-        self._is_fresh = True  # nothing has been trained since the restore
+        self._is_fresh = True  # no training since the restore
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **has: Any) -> None:
-        """All is set up, and nothing has been trained: state may be put back."""
+        """Restore: everything is set up, and no training has happened yet."""
         optimizer = getattr(has["optimizer"], "optimizer", has["optimizer"])
         parts = {"model": has["model"], "optimizer": optimizer, "scheduler": has["lr_scheduler"]}
         self.checkpointer = Checkpointer(self._folder, **self._options, **parts)
@@ -49,24 +49,24 @@ class Snapshots(TrainerCallback):  # type: ignore[misc]
         self._skipping = loader
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """The epoch that was begun before the restore is over."""
+        """The epoch that the restore resumed is complete: stop skipping batches."""
         if self._skipping is not None:
             self._skipping.skip_batches = 0
             self._skipping = None
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """The loader's iterator, which was made since the restore, has drawn its seed."""
+        """Restore random states, after the loader's new iterator has drawn its seed."""
         if self.checkpointer is not None and self._is_fresh:
             self.checkpointer.restore_rng()
         self._is_fresh = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The optimizer has stepped, and the scheduler."""
+        """The optimizer and the scheduler have stepped: take a snapshot if one is due."""
         if self.checkpointer is not None:
             self.checkpointer.step(state.global_step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Training is over; it is not told of one that failed."""
+        """Close the checkpointer. The Trainer does not call this after a failure."""
         if self.checkpointer is not None:
             self.checkpointer.close()
             self.checkpointer = None

@@ -1,9 +1,10 @@
 """Snapshots of a Lightning run: `Trainer(callbacks=[Snapshots("runs/a")])`, and nothing else.
 
-Module, optimizers, schedulers and the loops' progress are kept; Lightning goes on in the middle of
-an epoch as it does from a checkpoint of its own. Random states are as they were when the batch
-begins: what a model draws is the same, what a dataset draws for a batch may not be. A data loader
-without a state of its own begins its epoch again there, as it does then too.
+Snapshots contain the module, optimizers, schedulers and the progress of the loops; Lightning
+resumes in the middle of an epoch as it does from its own checkpoints. Random states are restored to
+those at the start of the batch: what a model draws is the same, what a dataset draws for a batch
+may differ. A data loader without a state restarts its epoch, as it does with Lightning's
+checkpoints.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from typing import Any
 
 from elasticrun.training import Checkpointer
 
-Callback: Any = importlib.import_module("lightning").Callback  # an extra: unknown to the types
+Callback: Any = importlib.import_module("lightning").Callback  # optional, without types
 
 
 class Snapshots(Callback):  # type: ignore[misc]
-    """Restores when the fit begins, and takes a snapshot after a batch when one is due.
+    """Restores when the fit begins, and takes a snapshot after a batch if one is due.
 
-    `folder` and `options` are the Checkpointer's; `checkpointer` is there once the fit has begun.
+    `folder` and `options` are the Checkpointer's; `checkpointer` is set once the fit has begun.
     """
 
     def __init__(self, folder: str, **options: Any) -> None:
         self.checkpointer: Checkpointer | None = None
         self._folder, self._options = folder, options
         self._last = 0
-        self._is_fresh = True  # nothing has been trained since the restore
+        self._is_fresh = True  # no training since the restore
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """All is set up, and nothing has been trained: state may be put back."""
+        """Restore: everything is set up, and no training has happened yet."""
         state: dict[str, Any] = {"model": pl_module, "loops": trainer.fit_loop}
         for number, optimizer in enumerate(trainer.optimizers):
             state[f"optimizer{number}"] = getattr(optimizer, "optimizer", optimizer)
@@ -39,19 +40,20 @@ class Snapshots(Callback):  # type: ignore[misc]
         self._last = self.checkpointer.restore()
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """The loader's iterator, which was made since the restore, has drawn its seed."""
+        """Restore random states, after the loader's new iterator has drawn its seed."""
         if self.checkpointer is not None and self._is_fresh:
             self.checkpointer.restore_rng()
         self._is_fresh = False
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """A batch is not a step where gradients are accumulated: only steps count."""
+        """Take a snapshot if one is due. With gradient accumulation a batch is not a step: only
+        steps count."""
         if self.checkpointer is not None and trainer.global_step > self._last:
             self._last = trainer.global_step
             self.checkpointer.step(self._last)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The fit is over, or has failed."""
+        """The fit has ended or failed."""
         if self.checkpointer is not None:
             self.checkpointer.close()
             self.checkpointer = None

@@ -1,17 +1,17 @@
-"""A rank's own part of its steps and its waiting for others, read from torch's flight recorders.
+"""Splits a rank's steps into its own work and waiting for others, by torch's flight recorders.
 
-A recorder keeps the newest collectives of the process, in a ring. How they tell the own part:
+A recorder keeps the newest collectives of the process in a ring. It reveals the own part like this:
 
-* Backends that serve the CPU (gloo): only when the rank *entered* each collective is there. A rank
-  that has entered the last collective of a step has done its own part of it; what follows is
-  waiting for the others (and the optimizer, which is short). Where a step waits several times
-  (FSDP), the earlier waits cannot be told from work: all ranks then seem to have the same own part,
-  and none is found slow.
-* Backends of accelerators (NCCL): the recorder has how long each collective took on the device,
-  from the moment the rank was there until all were: the last one to come has the shortest. What is
-  left of the step is its own.
+* Backends for the CPU (gloo): only the time at which the rank *entered* each collective is known.
+  When a rank enters the last collective of a step, its own work for that step is done; the rest is
+  waiting for the others (and the optimizer, which is short). If a step waits several times (FSDP),
+  the earlier waits are indistinguishable from work: all ranks then appear to have the same own
+  part, and none is found slow.
+* Backends for accelerators (NCCL): the recorder has the duration of each collective on the device,
+  from the arrival of this rank until all have arrived. The last rank to arrive has the shortest
+  duration. The rest of the step is the rank's own part.
 
-torch is not imported here: where the script has none, there is nothing to read.
+torch is not imported here: if the script has not imported it, there is nothing to read.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ from elasticrun.wire import env
 from elasticrun.wire.progress import Own
 
 SMALL_RING: Final = "128"
-"""Collectives that are kept where no accelerator is: a look costs 10 microseconds for each. With
-NCCL torch's own 2000 stay, which people read after a hang, and a look's cost is the CPU's alone."""
+"""Number of collectives kept on a host without an accelerator: a read costs 10 microseconds for
+each. With NCCL, torch's default of 2000 stays, because people read it after a hang, and a read uses
+only the CPU.
+"""
 
 ACCELERATORS: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager")
-"""Device files by which a host with accelerators is known without a library."""
+"""Device files that reveal a host with accelerators without any library."""
 
 SETTLED: Final = 10**9
-"""Nanoseconds between a step and the newest finished collective after which those of the step are
-finished too, and torch's watchdog (which looks ten times a second) has noted it."""
+"""Nanoseconds between a step and the newest finished collective after which the step's collectives
+are finished too, and torch's watchdog (which polls ten times a second) has recorded that.
+"""
 
 
 def prepare(environ: MutableMapping[str, str]) -> None:
-    """Have the recorder record what is needed; to be called before the process group is made. What
-    the user has set stands."""
+    """Set the variables that the recorder needs; call before the process group is created.
+    Variables set by the user are kept."""
     named = env.FLIGHT_RECORDER_SIZE in environ or env.NCCL_TRACE_SIZE in environ
     if not named and not any(os.path.exists(path) for path in ACCELERATORS):
         environ[env.FLIGHT_RECORDER_SIZE] = SMALL_RING
@@ -51,16 +54,16 @@ def prepare(environ: MutableMapping[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One entry of the recorder."""
+    """One entry of a recorder."""
 
     number: int  # counts from 0; the ring holds the newest
     created: int  # when this rank called it: nanoseconds of the wall clock
-    seconds: float | None  # how long it took on the device; None: not known (yet)
+    seconds: float | None  # duration on the device; None: unknown (so far)
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a recorder holds: `timed` if its entries have, or will have, their seconds."""
+    """What a recorder holds; `timed` if its entries have, or will have, durations."""
 
     knows: Own
     seen: tuple[Collective, ...] = ()
@@ -68,7 +71,7 @@ class Look:
 
 
 def look() -> Look:
-    """Read the recorders of this process; some milliseconds for a hundred entries."""
+    """Read the recorders of this process; takes a few milliseconds for a hundred entries."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return Look(Own.ALONE)
@@ -97,8 +100,8 @@ def _collective(entry: Row) -> Collective:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Steps divided into own part and waiting (seconds, sums over `steps`), and how many of the
-    marks that were given are done with."""
+    """Own part and waiting of several steps (seconds, sums over `steps`); `used` of the given marks
+    are done with."""
 
     steps: int = 0
     own: float = 0.0
@@ -107,13 +110,13 @@ class Split:
 
 
 def split(marks: Sequence[int], looked: Look) -> Split:
-    """Divide the steps between these moments (nanoseconds of the wall clock, in order)."""
+    """Split the steps between these times (nanoseconds of the wall clock, in order)."""
     return _by_time(marks, looked.seen) if looked.timed else _by_entry(marks, looked.seen)
 
 
 def _by_entry(marks: Sequence[int], seen: Sequence[Collective]) -> Split:
-    """A step's own part ends when its last collective is entered. A step without one is skipped:
-    it has not been waited in, or its entry has left the ring."""
+    """A step's own part ends when its last collective is entered. A step without a collective is
+    skipped: it did not wait, or its entry has left the ring."""
     steps, own, waited = 0, 0, 0
     created = sorted(one.created for one in seen)
     for began, ended in zip(marks, islice(marks, 1, None), strict=False):
@@ -126,9 +129,9 @@ def _by_entry(marks: Sequence[int], seen: Sequence[Collective]) -> Split:
 
 
 def _by_time(marks: Sequence[int], seen: Sequence[Collective]) -> Split:
-    """A step's waiting is what its collectives took. Steps that the ring does not hold whole are
-    skipped. Those whose collectives may not all be finished are left for the next look; of an older
-    one without its seconds (a part of a coalesced one) they will never be known."""
+    """A step's waiting is the sum of the durations of its collectives. Steps that are not complete
+    in the ring are skipped. Steps whose collectives may not all be finished are left for the next
+    call. An older collective without a duration (a part of a coalesced one) will never have one."""
     steps, own, waited, used = 0, 0.0, 0.0, 0
     seen = sorted(seen, key=lambda one: one.created)
     created = [one.created for one in seen]

@@ -1,10 +1,12 @@
-"""`progress(step)`: a rank says how its training goes, in a few microseconds, whoever listens; and
-`quiet("judge", minutes=20)`: it says that what it does now takes long on purpose.
+"""`progress(step)` and `quiet(...)`: how a rank reports its training to its agent.
 
-At most ten times a second a datagram goes to this node's agent: how many steps, how long each took.
-Once a second torch's flight recorder is looked at for how much of that was the rank's own part. All
-ranks look in the same instant, when the second of the wall clock changes: what a look costs delays
-one step of the job and not one for each rank.
+`progress` takes a few microseconds, with or without an agent. `quiet("judge", minutes=20)`
+announces that what follows takes long on purpose.
+
+At most ten times a second a datagram with the number of steps and their duration goes to this
+node's agent. Once a second `progress` reads torch's flight recorder to find the rank's own part of
+that time. All ranks read at the same instant, when the second of the wall clock changes, so that
+the cost delays one step of the job instead of one step per rank.
 """
 
 from __future__ import annotations
@@ -37,42 +39,46 @@ from elasticrun.wire.progress import (
 )
 
 TELL_EVERY: Final = 0.1
-"""Seconds between two datagrams; steps in between go together into the next one."""
+"""Seconds between two datagrams; the steps in between share the next one."""
 
 BURST: Final = 20
-"""Datagrams of rows that go at once, before there is one each TELL_EVERY."""
+"""Number of datagrams with rows that may be sent at once, before the rate is one per TELL_EVERY."""
 
 LOOK_EVERY: Final = 1
-"""Seconds between two looks at the recorder at first, doubled when a look costs more than ..."""
+"""Initial seconds between two reads of the recorder. Doubled when a read costs more than
+LOOK_SHARE.
+"""
 
 LOOK_SHARE: Final = 0.005
-"""... this share of one core ..."""
+"""Share of one core that reads may cost."""
 
 LOOK_SELDOM: Final = 16
-"""... but not beyond this."""
+"""Maximum seconds between two reads."""
 
 VAIN_LOOKS: Final = 10
-"""After so many looks in a row that tell nothing of any step the recorder is taken to say nothing:
-there are no collectives in the steps, or NCCL's are not timed."""
+"""After this many consecutive reads without information about a step, the recorder counts as
+useless: the steps contain no collectives, or NCCL's are not timed.
+"""
 
 SLOWED: Final = 5
-"""A planted slowness goes by the shortest own part of so many steps: it does not grow with a moment
-in which the whole machine stood still."""
+"""An injected slowness is based on the shortest own part of this many steps, so that a moment in
+which the whole machine stalls does not inflate it.
+"""
 
 TAKE_LIMIT: Final = 0.1
-"""Seconds in which the agent takes a word; there is none where its queue stays full."""
+"""Seconds to wait until the agent accepts a `quiet` message; its queue may be full."""
 
 MAX_MARKS: Final = 2048
-"""Steps that are remembered until the next look; of faster ones the oldest are forgotten."""
+"""Number of steps remembered until the next read; more steps displace the oldest."""
 
 
 TAKEN: Final = ("time", "round", "step")
-"""Columns that are ours; a metric of such a name has a "_" behind it."""
+"""Our own columns; a metric with such a name gets a "_" appended."""
 
 
 class MetricRows:
-    """What the script says of its steps, until it is sent: at once as long as that is seldom, then
-    ten times a second, in datagrams of all rows that wait. Of more than MAX_ROWS the oldest go."""
+    """Metrics of the script's steps until they are sent: at once while they are rare, then ten
+    times a second in datagrams with all waiting rows. Keeps the newest MAX_ROWS."""
 
     def __init__(self, local_rank: int) -> None:
         self._local_rank = local_rank
@@ -82,8 +88,8 @@ class MetricRows:
         self._since = time.monotonic()
 
     def add(self, step: int, metrics: Mapping[str, object]) -> bytes:
-        """Keep them; what is to be sent now, b"" for nothing. TypeError, ValueError for what is no
-        number."""
+        """Add a row; return the datagram to send now, b"" for none. TypeError or ValueError for a
+        value that is not a number."""
         said = {name: _number(value) for name, value in metrics.items() if is_column(name)}
         if taken := [name for name in TAKEN if name in said]:
             said |= {f"{name}_": said.pop(name) for name in taken}
@@ -106,14 +112,14 @@ class MetricRows:
         return encode(RankRows(self._local_rank, columns, rows, self._dropped))
 
     def sent(self) -> None:
-        """The agent has them."""
+        """The datagram has been sent."""
         self._may_send -= 1.0
         self._rows.clear()
 
 
 def _number(value: Any) -> str:
-    """As text that is a number again; the value of a tensor of one element, too, for which that
-    must be on the host: one of a GPU is waited for."""
+    """The number as text. Accepts a tensor of one element, which must be copied to the host: this
+    waits for a GPU."""
     if type(value) is int:
         text = repr(value)
         return text if len(text) <= MAX_VALUE else repr(float(value))
@@ -121,12 +127,12 @@ def _number(value: Any) -> str:
 
 
 class Teller:
-    """One rank's line to its agent. Times: seconds, monotonic where nothing else is said."""
+    """One rank's connection to its agent. Times are seconds, monotonic unless stated otherwise."""
 
     def __init__(self, place: str, slowness: float = 1.0) -> None:
-        """`place` is what the agent gave (wire.env.PROGRESS). `slowness` is a planted fault: the
-        rank's own part takes so many times as long. OSError where there can be no socket,
-        ValueError for a place that is none."""
+        """`place` is the value of wire.env.PROGRESS. `slowness` is an injected fault: the rank's
+        own part takes this many times as long. OSError if no socket can be made, ValueError for an
+        invalid place."""
         name, self._local_rank = read_place(place)
         self._address = address(name)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -146,20 +152,20 @@ class Teller:
         self._rows = MetricRows(self._local_rank) if os.environ.get("RANK") == "0" else None
 
     def metrics(self, number: int, said: Mapping[str, object]) -> None:
-        """What the script says of step `number`; the first rank's is kept."""
+        """Report metrics of step `number`; only rank 0's are kept."""
         if self._rows is None or not (data := self._rows.add(number, said)):
             return
-        with contextlib.suppress(OSError):  # a full queue: the next one has these rows too
+        with contextlib.suppress(OSError):  # queue full: the next datagram has these rows too
             self._socket.sendto(data, self._address)
             self._rows.sent()
 
     def step(self, number: int) -> None:
-        """Step `number` is done."""
+        """Step `number` is complete."""
         now, wall = time.monotonic(), time.time_ns()
         self._marks.append(wall)
         last, self._last = self._last, now
         if last < 0.0:
-            return  # nobody knows when the first step began
+            return  # the start of the first step is unknown
         self._steps += 1
         self._seconds += now - last
         instant = wall // (self._every * 10**9)
@@ -173,7 +179,7 @@ class Teller:
             time.sleep(self._slept)
 
     def _look(self, seconds: float) -> None:
-        """Divide the steps since the last look into own part and waiting."""
+        """Split the steps since the last read into own part and waiting."""
         began = time.thread_time()
         looked = recorder.look()
         found = recorder.split(self._marks, looked)
@@ -201,7 +207,7 @@ class Teller:
             waited = self._split.waited / self._split.steps
         each = self._seconds / self._steps
         said = RankSteps(self._local_rank, number, self._steps, each, own, waited, self._knows)
-        with contextlib.suppress(OSError):  # a full queue, or an agent that has gone
+        with contextlib.suppress(OSError):  # the queue is full, or the agent has exited
             self._socket.sendto(encode(said), self._address)
             self._steps, self._seconds = 0, 0.0
             if self._knows is Own.KNOWN:
@@ -217,11 +223,12 @@ _warned = False
 
 
 def progress(step: int, **metrics: float) -> None:
-    """Say that this rank has done step `step`; once a step, after the optimizer's. `metrics` of the
-    first rank are a row of the job's `progress.csv`: `progress(step, loss=0.25, lr=1e-4)`.
+    """Report that this rank has completed step `step`; call once a step, after the optimizer's
+    step. `metrics` of rank 0 become a row of the job's `progress.csv`: `progress(step, loss=0.25,
+    lr=1e-4)`.
 
-    Without an agent (or below torchrun) it does nothing. It never raises and, given numbers, never
-    waits (a tensor on a GPU is waited for); what is no number gets a warning, once."""
+    A no-op without an agent (or under torchrun). Never raises and, given numbers, never waits (a
+    tensor on a GPU is waited for). A value that is not a number gives one warning."""
     global _teller, _begun
     if type(step) is not int and not hasattr(step, "__index__"):
         _warn(step)
@@ -229,7 +236,7 @@ def progress(step: int, **metrics: float) -> None:
         return
     with contextlib.suppress(Exception):
         if _teller is None:
-            _begun = True  # not at import: that may have been in the process that forks the ranks
+            _begun = True  # not at import, which may happen in the process that forks ranks
             _teller = _begin()
         if _teller is not None:
             if metrics:
@@ -245,7 +252,7 @@ def _tell_metrics(teller: Teller, step: int, metrics: Mapping[str, object]) -> N
 
 
 def _warn(step: object) -> None:
-    """A script that is wrong everywhere learns of it also where there is no agent."""
+    """Warn even without an agent, so that a wrong script is noticed everywhere."""
     kind = type(step).__name__
     _complain(
         f"progress() is given {step!r:.100} (a {kind}): it takes the number of the step, and tells "
@@ -255,16 +262,16 @@ def _warn(step: object) -> None:
 
 
 def _complain(sentence: str, level: int) -> None:
-    """Once."""
+    """Warn once per process."""
     global _warned
     if not _warned:
         _warned = True
-        with contextlib.suppress(Warning):  # where warnings are errors
+        with contextlib.suppress(Warning):  # warnings may be errors
             warnings.warn(f"elasticrun: {sentence}", stacklevel=level)
 
 
 def _begin() -> Teller | None:
-    """The line to the agent that started this process, None if there is none."""
+    """The connection to the agent that started this process; None if there is none."""
     place = os.environ.get(env.PROGRESS)
     if not place:
         return None
@@ -273,20 +280,20 @@ def _begin() -> Teller | None:
 
 
 _inside: list[tuple[str, float]] = []
-"""What this process is in on purpose, and until when (monotonic); the innermost last."""
+"""The active `quiet` blocks and their ends (monotonic); the innermost is last."""
 
 
 @contextlib.contextmanager
 def quiet(what: str, *, minutes: float) -> Iterator[None]:
-    """Say that this rank does something now that takes long on purpose, and what; for so many
-    minutes at most, a day at the longest::
+    """Announce that this rank now does something that takes long on purpose, for at most `minutes`
+    minutes, and at most a day::
 
         with training.quiet("judge", minutes=20):
             judge(model)
 
-    Until the block ends, or the minutes are over, that others wait for this rank is no hang. From
-    any thread; in one another the innermost is named and the longest limit holds. Without an agent
-    it does nothing. It raises nothing of its own, and waits a fifth of a second at most."""
+    Until the block ends or the minutes are over, ranks waiting for this one are not a hang. May be
+    used from any thread. In nested blocks the innermost is named and the longest limit applies. A
+    no-op without an agent. It raises nothing of its own, and waits at most a fifth of a second."""
     word = " ".join(str(what).split()) or "something"
     seconds = _seconds(minutes)
     if not seconds:
@@ -303,11 +310,11 @@ def quiet(what: str, *, minutes: float) -> Iterator[None]:
 
 
 def _seconds(minutes: float) -> float:
-    """0.0, and a warning, for what is no number of minutes."""
+    """The seconds; 0.0 and a warning for an invalid number."""
     with contextlib.suppress(TypeError, ValueError):
         if minutes > 0.0:
             return min(LONGEST_WORD, 60.0 * minutes)
-    with contextlib.suppress(Warning):  # where warnings are errors
+    with contextlib.suppress(Warning):  # warnings may be errors
         warnings.warn(f"elasticrun: quiet() is given minutes={minutes!r:.100}", stacklevel=4)
     return 0.0
 
@@ -316,7 +323,7 @@ def _say_word() -> None:
     now = time.monotonic()
     held = [one for one in _inside if one[1] > now]
     word, until = (held[-1][0], max(one[1] for one in held)) if held else ("", now)
-    # a socket of its own: of this thread, and of this process where it was forked from another
+    # A socket per call: other threads may call this, and a forked process must not share one.
     with contextlib.suppress(OSError, ValueError):
         name, local_rank = read_place(os.environ.get(env.PROGRESS, ""))
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:

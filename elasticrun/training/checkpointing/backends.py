@@ -1,7 +1,7 @@
-"""The two ways that a Checkpointer goes: with an agent, and with torch alone.
+"""The two backends of a Checkpointer: with an agent, and with torch alone.
 
 With an agent: snapshots in shared memory, checkpoints written by the node's saver. With torch alone
-(torchrun, plain python): checkpoints by torch's asynchronous save, in folders of the same names.
+(torchrun, plain python): checkpoints by torch's asynchronous save, in folders with the same names.
 """
 
 from __future__ import annotations
@@ -38,61 +38,63 @@ from elasticrun.wire.snapshots import (
 )
 
 END_LIMIT: Final = 60.0
-"""Seconds that a rank waits to be ended, once it has said that it cannot go on."""
+"""Seconds that a rank waits to be killed, after it has reported that it cannot continue."""
 
 
 class Way:
-    """One life of one rank. What is not said otherwise does nothing."""
+    """A backend, for one process of a rank. Methods that are not overridden are no-ops."""
 
-    snapshots: bool  # whether memory is used, so that more than what is written out is due
-    source = "nothing"  # where the restore came from
+    snapshots: bool  # whether it takes snapshots in memory beside checkpoints
+    source = "nothing"  # where the state was restored from
 
     def resume(self, board: Board) -> int:
-        """Restore; the step that training goes on from, 0 if there is nothing."""
+        """Restore; return the step from which training continues, 0 if there is nothing to
+        restore."""
         raise NotImplementedError
 
     def fresh(self, step: int) -> None:
-        """Training goes on from this step without a restore."""
+        """Training starts at this step without a restore."""
 
     def save(self, step: int, persist: bool, wait: float) -> bool:
-        """False if it was skipped, for want of a slot."""
+        """Save; return False if the save was skipped because no slot was free."""
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Have room for a snapshot of the state as it is now; does nothing a second time."""
+        """Allocate memory for a snapshot of the current state; a second call is a no-op."""
 
     def note(self, step: int) -> None:
-        """Training is at this step."""
+        """Training has reached this step."""
 
     def is_asked(self, step: int) -> bool:
-        """Whether this step is to be saved, since a node leaves; once a step."""
+        """Whether a leaving node requires this step to be saved; call once a step."""
         return False
 
     def answer(self, step: int, *, saved: bool) -> None:
-        """What was asked for was saved, or could not be. This process may end here."""
+        """Report whether the required save succeeded. This process may end here."""
 
     def skipped(self, count: int) -> None:
-        """So many saves were skipped in this life."""
+        """Report the number of saves skipped in this process."""
 
     def failed(self, step: int, persist: bool, reason: str) -> None:
-        """The snapshot of this step could not be taken; nobody need wait for it."""
+        """Report that the snapshot of this step failed, so that nothing waits for it."""
 
     def remark(self, text: str) -> None:
-        """One sentence for the operator."""
+        """Report one sentence to the operator."""
         warnings.warn(f"elasticrun: {text}", stacklevel=2)
 
     def close(self) -> None:
-        """Let go of what it has; this process may end here."""
+        """Release all resources; this process may end here."""
         raise NotImplementedError
 
 
 class AgentWay(Way):
-    """With an agent."""
+    """Backend with an agent."""
 
     snapshots = True
 
     def __init__(self, setting: RankOptions, state: TrainingState, place: str) -> None:
-        """LineError if there is no agent at `place`; ConflictError if it refuses this rank."""
+        """Raises LineError if there is no agent at `place`, ConflictError if it refuses this
+        rank."""
         self._setting = setting
         self._state = state
         self._line = AgentLine(place)
@@ -126,7 +128,7 @@ class AgentWay(Way):
         if source != "nothing":
             try:
                 self.prepare()
-            except StateError as error:  # training can go on without snapshots
+            except StateError as error:  # training can continue without snapshots
                 self.remark(str(error))
         return step
 
@@ -165,9 +167,9 @@ class AgentWay(Way):
         self._departure.answer(step, saved=saved)
         if self._departure.is_ending:
             answered = self._departure.answered
-            if saved:  # other ranks may not have come so far; what they do needs this one
+            if saved:  # slower ranks still need this one to reach this step
                 self._taker.until_whole(step, answered, WHOLE_LIMIT)
-            if self._taker.asked in (NONE, answered):  # else they could not: another is to be saved
+            if self._taker.asked in (NONE, answered):  # else another save is required
                 self._departure.end()
 
     def skipped(self, count: int) -> None:
@@ -189,9 +191,11 @@ class AgentWay(Way):
 
 
 class _OfAllRanks(DefaultSavePlanner):
-    """torch saves what one rank has as if it were all, where the process group is destroyed before
-    the save in the background has begun: rather nothing. `failure`: this rank has no state to save;
-    it takes part all the same, to say so, or the others would have its next save for this one."""
+    """A planner that fails instead of saving one rank's part as the whole.
+
+    torch saves one rank's state as if it were complete if the process group is destroyed before the
+    background save begins. `failure`: this rank has no state to save. It takes part anyway, to
+    report the failure; otherwise the other ranks would pair this save with its next one."""
 
     def __init__(self, world_size: int, failure: str = "") -> None:
         super().__init__()
@@ -211,7 +215,7 @@ class _OfAllRanks(DefaultSavePlanner):
 
 @dataclass(slots=True)
 class _Saving:
-    """One save under way. `told`: that it fails is known."""
+    """One save in progress. `told`: its failure has been reported already."""
 
     step: int
     future: Any
@@ -219,7 +223,7 @@ class _Saving:
 
 
 class TorchWay(Way):
-    """With torch alone."""
+    """Backend with torch alone."""
 
     snapshots = False
 
@@ -228,15 +232,16 @@ class TorchWay(Way):
         self._state = state
         self._running: list[_Saving] = []
         weakref.finalize(self, _end, self._running)
-        self._group: Any = None  # made by the first save
+        self._group: Any = None  # created by the first save
 
     def resume(self, board: Board) -> int:
         self.source, step = RestoreChoice(self._setting, board, self.remark).restore(self._state)
         return step
 
     def save(self, step: int, persist: bool, wait: float) -> bool:
-        """Write a checkpoint, in the background where there is a process group. StorageError too if
-        the one before has failed; this one is begun all the same, as it is on the other ranks."""
+        """Write a checkpoint, in the background if there is a process group. Raises StorageError
+        also if the previous save has failed; this one starts nevertheless, as on the other
+        ranks."""
         if not persist:
             return True
         before = self._finish()
@@ -251,7 +256,7 @@ class TorchWay(Way):
                     checkpoint_id=self._setting.folder.path(step),
                     no_dist=True,
                 )
-            except CheckpointException as error:  # which is no Exception
+            except CheckpointException as error:  # not an Exception
                 raise StorageError(_failed(step, error)) from error
             self._retain()
         if before:
@@ -260,11 +265,11 @@ class TorchWay(Way):
 
     def _begin(self, step: int) -> None:
         if self._group is None:
-            # of its own: the save runs beside training, whose collectives it must not meet
+            # A separate group: the save runs concurrently with training and its collectives.
             self._group = dist.new_group(backend="gloo")
         try:
             self._start(step, self._state.whole())
-        except Exception as error:  # a user's state_dict, memory
+        except Exception as error:  # a user's state_dict, or no memory
             self._start(step, {}, f"{error!r:.300}")
             raise
 
@@ -275,13 +280,13 @@ class TorchWay(Way):
         self._running.append(_Saving(step, future, told=bool(failure)))
 
     def _finish(self) -> str:
-        """Wait for the save under way; in a sentence what failed, "" if nothing did."""
+        """Wait for the save in progress; return a sentence about a failure, "" if there is none."""
         failed = ""
         while self._running:
             saving = self._running.pop()
             try:
                 saving.future.result()
-            except (Exception, CheckpointException) as error:  # torch raises many kinds
+            except (Exception, CheckpointException) as error:  # torch raises many types
                 failed = failed if saving.told else _failed(saving.step, error)
                 continue
             try:
@@ -291,7 +296,7 @@ class TorchWay(Way):
         return failed
 
     def _retain(self) -> None:
-        """Rank 0 removes what is no longer kept, once a newer one is there."""
+        """On rank 0: remove checkpoints that need not be kept any more."""
         if self._setting.rank != 0 or not self._setting.keep_last:
             return
         done = [(step, PERIODIC) for step in chain(self._setting.folder.survey())]
@@ -304,13 +309,13 @@ class TorchWay(Way):
             super().remark(text)
 
     def close(self) -> None:
-        """StorageError if the last save has failed."""
+        """Raises StorageError if the last save has failed."""
         if failed := self._finish():
             raise StorageError(failed)
 
 
 def _failed(step: int, error: BaseException) -> str:
-    """Of a save by torch: what became of it, and on which rank."""
+    """A sentence about a save by torch that failed, with the rank."""
     why = f"{error!r:.300}"
     if isinstance(error, CheckpointException) and error.failures:
         rank, (first, _) = min(error.failures.items(), key=lambda one: one[0])
@@ -319,13 +324,13 @@ def _failed(step: int, error: BaseException) -> str:
 
 
 def _end(running: list[_Saving]) -> None:
-    """At the end of the process, or of the Checkpointer: wait for a save that is under way, and say
-    so if it has failed. It needs the process group, which a script may have destroyed by then."""
+    """When the process or the Checkpointer ends: wait for a save in progress, and warn if it fails.
+    It needs the process group, which the script may have destroyed by then."""
     while running:
         saving = running.pop()
         try:
             saving.future.result(timeout=END_LIMIT)
-        except (Exception, CheckpointException) as error:  # torch raises many kinds
+        except (Exception, CheckpointException) as error:  # torch raises many types
             if saving.told:
                 continue
             warnings.warn(

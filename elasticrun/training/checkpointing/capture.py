@@ -1,7 +1,7 @@
-"""A snapshot: from this rank's tensors into a slot of its mapped segment, and no further.
+"""Takes a snapshot: copies this rank's tensors into a slot of its mapped segment.
 
-The time from `take`'s begin to its end is the stall of training. What can be done before is done
-before: the plan is kept, envelopes stand in the slots, pages are mapped.
+Training stalls from the beginning to the end of `take`. As much as possible is done in advance: the
+plan is cached, envelopes are already in the slots, pages are mapped.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from elasticrun.wire.snapshots import Committed, NeedSegment, SegmentHere
 from elasticrun.wire.types import RoundName
 
 LEAST_ROOM: Final = 64 * 1024
-"""Bytes for opaque values, at least."""
+"""Minimum bytes reserved for opaque values."""
 
 
 class Mapped:
-    """One segment in this process: one mapping, seen as bytes, as words and as tensors.
+    """One segment in this process: one mapping, as bytes, as words and as tensors.
 
-    The mapping goes when the last tensor over it has gone and never before (`shm.memory`)."""
+    It is unmapped when the last tensor on it is freed, never earlier (`shm.memory`)."""
 
     def __init__(self, fd: int) -> None:
-        """Takes the descriptor over. SegmentError, OSError or RuntimeError if it cannot be
-        mapped."""
+        """Takes ownership of the descriptor. Raises SegmentError, OSError or RuntimeError if it
+        cannot be mapped."""
         try:
             about = os.fstat(fd)
             size, self._identity = about.st_size, (about.st_dev, about.st_ino)
@@ -50,36 +50,37 @@ class Mapped:
         self._tensors: dict[int, list[torch.Tensor]] = {}
 
     def is_of(self, fd: int) -> bool:
-        """Whether this descriptor is of the same memory."""
+        """Whether this descriptor refers to the same memory."""
         about = os.fstat(fd)
         return (about.st_dev, about.st_ino) == self._identity
 
     def tensors(self, slot: int, layout: Layout) -> list[torch.Tensor]:
-        """The tensors of a slot in layout order; made once."""
+        """The tensors of a slot in layout order; created once."""
         if slot not in self._tensors:
             at = self.segment.payload_at(slot)
             self._tensors[slot] = views(self.storage, at, layout)
         return self._tensors[slot]
 
     def warm(self, slot: int) -> None:
-        """Map all pages of a slot, where the agent got no large ones."""
+        """Map all pages of a slot, if the agent did not get huge pages."""
         at = self._address + self.segment.slot_at(slot)
         map_pages(at, at + self.segment.slot_bytes + PAGE)
 
     def close(self) -> None:
-        """Unmapped once nobody has a tensor of it any more."""
+        """Drop our references; the memory is unmapped when no tensor on it is left."""
         self.segment.close()
         self.memory.release()
         self._tensors.clear()
 
 
 class Taker:
-    """One rank's snapshots of a life."""
+    """Takes the snapshots of one rank."""
 
     def __init__(
         self, line: AgentLine, state: TrainingState, slots: int, present: RoundName, least: int = 0
     ) -> None:
-        """`least`: slots that will do where there is no room for more; 0: no fewer."""
+        """`least`: the minimum number of slots if there is no memory for more; 0: no fewer than
+        `slots`."""
         self._line = line
         self._state = state
         self._slots, self._least = slots, least
@@ -89,20 +90,20 @@ class Taker:
         self._plan: SnapshotPlan | None = None
         self._refused: dict[int, str] = {}
         self._sequence = 0
-        self.spare: Mapped | None = None  # the segment that was restored from
-        self.room_hint = 0  # what the restored snapshot had for opaque values, in bytes
+        self.spare: Mapped | None = None  # the segment from which the state was restored
+        self.room_hint = 0  # bytes for opaque values in the restored snapshot
 
     def prepare(self) -> None:
-        """Have a segment for the state as it is, and map the slot that is written next: some 80 ms
-        a GiB, so that the first snapshot does not take five times as long as the others.
-        StateError, LineError."""
+        """Get a segment for the current state and map the slot that is written next. Mapping takes
+        about 80 ms per GiB, and would make the first snapshot five times as slow as the others.
+        Raises StateError or LineError."""
         _, _, mapped, _ = self._ready()
         slot = mapped.segment.free_slot()
         if slot is not None:
             mapped.warm(slot)
 
     def _ready(self) -> tuple[SnapshotPlan, bytes, Mapped, Layout]:
-        """The state as it is, its opaque values as they lie in a slot, and where there is room for
+        """The current state, its serialized opaque values, and a segment and layout that fit
         both."""
         plan = self._state.take()
         serialised = self._state.serialised(plan.values)
@@ -110,18 +111,18 @@ class Taker:
         return plan, values, *self._fit(plan, len(values))
 
     def note(self, step: int) -> None:
-        """Training is at this step."""
+        """Training has reached this step."""
         if self._mapped is not None:
             self._mapped.segment.current = step
 
     @property
     def asked(self) -> int:
-        """The step that all ranks are asked to save, or NONE."""
+        """The step that all ranks must save, or NONE."""
         return NONE if self._mapped is None else self._mapped.segment.save_at
 
     def until_whole(self, step: int, asked: int, limit: float) -> None:
-        """Wait until all ranks have saved this step, or another one than `asked` is asked for,
-        `limit` seconds at most."""
+        """Wait until all ranks have saved this step, or a step other than `asked` is required, for
+        at most `limit` seconds."""
         deadline = time.monotonic() + limit
         mapped = self._mapped
         while (
@@ -133,8 +134,9 @@ class Taker:
                 return
 
     def take(self, step: int, *, persist: bool, wait: float) -> bool:
-        """Take one; False if there was no free slot, for `wait` seconds either. `persist`: it is to
-        be written out. StateError, LineError, or what a Stateful raises; then there is none."""
+        """Take a snapshot; False if no slot became free within `wait` seconds. `persist`: it will
+        be written to storage. Raises StateError, LineError, or what a Stateful raises; then no
+        snapshot exists."""
         plan, values, mapped, layout = self._ready()
         segment = mapped.segment
         deadline = time.monotonic() + wait
@@ -161,7 +163,7 @@ class Taker:
         return True
 
     def _fit(self, plan: SnapshotPlan, values_bytes: int) -> tuple[Mapped, Layout]:
-        """A segment for this plan: the present one, or a new one if the state has changed."""
+        """The segment for this plan: the current one, or a new one if the state has changed."""
         layout = self._layout
         if self._mapped is not None and layout is not None and values_bytes <= layout.bytes_room:
             room = layout.bytes_room
@@ -170,8 +172,8 @@ class Taker:
                 return self._mapped, layout
         layout = plan.layout
         if layout is None or values_bytes > layout.bytes_room:
-            # a power of two with as much to spare as is needed: of two lives whose values are about
-            # as long, the second finds the segment of the first
+            # At least twice what is needed, rounded up to a power of two: after a restart with
+            # values of similar length, the same segment fits.
             room = max(LEAST_ROOM, 1 << (2 * values_bytes - 1).bit_length())
             if values_bytes <= self.room_hint:
                 room = self.room_hint
@@ -196,7 +198,7 @@ class Taker:
             self._refused = {layout.key: here.reason or "the agent gave no memory"}
             raise StateError(self._refused[layout.key])
         spare, self.spare = self.spare, None
-        if spare is not None and spare.is_of(fd):  # its pages are there already
+        if spare is not None and spare.is_of(fd):  # its pages are mapped already
             os.close(fd)
             mapped = spare
         else:
@@ -204,7 +206,7 @@ class Taker:
                 spare.close()
             try:
                 mapped = Mapped(fd)
-            except SegmentError as error:  # the agent checks it before it lends it
+            except SegmentError as error:  # the agent checks it before it sends it
                 raise StateError(
                     f"the memory for snapshots was spoiled just now: {error}"
                 ) from error
@@ -225,13 +227,13 @@ class Taker:
 
 
 def copy_out(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy to shared memory; when it returns, all is there. From CUDA devices each by a stream of
-    its own, so that the devices copy at the same time."""
+    """Copy to shared memory; returns when all data has arrived. Each CUDA device uses a separate
+    stream, so that the devices copy in parallel."""
     devices = {source.device for source in sources if source.is_cuda}
     if not devices:
         copy_all(targets, sources)
         return
-    cuda: Any = torch.cuda  # its names have no types
+    cuda: Any = torch.cuda  # untyped
     events = []
     for device in devices:
         stream = cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""`Checkpointer`: what a training script says, and when it is done."""
+"""`Checkpointer`: the interface for training scripts, and when it saves."""
 
 from __future__ import annotations
 
@@ -45,19 +45,21 @@ from elasticrun.training.checkpointing.state import OnResize, TrainingState
 from elasticrun.wire import env
 
 PERSIST_EVERY: Final = 1800.0
-"""Seconds from one checkpoint to the next, where nothing is said."""
+"""Default seconds between two checkpoints."""
 
 BUSY_LIMIT: Final = 60.0
 """Seconds that a snapshot waits for a slot with on_busy="wait"."""
 
 PERSIST_LIMIT: Final = 10.0
-"""Seconds that one waits which is to be written out: were one rank to skip it, none could be."""
+"""Seconds that a snapshot for a checkpoint waits for a slot: if one rank skips it, the checkpoint
+is impossible.
+"""
 
 MOST_SHOWN: Final = 4
-"""Arguments that an example shows."""
+"""Maximum number of arguments in an example."""
 
 NEVER: Final = 1 << 62
-"""Steps to a snapshot that does not come."""
+"""A number of steps that is never reached."""
 
 T = TypeVar("T")
 
@@ -66,8 +68,8 @@ _instances = count()
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which checkpoints stay: the newest `last` (0: all), and those of every `every`-th step (0:
-    none) for good."""
+    """Which checkpoints are kept: the newest `last` (0: all), and permanently those of every
+    `every`-th step (0: none)."""
 
     last: int = 3
     every: int = 0
@@ -81,15 +83,15 @@ class Keep:
 
 @dataclass(slots=True)
 class Stats:
-    """What has become of this rank's saves in this life."""
+    """Statistics about this rank's saves in this process."""
 
     snapshots: int = 0  # taken
-    skipped: int = 0  # no slot was free: the step before is not known to be whole everywhere
+    skipped: int = 0  # no slot was free: the previous step may be incomplete elsewhere
     failed: int = 0
-    persists: int = 0  # snapshots that were to be written out
-    stall: float = 0.0  # seconds that the newest one took
+    persists: int = 0  # snapshots for checkpoints
+    stall: float = 0.0  # duration of the newest snapshot in seconds
     source: str = ""  # where the restore came from: memory, storage, nothing
-    error: str = ""  # of the newest that failed
+    error: str = ""  # of the newest failure
 
 
 class Checkpointer:
@@ -104,33 +106,33 @@ class Checkpointer:
             train_step(...)
             ckpt.step(step + 1)
 
-    Every rank makes one, with the same arguments, and calls the same methods at the same steps;
-    with an agent none of them is a collective. The state is given by name: a Module (plain, DDP,
-    fully_shard, tensor parallel; FSDP1 is refused, since its state can only be had by collectives),
-    its Optimizer, anything with `state_dict` and `load_state_dict`, a tensor (overwritten), or a
-    dict (refilled in place), which is where plain values go: `state={"tokens": 0}`. In the dict
-    `state` objects with a `state_dict` may stand too: `state={"m": m}` is `m=m`. This rank's random
-    states are part of it. Checkpoints are plain ones of torch.distributed.checkpoint, under
-    these names.
+    Every rank creates one with the same arguments and calls the same methods at the same steps.
+    With an agent, none of the methods is a collective. The state is passed by name: a Module
+    (plain, DDP, fully_shard, tensor parallel; FSDP1 is refused, because collectives are needed to
+    get its state), its Optimizer, anything with `state_dict` and `load_state_dict`, a tensor
+    (overwritten), or a dict (refilled in place), which is the place for plain values:
+    `state={"tokens": 0}`. The dict `state` may also contain objects with a `state_dict`:
+    `state={"m": m}` equals `m=m`. This rank's random states are included. Checkpoints are plain
+    ones of torch.distributed.checkpoint, under these names.
 
-    A save that fails never ends the training: it is counted in `stats` and the operator is told,
+    A failed save never ends the training: it is counted in `stats` and reported to the operator,
     unless `strict_save` is set. Without an agent nothing is kept in memory, and torch's own save
-    writes the checkpoints: in the background under torchrun, where its collectives have a process
-    group of their own, and at once in plain python without a group.
+    writes the checkpoints: under torchrun in the background, with a separate process group for its
+    collectives; in plain python without a process group, synchronously.
 
-    `folder`: a path or a URL; without one `checkpoints` in the job's run folder (`--run-dir`).
-    `every_steps` or `every_seconds`: from one snapshot to the next; with neither, at most one
-    hundredth of the time goes into them. `persist_every_steps` or `persist_every_seconds`: the same
-    for checkpoints; None for both: none but after failures and by `save_now`. `slots`: snapshots
-    that have room in memory (2 to 4), or "auto": 3 where checkpoints or replicas are made, if there
-    is room, so that snapshots are taken meanwhile; else 2. `on_busy`: whether to skip a snapshot
-    while its slot is still needed, or to wait for it, a minute at most. `verify`: compare a
-    checkpoint with its hashes before it is loaded; the ranks share that work. `replicas`: 1 keeps
-    every part of the state in the memory of two nodes, so that one may be lost; what two hold
-    anyway (DDP) is not copied. It takes two slots more on each node, and a snapshot is only
-    followed by others once it was copied (`slots`: 3). `rng`: the random states are part of a
-    snapshot. `weights_only`: nothing but plain values, tensors and what torch.serialization's
-    add_safe_globals has named is made of the bytes of snapshots and checkpoints."""
+    `folder`: a path or a URL; default: `checkpoints` in the job's run folder (`--run-dir`).
+    `every_steps` or `every_seconds`: the interval of snapshots; with neither, snapshots take at
+    most 1 % of the time. `persist_every_steps` or `persist_every_seconds`: the interval of
+    checkpoints; None for both: only after failures and by `save_now`. `slots`: number of snapshots
+    that fit in memory (2 to 4), or "auto": 3 with checkpoints or replicas, if there is enough
+    memory, so that snapshots continue while one is being written or copied; else 2. `on_busy`: skip
+    a snapshot while its slot is in use, or wait for it, at most one minute. `verify`: compare a
+    checkpoint with its hashes before loading it; the ranks share that work. `replicas`: 1 keeps
+    every part of the state in the memory of two nodes, so that the loss of one is survivable; parts
+    that two nodes hold anyway (DDP) are not copied. It needs two more slots on each node, and the
+    next snapshot can only follow when the last one is copied (`slots`: 3). `rng`: include the
+    random states in a snapshot. `weights_only`: snapshots and checkpoints are only unpickled to
+    plain values, tensors and types registered by torch.serialization.add_safe_globals."""
 
     def __init__(
         self,
@@ -150,12 +152,12 @@ class Checkpointer:
         weights_only: bool = True,
         **state: Any,
     ) -> None:
-        """ValueError for what cannot be, and for an option that there is not. ConflictError where
-        this process has a Checkpointer of another state already."""
+        """Raises ValueError for an invalid or unknown option, ConflictError if this process already
+        has a Checkpointer of another state."""
         _refuse_what_is_no_state(state)
         pace = chosen("every", every_steps, every_seconds)
         if persist_every_steps is not None and persist_every_seconds == PERSIST_EVERY:
-            persist_every_seconds = None  # the default gives way
+            persist_every_seconds = None  # the other option overrides the default
         persists = chosen("persist_every", persist_every_steps, persist_every_seconds)
         flags = {"verify": verify, "strict_save": strict_save, "rng": rng}
         _check(keep, slots, on_busy, replicas, {**flags, "weights_only": weights_only})
@@ -184,19 +186,19 @@ class Checkpointer:
         self._schedule: Schedule | None = None
         self._stalls: list[float] = []
         self._told: set[str] = set()
-        self._left_out = 0  # snapshots skipped since the last that was to be written out
-        self._last = -1  # step that training was at
+        self._left_out = 0  # snapshots skipped since the last checkpoint
+        self._last = -1  # the last step of the training
         self.stats = Stats()
         self._owner = _Owner(os.getpid(), self._setting.folder.url, frozenset(state))
         self._is_closed = self._saves = False
-        self._successor = ""  # why this one is of no use any more
+        self._successor = ""  # why this one is unusable, if it is
         _take_place(self)
 
     def per_rank(self, name: str, value: Any, on_resize: OnResize | None = None) -> None:
-        """State of this rank alone: its data loader, a generator of its own. To be said before
-        `restore`. At another number of ranks nobody can say whose it was: then `on_resize` is given
-        the states of all old ranks, by rank (None for one that is lost), or without it the value is
-        left as it is."""
+        """Add state of this rank alone, such as its data loader or its own generator. Call before
+        `restore`. If the number of ranks has changed, the states cannot be assigned: then
+        `on_resize` receives the states of all old ranks, by rank (None for a lost one). Without
+        `on_resize` the value is left unchanged."""
         if self._way is not None:
             raise RuntimeError("per_rank() comes before restore() and step()")
         if why := why_no_state(value):
@@ -206,16 +208,16 @@ class Checkpointer:
         self._state.add_own(name, value, on_resize)
 
     def restore(self) -> int:
-        """Put the newest state back that all ranks can have: from memory, else from storage. The
-        step that it is of, 0 if there is nothing.
+        """Restore the newest state that is available to all ranks, from memory or else from
+        storage. Return its step, 0 if there is nothing.
 
-        The pages of the next snapshot are mapped here too (about 80 ms a GiB).
-        From storage the ranks wait for each other's word that the checkpoint is whole; where one
-        finds it spoiled, all take the one before.
+        Also maps the pages for the next snapshot (about 80 ms per GiB). When restoring from
+        storage, the ranks wait for each other to confirm that the checkpoint is valid; if one finds
+        it corrupt, all use the previous one.
 
-        RuntimeError, ValueError or StorageError, in a sentence, if what is there cannot be put
-        back: the script has changed, memory has no room, storage does not answer. A checkpoint that
-        is whole stays as it is then."""
+        Raises RuntimeError, ValueError or StorageError with a sentence if the state cannot be
+        restored: the script has changed, memory is insufficient, storage does not respond. A valid
+        checkpoint is then left unchanged."""
         if self._schedule is not None:
             raise RuntimeError("restore() comes once, before the first step()")
         began = time.monotonic()
@@ -226,7 +228,7 @@ class Checkpointer:
             with no_collection():
                 step = way.resume(board)
         except (StorageError, SpoiledError, NotAgreed, NotThere) as wrong:
-            raise wrong.with_traceback(None) from None  # a sentence: how it came about is in it
+            raise wrong.with_traceback(None) from None  # a sentence is enough: drop the traceback
         self._begin(step)
         self.stats.source = way.source
         self._state.put_back_rng()
@@ -236,8 +238,9 @@ class Checkpointer:
         return step
 
     def _agree(self, board: Board) -> None:
-        """Compare the options on which all ranks must agree with rank 0's: with others no step is
-        ever whole on all ranks, or more is removed than some want. ConflictError."""
+        """Compare the options that all ranks must share with rank 0's. With different ones no step
+        would be complete on all ranks, or too many checkpoints would be removed. Raises
+        ConflictError."""
         setting = self._setting
         mine = {
             "every": repr(self._every),
@@ -257,9 +260,9 @@ class Checkpointer:
             )
 
     def restore_rng(self) -> None:
-        """Put the random states of the restore back once more, if there were any: where the script
-        has drawn numbers since that it does not draw in the middle of a training. A data loader's
-        iterator does, when it is made."""
+        """Restore the random states once more, if any were restored. For scripts that have drawn
+        random numbers since then which they do not draw in the middle of a training; creating the
+        iterator of a data loader does."""
         self._state.put_back_rng()
 
     def _open(self) -> tuple[Way, Board]:
@@ -272,7 +275,7 @@ class Checkpointer:
         return self._way, self._board
 
     def _choose_way(self) -> tuple[Way, str]:
-        """The way, and what names this life of the ranks."""
+        """The backend, and a name for this incarnation of the ranks."""
         place = own_place()
         ours = bool(place) or env.PROGRESS in os.environ
         why = "this was not started by elasticrun"
@@ -285,7 +288,7 @@ class Checkpointer:
                 return way, way.life
             except LineError as error:
                 why = str(error)
-        if self._setting.rank == 0 or ours:  # the other ranks may well have an agent
+        if self._setting.rank == 0 or ours:  # the other ranks may have an agent
             warnings.warn(
                 f"elasticrun: {why}, so nothing is kept in memory; torch's own save writes "
                 "the checkpoints",
@@ -297,7 +300,7 @@ class Checkpointer:
     def _begin(self, step: int) -> None:
         way, _ = self._open()
         every: Every | None = self._every if way.snapshots else self._persist_every
-        # with no agent and nothing to be written there is nothing to do
+        # without an agent and without checkpoints there is nothing to do
         self._go_by(Pace(every or NEVER, self._persist_every, step), step)
         self._last = step
 
@@ -306,8 +309,9 @@ class Checkpointer:
         self._schedule = Schedule(pace, board, self._setting.rank, time.monotonic(), step)
 
     def _begun(self, number: int) -> tuple[Way, Schedule]:
-        """What saves, and when, also where the script restored nothing and begins with `number`.
-        StateError for state that cannot be saved, before anything is."""
+        """The backend and the schedule; also initializes them if the script did not call `restore`
+        and starts with `number`. Raises StateError for state that cannot be saved, before anything
+        is saved."""
         if self._schedule is None:
             self._state.vouch()
         if not self._saves:
@@ -321,19 +325,19 @@ class Checkpointer:
         return way, self._schedule
 
     def step(self, number: int, *, healthy: bool = True) -> None:
-        """Training has done step `number`: take a snapshot if one is due. `healthy=False` (a loss
-        that is no number, say) leaves it out; all ranks must be of one mind. ValueError for a
-        number that no step has, and at the first step for state that cannot be saved."""
+        """Training has completed step `number`: take a snapshot if one is due. `healthy=False` (for
+        example, the loss is NaN) skips it; all ranks must pass the same. Raises ValueError for an
+        invalid number, and StateError at the first step for state that cannot be saved."""
         number = _step(number)
         way, schedule = self._begun(number)
-        if number < self._last:  # counted anew with every epoch, say: such steps are never due
+        if number < self._last:  # e.g. counted per epoch: such steps are never due
             self._tell(
                 "a step came that is below an earlier one: nothing is saved until steps are above "
                 "all earlier ones; count them over the whole training, not over an epoch"
             )
         self._last = max(self._last, number)
-        with contextlib.suppress(Exception):  # what is in the way is told when a snapshot is due
-            way.prepare()  # from now on this node can be asked to save, and leave
+        with contextlib.suppress(Exception):  # errors are reported when a snapshot is due
+            way.prepare()  # from now on this node can be told to save and leave
         way.note(number)
         due = schedule.due(number)
         asked = self._guarded(lambda: way.is_asked(number))
@@ -350,9 +354,9 @@ class Checkpointer:
             self._guarded(lambda: way.answer(number, saved=saved))
 
     def save_now(self, number: int) -> bool:
-        """Take a snapshot of step `number` and have it written out, whatever is due. False if it
-        could not be taken. Every rank calls it at the same step. ValueError for a number that no
-        step has."""
+        """Take a snapshot of step `number` and have it written to storage, regardless of the
+        schedule. False if it could not be taken. Every rank calls it at the same step. Raises
+        ValueError for an invalid number."""
         number = _step(number)
         way, _ = self._begun(number)
         return self._attempt(way, Due(number, True), BUSY_LIMIT)
@@ -363,7 +367,7 @@ class Checkpointer:
         costs.saved(time.monotonic() - began, taken=bool(took))
         if took is None:
             error = self.stats.error
-            with contextlib.suppress(LineError):  # without a line the agent knows by itself
+            with contextlib.suppress(LineError):  # without a connection the agent notices by itself
                 way.failed(due.step, due.persist, error)
             return False
         if not took:
@@ -382,7 +386,7 @@ class Checkpointer:
             self.stats.persists += due.persist
         if due.persist:
             count, self._left_out = self._left_out, 0
-            # once in a life of the ranks; `stats.skipped` and the job's status count them all
+            # once per process; `stats.skipped` and the job's status count all
             if count and count == self.stats.skipped:
                 way.remark(
                     f"{count} snapshots were skipped before step {due.step}, since no slot was "
@@ -391,7 +395,7 @@ class Checkpointer:
         return True
 
     def _guarded(self, act: Callable[[], T]) -> T | None:
-        """What `act` returns, None if it fails: that does not end the training."""
+        """Return the result of `act`, or None if it raises: a failure does not end the training."""
         try:
             return act()
         except Exception as error:  # a user's state_dict may raise anything
@@ -400,7 +404,7 @@ class Checkpointer:
             what = "snapshot" if self._way is None or self._way.snapshots else "save"
             self._tell(f"a {what} failed: {self.stats.error}")
             if isinstance(error, LineError | BoardError):
-                # nothing more can be agreed upon, or handed over
+                # agreement and handover are no longer possible
                 self._tell("no more snapshots are taken in this life of the ranks")
                 self._go_by(Pace(NEVER, None, 0), 0)
             if self._strict:
@@ -408,13 +412,13 @@ class Checkpointer:
             return None
 
     def _tell(self, text: str) -> None:
-        """Each sentence once, and not too many."""
+        """Report each sentence once, and at most 32 of them."""
         if self._way is not None and text not in self._told and len(self._told) < 32:
             self._told.add(text)
             self._way.remark(text)
 
     def close(self) -> None:
-        """Let go of the memory, and end what torch still writes. Snapshots stay."""
+        """Release the memory, and wait for torch's save in progress. Snapshots stay in memory."""
         self._is_closed = True
         if self._way is not None:
             self._guarded(self._way.close)
@@ -422,7 +426,8 @@ class Checkpointer:
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """Whose snapshots a Checkpointer takes: the state of these names in this process."""
+    """Identifies whose snapshots a Checkpointer takes: the state with these names in this
+    process."""
 
     pid: int
     url: str
@@ -431,13 +436,13 @@ class _Owner:
 
 _made: Final[weakref.WeakSet[Checkpointer]] = weakref.WeakSet()
 _spoken: Final[dict[int, tuple[_Owner]]] = {}
-"""By pid: whose state the agent was given. A forked child has a pid of its own."""
+"""By pid: whose state the agent has. A forked child has another pid."""
 
 
 def _take_place(new: Checkpointer) -> None:
-    """With an agent a process has one state, for good: that is what memory holds of its rank, and
-    what a restart restores. Another Checkpointer of the same state takes the place of the first: a
-    script that runs again in one process. ConflictError."""
+    """With an agent a process has one state forever: the agent's memory holds it for this rank, and
+    a restart restores it. A new Checkpointer of the same state replaces the old one, for a script
+    that runs again in one process. Raises ConflictError."""
     _made.add(new)
     if not own_place():
         return
@@ -453,8 +458,8 @@ def _take_place(new: Checkpointer) -> None:
 
 
 def _refuse_to_share(new: Checkpointer) -> None:
-    """Without an agent too, no two of different states may save into one folder: each would replace
-    the other's checkpoints. ConflictError."""
+    """Even without an agent, two Checkpointers of different states must not save into one folder:
+    each would replace the other's checkpoints. Raises ConflictError."""
 
     def savers() -> list[_Owner]:
         return [o._owner for o in _others(new) if o._saves and o._owner.url == new._owner.url]
@@ -463,24 +468,24 @@ def _refuse_to_share(new: Checkpointer) -> None:
 
 
 def _others(new: Checkpointer) -> list[Checkpointer]:
-    """Open ones of this process."""
+    """The other open Checkpointers of this process."""
     pid = new._owner.pid
     return [o for o in _made if o is not new and o._owner.pid == pid and not o._is_closed]
 
 
 def _refuse(new: Checkpointer, owners: Callable[[], list[_Owner]]) -> None:
-    """Where one of these has another state. ConflictError."""
+    """Raise ConflictError if one of these has another state."""
     mine = new._owner
 
     def rival() -> _Owner | None:
         return next((one for one in owners() if one != mine), None)
 
     if rival():
-        gc.collect()  # what nobody has any more is no rival
+        gc.collect()  # collect unreferenced ones, which are no rivals
     if found := rival():
         _made.discard(new)
         one, other = (", ".join(sorted(each.names)) for each in (found, mine))
-        # what to do comes first: folders may be long, and a summary shows so many characters
+        # the advice comes first: folders may be long, and summaries truncate
         raise ConflictError(
             "one process has one Checkpointer: give all state to one, under different names, as "
             f"in Checkpointer(folder, {_distinct(found, mine)}): this process has a Checkpointer "
@@ -489,7 +494,7 @@ def _refuse(new: Checkpointer, owners: Callable[[], list[_Owner]]) -> None:
 
 
 def _distinct(one: _Owner, other: _Owner) -> str:
-    """Arguments by which one Checkpointer could have the state of both."""
+    """Arguments with which one Checkpointer could have the state of both."""
     shared = one.names & other.names
     names = sorted([*(one.names ^ other.names), *(f"{n}{i}" for n in shared for i in (1, 2))])
     more = [] if len(names) <= MOST_SHOWN else ["..."]
@@ -497,7 +502,7 @@ def _distinct(one: _Owner, other: _Owner) -> str:
 
 
 def _refuse_what_is_no_state(given: Mapping[str, Any]) -> None:
-    """Among what was given by name. A typo in an option is none, either. StateError."""
+    """Raise StateError for an argument that cannot be state, such as a misspelled option."""
     for name, value in given.items():
         why = why_no_state(value)
         if not why:
@@ -516,7 +521,7 @@ def _refuse_what_is_no_state(given: Mapping[str, Any]) -> None:
 def _check(
     keep: object, slots: object, on_busy: object, replicas: object, flags: Mapping[str, object]
 ) -> None:
-    """ValueError for options that cannot be."""
+    """Raises ValueError for invalid options."""
     if slots != "auto" and not (type(slots) is int and MIN_SLOTS <= slots <= MAX_SLOTS):
         raise ValueError(f'slots is {slots!r}; it may be "auto", or {MIN_SLOTS} to {MAX_SLOTS}')
     if replicas not in (0, 1):
@@ -533,14 +538,14 @@ def _check(
 def _slots(
     slots: Literal["auto"] | int, persist_every: float | int | None, replicas: int
 ) -> tuple[int, int]:
-    """How many to ask for, and how many will do; 0: no fewer."""
+    """Number of slots to request, and the minimum that is acceptable; 0: no fewer."""
     if slots != "auto":
         return slots, 0
     return (3, MIN_SLOTS) if persist_every is not None or replicas else (MIN_SLOTS, 0)
 
 
 def _step(number: int) -> int:
-    """The number of a step. ValueError."""
+    """The number of a step. Raises ValueError."""
     try:
         found = operator.index(number)
     except TypeError:
@@ -551,7 +556,7 @@ def _step(number: int) -> int:
 
 
 def _own_folder() -> str:
-    """Where checkpoints are where nobody has said so. ValueError without a run folder."""
+    """The default folder for checkpoints. Raises ValueError without a run folder."""
     run = os.environ.get(env.RUN_FOLDER)
     if not run:
         raise ValueError("Checkpointer() needs a folder, or a job that is started with --run-dir")

@@ -1,16 +1,17 @@
-"""What all ranks go on from, found before anything is loaded; and the loading, from storage.
+"""Chooses what all ranks restore, before anything is loaded, and loads it from storage.
 
-That is the newest step, in memory or in storage. What ranks have failed with soon after they went
-on from it is suspect and comes last: it is tried again before training begins anew. A step that a
-person asks for is taken and no other.
+The choice is the newest step, in memory or in storage. A step is suspect if ranks failed soon after
+they had restored it. Suspect steps come last: they are tried again before training starts from
+scratch. If a person requests a step, only that one is used.
 
-Rank 0 compares memory with storage and tells the others, without a collective: by keys in the store
-that the job has anyway. A checkpoint in storage is looked at by all ranks, each a part of it; where
-one finds it spoiled, rank 0 chooses once more, in the same life of the ranks: nothing has been
-loaded, so there is nothing to undo.
+Rank 0 compares memory with storage and informs the others by keys in the store that the job has
+anyway, without a collective. All ranks check a checkpoint in storage, each a part of it. If one
+finds it corrupt, rank 0 chooses again, without a restart: nothing has been loaded, so there is
+nothing to undo.
 
-Only what is missing, short or other than its hashes is spoiled. What is whole and cannot be loaded
-(a class that the script no longer has, memory, a storage that is away) stays as it is.
+A checkpoint counts as corrupt only if files are missing, short or differ from their hashes. A valid
+checkpoint that cannot be loaded (a class that the script no longer has, lack of memory, unreachable
+storage) is left unchanged.
 """
 
 from __future__ import annotations
@@ -45,49 +46,51 @@ from elasticrun.wire.types import NOTHING, Skip
 T = TypeVar("T")
 
 LIMIT: Final = 300.0
-"""Seconds that a rank waits for rank 0's word on what to go on from."""
+"""Seconds that a rank waits for rank 0's choice."""
 
 AGREE_LIMIT: Final = 1800.0
-"""Seconds that a rank waits for all others' word on a checkpoint: each has read a part of it."""
+"""Seconds that a rank waits for all others to check a checkpoint: each reads a part of it."""
 
 LOOK_LIMIT: Final = 10.0
-"""Seconds for a look into storage, where there is a step in memory to go on from. Where there is
-none, the operator is told then that the ranks wait for the storage."""
+"""Seconds for a look into storage if there is a step in memory as an alternative. Without one, the
+operator is informed after this time that the ranks wait for the storage.
+"""
 
 STORAGE_LIMIT: Final = LIMIT - 30.0
-"""Seconds for a look into storage without which nothing can be chosen: the other ranks hear why
-there is no choice before they stop waiting for one."""
+"""Seconds for a look into storage without which no choice is possible. Shorter than LIMIT, so that
+the other ranks receive the reason before they stop waiting.
+"""
 
 MOST_SPOILED: Final = 8
-"""Checkpoints found spoiled in one life, one after the other: then it is the storage."""
+"""Maximum number of consecutive corrupt checkpoints in one restore: more point to the storage."""
 
 MOST_NAMED: Final = 10
-"""Checkpoints that a sentence names."""
+"""Maximum number of checkpoints that a sentence names."""
 
 
 class BoardError(RuntimeError):
-    """The store cannot be reached, or nothing is said there; a sentence."""
+    """The store cannot be reached, or a key is missing; a sentence."""
 
 
 class SpoiledError(RuntimeError):
-    """Checkpoints are not what was written, and no other can be taken in this life. A sentence."""
+    """Checkpoints are corrupt, and no other can be used without a restart. A sentence."""
 
 
 class UnreadableError(RuntimeError):
-    """A checkpoint that is whole cannot be loaded; it stays as it is. A sentence."""
+    """A valid checkpoint cannot be loaded; it is left unchanged. A sentence."""
 
 
 class NotAgreed(RuntimeError):
-    """Another rank cannot look at the checkpoint; a sentence."""
+    """Another rank cannot check the checkpoint; a sentence."""
 
 
 class NotThere(RuntimeError):
-    """The step that a person asks for cannot be had; a sentence."""
+    """The requested step is not available; a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """What both ways need to know."""
+    """What both backends need to know."""
 
     folder: Folder
     rank: int
@@ -98,15 +101,15 @@ class RankOptions:
     verify: bool
     replicas: int = 0
     weights_only: bool = True
-    least_slots: int = 0  # that will do where there is no room for more; 0: no fewer
+    least_slots: int = 0  # acceptable minimum without memory for more; 0: no fewer
 
 
 def within(
     limit: float, work: Callable[[], T], url: str, slow: Callable[[], None] = lambda: None
 ) -> T:
-    """What `work` returns or raises, if its storage answers within `limit` seconds; else
-    StorageError. A call into a file system that hangs cannot be interrupted, so it is made in a
-    thread, which is left behind then. `slow` is called after LOOK_LIMIT."""
+    """Return or raise what `work` does, if its storage responds within `limit` seconds; else raise
+    StorageError. A call into a hanging file system cannot be interrupted, so it runs in a thread,
+    which is then abandoned. `slow` is called after LOOK_LIMIT."""
     answer: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
     def look() -> None:
@@ -116,8 +119,8 @@ def within(
             answer.put((None, error))
 
     try:
-        # not by `threading`, whose start() waits for ever for a thread that dies for want of
-        # memory before it is one
+        # Not with `threading`, whose start() waits forever for a thread that dies from lack of
+        # memory during its start.
         _thread.start_new_thread(look, ())
     except RuntimeError as error:
         raise StorageError(str(error)) from error
@@ -137,9 +140,10 @@ def within(
 
 
 class Board:
-    """What ranks tell each other without a collective: keys under a prefix that is of this life of
-    the ranks alone. They are in the default process group's store, or else in torch's store at
-    MASTER_ADDR:MASTER_PORT, which every launcher has there. One rank alone needs none."""
+    """Communication between ranks without a collective: keys under a prefix that is unique to
+    this incarnation of the ranks. They are in the store of the default process group, or else in
+    torch's store at MASTER_ADDR:MASTER_PORT, which every launcher provides. A single rank needs
+    no store."""
 
     def __init__(self, prefix: str, world_size: int) -> None:
         self._prefix = prefix
@@ -148,19 +152,19 @@ class Board:
         self._store: Any = None
 
     def say(self, key: str, text: str) -> None:
-        """For rank 0; nobody waits."""
+        """Publish a text; for rank 0; does not wait."""
         if not self._alone:
             self._tell(key, lambda store, name: store.set(name, text))
 
     def _tell(self, key: str, act: Callable[[Any, str], Any]) -> Any:
-        """`act` on the store, with the key's whole name; what it returns."""
+        """Call `act` with the store and the full name of the key; return its result."""
         try:
             return act(self._reach(), f"{self._prefix}/{key}")
-        except Exception as error:  # torch raises many kinds
+        except Exception as error:  # torch raises many types
             raise BoardError(f"{key} cannot be told to the other ranks ({error})") from error
 
     def hear(self, key: str, limit: float = LIMIT, who: str = "rank 0 has") -> str:
-        """What rank 0 said; waits for it, for so many seconds at most."""
+        """Wait for rank 0's text under this key, at most `limit` seconds."""
         try:
             store, name = self._reach(), f"{self._prefix}/{key}"
             store.wait([name], timedelta(seconds=limit))
@@ -169,16 +173,16 @@ class Board:
             raise BoardError(f"{who} not said {key} in {limit:.0f} s ({error})") from error
 
     def object(self, key: str, objection: str) -> str:
-        """One rank's word on what all have to agree to, for `agreed`; nobody waits. The first one
-        stands, and is returned."""
+        """Veto what all ranks have to agree to (see `agreed`); does not wait. The first veto is
+        valid for all, and is returned."""
         if self._alone:
             return objection
         stands: str = self._tell(key, lambda store, name: _first(store, name, f"no {objection}"))
         return stands.partition(" ")[2]
 
     def agreed(self, key: str) -> str:
-        """This rank has no objection: wait until no rank has one (""), or for the first one's.
-        BoardError if that takes longer than AGREE_LIMIT."""
+        """Agree; wait until all ranks agree (return "") or one objects (return its objection).
+        Raises BoardError if that takes longer than AGREE_LIMIT."""
         if self._alone:
             return ""
 
@@ -190,10 +194,10 @@ class Board:
         return self.hear(key, AGREE_LIMIT, "the ranks have").partition(" ")[2]
 
     def _reach(self) -> Any:
-        c10d: Any = dist  # its names have no types
+        c10d: Any = dist  # untyped
         if self._store is None:
             if dist.is_initialized():
-                # the store of the group is had by this name alone; it is in all of torch's own code
+                # private, but used throughout torch's own code; there is no other access
                 self._store = c10d.distributed_c10d._get_default_store()
             else:
                 address, port = os.environ[env.MASTER_ADDR], int(os.environ[env.MASTER_PORT])
@@ -203,16 +207,17 @@ class Board:
 
 
 def _first(store: Any, name: str, text: str) -> str:
-    """Say it unless something has been said; what stands. torch's older store server, which runs
-    where its libuv one cannot, wakes nobody who waits for a key that compare_set makes: it is set
-    once more, to what it is."""
+    """Set the key unless it exists; return its value. torch's older store server, which runs where
+    the libuv one cannot, does not wake waiters for a key that compare_set creates. So the key is
+    set a second time, to the same value."""
     stands = bytes(store.compare_set(name, "", text)).decode()
     store.set(name, stands)
     return stands
 
 
 class Stored:
-    """One checkpoint, as one rank of many sees it. StorageError if it cannot be reached."""
+    """One checkpoint in storage, as one of many ranks sees it. Raises StorageError if
+    unreachable."""
 
     def __init__(self, setting: RankOptions, step: int) -> None:
         self._setting, self._folder = setting, setting.folder
@@ -223,8 +228,8 @@ class Stored:
         self._saved: tuple[dict[str, Item], int] = ({}, 0)
 
     def fault(self) -> CheckpointFault | None:
-        """What is not as it was written; None if nothing is found. The ranks share the work;
-        nothing is loaded. StorageError, UnreadableError: nobody can tell."""
+        """The first fault found; None if there is none. The ranks share the work; nothing is
+        loaded. Raises StorageError or UnreadableError if the check is impossible."""
         setting = self._setting
         if setting.verify:
             found = self._folder.faults(self._step, setting.rank, setting.world_size)
@@ -233,14 +238,15 @@ class Stored:
         try:
             self._metadata = read_metadata(self._reader, setting.weights_only)
             self._saved = saved_in(self._metadata)
-        except Exception as error:  # torch's reader and pickle raise many kinds
+        except Exception as error:  # torch's reader and pickle raise many types
             return self._blamed(error)
         if setting.rank == 0 and not (setting.verify and self._folder.has_manifest(self._step)):
             return self._short()
         return None
 
     def condemn(self, fault: CheckpointFault) -> str:
-        """Have no later start take it. The sentence, with what is in the way of that."""
+        """Mark the checkpoint so that no later start uses it. Return the sentence, including a
+        failure to mark it."""
         sentence = f"{self._where} {fault.clause}"
         try:
             self._folder.condemn(self._step, fault.what)
@@ -249,18 +255,20 @@ class Stored:
         return f"{sentence}; it will not be taken again"
 
     def _short(self) -> CheckpointFault | None:
-        """Which file is missing or short, by what torch's marker has of it; None if none is."""
+        """The first file that is missing or shorter than torch's metadata implies; None if there is
+        none."""
         least: dict[str, int] = {}
         places = self._metadata.storage_data if self._metadata is not None else None
         for place in (places or {}).values():
-            if isinstance(place, _StorageInfo):  # what another writer says is its own
+            if isinstance(place, _StorageInfo):  # other writers have types of their own
                 end = place.offset + place.length
                 least[place.relative_path] = max(end, least.get(place.relative_path, 0))
         wrong = self._folder.short(self._step, least)
         return CheckpointFault(wrong) if wrong else None
 
     def _blamed(self, error: Exception) -> CheckpointFault:
-        """Why it is spoiled, after it could not be read. Whatever does not say that is raised."""
+        """Why a checkpoint that could not be read is corrupt. Raises if another cause is
+        possible."""
         if isinstance(error, NotAllowed):
             raise UnreadableError(f"{self._where} is not loaded: {error}") from error
         if isinstance(error, StorageError):
@@ -287,7 +295,7 @@ class Stored:
         ) from error
 
     def load(self, state: TrainingState) -> None:
-        """After `fault`. SpoiledError, UnreadableError, StateError, StorageError."""
+        """Load after `fault`. Raises SpoiledError, UnreadableError, StateError or StorageError."""
         saved, ranks = self._saved
         mine = own_key(self._setting.rank)
         own = ranks == self._setting.world_size and any(
@@ -307,21 +315,21 @@ class Stored:
     def _fill(self, values: dict[str, Any]) -> None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that this rank loads alone is meant so
+                warnings.simplefilter("ignore")  # a load by one rank alone is intended
                 load(
                     values,
                     storage_reader=self._reader,
                     planner=Loading(self._setting.weights_only),
                     no_dist=True,
                 )
-        except (Exception, CheckpointException) as error:  # torch's reader raises many kinds
+        except (Exception, CheckpointException) as error:  # torch's reader raises many types
             first: Any = error
-            if isinstance(error, CheckpointException):  # which is no Exception
+            if isinstance(error, CheckpointException):  # not an Exception
                 first = next(iter(error.failures.values()))[0]
             raise SpoiledError(self.condemn(self._blamed(first))) from error
 
     def _own_of(self, rank: int, name: str) -> dict[Path, Any]:
-        """The state of one old rank, {} if it has none."""
+        """The per-rank state of one old rank, {} if it has none."""
         prefix = (own_key(rank), name)
         items = [item for item in self._saved[0].values() if item.path[:2] == prefix]
         values: dict[str, Any] = {
@@ -337,14 +345,14 @@ class Stored:
 def _reader(folder: Folder, step: int) -> Any:
     if folder.is_local:
         return FileSystemReader(folder.path(step))
-    # torch's own reader for URLs; its module has no public name
+    # torch's reader for URLs; its module is private
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     return FsspecReader(folder.path(step))
 
 
 def saved_in(metadata: Metadata) -> tuple[dict[str, Item], int]:
-    """What a checkpoint has, by name, and of how many ranks it has own state."""
+    """The items of a checkpoint by name, and the number of ranks with per-rank state in it."""
     paths: Mapping[str, Any] = metadata.planner_data or {}
     found: dict[str, Item] = {}
     for fqn, stored in metadata.state_dict_metadata.items():
@@ -363,19 +371,20 @@ def saved_in(metadata: Metadata) -> tuple[dict[str, Item], int]:
 
 @dataclass(slots=True)
 class RestoreChoice:
-    """One restore. What `skip` names comes last."""
+    """One restore. Steps in `skip` come last."""
 
     setting: RankOptions
     board: Board
-    tell: Callable[[str], None]  # a sentence to the operator
-    memory: int = -1  # the step that can be had from memory, -1: none
+    tell: Callable[[str], None]  # reports a sentence to the operator
+    memory: int = -1  # the step available in memory, -1: none
     skip: Skip = NOTHING
-    _spoiled: int = field(default=-1, init=False)  # what was found so last: none from there on
-    _round: int = field(default=0, init=False)  # of choosing
+    _spoiled: int = field(default=-1, init=False)  # the last corrupt step: no newer one is used
+    _round: int = field(default=0, init=False)  # number of the choice
 
     def restore(self, state: TrainingState) -> tuple[str, int]:
-        """Choose; from storage it is loaded too. Its name ("memory", "storage", "nothing") and the
-        step. SpoiledError, NotAgreed, NotThere, and whatever `Stored` raises."""
+        """Choose; a checkpoint in storage is loaded too. Return the source ("memory", "storage",
+        "nothing") and the step. Raises SpoiledError, NotAgreed, NotThere, and what `Stored`
+        raises."""
         for self._round in range(MOST_SPOILED):
             source, step = self._choose()
             if source != "storage":
@@ -393,7 +402,7 @@ class RestoreChoice:
         )
 
     def _choose(self) -> tuple[str, int]:
-        """The same on all ranks: rank 0 finds it."""
+        """The choice, the same on all ranks: rank 0 makes it."""
         key = f"from/{self._round}"
         if self.setting.rank != 0:
             source, _, what = self.board.hear(key).partition(" ")
@@ -402,7 +411,7 @@ class RestoreChoice:
             return source, int(what)
         try:
             chosen = self._best() if self.skip.all_but < 0 else self._asked_for()
-        except Exception as error:  # the others must not wait for what is not to come
+        except Exception as error:  # the other ranks must not wait in vain
             self.board.say(key, f"away {error!s:.500}")
             raise
         self.board.say(key, f"{chosen[0]} {chosen[1]}")
@@ -422,7 +431,7 @@ class RestoreChoice:
         )
 
     def _best(self) -> tuple[str, int]:
-        """The larger step wins, and memory where they are equal; what is suspect comes last."""
+        """The larger step wins, memory if both are equal; suspect steps come last."""
         memory = -1 if self.skip.memory else self.memory
         below = [step for step in (self.skip.storage_from, self._spoiled) if step >= 0]
         stored = self._newest(memory, min(below, default=-1))
@@ -438,18 +447,19 @@ class RestoreChoice:
         return ("storage", stored) if stored >= 0 else ("nothing", 0)
 
     def _newest(self, memory: int, below: int) -> int:
-        """In storage; a step in memory does not wait for a storage that is away."""
+        """The newest step in storage. With a step in memory, an unreachable storage is ignored."""
         folder = self.setting.folder
         if memory < 0:
             return self._look(partial(folder.newest, below))
         try:
             return within(LOOK_LIMIT, partial(folder.newest, below, memory), folder.url)
-        except Exception as error:  # of a library that knows the storage
+        except Exception as error:  # of the library for this storage
             self.tell(f"step {memory} is taken from memory, storage was not looked at: {error}")
             return -1
 
     def _look(self, work: Callable[[], T]) -> T:
-        """What `work` finds in storage, without which nothing can be chosen. StorageError."""
+        """The result of `work` in storage, without which no choice is possible. Raises
+        StorageError."""
         url = self.setting.folder.url
 
         def slow() -> None:
@@ -458,13 +468,13 @@ class RestoreChoice:
         return within(STORAGE_LIMIT, work, url, slow)
 
     def _examine(self, step: int) -> tuple[Stored, CheckpointFault | None]:
-        """The checkpoint, and None if no rank finds a fault in it; then it may be loaded. Else what
-        the first one found, the same for all."""
+        """The checkpoint, and None if no rank finds a fault, so that it may be loaded. Otherwise
+        the first fault, the same on all ranks."""
         setting, key = self.setting, f"whole/{self._round}"
         try:
             stored = Stored(setting, step)
             wrong = within(AGREE_LIMIT, stored.fault, setting.folder.url)
-        except Exception as error:  # the others must not wait for this rank
+        except Exception as error:  # the other ranks must not wait for this one
             self.board.object(key, f"away rank {setting.rank}: {error!s:.500}")
             raise
         if wrong is not None:

@@ -1,15 +1,15 @@
-"""A rank and its agent: one answer to one question over one socket; and what a rank does when a
-node leaves.
+"""A rank's connection to its agent, and what a rank does when a node leaves.
 
-All ranks save the first step from the one on that the agent has written into the segment's
-`save_at`; each finds that out by itself, at a step that is the same for all. A rank that was past
-it already says so.
+The connection is one socket, with one answer for each question. When a node leaves, the agent
+writes a step into the segment's `save_at`. All ranks save the first step from that one on; each
+finds out by itself, at a step that is the same for all. A rank that has already passed it reports
+that.
 
-Where a scheduler signals every process, the signal comes to the rank too. It is *put off*: the rank
-ends by it at its next step, once the step that is asked for is saved, or after WORD_LIMIT without a
-word of one. So only where the script has left the signal alone. A second one is obeyed at once, but
-for a SIGTERM that Slurm says twice. The agent knows who puts signals off, and does not wait for
-them when it ends a rank itself.
+Some schedulers signal every process, so the rank gets the signal too. It *defers* the signal: it
+ends by it at its next step, once the required step is saved, or after WORD_LIMIT if no step is
+requested. It does so only if the script has left the signal at its default. A second signal takes
+effect at once, except for a SIGTERM that Slurm sends twice. The agent knows which ranks defer
+signals, and does not wait for them when it ends a rank itself.
 """
 
 from __future__ import annotations
@@ -39,58 +39,60 @@ from elasticrun.wire.snapshots import (
 from elasticrun.wire.types import SAID_AGAIN
 
 ANSWER_LIMIT: Final = 600.0
-"""Seconds for an answer: memory may have to be made, or a shard fetched from another node."""
+"""Seconds for an answer: the agent may have to allocate memory, or to fetch a shard from another
+node.
+"""
 
 SAY_LIMIT: Final = 5.0
-"""Seconds for the agent to take what needs no answer."""
+"""Seconds for the agent to accept a message that needs no answer."""
 
 ASKED_LIMIT: Final = 5.0
-"""Seconds that a snapshot which is asked for waits for a slot."""
+"""Seconds that a snapshot required by a leaving node waits for a slot."""
 
 WHOLE_LIMIT: Final = 5.0
 """Seconds that a rank which ends by a signal waits until all others have saved the same step."""
 
 WORD_LIMIT: Final = 5.0
-"""Seconds in which the agent says what is to be saved before a rank ends by a signal."""
+"""Seconds for the agent to request a step before a rank ends by a signal."""
 
 TELL_EVERY: Final = 0.1
-"""Seconds between two datagrams about steps and what saves cost."""
+"""Seconds between two datagrams about steps and the cost of saves."""
 
 READ_BYTES: Final = 64 * 1024
 MOST_FDS: Final = 4
 
 Answer = TypeVar("Answer")
 
-_places: dict[int, str] = {}  # by the pid that was given it: a forked child was given none
+_places: dict[int, str] = {}  # by the pid that received it: a forked child has none
 
 
 def own_place() -> str:
-    """What the agent gave this process to dial (wire.env.SNAPSHOTS), "" if it gave nothing. From
-    the first question on it does not stand in os.environ any more, so that children of this process
-    do not take themselves for the rank."""
+    """The address that the agent gave this process (wire.env.SNAPSHOTS), "" if none. The first call
+    removes it from os.environ, so that children of this process do not take themselves for the
+    rank."""
     if place := os.environ.pop(env.SNAPSHOTS, ""):
         _places[os.getpid()] = place
     return _places.get(os.getpid(), "")
 
 
 class LineError(OSError):
-    """The agent does not speak with this rank (any more); a sentence."""
+    """The connection to the agent failed or was closed; a sentence."""
 
 
 class ConflictError(RuntimeError):
-    """Two Checkpointers contradict each other, so neither can be right; a sentence."""
+    """Two Checkpointers contradict each other; a sentence."""
 
 
 class NotInTime(LineError):
-    """Not in time; a sentence."""
+    """No answer in time; a sentence."""
 
 
 class AgentLine:
-    """The socket. LineError wherever the agent cannot be reached or does not answer in time; after
-    one the line is of no more use."""
+    """The connection. Raises LineError if the agent cannot be reached or does not answer in time;
+    the connection is unusable after that."""
 
     def __init__(self, place: str) -> None:
-        """`place` is what the agent gave (wire.env.SNAPSHOTS)."""
+        """`place` is the agent's address (wire.env.SNAPSHOTS)."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._buffer = FrameBuffer(ToRank)
         self._fds: list[int] = []
@@ -103,7 +105,7 @@ class AgentLine:
             raise LineError(f"the agent does not answer at {place!r} ({error})") from None
 
     def say(self, message: FromRank) -> None:
-        """What needs no answer."""
+        """Send a message that needs no answer."""
         try:
             self._socket.settimeout(SAY_LIMIT)
             self._socket.sendall(encode(message))
@@ -111,13 +113,13 @@ class AgentLine:
             raise LineError(f"the agent takes no more messages ({error})") from None
 
     def ask(self, message: FromRank, answer: type[Answer]) -> tuple[Answer, int | None]:
-        """What is answered by `answer`, and the descriptor that came with it, which is the
-        caller's. ConflictError if this rank is refused."""
+        """Send a question; return its answer, of type `answer`, and the descriptor that came with
+        it, which the caller owns. Raises ConflictError if this rank is refused."""
         self.say(message)
         deadline = time.monotonic() + ANSWER_LIMIT
         while True:
             for found in self._receive(deadline, message):
-                if isinstance(found, RoomThere):  # too late for who has waited for it
+                if isinstance(found, RoomThere):  # too late; nothing waits for it any more
                     continue
                 if isinstance(found, RankRefused):
                     raise ConflictError(found.reason)
@@ -132,9 +134,8 @@ class AgentLine:
                 )
 
     def await_room(self, whole: int, limit: float) -> bool:
-        """Wait until a slot is free, or step `whole` is whole; False if that takes longer than
-        `limit` seconds. An answer that came too late for an earlier question is taken for one: look
-        again."""
+        """Wait until a slot is free, or step `whole` is complete; False if that takes longer than
+        `limit` seconds. A late answer to an earlier question also returns True, so check again."""
         if limit <= 0:
             return False
         message = AwaitRoom(whole)
@@ -166,8 +167,8 @@ class AgentLine:
         return answers
 
     def await_end(self, limit: float) -> None:
-        """Wait until the agent hangs up, which it does when it ends this rank, or `limit`
-        seconds."""
+        """Wait until the agent closes the connection, which it does when it ends this rank, for at
+        most `limit` seconds."""
         deadline = time.monotonic() + limit
         try:
             while (left := deadline - time.monotonic()) > 0:
@@ -178,7 +179,7 @@ class AgentLine:
             return
 
     def _drop(self) -> None:
-        """Descriptors that nobody asked for."""
+        """Close unexpected descriptors."""
         while self._fds:
             os.close(self._fds.pop())
 
@@ -188,35 +189,35 @@ class AgentLine:
 
 
 class Costs:
-    """What saves and restores have cost in this process: added up, and told to the agent."""
+    """Sums up the cost of saves and restores in this process and reports it to the agent."""
 
     def __init__(self) -> None:
         self._step = -1
         self._saves = 0
         self._saved = self._restored = 0.0
         self._socket: socket.socket | None = None
-        self._place = ("", -1)  # where the agent hears, and which local rank this is
+        self._place = ("", -1)  # the agent's address, and this local rank
         self._tell_at = 0.0
 
     def restored(self, seconds: float) -> None:
-        """A restore has taken so long."""
+        """Add the duration of a restore."""
         self._restored += seconds
         self._tell_at = 0.0
         self._tell()
 
     def saved(self, seconds: float, *, taken: bool) -> None:
-        """A save, or the try, has kept the script waiting so long."""
+        """Add the duration for which a save, or the attempt, has blocked the script."""
         self._saves += taken
         self._saved += seconds
         self._tell()
 
     def stepped(self, step: int) -> None:
-        """Training is at this step; within a few microseconds."""
+        """Training has reached this step; takes a few microseconds."""
         self._step = max(step, self._step)
         self._tell()
 
     def _tell(self) -> None:
-        """Unless it was told just now."""
+        """Send the sums, unless the last report is recent."""
         now = time.monotonic()
         if now < self._tell_at:
             return
@@ -232,25 +233,25 @@ class Costs:
 
 
 costs: Final = Costs()
-"""Of this process, whichever Checkpointer it has."""
+"""Of this process, for any Checkpointer."""
 
 
 class PutOff:
-    """Signals that do not end this process at once. In its main thread only, and not in processes
-    that are forked from it."""
+    """Defers signals that would end this process. Only in its main thread, and not in processes
+    forked from it."""
 
     def __init__(self) -> None:
         self._signals: set[int] = set()
-        self._handler = self._caught  # a method is another object each time it is looked up
+        self._handler = self._caught  # a bound method is a new object at each access
         self._is_hooked = False
         self._came = 0
         self._at = 0.0
         self._is_due = False
         self.holder: object = None
-        """Who asked last; whoever was before is not to take it back."""
+        """The newest user; an earlier one must not restore the signals."""
 
     def install(self, signals: Iterable[int]) -> tuple[int, ...]:
-        """Put these off from now on, but for those that the script has a handler for; which."""
+        """Defer these signals from now on, except those that the script handles; return which."""
         if not _is_main_thread():
             return ()
         if not self._is_hooked:
@@ -264,34 +265,35 @@ class PutOff:
         return tuple(sorted(self._signals & wanted))
 
     def taken_over(self) -> bool:
-        """Whether the script has made a handler of its own for one of them since the last look."""
+        """Whether the script has installed a handler for one of them since the last call."""
         taken = {one for one in self._signals if signal.getsignal(one) is not self._handler}
         self._signals -= taken
         return bool(taken)
 
     @property
     def signals(self) -> tuple[int, ...]:
-        """Those that are put off."""
+        """The deferred signals."""
         return tuple(sorted(self._signals))
 
     @property
     def waits(self) -> float | None:
-        """Seconds for which a signal has been put off, None if there is none."""
+        """Seconds for which a signal has been pending; None if there is none."""
         return time.monotonic() - self._at if self._came else None
 
     def obey(self) -> None:
-        """End by the signal that came; from another thread than the main one, as a second one."""
+        """End by the pending signal. In a thread other than the main one, make the main thread do
+        so, as for a second signal."""
         signum = self._came
         self._is_due = True
         if _is_main_thread():
-            self._came = 0  # a handler that the script has made since may go on
+            self._came = 0  # a handler that the script has installed since may let it continue
         self.restore()
-        # to the process, not to this thread: Linux gives it to the main one, and what that waits in
-        # is interrupted
+        # To the process, not to this thread: Linux delivers it to the main thread, and interrupts
+        # its system call.
         os.kill(os.getpid(), signum)
 
     def restore(self) -> None:
-        """Signals do what they did before."""
+        """Restore the previous dispositions."""
         if not _is_main_thread():
             return
         for signum in self._signals:
@@ -300,7 +302,7 @@ class PutOff:
         self._signals.clear()
 
     def _forked(self) -> None:
-        """In a child: what has come was for its parent."""
+        """In a forked child: a pending signal was meant for the parent."""
         self.restore()
         self._came = 0
 
@@ -308,7 +310,7 @@ class PutOff:
         if not self._came:
             self._came, self._at, self._is_due = signum, time.monotonic(), False
             return
-        # no second signal: Slurm says SIGTERM twice, at a time limit
+        # not a second signal: Slurm sends SIGTERM twice at a time limit
         same = signum == signal.SIGTERM == self._came
         if self._is_due or not same or time.monotonic() - self._at >= SAID_AGAIN:
             self._came = signum
@@ -320,8 +322,8 @@ def _is_main_thread() -> bool:
 
 
 def _handled() -> set[int]:
-    """Signals that this process has a handler for. Python knows of its own alone: faulthandler and
-    a JVM make theirs without it."""
+    """Signals for which this process has a handler. signal.getsignal knows only Python's:
+    faulthandler and a JVM install theirs in C."""
     with suppress(OSError, ValueError), open("/proc/self/status", "rb") as file:
         for line in file:
             if line.startswith(b"SigCgt:"):
@@ -331,31 +333,32 @@ def _handled() -> set[int]:
 
 
 _put_off = PutOff()
-"""Of this process, whichever Checkpointer it has."""
+"""Of this process, for any Checkpointer."""
 
 
 class Departure:
     """What one rank does when its node, or another one, leaves."""
 
     def __init__(self, line: AgentLine, signals: Iterable[int], put_off: PutOff = _put_off) -> None:
-        """`signals`: those to put off."""
+        """`signals`: those to defer."""
         self._line = line
         self._put_off = put_off
         self._last = NONE  # the newest step
         self.answered = NONE
-        """The step that was asked for last, and saved or missed."""
+        """The step that was last requested, and saved or missed."""
         self._is_saved = False
-        self._by_itself = False  # nobody has asked for what is saved now
+        self._by_itself = False  # the current save was not requested
         put_off.holder = self
         if mine := put_off.install(signals):
             line.say(PutsOff(mine))
 
     def goes_on_from(self, step: int) -> None:
-        """Training goes on from this step."""
+        """Training continues from this step."""
         self._last = step
 
     def is_asked(self, asked: int, step: int) -> bool:
-        """Whether this step is to be saved, whatever is due. `asked`: the segment's word."""
+        """Whether this step must be saved, regardless of the schedule. `asked`: the segment's
+        `save_at`."""
         before, self._last = self._last, step
         self._by_itself = False
         if self._put_off.taken_over():
@@ -375,22 +378,22 @@ class Departure:
         return self._by_itself
 
     def answer(self, step: int, *, saved: bool) -> None:
-        """What was asked for is saved, or could not be: then another step is named."""
+        """The requested step is saved, or failed: then the agent requests another one."""
         self._is_saved = saved
         if not saved and not self._by_itself:
             self._line.say(StepMissed(self.answered, step))
 
     @property
     def is_ending(self) -> bool:
-        """Whether a signal was put off until now."""
+        """Whether a deferred signal must take effect now."""
         return self._put_off.waits is not None and (self._is_saved or self._by_itself)
 
     def end(self) -> None:
-        """End by the signal that was put off."""
+        """End by the deferred signal."""
         self._put_off.obey()
 
     def close(self) -> None:
-        """No step comes any more: signals are as before, and one that was put off is obeyed."""
+        """Training is over: restore the signals; a pending one takes effect."""
         if self._put_off.holder is not self:
             return
         if self._put_off.signals:

@@ -1,8 +1,8 @@
-"""When a snapshot is due, and when it is to be written out. No clock here: times come as arguments.
+"""Decides when a snapshot is due, and when it is written to storage. Times are arguments; no clock.
 
-All ranks must choose the same steps, or no step is ever whole, and no two clocks agree. So where
-the pace is one of time, rank 0 chooses, two snapshots ahead: what the others need to know next was
-said by it long before, and nobody waits for anybody.
+All ranks must choose the same steps, otherwise no step is ever complete, and clocks differ. So with
+an interval in time, rank 0 chooses, two snapshots in advance: it publishes what the others need
+next long before they need it, and nobody waits.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ AUTO: Final = "auto"
 Every = Literal["auto"] | int | float
 
 FLOOR: Final = 10.0
-"""Seconds between two snapshots with "auto", at least."""
+"""Minimum seconds between two snapshots with "auto"."""
 
 OVERHEAD: Final = 0.01
-"""Of the time of training that snapshots may take with "auto"."""
+"""Share of the training time that snapshots may take with "auto"."""
 
 FAILURES: Final = 3 * 3600.0
-"""Seconds from one failure to the next, taken for granted by "auto"."""
+"""Mean seconds between two failures, as assumed by "auto"."""
 
 GROWTH: Final = 8
-"""Each distance, in steps, is at most so many times the one before: the first steps are slow ones
-and say little of those to come."""
+"""Each interval, in steps, is at most this many times the previous one: the first steps are slow
+and do not predict later ones.
+"""
 
 HEAR: Final = 60.0
-"""Seconds that a rank waits for what rank 0 said one snapshot ago."""
+"""Seconds that a rank waits for what rank 0 published one snapshot ago."""
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A snapshot that is to be taken."""
+    """A snapshot to be taken."""
 
     step: int
     persist: bool
 
 
 def chosen(name: str, steps: int | None, seconds: float | None) -> int | float | None:
-    """What the options `{name}_steps` and `{name}_seconds` come to: steps (int) or seconds (float),
-    None for neither. ValueError."""
+    """Combine the options `{name}_steps` and `{name}_seconds`: steps (int) or seconds (float), None
+    for neither. Raises ValueError."""
     if steps is not None and seconds is not None:
         raise ValueError(f"give one of {name}_steps and {name}_seconds, not both")
     if steps is not None:
@@ -58,10 +59,11 @@ def chosen(name: str, steps: int | None, seconds: float | None) -> int | float |
 
 
 class Pace:
-    """One rank's view of the schedule. By steps it follows from the step alone."""
+    """One rank's view of the schedule. An interval in steps depends on the step alone."""
 
     def __init__(self, every: Every, persist_every: float | int | None, start: int) -> None:
-        """Steps (int) or seconds (float). `start`: the step that training begins from."""
+        """Intervals are steps (int) or seconds (float). `start`: the step from which training
+        starts."""
         self._every = every
         self._persist_every = persist_every
         self.start = start
@@ -70,8 +72,8 @@ class Pace:
         self._persisted = 0.0
 
     def unheard(self, after: int) -> Due:
-        """The next one, the same for all ranks without a word: by steps, or where all goes by time
-        the next step, before rank 0 can have said one."""
+        """The next one that all ranks know without communication: by steps; or, if everything goes
+        by time, the next step, before rank 0 can have published one."""
         if isinstance(self._every, int):
             return self.stepwise(after)
         return Due(after + 1, self._persists(after, after + 1))
@@ -82,8 +84,8 @@ class Pace:
         self._begun_at = step
 
     def after(self, now: float, here: Due, coming: Due, stall: float) -> Due:
-        """Rank 0 is at `here`, the next one is known to all; choose the one after that. `stall`:
-        seconds that a snapshot takes."""
+        """On rank 0: the current snapshot is `here`, the next one `coming` is known to all; choose
+        the one after it. `stall`: seconds that a snapshot takes."""
         seconds = (now - self._began) / max(1, here.step - self._begun_at)
         if isinstance(self._every, int):
             step = self.stepwise(coming.step).step
@@ -107,7 +109,7 @@ class Pace:
         return then - self._persisted >= self._persist_every
 
     def stepwise(self, after: int) -> Due:
-        """The next step of all that `every` and `persist_every` name in steps."""
+        """The next multiple of `every` or `persist_every`, for intervals in steps."""
         assert isinstance(self._every, int)
         step = (after // self._every + 1) * self._every
         if isinstance(self._persist_every, int):
@@ -115,18 +117,20 @@ class Pace:
         return Due(step, self._persists(after, step))
 
     def _persists(self, after: int, step: int) -> bool:
-        """By steps: whether a multiple lies in what has passed since the last one."""
+        """For intervals in steps: whether a multiple lies between the last snapshot and this
+        one."""
         every = self._persist_every
         return isinstance(every, int) and step // every > after // every
 
 
 def auto_interval(stall: float) -> float:
-    """Seconds between two snapshots: Young's, which weighs their cost against what is lost."""
+    """Seconds between two snapshots by Young's formula, which balances their cost against lost
+    work."""
     return max(FLOOR, stall / OVERHEAD, math.sqrt(2 * stall * FAILURES))
 
 
 class Words(Protocol):
-    """How rank 0 tells the others (`choosing.Board`)."""
+    """How rank 0 publishes to the others (`choosing.Board`)."""
 
     def say(self, key: str, text: str) -> None: ...
 
@@ -134,7 +138,7 @@ class Words(Protocol):
 
 
 class Schedule:
-    """The snapshots to come, the same on all ranks."""
+    """The coming snapshots, the same on all ranks."""
 
     def __init__(self, pace: Pace, words: Words, rank: int, now: float, start: int) -> None:
         self._pace = pace
@@ -146,12 +150,13 @@ class Schedule:
         pace.begin(now, start)
 
     def due(self, step: int) -> Due | None:
-        """What is due at this step. A script that calls for some steps only is served at the first
-        one from the due step on."""
+        """What is due at this step. If a script calls for some steps only, the first step at or
+        after the due one counts."""
         return Due(step, self.next.persist) if step >= self.next.step else None
 
     def advance(self, now: float, here: Due, stall: float) -> None:
-        """`here` was served, or given up. Whatever `Words` raises where rank 0 says nothing."""
+        """`here` was taken or given up: find the next one. Raises what `Words` raises if rank 0 has
+        published nothing."""
         if not self._pace.timed:
             self.next = self._pace.stepwise(here.step)
             return

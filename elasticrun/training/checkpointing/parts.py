@@ -1,14 +1,14 @@
-"""The parts that a user's state is made of: how each is read, watched, and put back.
+"""The parts of a user's state: how each is read, watched and restored.
 
-A part's *steady* tensors are the model's and the optimizer's own: they are found once, watched for
-being the same objects in the same memory, and restored in place. What is *loose* (a Stateful's
-state, a dict, learning rates) is read anew at every snapshot.
+A part's *steady* tensors are those of the model and the optimizer: they are looked up once, watched
+for being the same objects in the same memory, and restored in place. *Loose* state (a Stateful's
+state, a dict, learning rates) is read again at every snapshot.
 
-A module's names are torch's (`get_model_state_dict`: without what DDP and compilers put before
-them); they are made here, since torch's own way imports its compiler, which takes a life of a rank
-half a second. An optimizer's state stands under the names of its parameters, as
-`get_optimizer_state_dict` puts it; that function is not called, since for an optimizer without
-state it makes a step of it.
+A module's names are torch's (`get_model_state_dict`: without the prefixes of DDP and compilers).
+They are computed here, because torch's function imports its compiler, which takes half a second in
+each rank. An optimizer's state is keyed by the names of its parameters, as in
+`get_optimizer_state_dict`. That function is not called, because it makes a step of an optimizer
+without state.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ Path = tuple[str | int, ...]
 Nested = dict[str, Any]
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Names that torch.compile and activation checkpointing put into those of parameters."""
+"""Names that torch.compile and activation checkpointing insert into those of parameters."""
 
 _SHAPE = attrgetter("shape")
 
 
 class StateError(ValueError):
-    """State that cannot be taken or put back, in a sentence for the script's author."""
+    """State that cannot be saved or restored; a sentence for the script's author."""
 
 
 @dataclass(slots=True)
 class TensorWatch:
-    """Whether tensors still are as they were found: the very objects, with the same memory in the
-    same shape."""
+    """Detects whether tensors have changed: the same objects, with the same memory and shape."""
 
     sizes: list[tuple[Mapping[Any, Any], int]] = field(default_factory=list)
     places: list[tuple[Mapping[Any, Any], Any]] = field(default_factory=list)
@@ -50,10 +49,10 @@ class TensorWatch:
     pointers: list[int] = field(default_factory=list)
     _strides: list[tuple[int, ...]] = field(default_factory=list)
     _shapes: list[tuple[int, ...]] = field(default_factory=list)
-    _sharded: bool = False  # some of them: their local parts are what is watched
+    _sharded: bool = False  # some are: then their local parts are watched
 
     def add(self, holder: Mapping[Any, Any]) -> None:
-        """Watch a container and the tensors that stand right in it."""
+        """Watch a container and the tensors directly in it."""
         self.sizes.append((holder, len(holder)))
         for key, value in holder.items():
             if isinstance(value, torch.Tensor):
@@ -76,7 +75,7 @@ class TensorWatch:
         parts = self.tensors
         if self._sharded:
             parts = [local(one) if isinstance(one, DTensor) else one for one in parts]
-        # at every snapshot, for thousands of them: `map` takes half of what a loop does
+        # Runs at every snapshot on thousands of tensors: `map` takes half the time of a loop.
         return (
             all(map(eq, map(torch.Tensor.data_ptr, parts), self.pointers))
             and all(map(eq, map(torch.Tensor.stride, parts), self._strides))
@@ -88,23 +87,22 @@ class StatePart(Protocol):
     """One named part of the state."""
 
     def steady(self) -> tuple[Nested, TensorWatch] | None:
-        """Its steady tensors, nested as a checkpoint names them; None: it has none."""
+        """Its steady tensors, nested as in a checkpoint; None if it has none."""
         return None
 
     def loose(self) -> Any:
-        """The rest, as it is now; None: there is none."""
+        """The rest of its current state; None if there is none."""
 
     def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
-        """Where the saved tensors below this part go, by their paths; ones that are not wanted are
-        left out. Nothing of the part is changed yet. StateError."""
+        """The tensors to fill for the saved ones of this part, by path; unneeded ones are left out.
+        Does not change the part yet. Raises StateError."""
 
     def adopt(self, values: Mapping[Path, Any]) -> None:
-        """The targets are filled; put them and the opaque values in their places. StateError."""
+        """Put the filled targets and the opaque values in place. Raises StateError."""
 
 
 def why_no_state(value: Any) -> str:
-    """ "" for what can be a part of the state by its name, else what it is (`is ..., which has no
-    state ...`)."""
+    """Why the value cannot be a part of the state (`is ..., which has no state ...`); "" if it can."""
     if isinstance(value, torch.Tensor | Mapping):
         return ""
     kind = "class" if isinstance(value, type) else "function" if callable(value) else ""
@@ -144,12 +142,12 @@ class PlainPart(StatePart):
     def adopt(self, values: Mapping[Path, Any]) -> None:
         if isinstance(self._value, dict):
             refill(self._value, unflatten(values, self._value))
-        elif values[()] is not self._value:  # of another type: converted, as DCP does
+        elif values[()] is not self._value:  # another dtype: convert, as DCP does
             self._value.copy_(values[()])
 
 
 class RestPart(PlainPart):
-    """A dict without the objects in it, which are parts of their own."""
+    """A dict without the objects in it that are separate parts."""
 
     def __init__(self, name: str, value: dict[Any, Any], apart: Mapping[Any, Any]) -> None:
         super().__init__(name, value)
@@ -165,7 +163,7 @@ class RestPart(PlainPart):
 
     def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
         if () in saved:
-            return super().targets(saved)  # which refuses that
+            return super().targets(saved)  # raises
         return fitting(self.loose(), saved, in_place=True)
 
     def adopt(self, values: Mapping[Path, Any]) -> None:
@@ -173,7 +171,7 @@ class RestPart(PlainPart):
 
 
 class StatefulPart(StatePart):
-    """What has `state_dict()` and `load_state_dict()`."""
+    """An object with `state_dict()` and `load_state_dict()`."""
 
     def __init__(self, value: Stateful) -> None:
         self._value = value
@@ -192,8 +190,8 @@ class StatefulPart(StatePart):
 
 
 def fitting(present: Any, saved: Mapping[Path, Item], in_place: bool) -> dict[Path, torch.Tensor]:
-    """A tensor for each saved one: the present one, or one like it (sharded as it is), or where
-    there is none that fits a fresh one of the CPU."""
+    """A tensor to fill for each saved one: the present one, or a new one like it (with the same
+    sharding), or a new CPU tensor if none fits."""
     flat = flatten({"it": present}) if present is not None else None
     there = {flat.paths[fqn][1:]: v for fqn, v in flat.values.items()} if flat else {}
     found: dict[Path, torch.Tensor] = {}
@@ -209,8 +207,9 @@ def fitting(present: Any, saved: Mapping[Path, Item], in_place: bool) -> dict[Pa
 
 
 def unflatten(values: Mapping[Path, Any], template: Any) -> Any:
-    """Nested again. DCP makes all keys of a mapping text; where `template`, the state of now, has a
-    mapping of another type or with other keys in that place, they become what they were."""
+    """Restore the nesting. DCP converts all keys of mappings to text. If `template`, the current
+    state, has a mapping of another type or with other keys in the same place, both are restored
+    from it."""
     if () in values:
         return values[()]
     heads: dict[str | int, dict[Path, Any]] = {}
@@ -239,20 +238,21 @@ def unflatten(values: Mapping[Path, Any], template: Any) -> Any:
         return made
     try:
         return type(template)(made)  # type: ignore[call-arg]
-    except TypeError:  # of a mapping that is not made from one
+    except TypeError:  # a type that cannot be created from a mapping
         return made
 
 
 def _has_no_trace(value: Any) -> bool:
-    """Whether DCP's flattening leaves nothing of it: an empty mapping, or what is made of such (the
-    `lr_lambdas` of a LambdaLR are a list of them)."""
+    """Whether DCP's flattening drops the value: an empty mapping, or a container of such (like the
+    `lr_lambdas` of a LambdaLR, a list)."""
     if isinstance(value, Mapping):
         return all(map(_has_no_trace, value.values()))
     return isinstance(value, list | tuple) and bool(value) and all(map(_has_no_trace, value))
 
 
 def refill(present: dict[Any, Any], new: Mapping[Any, Any]) -> None:
-    """Give a dict this content, and so for the dicts in it: who holds one of them sees it."""
+    """Replace the content of a dict, also of nested dicts, in place: other references see the
+    change."""
     for key in [key for key in present if key not in new]:
         del present[key]
     for key, value in new.items():
@@ -267,7 +267,7 @@ class ModulePart:
     """A module: DDP, fully_shard, tensor parallel, or plain."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        """StateError for FSDP1, whose state can be had by collectives alone."""
+        """Raises StateError for FSDP1, whose state is only available by collectives."""
         for inner in module.modules():
             if type(inner).__name__ == "FullyShardedDataParallel":
                 raise StateError(
@@ -302,14 +302,14 @@ class ModulePart:
         return self._steady
 
     def loose(self) -> Any:
-        """All of it, unless it was found to be steady."""
+        """All of it, unless it is steady."""
         return None if self._steady else state_of(self.module)
 
     def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
         found = self.steady()
         state = found[0] if found else state_of(self.module)
         self._loaded = None if found else state
-        heads = {path[:1] for path in saved}  # of a path of one, or of a nested extra state
+        heads = {path[:1] for path in saved}  # of a path of length one, or of a nested extra state
         for key in state:
             if (key,) not in heads:
                 raise StateError(f"{self._name}.{key} is not in what was saved")
@@ -317,13 +317,13 @@ class ModulePart:
 
     def adopt(self, values: Mapping[Path, Any]) -> None:
         if self._loaded is not None:
-            # not above: it brings FSDP and its like with it
+            # not at the top: it imports FSDP and more
             from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
             set_model_state_dict(self.module, unflatten(values, self._loaded))
 
     def names(self) -> dict[torch.Tensor, str]:
-        """The canonical name of each parameter; of one with several names the first."""
+        """The canonical name of each parameter; the first one if it has several."""
         ddp = _data_parallel(self.module)
         return {p: _canonical(name, ddp) for name, p in self.module.named_parameters()}
 
@@ -338,7 +338,7 @@ def state_of(module: nn.Module) -> Nested:
 
 
 def _data_parallel(module: nn.Module) -> set[str]:
-    """Where DDP stands in it, as a state dict names that."""
+    """The paths of DDP modules, with the names of a state dict."""
     return {
         _unwrapped(path)
         for path, inner in module.named_modules()
@@ -347,7 +347,7 @@ def _data_parallel(module: nn.Module) -> set[str]:
 
 
 def _unwrapped(path: str) -> str:
-    """Without the steps that activation checkpointing leaves out of a state dict's names."""
+    """Remove the path components that activation checkpointing leaves out of a state dict."""
     return ".".join(step for step in path.split(".") if step != WRAPPERS[1])
 
 
@@ -363,7 +363,7 @@ def _canonical(name: str, ddp: set[str]) -> str:
 
 
 class _Names(dict[torch.Tensor, str]):
-    """Parameters' names; StateError for a parameter that has none."""
+    """Names of parameters; raises StateError for a parameter without one."""
 
     optimizer = ""
 
@@ -376,16 +376,16 @@ class _Names(dict[torch.Tensor, str]):
 
 
 class OptimizerPart:
-    """An optimizer over parameters whose names are known."""
+    """An optimizer whose parameters have known names."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, modules: Sequence[ModulePart]):
-        """StateError for parameters that are in none of the modules."""
+        """Raises StateError for parameters that are in none of the modules."""
         self._name = name
         self._optimizer = optimizer
         self._modules = modules
         self._pending: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._direct: set[Path] = set()
-        self._named: list[list[str]] = []  # by group, of the parameters of these ids
+        self._named: list[list[str]] = []  # parameter names by group, valid for these ids
         self._named_for: tuple[int, ...] | None = None
         names = self._names()
         if not all(p in names for p in self._parameters()):
@@ -436,7 +436,7 @@ class OptimizerPart:
         ]
 
     def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
-        """State that the optimizer has not made yet is made here, as it was saved."""
+        """Creates, like the saved one, state that the optimizer has not created yet."""
         self._pending = {}
         found: dict[Path, torch.Tensor] = {}
         states: dict[str | int, dict[Path, Item]] = {}
@@ -494,7 +494,7 @@ class OptimizerPart:
             self._adopt_groups(unflatten(groups, self._groups()))
 
     def _adopt_groups(self, saved: list[dict[str, Any]]) -> None:
-        """By the names of their parameters: groups may stand in another order."""
+        """Match groups by the names of their parameters, because their order may differ."""
         for group, now in zip(self._optimizer.param_groups, self._groups(), strict=True):
             wanted = set(now["params"])
             match = [one for one in saved if set(one.get("params", ())) == wanted]

@@ -1,11 +1,12 @@
-"""A restore from memory: from the snapshots of the ranks of another life, into the tensors of now.
+"""Restores from memory: from the snapshots of the previous ranks into the current tensors.
 
-At the same number of ranks a rank needs its own snapshot. At another number, or where its own is
-gone, it asks for others' until the chunks that it needs are covered. Nothing is overwritten before.
+With the same number of ranks, a rank needs only its own snapshot. With another number, or if its
+own is lost, it requests others until they cover all chunks that it needs. It overwrites nothing
+before.
 
-The ranks of a node have all its cores then, as nothing else is done. Tensors that were never
-touched get their pages by the copy, which takes the kernel several times as long as the copy: that
-is shared among cores too. The threads live for the copy alone.
+The ranks of a node may use all its cores for this, because nothing else runs. Tensors that were
+never touched get their pages during the copy, which takes the kernel several times as long as the
+copy itself, so that is spread over the cores too. The threads exist only during the copy.
 """
 
 from __future__ import annotations
@@ -32,22 +33,25 @@ from elasticrun.wire import env
 from elasticrun.wire.snapshots import IsWhole, Resume, ShardHere, WantShard, Whole
 
 MOST_THREADS: Final = 8
-"""A few fill the memory bus."""
+"""A few threads saturate the memory bus."""
 
 LEAST_BYTES: Final = 32 * 1024 * 1024
-"""For one thread: less is copied before a second one has begun."""
+"""Minimum bytes per thread: less is copied before a second thread has started."""
 
 SHARES: Final = 8
-"""Of what one thread copies: who is through takes another one, so that all end together."""
+"""Number of shares per thread; a thread that is done takes another share, so that all finish
+together.
+"""
 
 LEAST_SHARE: Final = 4 * 1024 * 1024
-"""Bytes; of smaller ones the handing out takes longer."""
+"""Minimum bytes of a share; below that, the distribution takes longer than the copy."""
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def threads_for(nbytes: int) -> int:
-    """How many threads this rank copies so many bytes with: its share of the node's cores."""
+    """Number of threads with which this rank copies so many bytes: its share of the node's
+    cores."""
     try:
         local = max(1, int(os.environ.get(env.LOCAL_WORLD_SIZE, "1")))
     except ValueError:
@@ -57,8 +61,8 @@ def threads_for(nbytes: int) -> int:
 
 
 def copy_in(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensor by tensor; what lies in this machine's memory by several threads. Whatever torch
-    raises."""
+    """Copy tensor by tensor; with several threads if all targets are in CPU memory. Raises what
+    torch raises."""
     here = all(target.is_cpu for target in targets)
     sizes = [target.nbytes for target in targets] if here else []
     count = threads_for(sum(sizes))
@@ -66,7 +70,7 @@ def copy_in(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
         copy_all(targets, sources)
         return
     each = max(LEAST_SHARE, sum(sizes) // (count * SHARES) + 1)
-    todo = iter(_shares(zip(targets, sources, sizes, strict=True), each))  # the threads share it
+    todo = iter(_shares(zip(targets, sources, sizes, strict=True), each))  # shared by the threads
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -87,7 +91,7 @@ def copy_in(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
 
 
 def _shares(sized: Iterable[tuple[torch.Tensor, torch.Tensor, int]], each: int) -> list[Pairs]:
-    """Pairs of about `each` bytes together; a large one is cut, where its elements are in a row."""
+    """Pairs of about `each` bytes in total; a large contiguous tensor is split."""
     shares: list[Pairs] = [[]]
     left = each
     for target, source, nbytes in sized:
@@ -115,7 +119,7 @@ def _shares(sized: Iterable[tuple[torch.Tensor, torch.Tensor, int]], each: int) 
 
 
 class BadShard(Exception):
-    """The snapshot cannot be used: `rank`, whose shard it is about, and a sentence."""
+    """The snapshot is unusable: the `rank` of the bad shard, and a sentence."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(reason)
@@ -127,7 +131,7 @@ class BadShard(Exception):
 class Shard:
     """One rank's snapshot, mapped."""
 
-    rank: int  # whose it is
+    rank: int  # whose shard it is
     mapped: Mapped
     layout: Layout
     snapshot: Snapshot
@@ -136,16 +140,16 @@ class Shard:
         return self.mapped.tensors(self.snapshot.slot, self.layout)
 
     def value(self, place: int, weights_only: bool) -> Any:
-        """NotAllowed, or whatever a user's class makes of its bytes."""
+        """Raises NotAllowed, or what a user's class raises when its bytes are unpickled."""
         found = self.mapped.segment.values(self.snapshot, self.layout)
         name = self.layout.values[place].fqn
         return deserialise(bytes(found[place]), weights_only, name)
 
 
 def asking_order(rank: int, world_size: int, old: int, *, here: bool) -> list[int]:
-    """The ranks of the old job, as this rank of the new one asks for their shards. First the one of
-    its own number, if that lies on this node (`here`): it costs nothing, and has all of what is not
-    sharded. Then those that had, of what is sharded in equal parts, what this rank has now."""
+    """The old ranks, in the order in which this new rank requests their shards. First the one with
+    its own number, if it is on this node (`here`): it costs nothing and has all unsharded state.
+    Then those which, if the state is sharded equally, had what this rank needs."""
     begin = rank * old // world_size
     order = [one % old for one in range(begin, begin + old)]
     return sorted(order, key=lambda one: one != rank) if here else order
@@ -162,10 +166,10 @@ class Recall:
         self._checked: set[int] = set()
         self._filled: dict[str, torch.Tensor] = {}
         self.bytes_room = 0
-        self.kept: Mapped | None = None  # this rank's own segment, its pages mapped: the caller's
+        self.kept: Mapped | None = None  # this rank's own mapped segment; the caller owns it
 
     def run(self, world_size: int) -> None:
-        """BadShard, LineError; RuntimeError where this process has no room for it."""
+        """Raises BadShard or LineError; RuntimeError if this process cannot map the memory."""
         same = self._resume.world_size == world_size
         ranks = self._resume.world_size
         order = asking_order(self._state.rank, world_size, ranks, here=self._resume.same)
@@ -184,7 +188,7 @@ class Recall:
             self._shards.clear()
 
     def _fetch(self, rank: int) -> Shard | str:
-        """A shard, or why there is none."""
+        """A shard, or why it is missing."""
         if rank in self._shards:
             return self._shards[rank]
         here, fd = self._line.ask(WantShard(rank), ShardHere)
@@ -205,8 +209,8 @@ class Recall:
         return self._shards[rank]
 
     def _mapped(self, rank: int, fd: int) -> Mapped:
-        """A shard's segment. Where this process cannot map it, nothing is wrong with the shard:
-        RuntimeError."""
+        """Map a shard's segment. Raises RuntimeError if the cause is this process and not the
+        shard."""
         try:
             return Mapped(fd)
         except (OSError, RuntimeError, ValueError) as error:
@@ -230,8 +234,8 @@ class Recall:
             if isinstance(shard, str):
                 why = shard
                 continue
-            # what belongs to other ranks is left out: each has its own, and what is needed would
-            # have to be looked up anew for every shard
+            # Leave out other ranks' own state: each rank has its own, and otherwise every shard
+            # would require a new lookup of what is needed.
             items = shard.layout.items
             names = {i.fqn: i for i in items if not i.own or i.path[0] == mine}
             self.bytes_room = self.bytes_room or shard.layout.bytes_room
@@ -260,7 +264,7 @@ class Recall:
         for fqn, target in targets.items():
             item = saved[fqn]
             if type(target) in PLAIN and item.sizes == item.shape == target.shape:
-                items.append(item)  # the same as `pieces` makes, in no time
+                items.append(item)  # the same as `pieces` makes, but faster
                 self._filled[fqn] = target
             else:
                 rest[fqn] = target
@@ -296,12 +300,12 @@ class Recall:
                 values[fqn] = self._shards[rank].value(place, self._state.weights_only)
             except NotAllowed:  # the snapshot is as it was written
                 raise
-            except Exception as error:  # whatever a user's class makes of its bytes
+            except Exception as error:  # whatever a user's class raises
                 raise BadShard(rank, f"{fqn} cannot be read: {error!r:.200}") from error
         self._state.adopt(saved, values, own)
 
     def _check(self, rank: int) -> None:
-        """What was copied is what was written; asked once for each shard."""
+        """Check that what was copied is what was written; ask the agent once for each shard."""
         if rank in self._checked:
             return
         self._checked.add(rank)
@@ -314,7 +318,7 @@ class Recall:
             raise BadShard(rank, f"the snapshot of rank {rank} was overwritten meanwhile")
 
     def _own_of(self, rank: int, name: str) -> dict[Path, Any]:
-        """The state of one old rank, {} if it is lost."""
+        """The per-rank state of one old rank, {} if it is lost."""
         shard = self._fetch(rank)
         if isinstance(shard, str) or shard.rank != rank:
             return {}

@@ -1,8 +1,8 @@
-"""A user's whole state: taken for a snapshot, and put back; this rank's random states among it.
+"""A user's whole state: taken for a snapshot, and restored; includes this rank's random states.
 
-What is asked of it at every snapshot is cheap while nothing but values has changed: the plan (which
-items there are, and where their tensors lie) is made once and kept for as long as the watched
-tensors are the same objects and the loose state has the same names and shapes.
+Taking it is cheap as long as only values change: the plan (the items, and where their tensors are)
+is made once, and kept as long as the watched tensors are the same objects and the loose state has
+the same names and shapes.
 """
 
 from __future__ import annotations
@@ -53,38 +53,41 @@ from elasticrun.training.checkpointing.parts import (
 )
 
 RNG: Final = "__rng"
-"""Of the random states: below `__rank3`, beside what `per_rank` was given."""
+"""Name of the random states: below `__rank3`, beside the names passed to `per_rank`."""
 
 _HEAD: Final = struct.Struct("<8sHHI")
-"""Whose state follows, the number of the device, whether it was the current one, and the bytes."""
+"""The source of the state that follows, the device's index, whether it was the current one, and the
+length in bytes.
+"""
 
 _PYTHON: Final = struct.Struct("<625I?d")
-"""The words, and the second of two normal numbers that were drawn together, if it is left."""
+"""The words, whether a second normally distributed number is left, and that number."""
 
 _NUMPY: Final = struct.Struct("<624Iiid?")
-"""The words, the place in them, whether a second number is left, and that; whether there is a state
-at all."""
+"""The words, the position in them, whether a second number is left, and that number; whether there
+is a state at all.
+"""
 
 _NUMPY_KIND: Final = "MT19937"
 
 _PYTHON_VERSION: Final = 3
 _DEVICES: Final = ("cuda", "xpu", "npu", "mlu", "musa", "hpu")
-"""Names of torch's modules of devices; only of those that are there and initialised."""
+"""torch's device modules; only those that exist and are initialized are used."""
 
 
 class RandomPart:
     """The random states as a part of the state of one rank: Python's, numpy's global generator,
-    torch's of the CPU and of every device that is in use.
+    torch's CPU generator and those of all devices in use.
 
-    All of them are one tensor of bytes, so that they cost a snapshot one item of a fixed length
-    (about 10 kB; a layout that changed would need new memory) and a checkpoint one entry a rank.
-    They are taken with the snapshot, and put back at the end of a restore."""
+    They form one tensor of bytes, so they add one item of fixed length to a snapshot (about 10 kB;
+    a changed layout would require new memory) and one entry per rank to a checkpoint. They are
+    taken with the snapshot, and restored at the end of a restore."""
 
     def __init__(self, remark: Callable[[str], None]) -> None:
-        """`remark`: takes a sentence for the operator."""
+        """`remark`: accepts a sentence for the operator."""
         self._remark = remark
         self._saved: torch.Tensor | None = None  # what was restored
-        self._numpy()  # what is to be said of it is said with the restore
+        self._numpy()  # emits its remark now, at the restore
 
     def steady(self) -> None:
         return None
@@ -103,25 +106,26 @@ class RandomPart:
         self._saved = values[()]
 
     def put_back(self) -> None:
-        """What was restored is what is drawn from now on; nothing where nothing was."""
+        """Make the restored states current; a no-op if none were restored."""
         if self._saved is None:
             return
         sections = list(_split(self._saved))
         current = {name: int(module.current_device()) for name, module in _devices()}
         before = {name: index for name, index, was_current, _ in sections if was_current}
         for name, index, was_current, state in sections:
-            # a rank may have another device than before: its own state goes with it
+            # A rank may have another device than before: the state of its current device moves
+            # along.
             if was_current:
                 index = current.get(name, index)
             elif index == current.get(name):
                 index = before.get(name, index)
             try:
                 _go_on_from(name, index, state)
-            except Exception as error:  # of another torch, say
+            except Exception as error:  # e.g. of another version of torch
                 self._remark(f"the random state of {name} could not be restored: {error!r:.200}")
 
     def _sections(self) -> Iterator[tuple[str, int, bool, torch.Tensor]]:
-        """Whose each state is, of which device, whether that is the current one, and the state."""
+        """Source of each state, device index, whether that is the current device, and the state."""
         version, words, left = random.getstate()
         if version == _PYTHON_VERSION:
             packed = _PYTHON.pack(*words, left is not None, left or 0.0)
@@ -135,7 +139,7 @@ class RandomPart:
                 yield name, index, index == mine, module.get_rng_state(index).cpu()
 
     def _numpy(self) -> bytes:
-        numpy_random: Any = sys.modules.get("numpy.random")  # torch loads numpy without it
+        numpy_random: Any = sys.modules.get("numpy.random")  # torch may load numpy without it
         if numpy_random is None:
             return bytes(_NUMPY.size)
         state = numpy_random.get_state(legacy=False)
@@ -147,7 +151,7 @@ class RandomPart:
 
 
 def _split(states: torch.Tensor) -> Iterator[tuple[str, int, bool, torch.Tensor]]:
-    """Back to what `_sections` gave."""
+    """The inverse of `_sections`."""
     at = 0
     while at < states.numel():
         tag, index, was_current, length = _HEAD.unpack(bytes(states[at : at + _HEAD.size].tolist()))
@@ -160,7 +164,7 @@ def _tensor(state: bytes) -> torch.Tensor:
 
 
 def _devices() -> Iterator[tuple[str, Any]]:
-    """torch's modules of devices that this process uses; it is not made to use one."""
+    """torch's device modules that this process uses already; none is initialized here."""
     for name in _DEVICES:
         module = getattr(torch, name, None)
         begun = getattr(module, "is_initialized", None)
@@ -169,14 +173,14 @@ def _devices() -> Iterator[tuple[str, Any]]:
 
 
 def _go_on_from(name: str, index: int, state: torch.Tensor) -> None:
-    """Draw from this state from now on; nothing for a device that this node does not have."""
+    """Continue from this state; a no-op for a device that this node does not have."""
     if name == "python":
         *words, is_left, left = _PYTHON.unpack(bytes(state.tolist()))
         random.setstate((_PYTHON_VERSION, tuple(words), left if is_left else None))
     elif name == "numpy":
         *words, place, has_gauss, gauss, is_there = _NUMPY.unpack(bytes(state.tolist()))
         if is_there:
-            numpy_random: Any = importlib.import_module("numpy.random")  # it may not be loaded yet
+            numpy_random: Any = importlib.import_module("numpy.random")  # may not be loaded yet
             numpy_random.set_state((_NUMPY_KIND, words, place, has_gauss, gauss))
     elif name == "torch":
         torch.set_rng_state(state)
@@ -187,39 +191,40 @@ def _go_on_from(name: str, index: int, state: torch.Tensor) -> None:
 
 
 STATE = "state"
-"""The name whose dict may have objects with a `state_dict` beside plain values."""
+"""The argument whose dict may contain objects with a `state_dict` beside plain values."""
 
 _VOUCHED = frozenset((int, float, bool, str, type(None), torch.Tensor, nn.Parameter, DTensor))
 """Types whose values can always be loaded."""
 
 REMEMBERED = 16 * 1024
-"""Characters of a plain value, at most, whose bytes are remembered; random.getstate() has half."""
+"""Maximum characters of a plain value whose bytes are cached; random.getstate() has half as
+many."""
 
 _Groups = dict[Path, dict[Path, Item]]
 
 OnResize = Callable[[list[Any]], None]
-"""Given the state of one per-rank object of every rank of the old job, by rank."""
+"""Receives the states of one per-rank object of all old ranks, by rank."""
 
 
 @dataclass(slots=True)
 class SnapshotPlan:
-    """What a snapshot is made of, as a layout orders it."""
+    """The content of a snapshot, in the order of a layout."""
 
     tensors: list[torch.Tensor]  # this rank's parts, not copies
-    values: list[Any]  # the opaque ones
-    items: Sequence[Item]  # the tensors', then the values'
-    layout: Layout | None = None  # if it is known to be of this one
+    values: list[Any]  # opaque ones
+    items: Sequence[Item]  # of the tensors, then of the values
+    layout: Layout | None = None  # if its layout is known
 
     @property
     def pieces(self) -> list[Piece]:
-        """The items with what they are of."""
+        """The items with their values."""
         return list(map(Piece, self.items, [*self.tensors, *self.values]))
 
 
 @dataclass(slots=True)
 class Known:
-    """What this rank's state was laid out as in the snapshot that it was restored from, and the
-    plain tensors, by name, that were filled with whole items of it."""
+    """The layout of this rank's state in the snapshot that was restored, and the plain tensors, by
+    name, that were filled with whole items of it."""
 
     layout: Layout
     filled: Mapping[str, torch.Tensor]
@@ -227,20 +232,20 @@ class Known:
 
 @dataclass(slots=True)
 class OwnState:
-    """One object of this rank alone."""
+    """A per-rank object."""
 
     part: StatePart
     on_resize: OnResize | None
 
 
 class TrainingState:
-    """The parts by their names."""
+    """All parts, by name."""
 
     def __init__(
         self, parts: Mapping[str, Any], rank: int, rng: bool = False, weights_only: bool = True
     ) -> None:
-        """`rng`: with this rank's random states. `weights_only`: nothing is saved that cannot be
-        loaded so. StateError for what cannot be part of a state."""
+        """`rng`: include this rank's random states. `weights_only`: refuse to save what could not
+        be loaded that way. Raises StateError for what cannot be part of a state."""
         self.weights_only = weights_only
         self._vouched: set[tuple[str, type]] = set()  # names and types that can be loaded
         self.remarks: list[str] = []
@@ -259,7 +264,7 @@ class TrainingState:
         self._serialised: dict[tuple[type, str], bytes] = {}
 
     def _sort(self, parts: Mapping[str, Any], among: Mapping[str, Any]) -> dict[str, StatePart]:
-        """`among`: those of `parts` that stand in the dict `state`, which is one of them."""
+        """`among`: those of `parts` that are in the dict `state`, which is itself a part."""
         for name in parts:
             if name.startswith(OWN_PREFIX):
                 raise StateError(f"{name!r} cannot be a name: per_rank state has such names")
@@ -292,7 +297,8 @@ class TrainingState:
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, modules: list[ModulePart]
     ) -> StatePart:
-        """By its parameters' names if one of the modules has them all, or all together have."""
+        """Key it by parameter names, if one module or all modules together contain its
+        parameters."""
         for candidates in [*([module] for module in modules), modules]:
             try:
                 return OptimizerPart(name, optimizer, candidates)
@@ -303,7 +309,7 @@ class TrainingState:
         return StatefulPart(optimizer)
 
     def add_own(self, name: str, value: Any, on_resize: OnResize | None) -> None:
-        """State of this rank alone. StateError."""
+        """Add state of this rank alone. Raises StateError."""
         if name == RNG:
             raise StateError(f"{name!r} cannot be a name: the random states have it")
         if isinstance(value, nn.Module | torch.optim.Optimizer):
@@ -314,9 +320,9 @@ class TrainingState:
     def resize(
         self, ranks: int, why: str, own_of: Callable[[int, str], Mapping[Path, Any]]
     ) -> None:
-        """Another number of ranks than `ranks`: hand the own state of all those, which `own_of` has
-        by rank and name ({} for one that is lost), to who can make use of it. `why`: the words for
-        the others."""
+        """The number of ranks, formerly `ranks`, has changed: pass the per-rank states of all old
+        ranks to `on_resize`. `own_of` returns a state by rank and name ({} for a lost one). `why`
+        explains it for objects without `on_resize`."""
         for name, own in self.own.items():
             if own.on_resize is None or not ranks:
                 self.not_had(name, why)
@@ -326,7 +332,7 @@ class TrainingState:
             own.on_resize([unflatten(one, template) if one else None for one in found])
 
     def not_had(self, name: str, why: str) -> None:
-        """Own state of this name is not what it was."""
+        """Remark that the per-rank state of this name was not restored."""
         if name == RNG:
             text = "random states are as the script has them now, not as they were"
             self._remark(f"{text}: {why}")
@@ -338,17 +344,17 @@ class TrainingState:
             self.remarks.append(text)
 
     def put_back_rng(self) -> None:
-        """The random states of the restore are those that are drawn from now on."""
+        """Make the restored random states current."""
         if self._rng is not None:
             self._rng.put_back()
 
     def vouch(self) -> None:
-        """Refuse, before training begins, what cannot be saved, or could be saved and not loaded.
-        StateError."""
+        """Refuse, before training begins, state that cannot be saved, or not be loaded again.
+        Raises StateError."""
         try:
             steady, loose = self._steady(), self._loose()
             whole = _joined(steady, loose)
-        except Exception:  # of a user's state_dict: that is told when a snapshot is due
+        except Exception:  # of a user's state_dict: reported when a snapshot is due
             return
         try:
             flatten(whole)
@@ -357,7 +363,7 @@ class TrainingState:
             raise StateError(str(error)) from None
 
     def _vouch(self, flat: Flat) -> None:
-        """Whether opaque values can be loaded again is tried once for each name and type."""
+        """Check once for each name and type whether opaque values can be loaded again."""
         for fqn, value in flat.values.items() if self.weights_only else ():
             if type(value) in _VOUCHED or (fqn, type(value)) in self._vouched:
                 continue
@@ -369,14 +375,14 @@ class TrainingState:
             self._vouched.add((fqn, type(value)))
 
     def take(self) -> SnapshotPlan:
-        """What there is now. Not a copy: it is to be copied before training goes on. StateError,
-        or whatever a Stateful raises."""
+        """The current state. Not a copy: copy it before training continues. Raises StateError, or
+        what a Stateful raises."""
         flat = flatten(self._loose())
         self._vouch(flat)
         plan = self._plan if _signature(flat) == self._signature else None
         if plan is not None and all(watch.holds() for watch in self._watches):
             for fqn, value in flat.values.items():
-                if fqn in self._places:  # else sharded over a mesh that this rank is not in
+                if fqn in self._places:  # else sharded over a mesh without this rank
                     is_tensor, at = self._places[fqn]
                     if is_tensor:
                         plan.tensors[at] = local(value)
@@ -418,7 +424,7 @@ class TrainingState:
     def _keep(
         self, found: Iterable[tuple[Item, Any]], layout: Layout | None = None
     ) -> SnapshotPlan:
-        """The plan of these items, in the order of a layout, with what each is of."""
+        """Cache and return the plan of these items with their values, in the order of a layout."""
         items: list[Item] = []
         tensors: list[torch.Tensor] = []
         values: list[Any] = []
@@ -433,8 +439,8 @@ class TrainingState:
         return self._plan
 
     def _as_known(self, known: Known) -> SnapshotPlan | None:
-        """The plan, if the state is laid out so: what is compared item by item need not be laid out
-        anew, which takes three times as long."""
+        """The plan, if the state still has that layout. Comparing item by item avoids a new layout,
+        which takes three times as long."""
         layout, filled = known.layout, known.filled
         if layout.torch != str(torch.__version__):
             return None
@@ -456,7 +462,7 @@ class TrainingState:
         return self._keep(there, layout)
 
     def whole(self) -> dict[str, Any]:
-        """All of it, nested as a checkpoint names it; not a copy."""
+        """The whole state, nested as in a checkpoint; not a copy."""
         steady, loose = self._steady(), self._loose()
         flat = flatten(loose)
         self._vouch(flat)
@@ -465,8 +471,7 @@ class TrainingState:
         return _joined(steady, loose)
 
     def serialised(self, values: Iterable[Any]) -> list[bytes]:
-        """Opaque values as bytes; small plain ones that were the same the last time are not made
-        again."""
+        """Serialize opaque values; reuse the bytes of small plain ones that have not changed."""
         before, self._serialised = self._serialised, {}
         found = []
         for value in values:
@@ -481,8 +486,8 @@ class TrainingState:
         return found
 
     def targets(self, saved: Mapping[str, Item], own: bool) -> dict[str, torch.Tensor]:
-        """Where the tensors that were saved under these names go; nothing is changed yet. `own`:
-        this rank's own state too. StateError."""
+        """The tensors to fill for the saved ones, by name; changes nothing yet. `own`: include this
+        rank's per-rank state. Raises StateError."""
         found: dict[str, torch.Tensor] = {}
         for prefix, part, below in self._restored(saved, own):
             names = {path: item.fqn for path, item in below.items()}
@@ -500,8 +505,7 @@ class TrainingState:
     def _restored(
         self, saved: Mapping[str, Item], own: bool
     ) -> Iterator[tuple[tuple[str, ...], StatePart, dict[Path, Item]]]:
-        """Each part that is to be had: where it stands, and its items by the rest of their
-        paths."""
+        """Each part to restore: its path, and its items by the rest of their paths."""
         mine = own_key(self.rank)
         if self._below[0] is not saved:
             groups: _Groups = {}
@@ -524,7 +528,7 @@ class TrainingState:
         ]
 
     def adopt(self, saved: Mapping[str, Item], values: Mapping[str, Any], own: bool) -> None:
-        """The targets are filled; `values`: they and the opaque ones by name."""
+        """Put values in place. `values`: the filled targets and the opaque values, by name."""
         for _, part, below in self._restored(saved, own):
             had = {p: values[item.fqn] for p, item in below.items() if item.fqn in values}
             if had:
@@ -534,8 +538,8 @@ class TrainingState:
 
 
 def _spread(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parts by name, with what has a `state_dict` in the dict `state` by its key there; and the
-    latter alone. StateError."""
+    """The parts by name, where objects with a `state_dict` in the dict `state` are added under
+    their keys; and these objects alone. Raises StateError."""
     state = given.get(STATE)
     if type(state) is not dict:
         return dict(given), {}
@@ -554,7 +558,7 @@ def _spread(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _joined(steady: Mapping[str, Any], loose: Mapping[str, Any]) -> dict[str, Any]:
-    """Both parts of a state, nested."""
+    """Steady and loose state, nested."""
     whole = dict(steady)
     for name, value in loose.items():
         if (known := whole.get(name)) is None:
@@ -568,7 +572,7 @@ def _joined(steady: Mapping[str, Any], loose: Mapping[str, Any]) -> dict[str, An
 
 
 def _signature(flat: Flat) -> tuple[Any, ...]:
-    """Equal for two states whose values are the same items one by one."""
+    """Equal for two states that consist of the same items."""
     return tuple((fqn, _shape(value)) for fqn, value in flat.values.items())
 
 
@@ -581,7 +585,7 @@ def _shape(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `repr` tells all of it, and is not long for certain."""
+    """Whether `repr` shows the value completely; False if it may be long."""
     if type(value) in (int, float, bool, type(None)):
         return True
     if type(value) not in (str, bytes, list, tuple) or len(value) > REMEMBERED:

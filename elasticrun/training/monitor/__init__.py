@@ -1,5 +1,5 @@
-"""A thread in every rank, but those that are exec'd, that tells its agent, when asked, what the
-rank is doing.
+"""A thread in every forked rank that answers its agent's questions about what the rank is doing.
 
-Forbidden here: a lock that the script's threads may hold, an import of torch, a word that was not
-asked for. It must cost a rank nothing that can be measured, and end with it."""
+Forbidden here: a lock that the script's threads may hold, an import of torch, an unsolicited
+message. It must have no measurable cost for a rank, and end with it.
+"""

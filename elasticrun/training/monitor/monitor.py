@@ -1,9 +1,9 @@
-"""The thread that answers the agent from within a rank, and only when it is asked.
+"""The thread that answers the agent from within a rank, only on request.
 
-It is started below `threading`, so that a script that counts its threads does not find it, and
-blocks all signals, so that each of them finds the script's own threads. It sleeps in the kernel
-until a question comes; what it answers it reads in some milliseconds at most, without a lock of
-Python's and without an import. While the script forks there is no such thread: see `_Monitor`.
+It is started below `threading`, so a script that counts its threads does not see it. It blocks all
+signals, so they reach the script's own threads. It sleeps in the kernel until a question arrives,
+and collects the answer within a few milliseconds, without a Python lock and without an import. The
+thread does not exist while the script forks: see `_Monitor`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ from elasticrun.wire.progress import (
 )
 
 HIGH: Final = 1000
-"""The socket's descriptor is at least this, or the highest that may be had: scripts count on it
-that the first file they open is number 3."""
+"""The socket's descriptor is at least this, or the highest that is allowed: scripts rely on getting
+number 3 for the first file that they open.
+"""
 
 SEND_LIMIT: Final = struct.pack("@ll", 1, 0)
-"""A second (struct timeval) for which an answer waits until the agent has read others."""
+"""One second (struct timeval): how long an answer waits until the agent has read earlier ones."""
 
 END_LIMIT: Final = 1.0
-"""Seconds for which the end of a rank, and a fork in it, wait for an answer under way."""
+"""Seconds that the exit of a rank, or a fork in it, waits for an answer in progress."""
 
 
 COUNTED_LATE: Final = (3, 13) <= sys.version_info < (3, 13, 10) or sys.version_info[:3] == (
@@ -57,17 +58,18 @@ COUNTED_LATE: Final = (3, 13) <= sys.version_info < (3, 13, 10) or sys.version_i
     14,
     0,
 )
-"""Whether this Python counts threads only when a fork's last hook has returned (gh-137109)."""
+"""Whether this Python counts threads only after the last fork hook has returned (gh-137109)."""
 
 
 def start(name: str) -> None:
-    """Answer at this name from now on, in a thread. A rank that cannot have one runs without."""
+    """Answer at this socket name from now on, in a thread. If no thread can be started, the rank
+    runs without one."""
     with suppress(OSError, RuntimeError):
         monitor = _Monitor(_listen(name))
         os.register_at_fork(
             before=monitor.pause, after_in_parent=monitor.resume, after_in_child=monitor.leave
         )
-        if COUNTED_LATE:  # in C, or what is pending would be done in here
+        if COUNTED_LATE:  # a C function; a Python one would run the pending call in here
             os.register_at_fork(after_in_parent=_pending(monitor.begin))
         atexit.register(monitor.end)
         monitor.begin()
@@ -91,12 +93,12 @@ def _listen(name: str) -> socket.socket:
 
 
 class _Monitor:
-    """The thread of one rank, from its start to its end.
+    """The monitor thread of one rank, from start to end.
 
-    It ends before each fork of the script and starts again behind it in the parent; questions that
-    come meanwhile wait in the socket. Python counts threads at a fork and warns of more than one
-    since 3.12, which must not be ours; and a lock of torch's that our thread held would stay locked
-    in the child for ever."""
+    It ends before each fork of the script and starts again afterwards in the parent; questions wait
+    in the socket meanwhile. There are two reasons. Since Python 3.12 a fork with more than one
+    thread gives a warning, which must not be due to our thread. And a torch lock that our thread
+    holds during a fork would stay locked in the child forever."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -106,9 +108,9 @@ class _Monitor:
         self._pid = os.getpid()
         self._counters = recorder.Counters()
         self._running = _thread.allocate_lock()
-        """Held for as long as there is a thread, or one is about to start."""
+        """Held while the thread exists or is about to start."""
         self._thread = 0
-        """What the kernel calls the newest one."""
+        """Native id of the newest thread."""
         self._forking: set[int] = set()
         """Threads of the script that are in a fork."""
         self._over = False
@@ -116,14 +118,14 @@ class _Monitor:
     # ------------------------------------------------------------ in the script's threads
 
     def pause(self) -> None:
-        """Before a fork: no thread of ours, or END_LIMIT has passed."""
+        """Before a fork: end our thread, or give up after END_LIMIT."""
         if self._over or os.getpid() != self._pid:
             return
         self._forking.add(_thread.get_ident())
         try:
             if _inode(self._listener) != self._mine:  # the script has closed it
                 return
-            # something to read, so that the thread looks up; nothing is needed if much is there
+            # Send an empty datagram to wake the thread; unnecessary if the queue is full.
             self._listener.sendto(b"", socket.MSG_DONTWAIT, self._name)
         except BlockingIOError:
             pass
@@ -134,38 +136,39 @@ class _Monitor:
             return
         self._running.release()
         place = f"/proc/self/task/{self._thread}"
-        with suppress(FileNotFoundError):  # the kernel counts it until it is there no more
+        with suppress(FileNotFoundError):  # it counts until it is gone from /proc
             while time.monotonic() < deadline:
                 os.stat(place)
                 os.sched_yield()
 
     def resume(self) -> None:
-        """Behind a fork, in the parent."""
+        """After a fork, in the parent: start the thread again."""
         mine = _thread.get_ident()
         self._forking.discard(mine)
-        # where another thread forks, Python has two threads to warn of in any case
+        # if another thread forks, Python counts two threads anyway
         if not COUNTED_LATE or mine != self._main:
             self.begin()
 
     def begin(self) -> None:
-        """Have a thread, unless there is one or none may be."""
+        """Start the thread, unless it runs already or must not run."""
         if self._stopped() or not self._running.acquire(blocking=False):
             return
         try:
             _thread.start_new_thread(self._run, ())
-        except RuntimeError:  # no more threads can be had
+        except RuntimeError:  # thread limit reached
             self._over = True
             self._running.release()
 
     def leave(self) -> None:
-        """In a process that the script has forked: it is nobody to the agent."""
+        """In a process that the script has forked: close the socket; the agent does not know it."""
         self._over = True
         with suppress(OSError):
             self._listener.close()
 
     def end(self) -> None:
-        """The last thing before the interpreter ends: a thread that wants to go on after that is
-        ended by it in the midst of torch's frames, and takes the process with it (SIGABRT)."""
+        """Stop the thread, right before the interpreter finalizes. The interpreter would kill a
+        thread that continues after that in the middle of torch's frames, which aborts the process
+        (SIGABRT)."""
         if os.getpid() != self._pid:
             return
         self._over = True
@@ -188,14 +191,14 @@ class _Monitor:
                 self._over = True
             finally:
                 self._running.release()
-            # a fork that did not wait for us is over: who resumed found us still there
+            # a fork that did not wait for us is over, and `resume` found this thread still running
             if self._stopped() or not self._running.acquire(blocking=False):
                 return
 
     def _serve(self) -> None:
         while not self._stopped():
             if _inode(self._listener) != self._mine:
-                self._over = True  # a daemon that closes all has given the number away
+                self._over = True  # a daemon that closes all descriptors has reused the number
                 return
             data, credentials, _, asker = self._listener.recvmsg(
                 QUESTION_BYTES + 1, CREDENTIALS_BYTES
@@ -203,13 +206,13 @@ class _Monitor:
             asked = read_question(data)
             if asked is None or not asker or not sent_by_us(credentials):
                 continue
-            with suppress(OSError):  # it does not wait for it any more
+            with suppress(OSError):  # the agent no longer waits for the answer
                 said = _answer(asked, self._counters, self._main)
                 self._listener.sendto(encode_answer(said), asker)
 
 
 def _pending(work: Callable[[], None]) -> Callable[[], object]:
-    """A function of C that has the main thread do this as soon as it executes Python again."""
+    """A C function that schedules `work` in the main thread, at the next Python instruction."""
 
     def call(_: int | None) -> int:
         work()
@@ -228,14 +231,14 @@ def _inode(listener: socket.socket) -> tuple[int, int]:
 def _answer(asked: RankAsked, counters: recorder.Counters, main: int) -> RankSays:
     try:
         groups = recorder.positions() if asked.full else counters.look()
-    except Exception:  # another torch than those that are known: what it counts is not told
+    except Exception:  # an unknown version of torch: report no counters
         groups = ()
     threads = _threads(main) if asked.stacks else ()
     return RankSays(asked.number, groups, threads)
 
 
 def _threads(main: int) -> tuple[ThreadSays, ...]:
-    """All threads but this one, the main one first."""
+    """All threads except this one, the main thread first."""
     mine = _thread.get_ident()
     frames = sys._current_frames()
     known: Any = dict(threading._active)  # type: ignore[attr-defined]
@@ -252,12 +255,12 @@ def _name(known: Any, ident: int) -> str:
 
 
 def _utf8(text: str) -> str:
-    """What can be told; a path may hold bytes that are no text."""
+    """Make the text encodable; a path may contain bytes that are not valid text."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _frames(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:
-    """Innermost first."""
+    """The frames, innermost first."""
     found: list[tuple[str, int, str]] = []
     while frame is not None and len(found) < MAX_FRAMES_SAID:
         code = frame.f_code

@@ -1,12 +1,12 @@
-"""Where a rank is in its collectives, as torch counts them: next to nothing for the counters, some
-milliseconds where the call that is not complete is wanted too.
+"""Reads a rank's position in its collectives from torch: counters at almost no cost, and the
+incomplete call, if wanted, in some milliseconds.
 
-gloo never says when a collective began or ended, and its count of complete ones may stay too low:
-two of its threads finish two collectives at a time, and the first one's number is written last. So
-what is open is looked up among the entries, where `retired` says so; that costs more, and is done
-where it matters, once the counters stand still.
-The counters go by a number that each process gives its groups itself; the name that all ranks know
-a group by stands in its collectives' entries. Each recorder has numbers of its own.
+gloo does not report when a collective begins or ends, and its count of completed ones may stay too
+low: two of its threads may finish two collectives at the same time and write the first one's number
+last. So the open collective is looked up among the entries, by their `retired` field. That costs
+more, and is only done once the counters stop changing. The counters are keyed by a number that each
+process assigns to its groups. The name under which all ranks know a group is in the entries of its
+collectives. Each recorder has its own numbers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from elasticrun.wire.types import write_ranges
 
 ON_CPU: Final = f"/{CPU}"
 """Suffix to the name of a group that has another backend for other devices: its collectives on the
-CPU are numbered apart."""
+CPU are numbered separately.
+"""
 
 MAX_MEMBERS: Final = 1000
-"""Characters in which the members of a group are told; one that needs more is left out."""
+"""Maximum length of the list of a group's members; a group with a longer one is left out."""
 
 MAX_SIZES: Final = 4
-"""Tensors of a call whose sizes are told."""
+"""Number of tensors of a call whose sizes are reported."""
 
 TYPES: Final = {
     "Float": "float32",
@@ -53,15 +54,16 @@ TYPES: Final = {
 }
 
 KEEPS_BY_ITSELF: Final = (2, 11)
-"""The first torch that keeps collectives without being told to."""
+"""The first torch version that records collectives by default."""
 
 KEPT: Final = "2000"
-"""How many such a torch keeps of each process."""
+"""Number of collectives that such a torch keeps per process."""
 
 
 def keep(version: str) -> None:
-    """Have torch of this version keep collectives; to be called before the script has made a group.
-    What the user has set stands. Not by `os.environ`: there it would look as if he had."""
+    """Make this version of torch record collectives; call before the script creates a group. A
+    user's setting is kept. Uses putenv, because in `os.environ` it would look like a user's
+    setting."""
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     told = {env.FLIGHT_RECORDER_SIZE, env.NCCL_TRACE_SIZE} & os.environ.keys()
     if len(numbers) == 2 and numbers < KEEPS_BY_ITSELF and not told:
@@ -69,13 +71,14 @@ def keep(version: str) -> None:
 
 
 class Counters:
-    """The counters of each group by its number in this process."""
+    """The counters of each group, by its number in this process."""
 
     def __init__(self) -> None:
         self._last: tuple[GroupSays, ...] = ()
 
     def look(self) -> tuple[GroupSays, ...]:
-        """As torch has them; if they are as they were, what is open is read from the entries."""
+        """Torch's counters; if they are unchanged since the last call, the open collectives are
+        read from the entries."""
         rows: list[GroupSays] = []
         for recorder in recorders(groups()):
             rows += [_counted(recorder, one, row) for one, row in recorder.status().items()]
@@ -84,7 +87,7 @@ class Counters:
         if not stands or all(row.entered <= row.done for row in found):
             return found
         counted = {row.key: row.entered for row in found}
-        # the same count of calls as before, or the change of source would look like a move
+        # Keep the previous count of calls, because a change of source would look like progress.
         return tuple(
             GroupSays(r.key, entered, r.started, entered - (r.entered - r.done))
             for r in positions()
@@ -93,8 +96,8 @@ class Counters:
 
 
 def positions() -> tuple[GroupSays, ...]:
-    """The groups that there are, with their names, members and the oldest call that is open; those
-    that may be any of several have no name."""
+    """The current groups with names, members and the oldest open call. A group that cannot be
+    identified has no name."""
     known = groups()
     found: list[GroupSays] = []
     for recorder in recorders(known):
@@ -103,7 +106,7 @@ def positions() -> tuple[GroupSays, ...]:
 
 
 def _positions(recorder: FlightRecorder, known: Sequence[TorchGroup]) -> list[GroupSays]:
-    """Of the groups that this recorder holds."""
+    """The groups of this recorder."""
     status, entries = recorder.whole()
     by_name = {group.name: group for group in known}
     named = _names(status, entries, list(by_name))
@@ -122,7 +125,7 @@ def _positions(recorder: FlightRecorder, known: Sequence[TorchGroup]) -> list[Gr
 
 
 def _name(recorder: FlightRecorder, group: TorchGroup) -> str:
-    """The name of what this recorder holds of the group."""
+    """The name of the group as this recorder holds it."""
     mine = {type for name in recorder.backends for type in group.devices.get(name, ())}
     apart = group.devices.keys() - recorder.backends
     return group.name + ON_CPU if apart and CPU in mine else group.name
@@ -131,8 +134,8 @@ def _name(recorder: FlightRecorder, group: TorchGroup) -> str:
 def _names(
     status: Mapping[str, Row], entries: Sequence[Row], groups: Sequence[str]
 ) -> dict[str, str]:
-    """The name of each numbered group that still is there. Where its collectives do not tell it
-    (they have left the ring), the order in which groups were made does, if it is beyond doubt."""
+    """The name of each numbered group that still exists. If its collectives have left the ring, the
+    order in which groups were created gives the name, if that is unambiguous."""
     told = {str(one.get("pg_id")): str((one.get("process_group") or [""])[0]) for one in entries}
     found = {number: name for number, name in told.items() if number in status and name in groups}
     numbers = sorted((one for one in status if one not in told), key=int)
@@ -152,7 +155,7 @@ def _counted(recorder: FlightRecorder, number: str, row: Row) -> GroupSays:
 
 
 def _completed(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
-    """The collectives that are entered and complete, with what the entries tell."""
+    """Correct the counts of entered and completed collectives by the entries."""
     if entries and is_by_hook(entries[-1]):
         return _by_hook(row, entries)
     numbers = {
@@ -162,15 +165,15 @@ def _completed(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
     }
     entered = max(row.entered, *numbers) if numbers else row.entered
     open_ones = [number for number, retired in numbers.items() if not retired]
-    # with no entry left, others have been called since by the thousand: none of these is open
+    # no entry left: thousands of calls have followed, so none of these is open
     done = min(open_ones) - 1 if open_ones else max(numbers, default=entered)
     return replace(row, entered=entered, done=min(max(row.done, done), entered))
 
 
 def _by_hook(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
-    """The same where a hook made the entries: its counters are of calls and not of collectives. A
-    call that raised stays open for ever; the backend completes those of a group in order, so one
-    that is complete says so of all before it."""
+    """The same for entries made by a hook, whose counters count calls, not collectives. A call that
+    raised stays open forever. The backend completes the calls of a group in order, so a completed
+    call implies all earlier ones."""
     entered = max(int(one.get("collective_seq_id") or 0) for one in entries)
     numbers = [one for one in entries if not one.get("is_p2p")]
     retired = [int(one["collective_seq_id"]) for one in numbers if one.get("retired")]
@@ -179,7 +182,7 @@ def _by_hook(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
 
 
 def _open(row: GroupSays, entries: Sequence[Row]) -> Row | None:
-    """The entry of the oldest call that is not complete, one between two ranks if that is all."""
+    """The entry of the oldest incomplete collective; else of the oldest point-to-point call."""
     if row.entered <= row.done:
         return None
     left = [one for one in entries if not one.get("retired")]
@@ -201,7 +204,8 @@ def _placed(row: GroupSays, name: str, title: str, members: str, call: Row | Non
 
 
 def signature(call: Row) -> str:
-    """By which ranks in the same collective are the same: "all_reduce [1000] float32"."""
+    """The properties that must be equal on all ranks of a collective: "all_reduce [1000]
+    float32"."""
     what = str(call.get("profiling_name") or "").partition(":")[2]
     sizes = [json.dumps(size) for size in (call.get("input_sizes") or ())]
     more = [f"and {len(sizes) - MAX_SIZES} more"] if len(sizes) > MAX_SIZES else []
@@ -211,7 +215,7 @@ def signature(call: Row) -> str:
 
 
 def _most(found: list[GroupSays]) -> tuple[GroupSays, ...]:
-    """The ones with an open collective first, where there are more than can be told."""
+    """Limit the number of groups; those with an open collective have priority."""
     if len(found) > MAX_GROUPS_SAID:
         found.sort(key=lambda row: row.entered <= row.done)
     return tuple(found[:MAX_GROUPS_SAID])

@@ -45,13 +45,13 @@ CPU: Final = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class TorchGroup:
-    """A process group: the name that all its ranks know it by, its description, its members (ranks
-    of the job) and, by backend, the types of device that the backend serves in it."""
+    """A process group: the name under which all its ranks know it, its description, its members
+    (ranks of the job) and, by backend, the device types that the backend serves in it."""
 
     name: str
     title: str
     ranks: Iterable[int]
-    devices: Mapping[str, frozenset[str]]  # empty: not known
+    devices: Mapping[str, frozenset[str]]  # empty: unknown
 
     def is_fed_to(self, recorder: FlightRecorder) -> bool:
         """Whether this recorder may hold collectives of the group."""
@@ -69,28 +69,28 @@ class FlightRecorder:
     @property
     def hooked(self) -> bool:
         """Whether only a hook feeds it. Its counters then count every call of a group, including
-        those between two ranks, and from 0; its entries number collectives from 1, as those of the
-        other recorders do."""
+        point-to-point ones, from 0; its entries number collectives from 1, as in the other
+        recorders."""
         return not self.backends & SELF_RECORDING
 
     def status(self) -> Mapping[str, Row]:
         """The counters of each group that has made a call, by the group's number in this process;
-        some microseconds."""
+        takes a few microseconds."""
         return json.loads(self.dump(False, False)).get("pg_status") or {}
 
     def whole(self) -> tuple[Mapping[str, Row], Sequence[Row]]:
-        """The counters and the entries, oldest first; about 25 microseconds for each entry."""
+        """The counters and the entries, oldest first; takes about 25 microseconds per entry."""
         said = json.loads(self.dump(True, False))
         return said.get("pg_status") or {}, said.get("entries") or ()
 
 
 def is_by_hook(entry: Row) -> bool:
-    """Whether a hook has made this entry: its title begins with the name of the backend."""
+    """Whether a hook has made this entry: its title starts with the backend's name."""
     return str(entry.get("profiling_name") or "").partition(":")[0] not in SELF_RECORDING
 
 
 def groups() -> tuple[TorchGroup, ...]:
-    """The process groups that there are, in the order in which they were made."""
+    """The existing process groups, in order of creation."""
     world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     names = dict(getattr(world, "pg_names", None) or {})
     ranks = dict(getattr(world, "pg_group_ranks", None) or {})
@@ -121,19 +121,20 @@ def recorders(known: Sequence[TorchGroup]) -> tuple[FlightRecorder, ...]:
     if not _takes_backend(plain):
         return (*found, FlightRecorder("", frozenset(others), plain))
     for name in sorted(others, key=lambda name: (name == DEFAULT, name)):
-        # the hook has a name's colons replaced
+        # the hook replaces colons in a name
         dump = plain if name == DEFAULT else partial(plain, backend=name.replace(":", "_"))
         found.append(FlightRecorder("" if name == DEFAULT else name, frozenset({name}), dump))
     return tuple(found)
 
 
 def _devices(made: Any) -> Mapping[str, frozenset[str]]:
-    """Of a group that is complete: torch looks these up in a table that no longer changes."""
+    """The devices of a complete group, by backend: torch reads them from a table that no longer
+    changes."""
     found: dict[str, set[str]] = {}
     for device in getattr(made, "_device_types", ()):
         try:
             name = str(made._get_backend(device).name())
-        except Exception:  # a backend that does not say its name
+        except Exception:  # a backend that does not report its name
             continue
         found.setdefault(name, set()).add(str(device.type))
     return {name: frozenset(types) for name, types in found.items()}
@@ -141,7 +142,7 @@ def _devices(made: Any) -> Mapping[str, frozenset[str]]:
 
 @cache
 def _takes_backend(dump: Callable[..., bytes]) -> bool:
-    """Whether torch (since 2.15) has a recorder for each backend and this function reads them."""
+    """Whether torch (since 2.15) has a recorder per backend, which this function can read."""
     try:
         dump(False, False, DEFAULT)
     except TypeError:
