@@ -1,5 +1,4 @@
-"""A pause of Python's garbage collector, for code in which torch and we make many objects that
-stay."""
+"""Pauses Python's garbage collector while torch and we create many objects that stay alive."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Python looks for garbage whenever many objects were made; with all of torch in memory that
-    takes longer than making them."""
+    """Turn the collector off in this block. Python starts a collection whenever many objects were
+    created; with all of torch in memory that takes longer than creating them."""
     was = gc.isenabled()
     gc.disable()
     try:

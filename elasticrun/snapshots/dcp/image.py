@@ -1,9 +1,9 @@
-"""A slot as a file's image: each tensor inside the envelope that torch.save would put around it.
+"""A slot as the image of a file: each tensor inside the envelope that torch.save writes around it.
 
-The envelope's head and tail depend on the tensor's type and sizes alone. They are had from
-torch.save itself with `skip_data`, which leaves a hole where the elements go; ranks then copy the
-elements into the hole, and DCP reads the whole as the tensor (it does not look at the zip's CRC).
-`skip_data` is a prototype of torch's, hence `trusted`.
+The envelope's head and tail depend only on the tensor's dtype and sizes. torch.save itself produces
+them with `skip_data`, which leaves a hole for the elements. Ranks copy the elements into the hole,
+and DCP reads the result as the tensor (it does not check the zip's CRC). `skip_data` is a prototype
+in torch, so `trusted` tests the result.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from elasticrun.snapshots.dcp.items import Piece, in_order
 from elasticrun.snapshots.shm.layout import Layout, lay_out
 
 SMALL: Final = 1 << 20
-"""Bytes of tensors that may as well be allocated."""
+"""Tensors below this size in bytes are simply allocated."""
 
 
 class _Holed:
-    """A file that keeps what is written, and where a stretch was skipped."""
+    """A file that records what is written, and the length of one skipped stretch."""
 
     def __init__(self) -> None:
         self.before, self.after = bytearray(), bytearray()
@@ -61,7 +61,7 @@ class _Holed:
 
 
 def _blank(dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of these sizes that takes no memory, since nobody looks at its elements."""
+    """A tensor of these sizes that takes no memory, because its elements are never read."""
     empty = torch.empty(0, dtype=dtype)
     nbytes = math.prod(sizes) * empty.element_size()
     if nbytes < SMALL:
@@ -81,8 +81,9 @@ def _strides(sizes: tuple[int, ...]) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def envelope(dtype: str, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What stands before and after the elements of a tensor of this type (torch's name without
-    "torch.") and these sizes; of an empty one, all before. Empty where this torch has no way."""
+    """The bytes before and after the elements of a tensor with this dtype (torch's name without
+    "torch.") and these sizes; for an empty tensor all are before. Empty if this torch cannot do
+    it."""
     skip = getattr(torch.serialization, "skip_data", None)
     if skip is None:
         return b"", b""
@@ -99,8 +100,8 @@ def envelope(dtype: str, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
 
 
 def arrange(found: Sequence[Piece], bytes_room: int) -> Layout:
-    """The layout of these pieces, which `in_order` orders in the same way. `bytes_room`: bytes for
-    the opaque values with their table."""
+    """The layout of these pieces, in the order of `in_order`. `bytes_room`: bytes for the opaque
+    values with their table."""
 
     def around(dtype: str, sizes: tuple[int, ...]) -> tuple[int, int]:
         head, tail = envelope(dtype, sizes)
@@ -111,7 +112,8 @@ def arrange(found: Sequence[Piece], bytes_room: int) -> Layout:
 
 
 def write_envelopes(payload: memoryview, layout: Layout) -> None:
-    """Into a slot's payload; once, since no snapshot touches them."""
+    """Write all envelopes into a slot's payload; needed only once, because snapshots do not touch
+    them."""
     for item in layout.tensors:
         head, tail = envelope(item.dtype, item.sizes)
         end = item.payload + item.nbytes
@@ -120,9 +122,9 @@ def write_envelopes(payload: memoryview, layout: Layout) -> None:
 
 
 def views(storage: torch.UntypedStorage, at: int, layout: Layout) -> list[torch.Tensor]:
-    """The tensors of a slot whose payload begins at byte `at` of the storage, in layout order. They
+    """The tensors of a slot whose payload starts at byte `at` of the storage, in layout order. They
     keep the storage alive."""
-    rows: dict[torch.dtype, torch.Tensor] = {}  # all of the storage as elements of a type
+    rows: dict[torch.dtype, torch.Tensor] = {}  # the whole storage as elements of a dtype
     found = []
     for item in layout.tensors:
         dtype, size, nbytes, strides = _form(item.dtype, item.sizes)
@@ -141,15 +143,15 @@ def views(storage: torch.UntypedStorage, at: int, layout: Layout) -> list[torch.
 
 @lru_cache(maxsize=4096)
 def _form(dtype: str, sizes: tuple[int, ...]) -> tuple[torch.dtype, int, int, list[int]]:
-    """torch's type, the bytes of an element and of all, and the strides."""
+    """torch's dtype, the bytes of an element and of the tensor, and the strides."""
     found: torch.dtype = getattr(torch, dtype)
     size = torch.empty(0, dtype=found).element_size()
     return found, size, math.prod(sizes) * size, _strides(sizes)
 
 
 def trusted(make: Callable[[str, tuple[int, ...]], tuple[bytes, bytes]] = envelope) -> str:
-    """Whether this torch reads such images: "" if it does, else a sentence that says why not. Three
-    tensors go by way of a temporary folder; some milliseconds."""
+    """Test whether this torch reads such images: "" if it does, else a sentence. Writes three
+    tensors to a temporary folder; takes a few milliseconds."""
     tensors = {
         "matrix": torch.arange(12, dtype=torch.float32).reshape(3, 4),
         "scalar": torch.tensor(7, dtype=torch.int64),
@@ -160,9 +162,9 @@ def trusted(make: Callable[[str, tuple[int, ...]], tuple[bytes, bytes]] = envelo
             _write_image(Path(folder), tensors, make)
             found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that there is no process group is meant so
+                warnings.simplefilter("ignore")  # no process group is intended
                 load(found, storage_reader=FileSystemReader(folder), no_dist=True)
-    except Exception as error:  # whatever torch's reader makes of it
+    except Exception as error:  # whatever torch's reader raises
         return f"torch {torch.__version__} does not read a tensor's image ({error!r:.200})"
     if all(torch.equal(found[name], tensor) for name, tensor in tensors.items()):
         return ""
@@ -174,7 +176,7 @@ def _write_image(
     tensors: dict[str, torch.Tensor],
     make: Callable[[str, tuple[int, ...]], tuple[bytes, bytes]],
 ) -> None:
-    """A checkpoint of one file, its bytes put together here."""
+    """A checkpoint of one file whose bytes are assembled here."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), None, True)
     plan: SavePlan = planner.create_local_plan()
@@ -188,7 +190,7 @@ def _write_image(
                 raise ValueError("torch.save leaves no room for the elements")
             elements = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
             length = file.write(head + elements + tail)
-            # part of the pickled format, so it cannot change; no public way makes one
+            # part of the pickled format, so it cannot change; there is no public constructor
             where = _StorageInfo("image.distcp", at, length)
             results.append(WriteResult(item.index, length, where))
             at += length

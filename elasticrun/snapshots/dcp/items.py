@@ -1,9 +1,9 @@
-"""State to items: the names and chunks are those of torch's own planner, so they are exactly DCP's.
+"""Converts state to items. Names and chunks come from torch's own planner, so they are DCP's.
 
-What is no tensor is an opaque value; so is a tensor whose bytes are no plain array (sparse,
-quantised, a wrapper of others), which a checkpoint then holds as torch.save writes it. Two names of
-one storage are two items, as in DCP. Nothing here communicates: a DTensor's chunk follows from its
-placement.
+Anything that is not a tensor is an opaque value. So is a tensor whose bytes are not a plain array
+(sparse, quantized, a wrapper of others); a checkpoint contains it as torch.save writes it. Two
+names for one storage are two items, as in DCP. Nothing here communicates: a DTensor's chunk follows
+from its placement.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from elasticrun.snapshots.shm.layout import Item, ItemKind
 
 OWN_PREFIX: Final = "__rank"
-"""The state of rank r alone stands under the top-level key `__rank{r}`."""
+"""The per-rank state of rank r is under the top-level key `__rank{r}`."""
 
 PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-"""Types of tensors that are one chunk of their own, and no wrapper of others."""
+"""Types of tensors that consist of one chunk and do not wrap others."""
 
 _KINDS: Final = {
     WriteItemType.TENSOR: ItemKind.TENSOR,
@@ -35,17 +35,17 @@ _KINDS: Final = {
 
 
 _ALIKE: Final = ("kind", "shape", "offsets", "sizes", "requires_grad", "nbytes")
-"""What two items that differ but in their places have in common."""
+"""Fields that are equal for two items that differ only in their location."""
 
 
 def own_key(rank: int) -> str:
-    """The top-level key of what belongs to one rank alone."""
+    """The top-level key of the per-rank state of one rank."""
     return f"{OWN_PREFIX}{rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An item, not yet laid out, and what it is of: this rank's part of the tensor (not a copy), or
+    """An item without a location, and its value: this rank's part of the tensor (not a copy), or
     the opaque value."""
 
     item: Item
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A nested state as DCP flattens it: values and paths by flat name."""
+    """A nested state as flattened by DCP: values and paths by flat name."""
 
     values: dict[str, Any]
     paths: dict[str, tuple[str | int, ...]]
@@ -72,7 +72,7 @@ class NameClash(ValueError):
 
 
 def flatten(state: Mapping[str, Any]) -> Flat:
-    """DCP's flattening. NameClash."""
+    """Flatten a state like DCP. Raises NameClash."""
     flat = Flat({}, {})
     if all(_flatten_into(flat, (str(key),), value) for key, value in state.items()):
         return flat
@@ -81,18 +81,18 @@ def flatten(state: Mapping[str, Any]) -> Flat:
 
 
 def _planner(state: Mapping[str, Any]) -> DefaultSavePlanner:
-    """torch's planner of a save, with this state. NameClash."""
+    """torch's planner for saving this state. Raises NameClash."""
     planner = DefaultSavePlanner()
     try:
         planner.set_up_planner(dict(state), None, True)
-    except ValueError as error:  # torch names the flat name only
+    except ValueError as error:  # torch reports the flat name only
         raise NameClash(_clash(state, (), {}) or str(error)) from None
     return planner
 
 
 def _clash(value: Any, keys: tuple[Any, ...], seen: dict[str, tuple[Any, ...]]) -> str:
-    """The first two places in a nested state that have one name, "" if there are none. `seen`:
-    the keys of each value so far, by its name."""
+    """A sentence about the first two values of a nested state with the same name, "" if there are
+    none. `seen`: the keys of each value so far, by its name."""
     below: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         below = value.items()
@@ -116,8 +116,8 @@ _SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None), 
 
 
 def _flatten_into(flat: Flat, path: tuple[str | int, ...], value: Any) -> bool:
-    """As DCP does it, which looks at every name in an optimizer's groups three times at every
-    snapshot. False where it had better do it itself."""
+    """Flatten like DCP, but faster: DCP looks at every name in an optimizer's groups three times
+    per snapshot. Return False if DCP has to do it."""
     if isinstance(value, dict):
         return all(_flatten_into(flat, (*path, str(key)), below) for key, below in value.items())
     if type(value) is list and not _is_leaf(value):
@@ -134,7 +134,7 @@ def _flatten_into(flat: Flat, path: tuple[str | int, ...], value: Any) -> bool:
 
 
 def _is_leaf(value: list[Any]) -> bool:
-    """A list is one value unless there is a tensor or a mapping somewhere in it."""
+    """A list is one value unless it contains a tensor or a mapping at any depth."""
     if _SCALARS.issuperset(map(type, value)):
         return True
     return not any(
@@ -148,14 +148,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) in PLAIN:
         return tensor.detach() if tensor.requires_grad else tensor
     if isinstance(tensor, DTensor):
-        # to_local() is the public way: the same tensor, behind a node of autograd, ten times slower
+        # the public to_local() gives the same tensor with an autograd node, ten times slower
         part = getattr(tensor, "_local_tensor", None)
         tensor = part if part is not None else tensor.to_local()
     return tensor.detach()
 
 
 def is_array(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in memory one by one, so that their bytes are all of it."""
+    """Whether a tensor's elements are plainly in memory, so that their bytes represent all of
+    it."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return False
     try:
@@ -165,10 +166,10 @@ def is_array(tensor: torch.Tensor) -> bool:
 
 
 def pieces(state: Mapping[str, Any], own: str = "") -> list[Piece]:
-    """All items of a nested state; those below the top-level key `own` are this rank's alone.
+    """All items of a nested state; those below the top-level key `own` are per-rank state.
 
-    ValueError for state that cannot be saved: two values of one name (NameClash), a sharded tensor
-    whose shards are no plain arrays."""
+    Raises ValueError for state that cannot be saved: two values with one name (NameClash), a
+    sharded tensor whose shards are not plain arrays."""
     planner = _planner(state)
     found: list[Piece] = []
     rest: dict[str, Any] = {}
@@ -192,7 +193,7 @@ def pieces(state: Mapping[str, Any], own: str = "") -> list[Piece]:
 
 
 def _plain(fqn: str, path: tuple[str | int, ...], tensor: torch.Tensor, own: str) -> Piece:
-    """As torch's planner has it, which takes ten times as long."""
+    """The same as torch's planner creates, but ten times faster."""
     sizes = tuple(tensor.shape)
     owned = bool(own) and path[0] == own
     nowhere = (0,) * len(sizes)
@@ -209,7 +210,7 @@ def _plain(fqn: str, path: tuple[str | int, ...], tensor: torch.Tensor, own: str
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name, without "torch."."""
+    """torch's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -222,7 +223,7 @@ def _piece(planner: DefaultSavePlanner, write: WriteItem, own: str) -> Piece:
     if data is None:
         value = value.value if isinstance(value, _Opaque) else value
         return Piece(Item(fqn, path, kind, owned), value)
-    # the planner finds the part too, but by way of sizes, which takes long
+    # the planner can find it too, but slowly
     is_known = isinstance(value, DTensor) or kind is ItemKind.TENSOR
     found: Any = local(value) if is_known else planner.resolve_data(write)
     part = found.detach()
@@ -240,7 +241,7 @@ def _piece(planner: DefaultSavePlanner, write: WriteItem, own: str) -> Piece:
 
 
 def is_item(item: Item, value: Any) -> bool:
-    """Whether `pieces` would make this item, but for its place, of this value."""
+    """Whether `pieces` would create this item, except for its location, from this value."""
     if item.kind is ItemKind.BYTES:
         return not isinstance(value, DTensor) and not (
             isinstance(value, torch.Tensor) and is_array(value)
@@ -259,7 +260,7 @@ def is_item(item: Item, value: Any) -> bool:
 
 
 def is_filled_item(item: Item, value: torch.Tensor) -> bool:
-    """`is_item`, of a plain tensor of the item's sizes into which its elements were copied."""
+    """`is_item` for a plain tensor of the item's sizes into which its elements were copied."""
     return (
         dtype_name(value.dtype) == item.dtype
         and value.requires_grad == item.requires_grad
@@ -268,12 +269,12 @@ def is_filled_item(item: Item, value: torch.Tensor) -> bool:
 
 
 def in_order(found: Sequence[Piece]) -> list[Piece]:
-    """As a layout orders them: tensors before values, own ones before shared ones."""
+    """Sort as in a layout: tensors before values, own ones before shared ones."""
     return sorted(found, key=lambda one: (one.item.kind is ItemKind.BYTES, not one.item.own))
 
 
 def serialise(value: Any) -> bytes:
-    """An opaque value as DCP has it in a file."""
+    """Serialize an opaque value like DCP."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -1,9 +1,9 @@
-"""Bytes of another process back to values: plain ones alone, unless more is asked for.
+"""Converts bytes from another process to values; only plain ones, unless more is allowed.
 
-A pickle can run anything. What a snapshot or a checkpoint holds may come from another node's memory
-over an open port, or from storage that others write to. So opaque values are read as torch.load
-does with `weights_only=True`, and `.metadata`, a pickle too, with DCP's own classes alone. What the
-script has allowed by `torch.serialization.add_safe_globals` is allowed here.
+A pickle can run arbitrary code. A snapshot or checkpoint may come from another node's memory over
+an open port, or from storage that others can write to. So opaque values are read like torch.load
+with `weights_only=True`, and `.metadata`, which is a pickle too, with DCP's own classes only.
+Whatever the script allows with `torch.serialization.add_safe_globals` is allowed here.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 
 class NotAllowed(ValueError):
-    """The bytes need a class or a function that nobody has allowed; a sentence."""
+    """The bytes need a class or function that is not allowed; a sentence."""
 
 
 _PLAIN: Final = (
     *(set, frozenset, complex, slice, range, bytearray, codecs.encode, collections.Counter),
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
 )
-"""Allowed in every torch; newer ones know most of them. (bytes are pickled by codecs.encode.)"""
+"""Allowed in every torch version; newer ones include most of them. (codecs.encode pickles
+bytes.)"""
 
 _METADATA: Final = {
-    "torch.distributed.checkpoint.metadata": None,  # its classes, whatever a version has
+    "torch.distributed.checkpoint.metadata": None,  # all its classes, in any version
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
     "torch.serialization": ("_get_layout",),
@@ -46,21 +47,22 @@ _METADATA: Final = {
     "pathlib": ("PosixPath", "PurePosixPath"),
     "builtins": ("set", "frozenset"),
 }
-"""Modules and names that a `.metadata` of torch's own has."""
+"""Modules and names that occur in torch's own `.metadata`."""
 
 _ALIASES: Final = {
     "pathlib._local": "pathlib",
     "numpy.core.multiarray": "numpy._core.multiarray",
 }
-"""Module names in pickles of other versions (Python 3.13, numpy 1), and the names by which every
-version can import these modules."""
+"""Module names in pickles of other versions (Python 3.13, numpy 1), and names under which every
+version can import these modules.
+"""
 
 
 def deserialise(data: bytes, weights_only: bool = True, name: str = "a value") -> Any:
-    """Back from `items.serialise`, in the rank that owns the classes; tensors come to the CPU.
-    `name`: what it is of. NotAllowed."""
+    """The inverse of `items.serialise`, in the rank that owns the classes; tensors go to the CPU.
+    `name`: the value's name for messages. Raises NotAllowed."""
     if not weights_only:
-        as_here: Any = _PickleModule  # torch's annotation wants a module
+        as_here: Any = _PickleModule  # torch's annotation requires a module
         return torch.load(
             io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=as_here
         )
@@ -79,7 +81,7 @@ def deserialise(data: bytes, weights_only: bool = True, name: str = "a value") -
 
 @contextmanager
 def _allowed() -> Iterator[None]:
-    """What stands above, and numpy's arrays and numbers; for torch alone and for now alone."""
+    """In this block, allow the types above and numpy's arrays and numbers in torch.load."""
     more: list[Any] = list(_PLAIN)
     if numpy := sys.modules.get("numpy"):
         core = getattr(numpy, "_core", None) or numpy.core
@@ -103,7 +105,7 @@ def _allowed() -> Iterator[None]:
 
 
 class Loading(DefaultLoadPlanner):
-    """torch's planner for a flat state, which reads opaque values as `deserialise` does."""
+    """torch's planner for a flat state, but reads opaque values with `deserialise`."""
 
     def __init__(self, weights_only: bool) -> None:
         super().__init__()
@@ -115,7 +117,7 @@ class Loading(DefaultLoadPlanner):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Python's own, which also finds what other versions of Python, numpy and torch pickle."""
+    """Python's Unpickler that also finds what other versions of Python, numpy and torch pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(_ALIASES.get(module, module), name)
@@ -123,7 +125,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _PickleModule:
-    """What torch.load takes for `pickle_module`."""
+    """Used as `pickle_module` of torch.load."""
 
     Unpickler = _Unpickler
     load = pickle.load
@@ -131,8 +133,8 @@ class _PickleModule:
 
 
 class _AnyProperties(TensorProperties):
-    """TensorProperties of any torch: newer ones have fields (2.15: strides) at which older ones
-    fail. These fields are dropped; no load needs them."""
+    """TensorProperties of any torch version: newer ones have fields (2.15: strides) at which older
+    ones fail. These fields are dropped; no load needs them."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__class__ = TensorProperties  # type: ignore[assignment]
@@ -140,7 +142,7 @@ class _AnyProperties(TensorProperties):
 
 
 class _MetadataUnpickler(_Unpickler):
-    """Only what a `.metadata` of torch's own has."""
+    """Allows only what occurs in torch's own `.metadata`."""
 
     def find_class(self, module: str, name: str) -> Any:
         module = _ALIASES.get(module, module)
@@ -154,7 +156,7 @@ class _MetadataUnpickler(_Unpickler):
             found = super().find_class(module, name)
             if allowed is None and not (
                 isinstance(found, type) and found.__module__ in (module, __name__)
-            ):  # what that module has imported
+            ):  # imported by that module, not its own
                 found = None
         if found is None:
             raise NotAllowed(
@@ -165,8 +167,8 @@ class _MetadataUnpickler(_Unpickler):
 
 
 def read_metadata(reader: Any, weights_only: bool) -> Any:
-    """A checkpoint's `.metadata`, which `reader` then has too and does not read again. NotAllowed;
-    whatever the storage and pickle raise."""
+    """A checkpoint's `.metadata`; also cached in `reader`, so that it does not read it again.
+    Raises NotAllowed, and what the storage and pickle raise."""
     path = reader.fs.concat_path(reader.path, ".metadata")
     with reader.fs.create_stream(path, "rb") as file:
         metadata = (_MetadataUnpickler if weights_only else _Unpickler)(file).load()

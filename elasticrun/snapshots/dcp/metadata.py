@@ -1,9 +1,9 @@
-"""The marker of a checkpoint, `.metadata`, made out of layouts: as torch itself writes it.
+"""Creates the marker of a checkpoint, `.metadata`, from layouts, as torch itself writes it.
 
-torch's own planner joins the parts and checks that they make one whole state; torch's own writer
-serialises the outcome, into memory. One name of torch is private here: `_StorageInfo`, where an
-item lies. It is part of what `.metadata` contains, so that torch cannot change it without becoming
-unable to read its own checkpoints.
+torch's planner joins the parts and checks that they form a complete state; torch's writer
+serializes the result into memory. One name is private in torch: `_StorageInfo`, the location of an
+item. It is part of the content of `.metadata`, so torch cannot change it without losing the ability
+to read its own checkpoints.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _KINDS: Final = {
 }
 
 MAX_KEPT: Final = 100_000
-"""Items of a plan that is kept for the next checkpoint; about 1 KB each."""
+"""Maximum number of items in a plan that is cached for the next checkpoint; about 1 KB each."""
 
 
 class MetadataError(ValueError):
-    """The parts make no checkpoint; a sentence."""
+    """The parts do not form a checkpoint; a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartFile:
-    """What one rank has written, into one file. `lengths`: bytes of its opaque values, those that
-    are in the file. `places`: (offset, length) of each item in the file, in the order of
-    `items_of`; () where they lie as the layout says."""
+    """What one rank has written, as one file. `lengths`: bytes of its opaque values in the file.
+    `places`: (offset, length) of each item in the file, in the order of `items_of`; () if they are
+    where the layout says."""
 
     rank: int
     layout: Layout
@@ -65,7 +65,7 @@ class PartFile:
 
 @dataclass(frozen=True, slots=True)
 class _Marker:
-    """A marker that was made, and where in it stands what differs from step to step."""
+    """A marker, and the positions in it of what differs between steps."""
 
     data: bytes
     words: tuple[bytes, ...]
@@ -74,14 +74,15 @@ class _Marker:
 
     @classmethod
     def of(cls, data: bytes, words: tuple[bytes, ...], alike: tuple[Any, ...]) -> _Marker | None:
-        """None if a word stands there more than once: pickle says a string once and then points."""
+        """None if a word occurs more than once: pickle writes a string once and then refers to
+        it."""
         at = tuple(data.find(word) for word in words)
         if any(a < 0 or data.find(w, a + 1) >= 0 for a, w in zip(at, words, strict=True)):
             return None
         return cls(data, words, at, alike)
 
     def changed(self, words: tuple[bytes, ...], alike: tuple[Any, ...]) -> bytes:
-        """With other words of the same lengths; b"" if that is not all that differs."""
+        """The marker with other words of the same lengths; b"" if anything else differs."""
         lengths = [len(word) for word in self.words]
         if self.alike != alike or lengths != [len(word) for word in words]:
             return b""
@@ -93,12 +94,12 @@ class _Marker:
 
 @dataclass(slots=True)
 class _Plan:
-    """What torch's planner made of some layouts: the same for every step of a round."""
+    """What torch's planner computes from some layouts: the same for every step of a round."""
 
     parts: tuple[tuple[int, int, bool], ...]  # rank, Layout.key, shared
     metadata: Any
     left: tuple[tuple[tuple[int, MetadataIndex], ...], ...]
-    """For each part what is read from its file: position in `items_of`, and torch's name."""
+    """For each part the items read from its file: position in `items_of`, and torch's index."""
     marker: _Marker | None = None
 
 
@@ -106,11 +107,11 @@ _last: list[_Plan] = []
 
 
 def build(parts: Sequence[PartFile], checkpoint: str, attempt: str) -> bytes:
-    """The bytes of `.metadata` for these parts. MetadataError if they are not one whole state:
-    chunks overlap or are missing, or two ranks disagree on a tensor.
+    """The bytes of `.metadata` for these parts. Raises MetadataError if they are not one complete
+    state: chunks overlap or are missing, or two ranks disagree on a tensor.
 
-    About 40 microseconds an item; a quarter of it if the last call had the same layouts, and next
-    to nothing if values and names are as long as they were."""
+    Takes about 40 microseconds per item; a quarter of that if the last call had the same layouts,
+    and almost nothing if the lengths of values and names are the same too."""
     ordered = sorted(parts, key=lambda part: part.rank)
     plan = _planned(ordered)
     save_id = f"elasticrun:{attempt}"
@@ -163,7 +164,7 @@ def _plan(parts: Sequence[PartFile], key: tuple[tuple[int, int, bool], ...]) -> 
         items = items_of(part.layout, part.shared)
         paths = {item.fqn: item.path for item in items}
         plans.append(SavePlan([write_item(item) for item in items], planner_data=paths))
-    # torch looks for missing chunks only where there are two plans or more
+    # torch checks for missing chunks only with at least two plans
     plans.append(SavePlan([], planner_data={}))
     try:
         planned, metadata = DefaultSavePlanner().create_global_plan(plans)
@@ -172,7 +173,7 @@ def _plan(parts: Sequence[PartFile], key: tuple[tuple[int, int, bool], ...]) -> 
     left = []
     for plan, before in zip(planned[:-1], plans[:-1], strict=True):
         position = {item.index: number for number, item in enumerate(before.items)}
-        # what the planner has left to a part: of equal chunks one is enough
+        # items that the planner assigns to this part; equal chunks are read from one part only
         left.append(tuple((position[item.index], item.index) for item in plan.items))
     return _Plan(key, metadata, tuple(left))
 
@@ -197,7 +198,7 @@ def _check(parts: Sequence[PartFile]) -> None:
 
 
 def write_item(item: Item) -> WriteItem:
-    """As torch's planner describes it."""
+    """Describe an item as torch's planner does."""
     if item.kind is ItemKind.BYTES:
         return WriteItem(index=MetadataIndex(item.fqn), type=WriteItemType.BYTE_IO)
     offsets, sizes = torch.Size(item.offsets), torch.Size(item.sizes)
@@ -213,7 +214,7 @@ def write_item(item: Item) -> WriteItem:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch's type by the name in an Item. MetadataError."""
+    """torch's dtype for the name in an Item. Raises MetadataError."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise MetadataError(f"this torch ({torch.__version__}) has no type {name[:40]!r}")
@@ -247,7 +248,7 @@ def _places(part: PartFile) -> Iterator[tuple[int, int]]:
 
 
 class _InMemory(FileSystemWriter):
-    """torch's writer with a file system that keeps the one file that `finish` writes."""
+    """torch's writer, with a file system that holds the one file written by `finish`."""
 
     def __init__(self, meta: StorageMeta) -> None:
         super().__init__(str(meta.checkpoint_id), sync_files=False)
@@ -271,4 +272,4 @@ class _InMemory(FileSystemWriter):
         return False
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """It has no name in memory."""
+        """The file has no name in memory."""

@@ -1,8 +1,8 @@
-"""Which pieces of which snapshots make up the chunks that a rank needs, at any number of ranks.
+"""Finds pieces of snapshots that form the chunks that a rank needs, for any number of ranks.
 
-Shards are offered one after the other. A saved chunk that several ranks hold counts once. What is
-needed is covered when the volumes of what was found add up to its own; only then is anything
-copied, so that a rank never goes on with half of a state.
+Shards are offered one by one. A saved chunk that several ranks hold counts once. A needed chunk is
+covered when the volumes of the pieces found add up to its own. Nothing is copied before everything
+is covered, so a rank never continues with half a state.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from elasticrun.snapshots.shm.layout import Item, Layout
 
 
 class RestoreError(ValueError):
-    """The saved state does not fit what is wanted; a sentence."""
+    """The saved state does not fit the needed one; a sentence."""
 
 
 class Move(NamedTuple):
-    """Copy a block: from tensor `at` (in layout order) of shard `source` to the wanted item
-    `want`; first elements in each, and lengths, by dimension. No lengths: the whole of both."""
+    """Copy a block from tensor `at` (in layout order) of shard `source` to the wanted item `want`:
+    first elements in both, and lengths, by dimension. Without lengths: copy the whole tensor."""
 
     want: int
     source: int
@@ -36,8 +36,8 @@ _UNTOUCHED: Final = -1
 
 
 class Cover:
-    """What is needed, and how much of it has been found. RestoreError for shapes that differ, and
-    for saved chunks that lie over each other."""
+    """What is needed, and how much of it has been found. Raises RestoreError for different shapes
+    and for overlapping saved chunks."""
 
     def __init__(self, wants: Sequence[Item], values: Iterable[str] = ()) -> None:
         """`wants`: chunks of tensors; `values`: names of opaque values."""
@@ -45,16 +45,16 @@ class Cover:
         self._named: dict[str, list[int]] = {}
         for want, item in enumerate(wants):
             self._named.setdefault(item.fqn, []).append(want)
-        # elements not yet found, of what is not wholly there
+        # number of elements not found yet; complete items are removed
         self._left = {w: _UNTOUCHED for w, item in enumerate(wants) if 0 not in item.sizes}
         self._seen: dict[int, list[Chunk]] = {}
         self._unfound = set(values)
         self.moves: list[Move] = []
-        self.values: dict[str, tuple[int, int]] = {}  # name: shard, place in its table
+        self.values: dict[str, tuple[int, int]] = {}  # by name: shard, position in its table
 
     @property
     def missing(self) -> list[str]:
-        """Names of what is not, or not wholly, there."""
+        """Names of items that are missing or incomplete."""
         return sorted({self._wants[want].fqn for want in self._left} | self._unfound)
 
     @property
@@ -62,7 +62,7 @@ class Cover:
         return not self._unfound and not self._left
 
     def offer(self, source: int, layout: Layout) -> None:
-        """Take what is needed of one shard, which is known as `source`."""
+        """Use what is needed of one shard; `source` identifies it."""
         for place, item in enumerate(layout.values):
             if item.fqn in self._unfound:
                 self._unfound.remove(item.fqn)
@@ -71,14 +71,14 @@ class Cover:
             for want in self._named.get(item.fqn, ()):
                 wanted = self._wants[want]
                 if (wanted is item or _same(wanted, item)) and self._seen.get(want) is None:
-                    # all of it at once, as a rank finds it in its own shard
+                    # the whole chunk at once, as in a rank's own shard
                     if self._left.pop(want, None) is not None:
                         self.moves.append(Move(want, source, index))
                 else:
                     self._take(want, wanted, source, index, item)
 
     def _take(self, want: int, wanted: Item, source: int, index: int, item: Item) -> None:
-        """A part of what is wanted, if it is one."""
+        """Use a part of a wanted item, if the shard has one."""
         if item.shape != wanted.shape:
             raise RestoreError(
                 f"{item.fqn} was saved with shape {item.shape} and is now {wanted.shape}"
@@ -110,7 +110,7 @@ class Cover:
 
 
 def _same(one: Item, other: Item) -> bool:
-    """Whether they are the same chunk of tensors of one shape."""
+    """Whether both are the same chunk of tensors of the same shape."""
     return (one.shape, one.offsets, one.sizes) == (other.shape, other.offsets, other.sizes)
 
 
@@ -119,7 +119,7 @@ Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def overlap(one: Chunk, other: Chunk) -> Chunk | None:
-    """What two chunks of a tensor have in common, None for nothing."""
+    """The intersection of two chunks of a tensor; None if empty."""
     begin = tuple(map(max, zip(one[0], other[0], strict=True)))
     ends = (
         min(a + n, b + m) for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True)
@@ -137,8 +137,8 @@ def copy(
     wanted: Sequence[torch.Tensor],
     carry: Carry | None = None,
 ) -> None:
-    """Carry the moves out: from the tensors of each shard, in layout order, into the wanted ones.
-    Types are converted as DCP converts them. `carry`: copies all targets from their sources."""
+    """Perform the moves: from the tensors of each shard, in layout order, into the wanted ones.
+    Dtypes are converted like in DCP. `carry`: copies all targets from their sources."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for move in moves:
@@ -154,7 +154,7 @@ def copy(
 def copy_all(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False
 ) -> None:
-    """Copy tensor by tensor, in one call where torch has it."""
+    """Copy tensor by tensor, in a single call if torch supports that."""
     together = getattr(torch, "_foreach_copy_", None)  # the public way is one copy_ for each
     with torch.no_grad():
         if together is not None and targets:

@@ -1,6 +1,6 @@
-"""The slower way to write a part: by torch's own `write_data`, item by item, from a slot.
+"""The slow way to write a part: with torch's `write_data`, item by item, from a slot.
 
-Taken where an image of a slot cannot be trusted to be what this torch reads (`dcp.image`).
+Used if this torch may not be able to read the image of a slot (`dcp.image`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from elasticrun.snapshots.dcp.metadata import dtype_of, write_item
 from elasticrun.snapshots.shm.layout import Item
 
 Write = Callable[[memoryview], None]
-"""Takes the next bytes of the file."""
+"""Accepts the next bytes of the file."""
 
 
 def write_data(
     items: Sequence[Item], payload: memoryview, values: Sequence[memoryview], write: Write
 ) -> tuple[tuple[int, int], ...]:
-    """Hand the bytes of one file to `write`; (offset, length) of each item, in their order.
+    """Pass the bytes of one file to `write`; return (offset, length) of each item, in order.
 
-    `payload`: the slot from its first tensor on; `values`: of the opaque items, in their order.
-    What `write` raises comes through."""
+    `payload`: the slot from its first tensor on; `values`: those of the opaque items, in order.
+    What `write` raises propagates."""
     planned = [write_item(item) for item in items]
     planner = _FromSlot(zip(planned, items, strict=True), payload, values)
-    # copying ahead would open the accelerator in a process that has no business there
+    # copying ahead would initialize the accelerator in this process, which must not use it
     writer = FileSystemWriter("unused", sync_files=False, per_thread_copy_ahead=0)
     writer.fs = _OneFile(write)  # type: ignore[assignment]
     (plan,) = writer.prepare_global_plan([SavePlan(planned)])
@@ -66,13 +66,13 @@ class _FromSlot(DefaultSavePlanner):
             return torch.empty(item.sizes, dtype=dtype)
         count = item.nbytes // dtype.itemsize
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that the memory cannot be written
+            warnings.simplefilter("ignore")  # torch warns that the memory is read-only
             flat = torch.frombuffer(self._payload, dtype=dtype, count=count, offset=item.payload)
         return flat.view(item.sizes)
 
 
 class _OneFile:
-    """What torch's writer takes for a file system."""
+    """Acts as the file system of torch's writer."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
@@ -86,7 +86,7 @@ class _OneFile:
 
 
 class _Stream(io.RawIOBase):
-    """A file that can be written on and asked how long it is."""
+    """A file that supports only write and tell."""
 
     def __init__(self, write: Write) -> None:
         self._write_on = write
@@ -107,7 +107,8 @@ class _Stream(io.RawIOBase):
 
 @contextmanager
 def _no_checksums() -> Iterator[None]:
-    """torch.save spends half of its time on the zip's CRC, which torch.load does not look at."""
+    """Turn checksums off: torch.save spends half its time on the zip's CRC, which torch.load does
+    not check."""
     serialization: Any = torch.serialization
     if not hasattr(serialization, "set_crc32_options"):
         yield

@@ -1,7 +1,8 @@
-"""Attempts to write a checkpoint: this node's parts, the coordinator's collection, the commit.
+"""Attempts to write a checkpoint: this node's parts, the parts that a coordinator collects, the
+commit.
 
-Storage may hang, so nothing of it is done in the loop. An attempt that is given up is answered at
-once; if its thread does not come back soon, the process is of no use any more and must end.
+Storage may hang, so the event loop never accesses it. Giving up an attempt is answered at once; if
+its thread does not return soon, the process is useless and must exit.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ LONGEST_PAUSE: Final = 5.0
 """Seconds between two tries."""
 
 LET_GO_LIMIT: Final = 10.0
-"""Seconds for a thread to come back from writing a part once its attempt was given up."""
+"""Seconds for a thread to return from writing a part after its attempt was given up."""
 
 CLEAN_LIMIT: Final = 60.0
-"""Seconds for the same from a commit, and for the removal of what an attempt has left."""
+"""The same for a commit, and for removing the files of an attempt."""
 
 SWEEP_LIMIT: Final = 600.0
-"""Seconds for removing old checkpoints: meanwhile nothing else is written."""
+"""Seconds for removing old checkpoints: nothing else is written meanwhile."""
 
 PUT_LIMIT: Final = 600.0
-"""Seconds of new tries to hand a part to the coordinator; its attempt is given up before."""
+"""Seconds of retries to send a part to the coordinator; usually the attempt is given up before."""
 
 MAX_ATTEMPTS: Final = 8
-"""Under way at a time."""
+"""Maximum number of attempts in progress."""
 
 MAX_OVER: Final = 16
-"""Finished ones whose answers are kept, for an order that comes again."""
+"""Number of finished attempts whose answers are kept, in case an order is repeated."""
 
 
 def tried(work: Callable[[], T], stop: Event, limit: float) -> T:
-    """What `work` returns, tried again while the other side is away or busy, for `limit` seconds or
-    until `stop`. Broken, NotLetIn, PeerRefused."""
+    """Call `work`, and again while the other side is unreachable or busy, for `limit` seconds or
+    until `stop` is set. Raises Broken, NotLetIn or PeerRefused."""
     end = time.monotonic() + limit
     pause = FIRST_PAUSE
     while True:
@@ -71,7 +72,7 @@ class WriteAttempt:
     began: float
     parts: dict[int, PartWritten] = field(default_factory=dict)  # by rank; of this node and others
     running: WorkItem[Any] | None = None
-    on_disk: bool = False  # whether what is running needs storage
+    on_disk: bool = False  # whether `running` accesses storage
     wrote: m.PartsDone | None = None
     committing: bool = False
     committed: m.CommitDone | None = None
@@ -79,13 +80,13 @@ class WriteAttempt:
 
     @property
     def under_way(self) -> bool:
-        """Whether there is still something to do for it here."""
+        """Whether something remains to be done for it here."""
         waits = self.order.coordinates or self.wrote is None
         return self.running is not None or (waits and not self.over)
 
 
 class Attempts:
-    """All of them. Belongs to the loop's thread."""
+    """All attempts. Used by the loop's thread only."""
 
     def __init__(
         self,
@@ -102,20 +103,20 @@ class Attempts:
         self._puts = puts
         self._attempts: dict[str, WriteAttempt] = {}
         self._watched: dict[WorkItem[Any], tuple[str, float, float | None]] = {}
-        """Work that must come to its end: what it fails to do else, in so many seconds, since when
-        (None: since its turn has come)."""
+        """Work that must finish: a sentence for the case that it does not, within how many seconds,
+        since when (None: since its thread started)."""
 
     def get_ready(self) -> None:
-        """Import what the first attempt would have to wait for."""
+        """Import in advance what the first attempt needs."""
         done = partial(self._remark, "checkpoints cannot be written")
         self._disk.add(WorkItem(lambda stop: work.get_ready(), Outcome.failed, done))
 
     def next_deadline(self) -> float | None:
-        """When `hung` is to be asked."""
+        """When to call `hung`."""
         return min((due for due, _ in self._dues()), default=None)
 
     def hung(self, now: float) -> bool:
-        """Whether a thread has stayed away for too long; then the agent has been told why."""
+        """Whether a thread has taken too long; if so, the reason has been sent to the agent."""
         for due, what in self._dues():
             if now >= due:
                 self._say(m.Remark(f"{what}, so the saver ends; another can be started"))
@@ -131,7 +132,7 @@ class Attempts:
     # ------------------------------------------------------------ this node's parts
 
     def begin(self, order: m.PersistParts) -> None:
-        """Write the parts; PartsDone follows. One that is known is not begun again."""
+        """Write the parts; answered by PartsDone. A known attempt is not started again."""
         known = self._attempts.get(order.attempt)
         if known is not None:
             if known.wrote is not None:
@@ -161,7 +162,7 @@ class Attempts:
         self._to_disk(attempt, WorkItem(write, Outcome.failed, done, name=order.attempt))
 
     def _hand_on(self, attempt: WriteAttempt) -> None:
-        """Have the coordinator know what it needs of our parts."""
+        """Send the coordinator what it needs to know of our parts."""
         order = attempt.order
         place = Endpoint(order.coordinator_host, order.coordinator_port)
         parts = dict(attempt.parts)
@@ -195,7 +196,8 @@ class Attempts:
     # ------------------------------------------------------------ the coordinator
 
     def part_comes(self, put: transfer.Put, part: PartWritten | None) -> transfer.Answer:
-        """Of another node: whether it may come, and then, with the part, that it is kept."""
+        """Answer another node: whether its part is accepted, and with `part`, that it has been
+        stored."""
         attempt = self._attempts.get(put.attempt)
         if attempt is None:
             return transfer.Refusal("that attempt is not known here yet", again=True)
@@ -212,7 +214,7 @@ class Attempts:
         return transfer.Taken()
 
     def commit(self, order: m.CommitNow) -> None:
-        """Write manifest and marker; CommitDone follows, then the sweep."""
+        """Write manifest and marker; answered by CommitDone, and followed by the sweep."""
         attempt = self._attempts.get(order.attempt)
         if attempt is not None and attempt.committed is not None:
             self._say(attempt.committed)
@@ -255,7 +257,7 @@ class Attempts:
         self._to_disk(attempt, WorkItem(write, Outcome.failed, done, name=order.attempt))
 
     def _remove_old(self, order: m.PersistParts, how: Callable[[], Outcome]) -> None:
-        """Remove what is not to be kept any more, when there is nothing else to do."""
+        """Remove checkpoints that need not be kept, when there is nothing else to do."""
         what = f"{order.folder} did not come to an end of removing old checkpoints"
         self._remove(how, "older checkpoints were not removed", (what, SWEEP_LIMIT, None))
 
@@ -278,7 +280,7 @@ class Attempts:
     # ------------------------------------------------------------ the end of an attempt
 
     def give_up(self, name: str, now: float) -> None:
-        """Answer for it at once, and remove what it has written. One that is committed stays."""
+        """Answer at once for an attempt, and remove what it has written. A committed one stays."""
         attempt = self._attempts.get(name)
         if attempt is None or attempt.over:
             return
@@ -299,7 +301,7 @@ class Attempts:
             what = f"{attempt.order.folder} did not let go of an attempt"
             self._watched[piece] = (what, limit, now)
         else:
-            self._clean(attempt.order)  # what still runs is a conversation, which ends by itself
+            self._clean(attempt.order)  # a connection is still open, which ends by itself
 
     def _to_disk(self, attempt: WriteAttempt, piece: WorkItem[Any]) -> None:
         attempt.running, attempt.on_disk = piece, True
@@ -311,7 +313,7 @@ class Attempts:
         attempt.running, attempt.on_disk = None, False
 
     def _forget(self) -> None:
-        """Keep no more than the answers of the last ones that are nobody's business any more."""
+        """Keep only the answers of the last MAX_OVER finished attempts."""
         idle = [name for name, each in self._attempts.items() if not each.under_way]
         for name in idle[:-MAX_OVER]:
             del self._attempts[name]
@@ -320,8 +322,8 @@ class Attempts:
                 self._attempts[name].parts.clear()
 
     def _clean(self, order: m.PersistParts) -> None:
-        """Remove the files of an attempt that came to nothing. First: the next attempt may need
-        the room."""
+        """Remove the files of a failed attempt. Goes first, because the next attempt may need the
+        space."""
         what = f"{order.folder} did not let go of the files of an attempt"
         trouble = f"files of a given-up attempt stay in {order.folder}"
         self._remove(lambda: work.clean(order), trouble, (what, CLEAN_LIMIT, None), first=True)

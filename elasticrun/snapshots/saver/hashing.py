@@ -1,4 +1,4 @@
-"""Segments in a saver's hands: mapped once, hashed block by block, compared with their hashes."""
+"""Segments in the saver: mapped once, hashed block by block, compared with their hashes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from elasticrun.snapshots.shm.segment import (
 )
 
 SEAL_AT: Final = HASHES_AT - 8
-"""Where the hashes' seal stands in a slot's header page."""
+"""Offset of the seal of the hashes in a slot's header page."""
 
 
 class Gone(Exception):
-    """The slot no longer holds the snapshot that was asked for; a sentence."""
+    """The slot no longer contains the requested snapshot; a sentence."""
 
 
 class OpenSegment:
-    """A segment of the agent's, mapped for reading as long as somebody here has it.
+    """A segment of the agent, mapped for reading until the last reference is gone.
 
-    The descriptor stays open beside the mapping: hashes are written through it."""
+    The descriptor stays open too: hashes are written through it."""
 
     def __init__(self, descriptor: int, local_rank: int) -> None:
-        """Takes the descriptor over. OSError, SegmentError (the descriptor is closed then)."""
+        """Takes ownership of the descriptor. Raises OSError or SegmentError (the descriptor is
+        closed then)."""
         self.descriptor = descriptor
         self.local_rank = local_rank
         weakref.finalize(self, os.close, descriptor)
@@ -47,18 +48,18 @@ class OpenSegment:
 
     @property
     def whose(self) -> str:
-        """For sentences."""
+        """Whose segment this is, for messages."""
         return f"local rank {self.local_rank}" if self.local_rank >= 0 else "another node's rank"
 
     def snapshot(self, slot: int, sequence: int) -> Snapshot:
-        """What stands in a slot. Gone if it is not the snapshot with this sequence number."""
+        """The snapshot in a slot. Raises Gone if it has another sequence number."""
         found = self.segment.read(slot) if 0 <= slot < self.segment.slots else None
         if found is None or found.sequence != sequence:
             raise Gone(f"slot {slot} of {self.whose} holds another snapshot by now")
         return found
 
     def still(self, snapshot: Snapshot) -> None:
-        """Gone if the rank has begun to write over it since it was looked up."""
+        """Raises Gone if the rank has started to overwrite the snapshot since it was looked up."""
         if self.segment.committed(snapshot.slot) != snapshot.sequence:
             raise Gone(
                 f"the snapshot of step {snapshot.step} of {self.whose} was "
@@ -66,7 +67,7 @@ class OpenSegment:
             )
 
     def tensor_bytes(self, snapshot: Snapshot) -> int:
-        """Length of the own and the shared stretch together. SegmentError."""
+        """Bytes of own and shared tensors. Raises SegmentError."""
         if snapshot.layout not in self._sizes:
             layout = self.segment.layout()
             if layout.key != snapshot.layout:
@@ -75,8 +76,9 @@ class OpenSegment:
         return self._sizes[snapshot.layout]
 
     def stretches(self, snapshot: Snapshot) -> Iterator[memoryview]:
-        """What one hash covers, in turn: the blocks of tensors, then the opaque values with their
-        table. Each is populated just before. SegmentError for what cannot be."""
+        """The stretches that one hash covers each: the blocks of tensors, then the opaque values
+        with their table. Each is mapped right before it is returned. Raises SegmentError for
+        invalid sizes."""
         tensors = self.tensor_bytes(snapshot)
         payload = self.segment.payload(snapshot.slot)
         if tensors + snapshot.values_bytes > len(payload):
@@ -90,28 +92,28 @@ class OpenSegment:
         yield payload[tensors : tensors + snapshot.values_bytes]
 
     def known(self, snapshot: Snapshot) -> tuple[int, ...]:
-        """Its hashes, () if they have not been made. What stands there of an earlier snapshot with
-        the same number, in a life of the rank before, is none of its own."""
+        """Its hashes, () if they have not been computed. Hashes of an earlier snapshot with the
+        same sequence number, from before a restart of the rank, do not count."""
         at = self.segment.slot_at(snapshot.slot) + SEAL_AT
         found = self.segment.hashes(snapshot)
         return found if bytes(self._mapping[at : at + 8]) == seal(snapshot) else ()
 
     def drop_others(self, snapshot: Snapshot) -> None:
-        """Take such hashes away, so that nobody else believes them. OSError."""
+        """Clear such hashes, so that nobody else uses them. Raises OSError."""
         if self.segment.hashes(snapshot) and not self.known(snapshot):
             at = self.segment.slot_at(snapshot.slot) + HASHES_AT
             os.pwrite(self.descriptor, struct.pack("=Q", 0), at)
 
 
 def seal(snapshot: Snapshot) -> bytes:
-    """Tells hashes of this snapshot from those of any other."""
+    """Distinguishes hashes of this snapshot from those of any other."""
     which = (snapshot.sequence, snapshot.step, snapshot.layout, snapshot.values_bytes)
     return xxhash.xxh3_64_digest(snapshot.round + struct.pack("=4q", *which))
 
 
 def keep(descriptor: int, slot_at: int, snapshot: Snapshot, hashes: tuple[int, ...]) -> None:
-    """Write hashes into the slot that begins there. The sequence number that makes them valid goes
-    last, and the old one first. OSError."""
+    """Write hashes into the slot at this offset. The sequence number validates them: it is cleared
+    first and written last. Raises OSError."""
     at = slot_at + HASHES_AT
     page = hashes_page(snapshot.sequence, hashes)
     os.pwrite(descriptor, struct.pack("=Q", 0), at)
@@ -126,7 +128,8 @@ def digest(stretch: memoryview) -> int:
 
 
 def hash_snapshot(opened: OpenSegment, slot: int, sequence: int) -> tuple[int, ...]:
-    """Hash a committed snapshot and keep the hashes in its slot. Gone, SegmentError, OSError."""
+    """Hash a committed snapshot and store the hashes in its slot. Raises Gone, SegmentError or
+    OSError."""
     snapshot = opened.snapshot(slot, sequence)
     if known := opened.known(snapshot):
         return known
@@ -144,8 +147,8 @@ def _hashes(opened: OpenSegment, snapshot: Snapshot) -> tuple[int, ...]:
 
 
 def check_snapshot(opened: OpenSegment, slot: int, sequence: int) -> str:
-    """Compare a snapshot with its hashes: "" if it is whole, or why nothing could be compared.
-    Bad if it is not; Gone, SegmentError."""
+    """Compare a snapshot with its hashes: "" if it is intact, or why no comparison was possible.
+    Raises Bad if it is not intact; Gone, SegmentError."""
     snapshot = opened.snapshot(slot, sequence)
     known = opened.known(snapshot)
     if not known:
@@ -155,7 +158,7 @@ def check_snapshot(opened: OpenSegment, slot: int, sequence: int) -> str:
 
 
 class Bad(Exception):
-    """The snapshot is not what was hashed; a sentence."""
+    """The snapshot differs from what was hashed; a sentence."""
 
 
 def _compare(opened: OpenSegment, snapshot: Snapshot, known: tuple[int, ...]) -> None:

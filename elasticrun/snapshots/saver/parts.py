@@ -1,9 +1,9 @@
-"""How snapshots become files: the part of one rank, and the commit that makes parts a checkpoint.
+"""Writes snapshots as files: one rank's part, and the commit that makes parts a checkpoint.
 
-Plain functions that take as long as the storage takes; the saver calls them in its worker. A part
-is one file of one rank. The stretch of tensors in a slot is written as it lies there, in one run,
-and hashed on the way where the saver had not hashed it before. Then come the opaque values. What
-the coordinator's saver has to know of a part is a `PartWritten`.
+Plain functions that take as long as the storage takes; the saver calls them in its worker thread. A
+part is one file of one rank. The tensors of a slot are written unchanged, sequentially, and hashed
+on the way unless the saver has hashed them before. Then come the opaque values. A `PartWritten` is
+what the coordinator's saver needs to know of a part.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _layouts: dict[int, Layout] = {}
 
 
 class PersistError(Exception):
-    """A part or a checkpoint was not written, and nothing is left of it; a sentence."""
+    """A part or a checkpoint was not written, and no files are left of it; a sentence."""
 
 
 # ---------------------------------------------------------------- a part
@@ -51,11 +51,11 @@ def write_part(
     stop: Callable[[], bool] = bool,
     distrusted: str | None = None,
 ) -> PartWritten:
-    """Write one rank's share of the checkpoint that is ordered, from its segment. On stable storage
-    when it returns. PersistError, StorageError.
+    """Write one rank's share of the ordered checkpoint from its segment. It is on stable storage
+    when this returns. Raises PersistError or StorageError.
 
-    `stop` is asked now and then whether the attempt was given up. `distrusted`: why the slot cannot
-    be written as it is, "" for no reason; None: dcp.image is asked once."""
+    `stop` is polled to find out whether the attempt was given up. `distrusted`: why the slot cannot
+    be written unchanged, "" if it can; None: use the cached result of dcp.image."""
     step, rank, attempt = order.step, part.rank, order.attempt
     if not _ATTEMPT.match(attempt):
         raise PersistError(f"{attempt[:80]!r} is no name of an attempt")
@@ -178,7 +178,8 @@ def _untrusted() -> str:
 
 
 def _layout_of(segment: Segment, snapshot: Snapshot) -> Layout:
-    """Decoding one of thousands of items costs more than writing out a hundred megabytes."""
+    """Cached: decoding a layout with thousands of items costs more than writing a hundred
+    megabytes."""
     if snapshot.layout not in _layouts:
         found = segment.layout()
         if found.key != snapshot.layout:
@@ -198,9 +199,9 @@ def commit(
     parts: Sequence[PartWritten],
     stop: Callable[[], bool] = bool,
 ) -> Manifest:
-    """Make the parts a checkpoint: the manifest, then the marker. What the checkpoint replaces, an
-    earlier one of the same step, is gone then. PersistError, StorageError; the checkpoint is not
-    committed then."""
+    """Make the parts a checkpoint: write the manifest, then the marker. An earlier checkpoint of
+    the same step is replaced. Raises PersistError or StorageError; then the checkpoint is not
+    committed."""
     step, attempt = order.step, order.attempt
     for part in parts:
         if (part.step, part.round, part.attempt) != (step, order.round, attempt):
@@ -239,7 +240,7 @@ def commit(
     folder.clear_condemned(step)
     folder.put(step, MARKER, marker)
     try:
-        _all_there(folder, made)  # another node may have given up and removed its part meanwhile
+        _all_there(folder, made)  # another node may have given up and removed its part
     except PersistError:
         folder.unlink(step, [MARKER])
         raise
@@ -248,16 +249,16 @@ def commit(
 
 
 def _newer(found: Sequence[Listed], line: Timeline, step: int) -> list[int]:
-    """Checkpoints of this step and later ones that a start may go on from once a checkpoint of
-    this timeline is there, ascending."""
+    """The checkpoints of this step and later ones that a start may restore once there is a
+    checkpoint of this timeline, ascending."""
     lost = {one.step for one in found if one.timeline < line and one.step >= line.start}
     return sorted({one for one in chain(found) if one >= step} - lost)
 
 
 def _of_another_job(folder: Folder, steps: Sequence[int], order: PersistParts) -> str:
-    """Which of these checkpoints another job has written since the ranks of this one restored,
-    and what to do, in a sentence; "" for none. What the ranks went on from was the newest one, so
-    a later one that is not of this job is of a newer history: nothing older may replace it."""
+    """A sentence, with advice, about a checkpoint that another job has written since the ranks of
+    this one restored; "" if there is none. The ranks restored the newest one, so a later one that
+    is not of this job belongs to a newer history, and nothing older may replace it."""
     for step in reversed(steps) if order.base >= 0 else ():
         if step <= order.base:
             continue
@@ -275,7 +276,7 @@ def _of_another_job(folder: Folder, steps: Sequence[int], order: PersistParts) -
 
 
 def _tidy(folder: Folder, made: Manifest, line: Timeline) -> None:
-    """Remove what earlier attempts at this step have left. The checkpoint counts already."""
+    """Remove files of earlier attempts at this step. The checkpoint is valid already."""
     ours = {entry.name for entry in made.files} | {line.file}
     try:
         names = [n for n in folder.files(made.step) if is_of_attempt(n) and n not in ours]

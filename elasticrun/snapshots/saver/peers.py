@@ -1,8 +1,9 @@
-"""Between savers of two nodes: copies fetched on the agent's order, and those that dial this one.
+"""Connections between the savers of two nodes: copies fetched on the agent's order, and incoming
+requests.
 
-Each that dials has a thread, and asks the loop one thing. Whoever is silent keeps nobody out: where
-more come than may be here, the one that has waited longest without a proof goes. A saver of the job
-proves itself within milliseconds, and dials again if it was not in.
+Each incoming connection has a thread, and sends one request to the loop. Silent clients do not
+block others: at the limit, the connection that has been unauthenticated for the longest time is
+closed. A saver of the job authenticates within milliseconds, and connects again if it was closed.
 """
 
 from __future__ import annotations
@@ -28,39 +29,39 @@ from elasticrun.wire.snapshots import Fetch, Fetched, FetchInto, FetchSize, From
 from elasticrun.wire.types import Endpoint
 
 FETCH_LIMIT: Final = 20.0
-"""Seconds of new tries: ranks wait for it, and storage has the state too."""
+"""Seconds of retries: ranks wait for this, and storage has the state too."""
 
 MAX_FETCHES: Final = 8192
-"""Under way; two for each local rank."""
+"""Maximum in progress; two for each local rank."""
 
 MAX_PEERS: Final = 64
-"""Connections at a time; more wait in the listener's queue while all of these have proved that they
-are of the job."""
+"""Simultaneous connections; more wait in the listen queue if all of these are authenticated."""
 
 MAX_LEAVING: Final = 64
-"""Connections beside them that were sent away and whose threads have not yet ended."""
+"""Additional connections that were closed but whose threads have not yet ended."""
 
 BACKLOG: Final = 1024
-"""Connections that the kernel keeps until they are taken; who finds no place there dials again only
-after a second."""
+"""Connections that the kernel queues; a client that finds the queue full retries only after a
+second.
+"""
 
 MAX_STRANGERS: Final = 16
-"""Connections that came to nothing and are told; whoever scans ports is no news."""
+"""Number of failed connections that are reported; port scans are not worth more."""
 
 ASK_LIMIT: Final = 30.0
 """Seconds that a connection waits for the loop."""
 
 Answer = Callable[[Get | Put, PartWritten | None], transfer.Answer]
-"""Is called in the loop, with the part once its bytes have come."""
+"""Called in the loop, with the part once its bytes have arrived."""
 
 
 class Fetches:
-    """All of them. Belongs to the loop's thread."""
+    """All fetches. Used by the loop's thread only."""
 
     def __init__(
         self, secret: str, say: Callable[[FromSaver], None], pool: WorkerPool, replicas: WorkerPool
     ) -> None:
-        """`pool`: for what ranks wait for; `replicas`: for what nobody does."""
+        """`pool`: for fetches that ranks wait for; `replicas`: for the others."""
         self._secret = secret
         self._say = say
         self._pool = pool
@@ -68,7 +69,7 @@ class Fetches:
         self._orders: dict[int, Fetch] = {}
 
     def begin(self, order: Fetch) -> None:
-        """Ask for the sizes; FetchSize follows."""
+        """Request the sizes; answered by FetchSize."""
         self._orders.pop(order.key, None)
         while len(self._orders) >= MAX_FETCHES:
             self._orders.pop(next(iter(self._orders)))
@@ -91,7 +92,7 @@ class Fetches:
         self._pool_of(order).add(WorkItem(work, failed, done))
 
     def go_on(self, into: FetchInto, descriptor: int) -> None:
-        """The memory is there; takes the descriptor over. Fetched follows."""
+        """Fetch into this memory; takes ownership of the descriptor. Answered by Fetched."""
         key = into.key
         order = self._orders.pop(key, None)
         if order is None:
@@ -128,7 +129,7 @@ class Fetches:
 
 
 class Peers:
-    """All connections. Belongs to the loop's thread, but for `_asked`."""
+    """All incoming connections. Used by the loop's thread only, except `_asked`."""
 
     def __init__(
         self,
@@ -138,14 +139,14 @@ class Peers:
         say: Callable[[FromSaver], None],
         post: Post,
     ) -> None:
-        """`listener` None: nobody can dial."""
+        """`listener` None: no incoming connections."""
         self._listener = listener
         self._secret = secret
         self._answer = answer
         self._say = say
         self._post = post
         self._open: set[socket.socket] = set()
-        self._unproved: dict[socket.socket, None] = {}  # in the order of arrival
+        self._unproved: dict[socket.socket, None] = {}  # in order of arrival
         self._strangers = 0
         self.port = 0
         if listener is not None:
@@ -153,12 +154,12 @@ class Peers:
             self.port = int(listener.getsockname()[1])
 
     def listening(self) -> socket.socket | None:
-        """What is readable when somebody dials; None while nobody more can be taken."""
+        """The listener to poll; None while no more connections are accepted."""
         room = MAX_PEERS if not self._unproved else MAX_PEERS + MAX_LEAVING
         return self._listener if len(self._open) < room else None
 
     def accept(self) -> None:
-        """Take one that has dialled."""
+        """Accept a connection."""
         assert self._listener is not None
         try:
             sock, address = self._listener.accept()
@@ -167,7 +168,7 @@ class Peers:
                 self._listener.close()
                 self._listener = None
                 self._say(Remark(f"no other node can dial this saver any more: {error.strerror}"))
-            return  # else it has gone again
+            return  # else the client has closed it already
         if len(self._open) >= MAX_PEERS and self._unproved:
             self._send_away(next(iter(self._unproved)))
         self._open.add(sock)
@@ -189,7 +190,7 @@ class Peers:
             self._over(sock, str(address[0]), str(error))
 
     def _send_away(self, sock: socket.socket) -> None:
-        """Its thread sees the end of the connection, and closes nothing: `_over` does."""
+        """Shut down a connection. Its thread sees EOF; `_over` closes the socket."""
         del self._unproved[sock]
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
@@ -205,7 +206,7 @@ class Peers:
             self._say(Remark(f"a connection from {host} came to nothing: {refused}{more}"))
 
     def _asked(self, request: Get | Put, data: bytes) -> transfer.Answer:
-        """In a connection's thread: what the loop answers."""
+        """In a connection's thread: get the loop's answer."""
         try:
             part = PartWritten.decode(data) if data else None
         except PartError as error:
@@ -219,7 +220,7 @@ class Peers:
 
 
 def listen(host: str) -> tuple[socket.socket | None, str]:
-    """A listener for other savers at this address, and a sentence where it could not be just so."""
+    """A listener for other savers at this address, and a sentence if there was a problem."""
     if not host:
         return None, ""
     wrong = ""

@@ -1,8 +1,8 @@
-"""Work that takes long, kept off the saver's loop: so many pieces of a kind at a time.
+"""Runs slow work outside the saver's event loop, with a limited number of threads for each kind.
 
-A piece of work runs in a daemon thread of its own and touches nothing of the loop's; what came of
-it is a function that the loop calls. Nobody waits for a thread: one that hangs in a file system is
-left there.
+A work item runs in a daemon thread and touches nothing of the loop; its result is passed to a
+function that the loop calls. Nothing joins the threads: one that hangs in a file system is
+abandoned.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from elasticrun.host.system.sandbox import NoThread, start_thread
 T = TypeVar("T")
 
 MAX_WAITING: Final = 10_000
-"""Pieces of work of one kind that wait for their turn; at most a few for each local rank."""
+"""Maximum number of waiting items of one kind; there are a few for each local rank."""
 
 Post = Callable[[Callable[[], None]], None]
-"""Has the loop call something, from any thread."""
+"""Makes the loop call a function; callable from any thread."""
 
 
 class Full(Exception):
-    """Too much waits already; a sentence."""
+    """Too many items are waiting; a sentence."""
 
 
 @dataclass(eq=False)
 class WorkItem(Generic[T]):
-    """Some work. `work` is called in a thread with this piece's `stop`; then `done` in the loop,
-    with the result, or with `failed(error)` in its place."""
+    """A work item. A thread calls `work` with this item's `stop`; then the loop calls `done` with
+    the result, or with `failed(error)`."""
 
     work: Callable[[threading.Event], T]
     failed: Callable[[BaseException], T]
@@ -41,11 +41,11 @@ class WorkItem(Generic[T]):
     urgent: bool = True
     name: Hashable = None
     stop: threading.Event = field(default_factory=threading.Event)
-    began: float | None = None  # when its thread began, by the monotonic clock; None: it waits
+    began: float | None = None  # when its thread started, monotonic; None: it waits
 
 
 class WorkerPool:
-    """One kind of work. Belongs to the loop's thread."""
+    """One kind of work. Used by the loop's thread only."""
 
     def __init__(self, name: str, width: int, post: Post) -> None:
         self._name = name
@@ -55,8 +55,8 @@ class WorkerPool:
         self._waiting: list[WorkItem[Any]] = []
 
     def add(self, piece: WorkItem[Any], *, first: bool = False) -> None:
-        """Do it when its turn comes: urgent ones first, and each kind in order, but for one that is
-        to be `first`. A waiting piece of the same name (but None) is dropped. Full."""
+        """Queue an item. Urgent items go first, otherwise in order of arrival, except an item with
+        `first`. Replaces a waiting item of the same name (unless None). Raises Full."""
         if piece.name is not None:
             self.drop(piece.name)
         if len(self._waiting) >= MAX_WAITING:
@@ -65,7 +65,7 @@ class WorkerPool:
         self._go_on()
 
     def drop(self, name: Hashable) -> bool:
-        """Forget the waiting pieces of this name; nothing is called for them. Whether there were
+        """Remove the waiting items of this name, without callbacks. Return whether there were
         any."""
         before = len(self._waiting)
         self._waiting = [piece for piece in self._waiting if piece.name != name]
@@ -85,7 +85,7 @@ class WorkerPool:
     def _work(self, piece: WorkItem[Any]) -> None:
         try:
             result = piece.work(piece.stop)
-        except BaseException as error:  # a reason for whoever waits for it
+        except BaseException as error:  # reported to whoever waits for it
             result = piece.failed(error)
         self._post(lambda: self._over(piece, result))
 
@@ -98,7 +98,7 @@ class WorkerPool:
 
 
 class Inbox:
-    """Functions that other threads want the loop to call; `wake` makes it look."""
+    """Functions that other threads want the loop to call; `wake` wakes the loop."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -109,5 +109,5 @@ class Inbox:
         self._wake()
 
     def take(self) -> list[Callable[[], None]]:
-        """What there is now."""
+        """The functions queued now."""
         return [self._calls.get_nowait() for _ in range(self._calls.qsize())]

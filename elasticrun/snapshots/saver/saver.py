@@ -1,7 +1,7 @@
-"""The saver: one a node, it hashes, checks, writes out, serves and fetches snapshots.
+"""The saver, one per node: hashes, checks, writes, serves and fetches snapshots.
 
-One loop takes the agent's orders and owns all state; what takes long runs in pools (`pool.py`), so
-that a file system that blocks makes nothing deaf. It ends with the agent's socket.
+One event loop receives the agent's orders and owns all state. Slow work runs in pools (`pool.py`),
+so that a blocking file system does not block the loop. It exits with the agent's socket.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from elasticrun.wire.frames import Connection, DescriptorsLost, FrameError, Hung
 from elasticrun.wire.spawning import SpawnSaver
 
 EXIT_CONFUSED: Final = 2
-"""The agent said what cannot be understood."""
+"""The agent sent an invalid message."""
 EXIT_DEFECT: Final = 70
 EXIT_HUNG: Final = 76
-"""A file system did not let go of an attempt that was given up."""
+"""A file system has not returned from an attempt that was given up."""
 
 DIAL_LIMIT: Final = 30.0
 MAX_DESCRIPTORS: Final = 64
-"""That come with one read."""
+"""Per read."""
 MAX_SEGMENTS: Final = 16_384
 MAX_SERVED: Final = 65_536
 
 
 class Lost(Exception):
-    """The conversation with the agent is over; the sentence is empty for a clean end."""
+    """The connection to the agent has ended; the sentence is empty for a clean end."""
 
 
 class Saver:
-    """The loop. `agent` is connected; `listener` None where other nodes are not served; `remark`: a
-    sentence for the operator, or ""."""
+    """The event loop. `agent` is connected; `listener` is None if other nodes are not served;
+    `remark` is a sentence for the operator, or ""."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Saver:
         self._fetches = Fetches(order.secret, self.say, *pools)
 
     def run(self) -> NoReturn:
-        """Until the agent hangs up; ends the process."""
+        """Run until the agent closes the connection; ends the process."""
         code = EXIT_DEFECT
         try:
             self._selector.register(self._agent, selectors.EVENT_READ)
@@ -90,12 +90,12 @@ class Saver:
             code = EXIT_CONFUSED if str(lost) else 0
             if code:
                 complain(str(lost))
-        except Exception as defect:  # ours
+        except Exception as defect:  # our bug
             sys.__excepthook__(type(defect), defect, defect.__traceback__)
         os._exit(code)  # threads may hang in a file system
 
     def say(self, message: m.FromSaver) -> None:
-        """Tell the agent. Lost if it does not read."""
+        """Send to the agent. Raises Lost if it does not read."""
         try:
             self._agent.send(message)
         except NotRead:
@@ -130,7 +130,7 @@ class Saver:
             os._exit(EXIT_HUNG)
 
     def _poke(self) -> None:
-        with suppress(BlockingIOError):  # full: it will wake as it is
+        with suppress(BlockingIOError):  # full: the loop wakes up anyway
             os.write(self._woken, b"\0")
 
     def _hear(self) -> None:
@@ -149,7 +149,7 @@ class Saver:
             raise Lost(str(error)) from None
 
     def _descriptor(self) -> int:
-        """The one that came with the present message."""
+        """The descriptor that came with the current message."""
         descriptor = self._agent.descriptor()
         if descriptor is None:
             raise Lost("a message came without its descriptor")
@@ -209,7 +209,8 @@ class Saver:
             return ""
 
         def failed(error: BaseException) -> str:
-            # A rank that commits faster than we hash is no news: the next one is waiting already.
+            # Not worth a report if a rank commits faster than we hash: the next order is waiting
+            # already.
             return "" if isinstance(error, hashing.Gone) else reason_of(error)
 
         def done(reason: str) -> None:
@@ -261,14 +262,14 @@ class Saver:
 
 
 def complain(sentence: str) -> None:
-    """One sentence on stderr, if there still is one."""
+    """Write one sentence to stderr, if it is still open."""
     with suppress(OSError):
         print(f"elasticrun saver: {sentence}", file=sys.stderr)
 
 
 def run(order: SpawnSaver) -> NoReturn:
-    """Be the saver that was ordered, in a process of its own; ends it."""
-    gc.enable()  # the fork server has it off
+    """Run the ordered saver in this process, and end the process."""
+    gc.enable()  # the fork server has turned it off
     raise_file_limit()
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     agent.settimeout(DIAL_LIMIT)

@@ -1,9 +1,9 @@
-"""Snapshots and parts of checkpoints between savers of two nodes: what these say to each other, and
-both ends of one connection.
+"""Transfers snapshots and parts of checkpoints between the savers of two nodes: the protocol and
+both ends of a connection.
 
-One request a connection, over TCP. Frames (`wire.frames`) of bounded length, and after some of them
-raw bytes whose number the frame has said. Both sides prove the job's secret before anything else is
-looked at (the manner is that of `wire.auth`; the host proves first):
+One request per connection, over TCP. Frames (`wire.frames`) of bounded length; some are followed by
+raw bytes, whose number is in the frame. Both sides prove knowledge of the job's secret before
+anything else is processed (similar to `wire.auth`; the host proves first):
 
     client                                host
     Dial       nonce                  ->
@@ -14,14 +14,14 @@ looked at (the manner is that of `wire.auth`; the host proves first):
     after GoOn: the bytes             ->
                                       <-  Taken | Refusal
 
-The client's proof covers its request too, and a Put says the digest of what follows it. The bytes
-themselves are neither encrypted nor proved against somebody who sits on the way.
+The client's proof covers its request, and a Put contains the digest of the bytes that follow it.
+The bytes themselves are neither encrypted nor protected against a man in the middle.
 
-After a Head that was asked for with its body: the layout, then the tensors in blocks, each followed
-by its xxh3 of eight bytes (little-endian), then the opaque values with their table and their xxh3,
-then a Sent.
+After a Head for a request with body: the layout; the tensors in blocks, each followed by its xxh3
+of eight bytes (little-endian); the opaque values with their table, and their xxh3; a Sent.
 
-Plain blocking sockets, each in a thread of its own; every wait has a limit, and so has the whole.
+Plain blocking sockets, each in its own thread; every wait has a time limit, and so has the whole
+exchange.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ M = TypeVar("M")
 VERSION: Final = 1
 
 MAX_HEADER: Final = 64 * 1024
-"""Bytes of any frame here."""
+"""Maximum bytes of a frame."""
 
 MAX_TEXT: Final = 1000
-"""Characters of a reason that are passed on."""
+"""Maximum characters of a reason that is forwarded."""
 
 NONCE_BYTES: Final = 32
 
@@ -61,16 +61,16 @@ WRONG: Final = "the saver of the other node does not know this job's secret"
 
 CONNECT_LIMIT: Final = 10.0
 DOOR_LIMIT: Final = 5.0
-"""Seconds for a connection, and for a stranger to prove who it is and say what it wants."""
+"""Seconds to connect, and for an unauthenticated client to prove itself and send its request."""
 
 STALL_LIMIT: Final = 30.0
-"""Seconds without a byte after which the other side counts as gone."""
+"""Seconds without a byte after which the other side counts as dead."""
 
 SLOWEST: Final = 4 * 1024 * 1024
-"""Bytes a second: whoever is slower over a whole request is given up."""
+"""Bytes per second: a slower request is aborted."""
 
 CHUNK: Final = 4 * 1024 * 1024
-"""Bytes that are sent or received at once."""
+"""Bytes sent or received at once."""
 
 
 # ---------------------------------------------------------------- what they say
@@ -96,14 +96,14 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The client's proof; its request follows at once."""
+    """The client's proof; its request follows immediately."""
 
     proof: str
 
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """The snapshot of a rank of (round, step); without `body` only what its sizes are."""
+    """Request the snapshot of a rank of (round, step); without `body` only its sizes."""
 
     round: str  # hex of segment.round_key
     step: int
@@ -113,8 +113,8 @@ class Get:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """What an attempt's coordinator must know of a part that another node has written; after GoOn
-    its `length` bytes follow. A part that comes again changes nothing."""
+    """Announce what an attempt's coordinator must know of a part that another node has written; its
+    `length` bytes follow after GoOn. Repeating a part has no effect."""
 
     attempt: str
     rank: int
@@ -127,11 +127,11 @@ FromClient = Dial | Shown | Get | Put
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """There is such a snapshot."""
+    """The snapshot exists."""
 
     layout_length: int  # bytes, encoded
     slot_bytes: int
-    tensor_bytes: int  # own and shared stretch
+    tensor_bytes: int  # own and shared
     values_bytes: int  # opaque values with their table
     sequence: int
     layout: int  # Layout.key
@@ -139,7 +139,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """After the last byte: whether the snapshot was still what it had been at the first."""
+    """After the last byte: whether the snapshot was unchanged from the first byte on."""
 
     ok: bool
     reason: str
@@ -147,17 +147,17 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """The part that was announced may come."""
+    """Permission to send the announced part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The part is in good hands."""
+    """The part has been stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """It cannot be done; `again`: it may be possible in a moment."""
+    """The request cannot be fulfilled; `again`: it may be possible in a moment."""
 
     reason: str
     again: bool
@@ -170,7 +170,7 @@ HOST_TYPES: Final = types_of(FromHost)
 
 
 def read(payload: bytes, types: dict[str, type], *wanted: type) -> Any:
-    """The message in a payload, which must be one of `wanted`. FrameError."""
+    """Decode a payload to a message, which must be one of `wanted`. Raises FrameError."""
     message = decode(payload, types)
     if not isinstance(message, wanted):
         raise FrameError(f"a {type(message).__name__} message came out of turn")
@@ -178,20 +178,20 @@ def read(payload: bytes, types: dict[str, type], *wanted: type) -> Any:
 
 
 def prove(secret: str, side: str, client: str, host: str, request: bytes = b"") -> str:
-    """What this side ("host" or "client") shows after these nonces; "" without a secret. `request`:
+    """The proof of this side ("host" or "client") for these nonces; "" without a secret. `request`:
     the payload of a client's Get or Put."""
     if not secret:
         return ""
     label = f"elasticrun saver/{VERSION} {side}".encode()
     nonces = [nonce.encode(errors="replace") for nonce in (client, host)]
-    # Each part with its length: no two exchanges run together into the same bytes.
+    # Each part is prefixed with its length, so different exchanges never give the same bytes.
     parts = (label, *nonces, request)
     said = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.digest(secret.encode(), said, "sha256").hex()
 
 
 def check(secret: str, shown: str, right: str) -> None:
-    """Whether to go on with a peer that has `shown` this, where `right` is due. NotLetIn."""
+    """Check the proof `shown` by a peer against the expected one. Raises NotLetIn."""
     if not secret and shown:
         raise NotLetIn(SECRET_WANTED)
     if secret and not shown:
@@ -204,19 +204,19 @@ def check(secret: str, shown: str, right: str) -> None:
 
 
 class NotLetIn(Exception):
-    """The other side is not let in, or not followed; the text is a sentence."""
+    """The other side is not accepted, or does not accept us; the text is a sentence."""
 
 
 class Broken(Exception):
-    """The other side went away, or said what cannot be understood; a sentence."""
+    """The connection broke, or the other side sent an invalid message; a sentence."""
 
 
 class Spoiled(Exception):
-    """What came is not what was written; a sentence. Another try would bring the same."""
+    """The received data is not what was written; a sentence. Retrying does not help."""
 
 
 class PeerRefused(Exception):
-    """The other side cannot do it; a sentence. `again`: it may in a moment."""
+    """The other side refuses the request; a sentence. `again`: it may succeed in a moment."""
 
     def __init__(self, reason: str, again: bool) -> None:
         super().__init__(reason[:MAX_TEXT])
@@ -231,7 +231,7 @@ class PeerLink:
         self._end = time.monotonic() + DOOR_LIMIT
 
     def allow(self, nbytes: int) -> None:
-        """Give it time for as many bytes, from now on."""
+        """Restart the time limit, for so many bytes."""
         self._end = time.monotonic() + STALL_LIMIT + nbytes / SLOWEST
 
     def send(self, data: bytes | memoryview) -> None:
@@ -247,7 +247,7 @@ class PeerLink:
         self.send(encode(message))
 
     def take_into(self, view: memoryview) -> None:
-        """Fill `view`."""
+        """Receive until `view` is full."""
         at = 0
         try:
             while at < len(view):
@@ -298,13 +298,14 @@ class Served:
 
 Answer = Served | GoOn | Taken | Refusal
 Ask = Callable[[Get | Put, bytes], Answer]
-"""Who knows what is served and which parts are awaited; the bytes are those of a Put, b"" at first.
-Is called in the connection's thread."""
+"""Answers whether something is served and whether a part is expected; the bytes are those of a Put,
+b"" at first. Called in the connection's thread.
+"""
 
 
 def serve(sock: socket.socket, secret: str, ask: Ask, proved: Callable[[], None]) -> str:
-    """Answer the one request of a connection, which stays the caller's: "" or a sentence about a
-    peer that was refused. `proved` is called once it has said what only a saver of the job can."""
+    """Answer the one request of a connection; the caller owns the socket. Return "", or a sentence
+    about a peer that was refused. `proved` is called once the peer is authenticated."""
     try:
         return _let_in(PeerLink(sock), secret, ask, proved)
     except NotLetIn as denied:
@@ -353,7 +354,7 @@ def _send_snapshot(link: PeerLink, get: Get, ask: Ask) -> str:
             raise Gone(f"step {get.step} was withdrawn, and its slot was used again")
         layout = opened.segment.layout()
         tensors = opened.tensor_bytes(snapshot)
-    except Gone as gone:  # it was needed no more: no news here
+    except Gone as gone:  # not needed any more: not worth a report here
         link.say(Refusal(str(gone)[:MAX_TEXT], again=False))
         return ""
     except SegmentError as error:
@@ -374,7 +375,7 @@ def _send_snapshot(link: PeerLink, get: Get, ask: Ask) -> str:
     wrong = ""
     for number, stretch in enumerate(opened.stretches(snapshot)):
         link.send(stretch)
-        # What was hashed right after the commit tells of any harm since then, too.
+        # Hashes computed right after the commit also reveal later damage.
         mark = known[number] if number < len(known) else digest(stretch)
         link.send(mark.to_bytes(8, "little"))
     try:
@@ -405,7 +406,7 @@ def _take_part(link: PeerLink, put: Put, ask: Ask) -> str:
 
 
 def _dial(place: Endpoint, secret: str, request: Get | Put) -> tuple[socket.socket, PeerLink]:
-    """Connect, prove, ask. Broken, NotLetIn, PeerRefused."""
+    """Connect, authenticate, send the request. Raises Broken, NotLetIn or PeerRefused."""
     try:
         sock = socket.create_connection((place.host, place.port), CONNECT_LIMIT)
     except OSError as error:
@@ -446,7 +447,7 @@ def _head(link: PeerLink) -> Head:
 
 
 def ask_size(place: Endpoint, secret: str, get: Get) -> Head:
-    """What a snapshot takes. Broken, NotLetIn, PeerRefused."""
+    """The sizes of a snapshot. Raises Broken, NotLetIn or PeerRefused."""
     sock, link = _dial(place, secret, get)
     with sock:
         return _head(link)
@@ -463,9 +464,9 @@ def fetch(
     layout_key: int = 0,
 ) -> None:
     """Copy a snapshot into a slot of the segment behind `descriptor` and commit it there, if it has
-    this layout (0: any; another slot's snapshot would lose its own).
-    Broken, NotLetIn, PeerRefused, Spoiled, SegmentError, OSError: nothing is committed then."""
-    mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)  # ends with its last view
+    this layout (0: any; a different one would invalidate the snapshots in other slots). Raises
+    Broken, NotLetIn, PeerRefused, Spoiled, SegmentError or OSError; then nothing is committed."""
+    mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)  # unmapped with its last view
     segment = Segment(memoryview(mapping))
     if not 0 <= slot < segment.slots:
         raise SegmentError(f"a segment of {segment.slots} slots has no slot {slot}")
@@ -501,7 +502,7 @@ def fetch(
 
 
 def _receive(link: PeerLink, head: Head, payload: memoryview) -> tuple[int, ...]:
-    """The stretches of a snapshot; their hashes. Broken, Spoiled."""
+    """Receive the stretches of a snapshot; return their hashes. Raises Broken or Spoiled."""
     block = block_of(head.tensor_bytes)
     ends = [min(at + block, head.tensor_bytes) for at in range(0, head.tensor_bytes, block)]
     ends.append(head.tensor_bytes + head.values_bytes)
@@ -522,7 +523,7 @@ def _receive(link: PeerLink, head: Head, payload: memoryview) -> tuple[int, ...]
 
 
 def put(place: Endpoint, secret: str, attempt: str, rank: int, part: bytes) -> None:
-    """Hand a part to its attempt's coordinator. Broken, NotLetIn, PeerRefused."""
+    """Send a part to its attempt's coordinator. Raises Broken, NotLetIn or PeerRefused."""
     request = Put(attempt, rank, len(part), hashlib.sha256(part).hexdigest())
     sock, link = _dial(place, secret, request)
     with sock:

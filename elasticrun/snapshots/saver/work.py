@@ -1,6 +1,6 @@
-"""What the saver does with storage, each piece in its one thread for that.
+"""The saver's work with storage; each piece runs in its one thread for that.
 
-torch and all that writes checkpoints (`saver.parts`) are imported when the first piece is done, so
+torch and the modules that write checkpoints (`saver.parts`) are imported by the first piece, so
 that the saver answers its agent before.
 """
 
@@ -19,14 +19,14 @@ from elasticrun.snapshots.storage.folder import Folder
 from elasticrun.wire.snapshots import PersistParts
 
 MAX_FOLDERS: Final = 8
-"""That are kept, with what was found out about their file systems."""
+"""Number of folders kept, with what is known about their file systems."""
 
 _folders: dict[str, Folder] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a piece of work: "" or why it failed, and sentences for the operator."""
+    """The result of a piece of work: "" or why it failed, and sentences for the operator."""
 
     reason: str = ""
     remarks: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def get_ready() -> Outcome:
-    """Import torch, with one thread to work with, and what writes checkpoints."""
+    """Import torch, set to one thread, and the modules that write checkpoints."""
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
     importlib.import_module("elasticrun.snapshots.saver.parts")
@@ -49,7 +49,7 @@ def get_ready() -> Outcome:
 def write_parts(
     opened: Mapping[int, OpenSegment | None], order: PersistParts, stop: Callable[[], bool]
 ) -> Outcome:
-    """Every part of this node, one after the other. The agent has had them compared before."""
+    """Write all parts of this node, one after the other. The agent has had them checked before."""
     from elasticrun.snapshots.saver.parts import PersistError, write_part
 
     folder = _folder(order)
@@ -77,13 +77,13 @@ def commit(order: PersistParts, parts: Sequence[PartWritten], stop: Callable[[],
 
 
 def sweep(order: PersistParts) -> Outcome:
-    """Remove what is not to be kept any more."""
+    """Remove checkpoints that need not be kept any more."""
     return _swept(order, order.keep_last, order.keep_every, order.in_use)
 
 
 def tidy(order: PersistParts) -> Outcome:
-    """Remove what was begun long ago, and no checkpoint: where no attempt comes through there is no
-    sweep."""
+    """Remove old, unfinished checkpoints. If no attempt succeeds there is no sweep that would do
+    it."""
     return _swept(order, 0, 0, ())
 
 
@@ -95,7 +95,7 @@ def _swept(order: PersistParts, last: int, every: int, in_use: Sequence[int]) ->
 
 
 def clean(order: PersistParts) -> Outcome:
-    """Remove the files of an attempt that came to nothing."""
+    """Remove the files of a failed attempt."""
     folder = _folder(order)
     retention.give_up(folder, order.step, order.attempt)
     return Outcome("", tuple(folder.take_remarks()))

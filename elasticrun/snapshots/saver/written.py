@@ -1,5 +1,7 @@
-"""What a saver tells the coordinator's of a part that it has written. Without torch, which a saver
-imports only after it has said that it is there."""
+"""What a saver sends to the coordinator's saver about a part that it has written.
+
+Works without torch, which a saver imports only after it has reported to its agent.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,20 @@ from elasticrun.wire.types import MAX_ATTEMPT, RoundName
 _LENGTH: Final = struct.Struct("<I")
 
 MAX_BYTES: Final = 2 * MAX_LAYOUT_BYTES
-"""Of an encoded part, with its layout."""
+"""Of an encoded part with its layout."""
 
 MAX_LAYOUTS: Final = 64
-"""Layouts that are kept decoded."""
+"""Number of decoded layouts that are cached."""
 
 
 class PartError(ValueError):
-    """The bytes are no part, or one that cannot be; a sentence."""
+    """The bytes are not a part, or an impossible one; a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartWritten:
-    """One rank's share, on stable storage. `lengths`: of the opaque values in the file. `places`:
-    where each item lies in it (dcp.metadata.PartFile), () if as in the layout."""
+    """One rank's share, on stable storage. `lengths`: those of the opaque values in the file.
+    `places`: the location of each item in it (dcp.metadata.PartFile), () if as in the layout."""
 
     file: FileEntry
     step: int
@@ -52,7 +54,7 @@ class PartWritten:
     layout: Layout
 
     def encode(self) -> bytes:
-        """Compressed JSON, then the layout. LayoutError if it is beyond all bounds."""
+        """Compressed JSON, then the layout. Raises LayoutError if it is too long."""
         plain = {
             "file": plain_file(self.file),
             "step": self.step,
@@ -66,7 +68,7 @@ class PartWritten:
 
     @classmethod
     def decode(cls, data: bytes) -> PartWritten:
-        """Back from `encode`, with every number checked. PartError."""
+        """The inverse of `encode`, with every number checked. Raises PartError."""
         if len(data) > MAX_BYTES or len(data) < _LENGTH.size:
             raise PartError(f"{len(data)} bytes are no part")
         (length,) = _LENGTH.unpack_from(data)
@@ -87,7 +89,7 @@ class PartWritten:
 
 @lru_cache(maxsize=MAX_LAYOUTS)
 def _layout(encoded: bytes) -> Layout:
-    """The same comes with every checkpoint of a round."""
+    """Cached: every checkpoint of a round has the same."""
     return decode(encoded)
 
 

@@ -1,13 +1,13 @@
-"""What a rank's snapshot is made of, item by item, and where each item lies in a slot.
+"""The items of a rank's snapshot, and where each item is in a slot.
 
 An item is what torch's DCP calls a write item: one chunk of one tensor, or one opaque value that
-the rank has serialised itself. A tensor lies in a slot as it lies in a checkpoint's file, inside
-the envelope that `torch.save` puts around it (`head` and `tail` bytes), so that whole stretches of
-a slot can be written out as they are. *Own* items belong to one rank alone (its random numbers, its
-data loader); *shared* ones are chunks of the job's one state, and replicas of a chunk are equal.
+the rank has serialized. A tensor has the same form in a slot as in a checkpoint's file, inside the
+envelope that `torch.save` writes around it (`head` and `tail` bytes), so whole stretches of a slot
+can be written to storage unchanged. *Own* items belong to one rank alone (its random states, its
+data loader); *shared* ones are chunks of the job's common state, and replicas of a chunk are equal.
 
-In a slot, own tensors come first, then shared ones, each group from a page's beginning; then the
-room for opaque values, whose lengths differ from step to step (`shm.segment`).
+In a slot, own tensors come first, then shared ones, each group starting at a page; then the space
+for opaque values, whose lengths vary from step to step (`shm.segment`).
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 PAGE: Final = 4096
-"""Bytes; what O_DIRECT and a mapping want things aligned to."""
+"""Bytes; the alignment that O_DIRECT and mappings require."""
 
 LINE: Final = 64
-"""Extents begin at multiples of it, as torch aligns the tensors in its files."""
+"""Extents start at multiples of this, like torch's tensors in files."""
 
 MAX_ITEMS: Final = 1_000_000
 MAX_DIMENSIONS: Final = 64
 MAX_LAYOUT_BYTES: Final = 256 * 1024 * 1024
-"""Of an encoded layout, before it is compressed."""
+"""Of an encoded layout before compression."""
 MAX_SIZE: Final = 2**53
-"""Bytes or elements; more is nonsense."""
+"""Bytes or elements; larger numbers are invalid."""
 
 
 class LayoutError(ValueError):
-    """The bytes are no layout, or one that cannot be true; a sentence."""
+    """The bytes are not a layout, or an impossible one; a sentence."""
 
 
 class ItemKind(StrEnum):
     """DCP's kinds of write items."""
 
     TENSOR = "tensor"  # a whole tensor
-    SHARD = "shard"  # a chunk of a sharded one
+    SHARD = "shard"  # a chunk of a sharded tensor
     BYTES = "bytes"  # an opaque value
 
 
@@ -52,12 +52,12 @@ _KINDS: Final = {str(kind): kind for kind in ItemKind}
 
 
 class Item(NamedTuple):
-    """One item. `extent`: where its envelope begins, in bytes from the first tensor of the slot;
-    0 for BYTES, which are numbered in the order of the layout instead. (A tuple, since a restore
-    makes one for every tensor, and a training run waits for it.)"""
+    """One item. `extent`: the offset of its envelope in bytes from the first tensor of the slot; 0
+    for BYTES, which have a position in the layout's order instead. (A tuple for speed: a restore
+    creates one for every tensor while training waits.)"""
 
     fqn: str  # DCP's flat name
-    path: tuple[str | int, ...]  # its place in the nested state
+    path: tuple[str | int, ...]  # its path in the nested state
     kind: ItemKind
     own: bool
     dtype: str = ""  # torch's name, without "torch."
@@ -72,25 +72,25 @@ class Item(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes of the envelope with its payload: what a checkpoint's metadata name."""
+        """Bytes of the envelope with its payload, as in a checkpoint's metadata."""
         return self.head + self.nbytes + self.tail
 
     @property
     def payload(self) -> int:
-        """Where the tensor's elements begin, from the first tensor of the slot."""
+        """Offset of the tensor's elements from the first tensor of the slot."""
         return self.extent + self.head
 
 
 @dataclass(frozen=True)
 class Layout:
     """All items of one rank: tensors first (own ones, then shared ones), then opaque values (own,
-    then shared). `bytes_room`: bytes that opaque values may take in a slot, with their table."""
+    then shared). `bytes_room`: bytes for opaque values in a slot, with their table."""
 
     items: tuple[Item, ...]
-    own_bytes: int  # of the stretch of own tensors; a multiple of PAGE
-    shared_bytes: int  # of the stretch of shared tensors; a multiple of PAGE
+    own_bytes: int  # of the own tensors; a multiple of PAGE
+    shared_bytes: int  # of the shared tensors; a multiple of PAGE
     bytes_room: int  # a multiple of PAGE
-    torch: str  # version whose envelopes these are
+    torch: str  # torch version that made the envelopes
 
     @cached_property
     def tensors(self) -> tuple[Item, ...]:
@@ -98,33 +98,33 @@ class Layout:
 
     @cached_property
     def values(self) -> tuple[Item, ...]:
-        """The opaque ones, in the order of the slot's table."""
+        """The opaque values, in the order of the slot's table."""
         return tuple(item for item in self.items if item.kind is ItemKind.BYTES)
 
     @property
     def tensor_bytes(self) -> int:
-        """Of both stretches: where the opaque values begin."""
+        """Bytes of own and shared tensors: the offset of the opaque values."""
         return self.own_bytes + self.shared_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """Of one slot, without its header page."""
+        """Bytes of one slot, without its header page."""
         return self.tensor_bytes + self.bytes_room
 
     @cached_property
     def key(self) -> int:
-        """64 bits that differ for different layouts."""
+        """A 64-bit hash of the layout."""
         return _key(_json(self._plain()))
 
     @cached_property
     def content(self) -> int:
-        """64 bits, equal for two ranks whose shared items are the same chunks of the same state:
-        either can stand for the other. Never 0."""
+        """A 64-bit hash, equal for two ranks whose shared items are the same chunks of the same
+        state: either can replace the other. Never 0."""
         names = sorted([i.fqn, i.offsets, i.sizes] for i in self.items if not i.own)
         return _key(_json(names)) or 1
 
     def encode(self) -> bytes:
-        """Compressed JSON. LayoutError if it is beyond all bounds."""
+        """Compressed JSON. Raises LayoutError if it is too long."""
         kept = vars(self)
         if "encoded" not in kept:
             plain = _json(self._plain())
@@ -134,8 +134,8 @@ class Layout:
         return bytes(kept["encoded"])
 
     def _plain(self) -> list[Any]:
-        """Items that differ in name and place alone have one form: a row for each item begins with
-        its form's number. A name is what DCP makes of the path, or stands in `names`."""
+        """Items that differ only in name and location share a form; each item's row starts with the
+        number of its form. A name follows from the path as in DCP, or is listed in `names`."""
         numbers: dict[tuple[Any, ...], int] = {}
         rows: list[list[Any]] = []
         names: dict[int, str] = {}
@@ -149,25 +149,25 @@ class Layout:
 
 
 def items_of(layout: Layout, shared: bool) -> tuple[Item, ...]:
-    """Those of a rank's file: tensors, then opaque values; own ones alone if not `shared`."""
+    """The items in a rank's file: tensors, then opaque values; only own ones if not `shared`."""
     return layout.items if shared else tuple(item for item in layout.items if item.own)
 
 
 def stretch_of(layout: Layout, shared: bool) -> int:
-    """Bytes of tensors at the beginning of that file."""
+    """Bytes of tensors at the start of that file."""
     return layout.tensor_bytes if shared else layout.own_bytes
 
 
 Around = Callable[[str, tuple[int, ...]], tuple[int, int]]
-"""Bytes before and after the elements of a tensor of this type and these sizes."""
+"""Bytes before and after the elements of a tensor with this dtype and these sizes."""
 
 
 def lay_out(
     items: Iterable[Item], bytes_room: int, torch: str, around: Around | None = None
 ) -> Layout:
-    """Give each tensor its extent; `extent` of what comes in is not looked at, nor are `head` and
-    `tail` where there is `around`. `bytes_room`: bytes for the opaque values with their table,
-    rounded up to a page."""
+    """Assign each tensor its extent. Ignores `extent` of the given items, and also `head` and
+    `tail` if `around` is given. `bytes_room`: bytes for the opaque values with their table, rounded
+    up to a page."""
     given = tuple(items)
     placed: list[Item] = []
     ends = []
@@ -186,7 +186,7 @@ def lay_out(
 
 
 def is_of(encoded: bytes, key: int) -> bool:
-    """Whether these bytes are the encoded layout with this key, every one of them."""
+    """Whether these bytes are, completely, the encoded layout with this key."""
     try:
         stream = zlib.decompressobj()
         plain = stream.decompress(encoded, MAX_LAYOUT_BYTES + 1)
@@ -196,9 +196,9 @@ def is_of(encoded: bytes, key: int) -> bool:
 
 
 def decode(encoded: bytes, key: int | None = None) -> Layout:
-    """Back from `Layout.encode`, with every number checked: what it says can be believed to lie
-    within a slot. With a `key` that is known to be of a layout that was made here, it is enough
-    that the bytes have it. LayoutError."""
+    """The inverse of `Layout.encode`, with every number checked, so that all offsets are within a
+    slot. With the `key` of a layout made by this job, a check of the key suffices. Raises
+    LayoutError."""
     try:
         stream = zlib.decompressobj()
         plain = stream.decompress(encoded, MAX_LAYOUT_BYTES + 1)
@@ -233,8 +233,9 @@ def decode(encoded: bytes, key: int | None = None) -> Layout:
 
 
 _Form = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""What items of one form have in common: an Item's fields from `kind` on to `extent`, and those
-after it."""
+"""What items of one form have in common: an Item's fields from `kind` to before `extent`, and those
+after it.
+"""
 
 
 def _items(forms: list[_Form], rows: list[Any], names: dict[str, str]) -> tuple[Item, ...]:
@@ -288,12 +289,12 @@ def _is_size(number: Any) -> bool:
 
 
 def _name(path: Iterable[str | int]) -> str:
-    """DCP's flat name of a place in the nested state."""
+    """DCP's flat name of a path in the nested state."""
     return ".".join(map(str, path))
 
 
 def _check_order(layout: Layout) -> None:
-    """Extents rise, and stay within the stretch of their group."""
+    """Check that extents increase and stay within their group."""
     at, end = 0, layout.own_bytes
     groups = [(i.kind is ItemKind.BYTES, not i.own) for i in layout.items]
     if groups != sorted(groups):

@@ -1,18 +1,18 @@
-"""Shared memory by the page: how much may be had, taking it, making it warm, and mapping it.
+"""Shared memory in pages: how much is available; how to allocate, prefault and map it.
 
-All of it blocks. `ftruncate` alone would succeed where there is no room, and the first store into
-the page would end the process that makes it (SIGBUS); so pages are taken by `posix_fallocate`,
-after as many large ones as there are. A limit of the cgroup is looked at before, since reaching it
-kills somebody. And pages that nobody has touched are zeroed, and perhaps given by a hypervisor, at
-the first touch: MADV_POPULATE_WRITE touches them beforehand, by ctypes, because `mmap.madvise`
-would hold the interpreter for the whole call.
+All of it blocks. `ftruncate` alone would succeed without free memory, and the first store to a page
+would then kill the process (SIGBUS). So pages are allocated with `posix_fallocate`, after as many
+huge ones as possible. The limit of the cgroup is checked before, because reaching it gets a process
+killed. Pages are zeroed, and possibly backed by a hypervisor, at the first touch;
+MADV_POPULATE_WRITE touches them in advance, by ctypes, because `mmap.madvise` holds the interpreter
+lock during the whole call.
 
-A rank that is born maps its segment anew. In pages of 4 KiB that costs some 80 ms a GiB before the
-first byte is copied, and 40 ms when the rank dies; in pages of 2 MiB next to nothing, and the pages
-themselves are had in a third of the time. The kernel maps large pages as such at addresses that are
-multiples of 2 MiB alone, and does not look for one by itself: `map_shared` does. MADV_COLLAPSE
-(Linux 6.1) makes one of a stretch of 2 MiB that has at least one page, whatever the machine's
-settings for shared memory say.
+A new rank maps its segment again. With pages of 4 KiB that costs about 80 ms per GiB before the
+first byte is copied, and 40 ms when the rank exits. With pages of 2 MiB it costs almost nothing,
+and the allocation takes a third of the time. The kernel maps huge pages as such only at addresses
+that are multiples of 2 MiB, and does not choose such addresses by itself: `map_shared` does.
+MADV_COLLAPSE (Linux 6.1) turns a 2 MiB stretch with at least one page into a huge page, regardless
+of the machine's settings for shared memory.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from typing import Any, Final
 from elasticrun.host.system.processes import memory_file
 
 LARGE: Final = 2 * 1024 * 1024
-"""Bytes of a large page on x86 and of most ARM machines. Where it is another, there are none."""
+"""Bytes of a huge page on x86 and most ARM machines. Machines with another size get none."""
 
 _MAP_NORESERVE, _MAP_FIXED = 0x4000, 0x10
 
 _POPULATE_READ: Final = 22
-"""MADV_POPULATE_READ, Linux 5.14. Of shared memory, pages that it maps are writable as well."""
+"""MADV_POPULATE_READ, Linux 5.14. In shared memory, pages that it maps are writable too."""
 
 
 def map_shared(fd: int, nbytes: int, *, writable: bool = True) -> ctypes.Array[ctypes.c_ubyte]:
-    """The first `nbytes` of a file of shared memory, mapped until nobody has the array or a view of
-    it any more. The descriptor stays the caller's. OSError."""
+    """Map the first `nbytes` of a file of shared memory, until the array and all views of it are
+    freed. The caller keeps the descriptor. Raises OSError."""
     if nbytes <= 0:
         raise OSError(errno.EINVAL, "nothing can be mapped of an empty file")
     libc = system()
@@ -57,15 +57,15 @@ def map_shared(fd: int, nbytes: int, *, writable: bool = True) -> ctypes.Array[c
         libc.munmap(base, reserved)
         raise
     array = (ctypes.c_ubyte * nbytes).from_address(at)
-    # not at the interpreter's end, when others may still look at it; the kernel does it then
+    # not at interpreter exit, when there may still be views; the kernel unmaps it then
     weakref.finalize(array, libc.munmap, base, reserved).atexit = False
     return array
 
 
 def map_pages(at: int, end: int) -> None:
-    """Make the entries of all pages between two addresses at once: a new mapping of warm pages
-    costs a fault for each else, some 80 ms a GiB. An older kernel does not know how; then the
-    first access does it."""
+    """Create the page table entries of all pages between two addresses at once. Otherwise a new
+    mapping of existing pages costs a fault for each, about 80 ms per GiB. Older kernels do not
+    support it; then the first access does it."""
     at -= at % mmap.PAGESIZE
     system().madvise(at, end - at, _POPULATE_READ)
 
@@ -79,7 +79,7 @@ def _checked(address: int | None) -> int:
 
 @cache
 def system() -> Any:
-    """The C library's mmap, madvise and munmap; each lets go of the interpreter meanwhile."""
+    """The C library's mmap, madvise and munmap; each releases the interpreter lock."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -91,14 +91,16 @@ def system() -> Any:
 MADV_COLLAPSE: Final = 25
 
 MOST_FAILED: Final = 16
-"""Stretches in a row of which no large page could be made: memory is in pieces, and the kernel
-takes milliseconds to find that out for each."""
+"""Consecutive stretches without success: memory is fragmented, and the kernel takes milliseconds
+per stretch to find that out.
+"""
 
 
 def take(fd: int, nbytes: int) -> str:
-    """Give a file of shared memory large pages for its first `nbytes`, as far as they can be had,
-    all zero. "" if some could be; else a clause that says why not. What has none has a page of
-    4 KiB at most: take the rest with posix_fallocate, which also says if there is no room."""
+    """Back the first `nbytes` of a file of shared memory with zeroed huge pages, as far as
+    possible. Return "" if at least one was available, else a clause that says why not. Other
+    stretches have at most one page of 4 KiB: allocate the rest with posix_fallocate, which fails if
+    memory is short."""
     size = nbytes // LARGE * LARGE
     if not size:
         return ""
@@ -111,7 +113,7 @@ def take(fd: int, nbytes: int) -> str:
     for at in range(0, size, LARGE):
         try:
             os.pwrite(fd, b"\0", at)
-        except OSError as error:  # no room: posix_fallocate says so
+        except OSError as error:  # no memory: posix_fallocate reports it
             return "" if made else str(error.strerror)
         if libc.madvise(begin + at, LARGE, MADV_COLLAPSE) == 0:
             failed, made = 0, made + 1
@@ -128,17 +130,16 @@ Tell = Callable[[str], None]
 POPULATE_WRITE: Final = 23  # <linux/mman.h> MADV_POPULATE_WRITE, Linux 5.14
 
 CHUNK: Final = 64 * 1024 * 1024
-"""Bytes that are made warm with one call, so that a segment that is dropped meanwhile costs little
-more."""
+"""Bytes prefaulted by one call, so that a segment that is dropped meanwhile costs little more."""
 
 RESERVE: Final = 64 * 1024 * 1024
-"""Bytes of the machine's memory that are left to others."""
+"""Bytes of the machine's memory left for others."""
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 class NoRoom(Exception):
-    """The memory cannot be had; a clause that says where there was too little."""
+    """The memory is not available; a clause that names the limit."""
 
 
 def in_words(count: int) -> str:
@@ -155,14 +156,14 @@ def in_words(count: int) -> str:
 
 
 def room_in(folder: str) -> int:
-    """Bytes that the file system of `folder` has left. OSError."""
+    """Bytes available in the file system of `folder`. Raises OSError."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 
 
 def room_in_memory() -> tuple[int, str]:
-    """Bytes that this process may take without somebody being killed for it, and what bounds them:
-    the machine, or the cgroup. Huge where nothing tells."""
+    """Bytes that this process may allocate without an OOM kill, and the limiting factor: the
+    machine, or the cgroup. Huge if unknown."""
     room, bound = 1 << 62, "the machine"
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -176,7 +177,7 @@ def room_in_memory() -> tuple[int, str]:
 
 
 def _cgroup_folders() -> list[Path]:
-    """Where the limits of this process' cgroup stand, with those above it (both versions)."""
+    """The folders with the limits of this process's cgroup and its parents (cgroup v1 and v2)."""
     found: list[Path] = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -192,7 +193,8 @@ def _cgroup_folders() -> list[Path]:
 
 
 def _left_in(folder: Path) -> int | None:
-    """Bytes up to the limit of one cgroup, what it could give back counted; None: no limit."""
+    """Bytes up to the limit of one cgroup, where reclaimable memory counts as free; None: no
+    limit."""
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -209,7 +211,7 @@ def _left_in(folder: Path) -> int | None:
 
 
 def _can_go(folder: Path) -> int:
-    """Bytes of page cache: all that is of files but not of shared memory."""
+    """Bytes of page cache: file pages that are not shared memory."""
     stat: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):
         for line in (folder / "memory.stat").read_text().splitlines():
@@ -223,12 +225,13 @@ def _can_go(folder: Path) -> int:
 
 
 def _nobody(clause: str) -> None:
-    """Who need not know why there are no large pages."""
+    """Ignores the reason why there are no huge pages."""
 
 
 def take_file(path: str, nbytes: int, filled: int, tell: Tell = _nobody) -> int:
-    """A descriptor of a new file of `nbytes`, whose first `filled` bytes have their pages; `tell`
-    is called with a clause if no large ones could be had. NoRoom, and then there is no file."""
+    """Create a file of `nbytes` whose first `filled` bytes are allocated; return its descriptor.
+    `tell` is called with a clause if no huge pages were available. Raises NoRoom, and then there is
+    no file."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd = os.open(path, flags, 0o600)
@@ -245,7 +248,7 @@ def take_file(path: str, nbytes: int, filled: int, tell: Tell = _nobody) -> int:
 
 
 def take_anonymous(name: str, nbytes: int, filled: int, tell: Tell = _nobody) -> int:
-    """The same without a file. NoRoom."""
+    """The same as `take_file` without a file name. Raises NoRoom."""
     try:
         fd = memory_file(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -255,7 +258,7 @@ def take_anonymous(name: str, nbytes: int, filled: int, tell: Tell = _nobody) ->
     except BaseException:
         os.close(fd)
         raise
-    with contextlib.suppress(OSError):  # nobody can cut it any more; files cannot be sealed
+    with contextlib.suppress(OSError):  # nobody can truncate it any more; files cannot be sealed
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return fd
 
@@ -271,8 +274,8 @@ def _fill(fd: int, nbytes: int, filled: int, tell: Tell) -> None:
 
 
 def mapped(fd: int, nbytes: int, path: str) -> mmap.mmap:
-    """What was just taken, mapped. NoRoom, and then it is given back: what this process may map has
-    limits of its own (ulimit -v, vm.max_map_count)."""
+    """Map what was just allocated. Raises NoRoom and frees it if mapping fails: mappings have
+    separate limits (ulimit -v, vm.max_map_count)."""
     try:
         return mmap.mmap(fd, nbytes)
     except OSError as error:
@@ -288,8 +291,8 @@ def mapped(fd: int, nbytes: int, path: str) -> mmap.mmap:
 
 
 def populate(fd: int, nbytes: int) -> bool:
-    """Touch every page, without the interpreter's lock; false where the kernel cannot be asked to.
-    The mapping is gone again afterwards: page tables are each process' own."""
+    """Touch every page, without the interpreter lock; False if the kernel does not support it. The
+    mapping is removed afterwards, because page tables are per process."""
     libc = system()
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     for at in range(0, nbytes, CHUNK):

@@ -1,19 +1,19 @@
-"""The shared memory of one local rank: a control page, a layout, and two or three slots.
+"""The shared memory of one local rank: a control page, a layout, and two to four slots.
 
-A rank writes snapshots into its segment, its agent and its saver read them, and the segment lives
-on when the rank is killed. Nothing is locked. A slot is written in four steps: its commit word is
-taken back; the payload is copied; the record says whose it is; the commit word is set to the
-record's sequence number. Whoever reads believes a slot only if record and commit word agree and the
-record's checksum holds; a reader of a rank that lives looks at the commit word again afterwards.
-SIGKILL cannot undo stores, and on x86 they are seen in the order in which they were made; on other
-machines the notice over the socket, which comes after them, is the fence.
+A rank writes snapshots into its segment, its agent and its saver read them, and the segment
+outlives a rank that is killed. There are no locks. A slot is written in four steps: the commit word
+is cleared; the payload is copied; the record is written, which identifies the snapshot; the commit
+word is set to the record's sequence number. A reader accepts a slot only if record and commit word
+agree and the record's checksum is correct; a reader while the rank runs checks the commit word
+again afterwards. SIGKILL cannot undo stores, and on x86 stores become visible in program order; on
+other machines the message over the socket, which follows them, is the fence.
 
     control page | layout (PAGE-aligned) | slot 0: header page, own tensors, shared tensors,
     opaque values | slot 1 ...
 
 Words of the control page have one writer each: the agent `watermark`, `given_up` and `save_at`, the
-rank `current`. A slot's pin is set by the rank for a persist that it asks for (before it tells the
-agent) or by the agent while no rank lives, and cleared by the agent alone.
+rank `current`. A slot's pin is set by the rank for a persist that it requests (before it sends the
+message to the agent), or by the agent while the rank is not running. Only the agent clears it.
 """
 
 from __future__ import annotations
@@ -42,28 +42,29 @@ _PINS = 24
 """Indices of 8-byte words in the control page; pins take MAX_SLOTS of them."""
 
 COMMIT_AT: Final = 1024
-"""Where the commit word stands in a slot's header page."""
+"""Offset of the commit word in a slot's header page."""
 
 HASHES_AT: Final = 2048
-"""Where the saver keeps its hashes: the sequence number they are of, how many, then each."""
+"""Offset of the saver's hashes: the sequence number of the snapshot, their number, then each."""
 
 BLOCK: Final = 64 * 1024 * 1024
-"""Bytes of the stretch of tensors that one hash covers; one more covers the opaque values."""
+"""Bytes of tensors that one hash covers; one more hash covers the opaque values."""
 
 MAX_HASHES: Final = (PAGE - HASHES_AT) // 8 - 2
-"""Stretches of more blocks (16 GiB) are hashed in larger ones (`block_of`)."""
+"""Tensors with more blocks (16 GiB) are hashed in larger ones (`block_of`)."""
 
 _RECORD: Final = struct.Struct("<QIqq16sQqQQI")
 """magic, version, term, number, key of the round, sequence, step, layout, bytes of opaque values,
-checksum of what stands before it. Not native order: it is guarded by its checksum."""
+checksum of what precedes it. Not in native byte order; the checksum guards it.
+"""
 
 
 class SegmentError(ValueError):
-    """The bytes are no segment of ours, or one that cannot be true; a sentence."""
+    """The bytes are not a segment of ours, or an impossible one; a sentence."""
 
 
 def round_key(name: RoundName) -> bytes:
-    """16 bytes that stand for the whole name of a round."""
+    """A 16-byte hash of the whole name of a round."""
     text = f"{name.term}/{name.number}/{name.nonce}".encode()
     return blake2b(text, digest_size=16).digest()
 
@@ -79,7 +80,7 @@ class Snapshot:
     sequence: int
     step: int
     layout: int  # Layout.key
-    values_bytes: int  # of opaque values with their table
+    values_bytes: int  # opaque values with their table
 
     def is_of(self, name: RoundName) -> bool:
         return self.round == round_key(name)
@@ -91,7 +92,7 @@ def segment_bytes(layout_length: int, slot_bytes: int, slots: int) -> int:
 
 
 def block_of(tensor_bytes: int) -> int:
-    """Bytes that one hash covers in a stretch of so many bytes of tensors (own and shared)."""
+    """Bytes that one hash covers, for so many bytes of tensors (own and shared)."""
     block = BLOCK
     while -(-tensor_bytes // block) >= MAX_HASHES:
         block *= 2
@@ -112,13 +113,14 @@ class _Word:
 
 
 class Segment:
-    """A view of one segment. `memory` is the whole of it, mapped shared; writers need it writable.
+    """A view of one segment. `memory` is the whole segment, mapped shared; writers need it
+    writable.
 
-    Words of eight bytes are read and written at once (`memoryview.cast`): half of one is never
-    seen. `close` lets go of the views; the mapping is the caller's."""
+    Words of eight bytes are read and written atomically (`memoryview.cast`). `close` releases the
+    views; the caller owns the mapping."""
 
     def __init__(self, memory: memoryview) -> None:
-        """SegmentError for what is no segment, or is shorter than it says."""
+        """Raises SegmentError if this is not a segment, or shorter than it claims."""
         if len(memory) < PAGE:
             raise SegmentError(f"a segment of {len(memory)} bytes has no room for anything")
         self._memory = memory.cast("B")
@@ -135,23 +137,23 @@ class Segment:
             raise SegmentError("a segment is shorter than it says")
 
     def is_made_for(self, layout_length: int, slot_bytes: int, slots: int) -> bool:
-        """Whether the control page still says what `begin` wrote there for these sizes."""
+        """Whether the control page still has what `begin` wrote for these sizes."""
         made = (MAGIC, VERSION, slots, _up(layout_length), layout_length, slot_bytes)
         return tuple(self._words[: len(made)]) == made
 
     def has_layout(self, key: int) -> bool:
-        """Whether the layout that stands in it is the one with this key; without decoding it."""
+        """Whether the contained layout is the one with this key; does not decode it."""
         length = self._words[_LAYOUT_LENGTH]
         return is_of(bytes(self._memory[PAGE : PAGE + length]), key)
 
     # ------------------------------------------------------------ places
 
     def slot_at(self, slot: int) -> int:
-        """Where the header page of a slot begins, in bytes from the segment's first."""
+        """Offset of a slot's header page in the segment."""
         return PAGE + self._layout_bytes + slot * (PAGE + self.slot_bytes)
 
     def payload_at(self, slot: int) -> int:
-        """Where a slot's first tensor begins."""
+        """Offset of a slot's first tensor."""
         return self.slot_at(slot) + PAGE
 
     def payload(self, slot: int) -> memoryview:
@@ -160,8 +162,8 @@ class Segment:
         return self._memory[at : at + self.slot_bytes]
 
     def layout(self, key: int | None = None) -> Layout:
-        """What the slots are laid out as; with the `key` that a snapshot's record has, in a third
-        of the time (`layout.decode`). SegmentError."""
+        """The layout of the slots; with the `key` from a snapshot's record it takes a third of the
+        time (`layout.decode`). Raises SegmentError."""
         at = PAGE
         length = self._words[_LAYOUT_LENGTH]
         try:
@@ -175,20 +177,20 @@ class Segment:
     # ------------------------------------------------------------ the control page
 
     watermark = _Word(_WATERMARK)
-    """The newest step of the present round that is whole over the whole job, or NONE."""
+    """The newest step of the current round that is complete in the whole job, or NONE."""
 
     given_up = _Word(_GIVEN_UP)
-    """Steps above the watermark up to this one can never be whole, since some ranks have them and
-    others went on without; NONE: no step."""
+    """Steps above the watermark up to this one can never be complete, because some ranks have saved
+    them and others continued without; NONE: no step."""
 
     save_at = _Word(_SAVE_AT)
-    """The step that everybody is asked to save, or NONE."""
+    """The step that all ranks must save, or NONE."""
 
     current = _Word(_CURRENT)
-    """The step the rank is at, or NONE."""
+    """The current step of the rank, or NONE."""
 
     def pinned(self, slot: int) -> bool:
-        """Whether somebody needs this snapshot still."""
+        """Whether this snapshot is still needed."""
         return self._words[_PINS + slot] != 0
 
     def pin(self, slot: int, on: bool = True) -> None:
@@ -201,18 +203,18 @@ class Segment:
         return self._memory[at : at + 8].cast("q")
 
     def committed(self, slot: int) -> int:
-        """The commit word, 0 for none: what a reader of a living rank looks at again."""
+        """The commit word, 0 for none. A reader checks it again while the rank runs."""
         return self._commit(slot)[0]
 
     def withdraw(self, slot: int) -> None:
-        """First step of a write, or the end of a snapshot: the slot holds nothing any more."""
+        """First step of a write, or the end of a snapshot: mark the slot as empty."""
         self._commit(slot)[0] = 0
 
     def commit(
         self, slot: int, *, round: RoundName, sequence: int, step: int, layout: int, values: int
     ) -> None:
-        """The last two steps of a write: the payload stands. `values`: bytes of opaque values with
-        their table; `sequence`: above that of every other slot."""
+        """The last two steps of a write, after the payload. `values`: bytes of opaque values with
+        their table; `sequence`: higher than that of every other slot."""
         key = round_key(round)
         fields = (MAGIC, VERSION, round.term, round.number, key, sequence, step, layout, values)
         record = _RECORD.pack(*fields, 0)[:-4]
@@ -221,7 +223,7 @@ class Segment:
         self._commit(slot)[0] = sequence
 
     def read(self, slot: int) -> Snapshot | None:
-        """The snapshot in a slot, None if there is no committed one."""
+        """The committed snapshot in a slot, or None."""
         at = self.slot_at(slot)
         record = bytes(self._memory[at : at + _RECORD.size])
         magic, version, term, number, key, sequence, step, layout, values, crc = _RECORD.unpack(
@@ -231,19 +233,19 @@ class Segment:
             return None
         if not sequence or self.committed(slot) != sequence or values > self.slot_bytes:
             return None
-        if step < 0:  # no report could say it
+        if step < 0:  # invalid in every report
             return None
         return Snapshot(slot, term, number, key, sequence, step, layout, values)
 
     def snapshots(self) -> list[Snapshot]:
-        """All committed ones, the newest last."""
+        """All committed snapshots, the newest last."""
         found = (self.read(slot) for slot in range(self.slots))
         return sorted((s for s in found if s is not None), key=lambda s: s.sequence)
 
     def free_slot(self) -> int | None:
-        """Where the next snapshot of the present life may go: a slot that holds nothing, else one
-        that is not pinned and is needless, because a newer step is whole or because its own step
-        was given up; None if there is none now. For the rank."""
+        """A slot for the rank's next snapshot: an empty one, else one that is not pinned and not
+        needed, because a newer step is complete or its own step was given up; None if there is none
+        now."""
         held = {s.slot: s for s in self.snapshots()}
         free = [j for j in range(self.slots) if not self.pinned(j)]
         for slot in free:
@@ -260,7 +262,7 @@ class Segment:
         return min(needless, key=lambda s: s.sequence).slot if needless else None
 
     def values(self, snapshot: Snapshot, layout: Layout) -> list[memoryview]:
-        """The opaque values of a snapshot. SegmentError for a table that cannot be true."""
+        """The opaque values of a snapshot. Raises SegmentError for an invalid table."""
         at, count = layout.tensor_bytes, len(layout.values)
         region = self.payload(snapshot.slot)[at : at + snapshot.values_bytes]
         if not 8 * count <= len(region) == snapshot.values_bytes:
@@ -279,7 +281,7 @@ class Segment:
 
     def hashes(self, snapshot: Snapshot) -> tuple[int, ...]:
         """The xxh3 (64 bits) of each block of this snapshot's tensors, then that of its opaque
-        values; () if they have not been made."""
+        values; () if they have not been computed."""
         at = self.slot_at(snapshot.slot) + HASHES_AT
         words = self._memory[at : at + PAGE - HASHES_AT].cast("Q")
         sequence, count = words[0], words[1]
@@ -288,15 +290,15 @@ class Segment:
         return tuple(words[2 : 2 + count])
 
     def close(self) -> None:
-        """Let go of the views."""
+        """Release the views."""
         self._words.release()
         self._memory.release()
 
 
 def begin(memory: memoryview, *, layout_length: int, slot_bytes: int, slots: int) -> None:
-    """Make fresh memory a segment with no snapshot; for the agent. The rank writes its layout of
-    `layout_length` bytes, encoded, at `PAGE` before its first snapshot. ValueError for sizes that
-    no segment has or that the memory is too small for."""
+    """Initialize fresh memory as a segment without snapshots; called by the agent. The rank writes
+    its encoded layout of `layout_length` bytes at `PAGE` before its first snapshot. Raises
+    ValueError for invalid sizes, or if the memory is too small."""
     room = _up(layout_length)
     if not MIN_SLOTS <= slots <= MAX_SLOTS or slot_bytes % PAGE or min(room, slot_bytes) < 0:
         raise ValueError(f"{slots} slots of {slot_bytes} bytes are no segment")
@@ -314,7 +316,7 @@ def begin(memory: memoryview, *, layout_length: int, slot_bytes: int, slots: int
 
 
 def values_region(values: Sequence[bytes]) -> bytes:
-    """Opaque values as they lie in a slot: a table of their lengths, then each."""
+    """Opaque values as they are in a slot: a table of their lengths, then each value."""
     return struct.pack(f"={len(values)}Q", *map(len, values)) + b"".join(values)
 
 

@@ -102,7 +102,8 @@ class StatePart(Protocol):
 
 
 def why_no_state(value: Any) -> str:
-    """Why the value cannot be a part of the state (`is ..., which has no state ...`); "" if it can."""
+    """Why the value cannot be a part of the state (`is ..., which has no state ...`), or "" if it
+    can."""
     if isinstance(value, torch.Tensor | Mapping):
         return ""
     kind = "class" if isinstance(value, type) else "function" if callable(value) else ""
