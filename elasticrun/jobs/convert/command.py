@@ -1,7 +1,7 @@
-"""The command of a container, with elasticrun in the place of the launcher it names.
+"""Rewrites a container's command so that elasticrun replaces the launcher that it names.
 
-What the operator tells every agent by itself (how many nodes, where they meet, which one this is)
-is taken out of it.
+Settings that the operator gives every agent (number of nodes, rendezvous endpoint, node rank) are
+removed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ SETTLED: Final = (
     "nnodes", "node-rank", "group-rank", "master-addr", "master-port", "rdzv-backend",
     "rdzv-endpoint", "rdzv-id", "standalone", "local-addr", "use-env",
 )  # fmt: skip
-"""Flags of a launcher that the ElasticJob's operator settles, or that mean nothing here."""
+"""Launcher flags that the ElasticJob's operator sets, or that have no meaning here."""
 
 BARE: Final = (
     "standalone", "no-python", "run-path", "use-env", "network-check", "comm-perf-test",
     "exclude-straggler", "auto-config", "auto-tunning", "save-at-breakpoint", "numa-affinity",
 )  # fmt: skip
-"""Flags of a launcher that have no value."""
+"""Launcher flags without a value."""
 
 _PYTHON = r"(?:\S*/)?python[0-9.]*"
 
@@ -30,13 +30,13 @@ LAUNCHER = re.compile(
     rf"(?<![\w./-])(?:(?:\S*/)?(?:torchrun|dlrover-run)|{_PYTHON}(?:\s+-u)?\s+-m\s+"
     r"torch\.distributed\.(?:run|launch))(?=\s|$)"
 )
-"""A launcher whose flags elasticrun takes."""
+"""A launcher whose flags elasticrun accepts."""
 
 _SCRIPT = re.compile(
     rf"(?<![\w./-]){_PYTHON}(?P<options>(?:\s+-(?!m\s)[a-zA-Z]+)*)\s+"
     r"(?=-m\s+(?!pip\b)\w|[^-\s;&|][^\s;&|]*\.py(?:[\s;&|'\")]|$))"
 )
-"""Python with a script or a module: what a job has whose operator starts the ranks itself."""
+"""Python with a script or a module, as in jobs whose operator starts the ranks itself."""
 
 _FLAG = re.compile(
     rf"\s--(?P<name>{'|'.join(name.replace('-', '[-_]') for name in SETTLED)})"
@@ -47,11 +47,11 @@ _VALUE = re.compile(r"\s+(?:\"[^\"]*\"|'[^']*'|(?!-)\S+)")
 
 
 class Converted(NamedTuple):
-    """The command, and what of it was changed."""
+    """The command, and what changed in it."""
 
     command: list[str]
     args: list[str]
-    dropped: tuple[str, ...] = ()  # flags, as they stood there
+    dropped: tuple[str, ...] = ()  # flags removed, as written
     known: bool = True  # False: no launcher was found, and nothing was changed
 
 
@@ -63,9 +63,9 @@ def convert(
     default: str = "",
     restarts: int = -1,
 ) -> Converted:
-    """The command and arguments of a container that is to run elasticrun. `ranks` of a node and
-    `restarts` become flags of it, unless they are among the launcher's already; `default`: ranks of
-    a launcher that is told nowhere."""
+    """Convert the command and arguments of a container to run elasticrun. `ranks` per node and
+    `restarts` become flags, unless the launcher already has them; `default`: ranks for a launcher
+    if nothing sets them."""
     extra = {"nproc-per-node": (ranks, default)}
     if restarts >= 0:
         extra["max-restarts"] = (str(restarts), str(restarts))
@@ -81,11 +81,11 @@ def convert(
 
 
 _Extra = Mapping[str, tuple[str, str]]
-"""By flag: its value where a job says it, and that of a launcher where nobody does."""
+"""By flag: the value that the job sets, and a launcher's value if nothing sets it."""
 
 
 def _added(extra: _Extra, own: str | None) -> list[str]:
-    """Flags of ours. `own`: what a launcher was given, None where there was no launcher."""
+    """Flags to add. `own`: the launcher's flags, None without a launcher."""
     made = []
     for name, (said, default) in extra.items():
         value = said or (default if own is not None else "")
@@ -100,13 +100,13 @@ def _is_shell(words: Sequence[str]) -> bool:
 
 
 def _in_words(words: Sequence[str], extra: _Extra) -> Converted | None:
-    """A command that no shell reads; None where it begins with nothing that is known."""
+    """A command without a shell; None if its first word is unknown."""
     name, rest = words[0].rpartition("/")[2] if words else "", list(words[1:])
     if re.fullmatch(r"python[0-9.]*", name):
         rest = rest[1:] if rest[:1] == ["-u"] else rest
         if not rest:
             return None
-        if rest[0].startswith("-") and rest[0] != "-m":  # options of Python's own
+        if rest[0].startswith("-") and rest[0] != "-m":  # Python's own options
             return Converted(["elasticrun", *_added(extra, None), "--no-python", *words], [])
         if rest[0] != "-m" or rest[1:2] not in (
             ["torch.distributed.run"],
@@ -131,8 +131,8 @@ def _in_words(words: Sequence[str], extra: _Extra) -> Converted | None:
 
 
 def script_at(words: Sequence[str]) -> int:
-    """Where the launcher's own flags end, as far as can be told without knowing them all: at `-m`,
-    a word that ends in `.py`, or one that is neither a flag nor its value."""
+    """Where the launcher's own flags end. Not all flags are known, so this is an estimate: at `-m`,
+    at a word that ends in `.py`, or at a word that is neither a flag nor its value."""
     is_value = False
     for at, word in enumerate(words):
         if word.endswith(".py") or word in ("-m", "--module"):
@@ -145,7 +145,8 @@ def script_at(words: Sequence[str]) -> int:
 
 
 def _in_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None]:
-    """The text and the flags taken out; None for them where there is not one launcher in it."""
+    """The new text and the removed flags; None for the flags unless the text has exactly one
+    launcher."""
     found = list(LAUNCHER.finditer(text))
     if not found:
         found = list(_SCRIPT.finditer(text))
@@ -167,7 +168,7 @@ def _in_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None]:
 
 
 def _without_settled(rest: str) -> tuple[str, tuple[str, ...]]:
-    """Only as far as the launcher's own flags go: what follows the script is the script's."""
+    """Remove settled flags up to the script only: later flags belong to the script."""
     dropped = []
     end = _flags_end(rest)
     own, others = rest[:end], rest[end:]
@@ -182,8 +183,8 @@ def _without_settled(rest: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _flags_end(rest: str) -> int:
-    """Where the script begins, as far as can be told: at the first word that ends in `.py`, else at
-    `-m`; else at the end of the simple command."""
+    """An estimate of where the script begins: the first word that ends in `.py`, else `-m`, else
+    the end of the simple command."""
     for pattern in (r"\s[^-\s]\S*\.py(?=[\s'\"]|$)", r"\s(?:-m|--module)\s", r"\n(?<!\\\n)|[;&|]"):
         if found := re.search(pattern, rest):
             return found.start()

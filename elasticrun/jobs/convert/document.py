@@ -1,7 +1,7 @@
-"""A YAML document whose every field is read once, left out with a reason, or refused.
+"""A YAML document in which every field is read once, left out with a reason, or refused.
 
-`Fields` is a mapping of it: what nobody has taken when `close` is called is a field that the source
-kind does not have, or that a newer version of it has.
+`Fields` is one of its mappings. When `close` is called, a field that was not taken is one that the
+source kind does not have, or that only a newer version has.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 MAX_BYTES: Final = 1024 * 1024
-"""A longer file is no job: etcd takes no larger object."""
+"""A longer file is not a job: etcd accepts no larger object."""
 
 MAX_NODES: Final = 50_000
-"""Values in a file, aliases counted as often as they are used."""
+"""Values in a file; aliases count each time they are used."""
 
 _CALLED: Final[Mapping[type, str]] = {
     str: "text", int: "whole number", bool: "true or false", dict: "mapping", list: "list",
@@ -23,11 +23,11 @@ Kind = TypeVar("Kind")
 
 
 class NotConvertible(Exception):
-    """The document cannot be converted; the text is a sentence."""
+    """The document cannot be converted; the message is a sentence."""
 
 
 class Document:
-    """One document: its value, and on which line each field stands."""
+    """One document: its value, and the line of each field."""
 
     def __init__(self, value: Any, lines: Mapping[str, int]) -> None:
         self.value = value
@@ -35,18 +35,18 @@ class Document:
         self.notes: list[str] = []
 
     def fields(self) -> Fields:
-        """The whole, which must be a mapping. NotConvertible."""
+        """The whole document, which must be a mapping. Raises NotConvertible."""
         if not isinstance(self.value, dict):
             raise NotConvertible("no job: a Kubernetes object is a mapping with `kind` and `spec`")
         return Fields(self, self.value, "")
 
     def where(self, path: str) -> str:
-        """`line 12: spec.nproc`."""
+        """A position such as `line 12: spec.nproc`."""
         line = self._lines.get(path)
         return f"line {line}: {path}" if line else path
 
     def note(self, path: str, sentence: str) -> None:
-        """Something is not carried over, or otherwise than it stands there."""
+        """Record that a field is left out or converted differently."""
         self.notes.append(f"{self.where(path)}: {sentence}")
 
 
@@ -63,7 +63,8 @@ class Fields:
         return f"{self.path}.{name}" if self.path else name
 
     def take(self, name: str, kind: type[Kind], default: Kind) -> Kind:
-        """A field's value, the default where there is none. NotConvertible for another type."""
+        """A field's value, or the default if it is missing. Raises NotConvertible for another
+        type."""
         value = self._left.pop(name, None)
         if value is None:
             return default
@@ -72,42 +73,42 @@ class Fields:
         return value
 
     def number(self, name: str, default: int, least: int = 0) -> int:
-        """A whole number. NotConvertible below `least`."""
+        """An integer. Raises NotConvertible if it is below `least`."""
         value = self.take(name, int, default)
         if value < least and value != default:
             raise self.wrong(name, f"{value} is less than {least}")
         return value
 
     def inner(self, name: str) -> Fields:
-        """A mapping in it, empty where it is not there. NotConvertible for another type."""
+        """An inner mapping, empty if missing. Raises NotConvertible for another type."""
         return Fields(self._document, self.take(name, dict, {}), self.of(name))
 
     def roles(self) -> Iterator[tuple[str, Fields]]:
-        """Each mapping in it, by name."""
+        """Each inner mapping, by name."""
         for name in list(self._left):
             yield name, self.inner(name)
 
     def leave(self, name: str, why: str) -> None:
-        """Not carried over, if it is there at all, and says something."""
+        """Leave a field out, with a note if it is present and not empty."""
         if self._left.pop(name, None) not in (None, "", {}, []):
             self._document.note(self.of(name), f"left out: {why}")
 
     def note(self, name: str, sentence: str) -> None:
-        """Of a field that has been taken."""
+        """A note about a field that was taken."""
         self._document.note(self.of(name), sentence)
 
     def wrong(self, name: str, why: str) -> NotConvertible:
-        """The refusal of a field."""
+        """The error for a field."""
         return NotConvertible(f"{self._document.where(self.of(name))}: {why}")
 
     def close(self) -> None:
-        """Nothing is left. NotConvertible."""
+        """Raises NotConvertible if a field is left."""
         for name in self._left:
             raise self.wrong(name, "no such field is known; correct it, or take it out")
 
 
 def documents(text: str) -> list[Document]:
-    """All that stand in a file, empty ones left out. NotConvertible, also without PyYAML."""
+    """All documents of a file, without empty ones. Raises NotConvertible, also without PyYAML."""
     if len(text.encode()) > MAX_BYTES:
         raise NotConvertible(f"more than {MAX_BYTES // 1024} KiB: no job is that large")
     try:
@@ -124,7 +125,7 @@ def documents(text: str) -> list[Document]:
 
 
 class _Reading:
-    """From PyYAML's nodes, which know their lines, to values."""
+    """Converts PyYAML's nodes, which know their lines, to values."""
 
     def __init__(self, yaml: Any) -> None:
         self._yaml = yaml
@@ -142,7 +143,7 @@ class _Reading:
         if isinstance(node, self._yaml.ScalarNode):
             if node.tag.endswith(
                 (":timestamp", ":binary")
-            ):  # JSON has none: text, as in Kubernetes
+            ):  # JSON has no such type; Kubernetes keeps text
                 return node.value
             return self._scalars.construct_object(node)
         if isinstance(node, self._yaml.SequenceNode):

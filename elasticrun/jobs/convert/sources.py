@@ -1,4 +1,4 @@
-"""The kinds that can be read: what each of their fields becomes, or why it is left out."""
+"""The source kinds: the conversion of each of their fields, or why it is left out."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ THEIRS: Final = re.compile(
     r"\$[({]*((?:NODE|WORKER)_(?:NUM|RANK|ID|TYPE)|(?:PET|MS|DLROVER)_\w+|MASTER_ADDR|MASTER_PORT|"
     r"WORLD_SIZE|RANK)\b"
 )
-"""Variables of a pod that their operators set and ours does not."""
+"""Variables that other operators set in a pod and ours does not."""
 
 BY_THE_POLICY: Final = "pods are replaced by what their exit code says (docs/exit-codes.md)"
 
 
 @dataclass(slots=True)
 class ForeignJob:
-    """What all of them say. `template` is a pod's, in Kubernetes' words; 0 and "" say nothing."""
+    """The common content of all source kinds. `template` is a pod template of Kubernetes; 0 and ""
+    mean unset."""
 
     name: str
     namespace: str = ""
@@ -31,8 +32,8 @@ class ForeignJob:
     annotations: dict[str, Any] = field(default_factory=dict)
     nodes: int = 1
     min_nodes: int = 0
-    ranks: str = ""  # a node; as --nproc-per-node has it
-    default: str = ""  # of torchrun where nothing is said: "auto" where the operator sets that
+    ranks: str = ""  # per node, as in --nproc-per-node
+    default: str = ""  # default for a torchrun without the flag: "auto" where the operator sets it
     restarts: int = -1
     suspend: bool = False
     success: str = ""
@@ -44,7 +45,7 @@ class ForeignJob:
 
 
 def read(document: Document, image: str | None = "") -> ForeignJob:
-    """The job of a document; `image`: of the ranks, where it names none; None: none is needed.
+    """The job of a document. `image`: for ranks whose job names none; None: not needed. Raises
     NotConvertible."""
     top = document.fields()
     kind, version = top.take("kind", str, ""), top.take("apiVersion", str, "")
@@ -76,7 +77,7 @@ def _metadata(meta: Fields) -> ForeignJob:
 
 
 def _run_policy(run: Fields, job: ForeignJob) -> None:
-    """Kubeflow's, which MindSpore's operator took over."""
+    """Kubeflow's run policy, which MindSpore's operator also uses."""
     if clean := run.take("cleanPodPolicy", str, ""):
         job.policy["cleanPodPolicy"] = clean
     for name, least in (("ttlSecondsAfterFinished", 0), ("activeDeadlineSeconds", 1),
@@ -102,7 +103,7 @@ def _run_policy(run: Fields, job: ForeignJob) -> None:
 
 
 def _role(role: Fields, job: ForeignJob) -> int:
-    """One replica spec whose pods are nodes: how many; its template is the job's."""
+    """A replica spec whose pods are nodes: returns their number, and sets the job's template."""
     count = role.number("replicas", 1)
     role.leave("restartPolicy", BY_THE_POLICY)
     template = role.take("template", dict, {})
@@ -113,7 +114,7 @@ def _role(role: Fields, job: ForeignJob) -> int:
 
 
 def _container(spec: Fields, job: ForeignJob, path: str, called: str) -> dict[str, Any]:
-    """The container of the ranks in the job's template: it comes first there."""
+    """The ranks' container in the job's template; moves it to the front."""
     pod = job.template.setdefault("spec", {})
     containers = pod.get("containers") if isinstance(pod, dict) else None
     if not isinstance(containers, list) or not containers:
@@ -280,7 +281,8 @@ def _msjob(spec: Fields, job: ForeignJob, image: str | None) -> None:
 
 
 def scale_plan(document: Document) -> tuple[str, int]:
-    """dlrover's ScalePlan: whose it is, and how many nodes that job is to have. NotConvertible."""
+    """A ScalePlan of dlrover: the name of its job, and the wanted number of nodes. Raises
+    NotConvertible."""
     top = document.fields()
     if top.take("kind", str, "") != "ScalePlan":
         raise top.wrong("kind", "only a ScalePlan says how large a job is to be")

@@ -1,4 +1,4 @@
-"""What a job becomes: an ElasticJob, or the words of `elasticrun render slurm`."""
+"""The conversion targets: an ElasticJob, or the words of `elasticrun render slurm`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elasticrun.jobs.convert.sources import ForeignJob
 API: Final = "elasticrun.dev/v1alpha1"
 
 GPUS: Final = re.compile(r"(nvidia\.com/(gpu|mig-.*)|amd\.com/gpu|huawei\.com/Ascend.*)$")
-"""Resources that Slurm knows as GPUs."""
+"""Resources that are GPUs to Slurm."""
 
 
 NOT_THERE: Final = {
@@ -23,10 +23,10 @@ NOT_THERE: Final = {
     "volumeMounts": "paths are those of the nodes",
     "workingDir": "name a folder of the nodes by #SBATCH --chdir",
 }
-"""Fields of a container that Slurm has no counterpart of, and what to do about it."""
+"""Fields of a container without a counterpart in Slurm, and what to do instead."""
 
 _SIMPLE: Final = re.compile(r"\s*(?:exec\s+)?elasticrun(?:\\\n|[^\n;&|<>`$()])*\n?")
-"""The text of a shell that is nothing but this one command."""
+"""Shell text that consists of only this command."""
 
 
 def elastic_job(job: ForeignJob) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def elastic_job(job: ForeignJob) -> dict[str, Any]:
 
 
 def slurm_words(job: ForeignJob, document: Document) -> list[str]:
-    """The words behind `elasticrun render slurm`. NotConvertible where no command is named."""
+    """The words after `elasticrun render slurm`. Raises NotConvertible if there is no command."""
     pod = job.template["spec"]
     main = pod["containers"][0]
     words, path = [*main.get("command", ()), *main.get("args", ())], "spec.template.spec.containers"

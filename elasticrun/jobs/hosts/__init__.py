@@ -1,6 +1,7 @@
-"""Starting a job's agents on hosts that are named, by the system's ssh: which hosts (`hostfile`),
-what starts an agent there and tells of it (`far`), one host's connection (`ssh`), all of a job
-(`fleet`).
+"""Starts a job's agents on named hosts with the system's ssh.
+
+`hostfile` parses the hosts, `far` runs on a host, starts the agent there and reports on it, `ssh`
+is the connection to one host, and `fleet` manages all hosts of a job.
 
 Forbidden here: grpc, torch, and whatever asks a person for a password.
 """

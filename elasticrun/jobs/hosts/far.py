@@ -1,13 +1,17 @@
-"""What ssh starts on a host (`python -m elasticrun.jobs.hosts.far`): it starts the agent apart from
-the connection and tells what the agent prints and how it ends. When the connection breaks the agent
-goes on; the next one finds it and goes on telling where the last one was.
+"""The program that ssh starts on a host (`python -m elasticrun.jobs.hosts.far`).
 
-On stdin: an `Order` as one line of JSON, then lines with the signals so far, and `done`. On stdout:
-`GREETING`, then lines of JSON; behind {"out": n} and {"err": n} stand n bytes of the agent's. The
-token is nowhere but on stdin, and in the agent, which takes it out of its environment.
+It starts the agent detached from the connection, and reports the agent's output and exit code. If
+the connection breaks, the agent continues; the next connection finds it and resumes the report
+where the last one stopped.
 
-An agent's folder is $XDG_STATE_HOME/elasticrun/hosts/ID (~/.local/state/...): `out` and `err`, who
-holds it, how many signals it has had, its exit code. It goes when all of it was told.
+stdin carries an `Order` as one line of JSON, then lines with all signals so far, and `done`. stdout
+carries `GREETING`, then lines of JSON; {"out": n} and {"err": n} are each followed by n bytes of
+the agent's output. The token appears only on stdin and in the agent, which removes it from its
+environment.
+
+An agent's folder is $XDG_STATE_HOME/elasticrun/hosts/ID (~/.local/state/...). It contains `out` and
+`err`, the holder process, the number of delivered signals, and the exit code. The folder is deleted
+once everything is reported.
 """
 
 from __future__ import annotations
@@ -34,28 +38,28 @@ from elasticrun.host.system.title import set_title
 from elasticrun.wire.env import BY_SSH
 
 GREETING: Final = f"elasticrun-far 1 {__version__}"
-"""Our first line; whatever comes before it is a shell profile's."""
+"""The first line of our output; earlier lines come from a shell profile."""
 
 STREAMS: Final = ("out", "err")
 MOST_ORDER: Final = 4 * 1024 * 1024
-"""Bytes of a line on stdin: command line, variables and token."""
+"""Maximum bytes of a line on stdin: command line, variables and token."""
 CHUNK: Final = 64 * 1024
 ORDER_LIMIT: Final = 180.0
-"""Seconds until the other side knows at which host the nodes meet."""
+"""Seconds until the other side has chosen the host of the rendezvous."""
 BEGIN_LIMIT: Final = 30.0
-"""Seconds in which another connection that is starting the agent has started it."""
+"""Seconds within which another connection must have started the agent."""
 LOOK_EVERY: Final = 0.5
-"""Seconds between looks where the kernel gives no inotify."""
+"""Seconds between polls if the kernel provides no inotify."""
 HOLDER_EVERY: Final = 10.0
-"""Seconds between looks whether the process that holds the agent was killed."""
+"""Seconds between checks whether the process that holds the agent was killed."""
 FAREWELL: Final = 10
-"""Seconds that the other side has to say that it heard the end."""
+"""Seconds for the other side to acknowledge the end."""
 KEPT: Final = 20
-"""Folders of agents that have ended and were never told of to the end; older ones go."""
+"""Number of folders kept of ended agents without a complete report; older ones are deleted."""
 
 
 def main() -> int:
-    """Serve one connection; 0 unless what was asked for cannot be done."""
+    """Serve one connection. Returns 0 unless the order cannot be carried out."""
     _tell_line(GREETING)
     stdin = _Lines(0)
     order = stdin.next_line(ORDER_LIMIT)
@@ -63,7 +67,7 @@ def main() -> int:
         return 1
     try:
         return _Attending(order, stdin).run()
-    except OSError as wrong:  # no connection any more, or no room for the folder
+    except OSError as wrong:  # the connection is closed, or the disk is full
         try:
             _tell({"error": f"{wrong.strerror}: {wrong.filename or 'the connection'}"})
         except OSError:
@@ -72,7 +76,7 @@ def main() -> int:
 
 
 class _Lines:
-    """Lines of JSON from a descriptor, without ever waiting for the end of one."""
+    """Reads lines of JSON from a descriptor without blocking for the end of a line."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -80,13 +84,13 @@ class _Lines:
         self._rest = b""
 
     def read(self) -> None:
-        """Take in what is there."""
+        """Read the available data."""
         data = os.read(self.fd, CHUNK)
         self._rest += data
         self.open = bool(data) and len(self._rest) <= MOST_ORDER
 
     def pop(self) -> dict[str, Any] | None:
-        """The next whole line, None where there is none yet."""
+        """The next whole line, or None if there is none yet."""
         line, newline, rest = self._rest.partition(b"\n")
         if not newline:
             return None
@@ -94,7 +98,8 @@ class _Lines:
         return dict(json.loads(line))
 
     def next_line(self, limit: float) -> dict[str, Any] | None:
-        """Wait for it; None at the end, and where nothing comes for `limit` seconds."""
+        """Wait for the next line. Returns None at EOF, and if nothing arrives for `limit`
+        seconds."""
         while (found := self.pop()) is None and self.open:
             if not select.select([self.fd], [], [], limit)[0]:
                 return None
@@ -116,7 +121,7 @@ class _Attending:
             _tell({"error": f"there is no folder {self._order['cwd']} on this host"})
             return 1
         _sweep(self._folder.parent)
-        if _claim(self._folder):  # else an earlier connection has started it
+        if _claim(self._folder):  # otherwise an earlier connection has started it
             _start(self._folder, self._order)
         _tell({"follows": True})
         self._signal(self._order["signals"])
@@ -129,15 +134,15 @@ class _Attending:
         while self._print():
             pass
         _tell(ended)
-        signal.alarm(FAREWELL)  # nobody may be there any more
+        signal.alarm(FAREWELL)  # the other side may have exited
         while (line := self._stdin.next_line(FAREWELL)) is not None:
             if line.get("done"):
                 shutil.rmtree(self._folder, ignore_errors=True)
         return 0
 
     def _follow(self) -> dict[str, Any] | None:
-        """Tell what is written until the agent has ended, and how; None where the connection has
-        ended before."""
+        """Report output until the agent ends. Returns how it ended; None if the connection ends
+        first."""
         poller = select.poll()
         poller.register(self._stdin.fd, select.POLLIN)
         watch = _watch(self._folder)
@@ -153,14 +158,14 @@ class _Attending:
         return ended
 
     def _hear(self) -> bool:
-        """What the other side says; False at its end."""
+        """Read the other side's lines; False at EOF."""
         self._stdin.read()
         while (line := self._stdin.pop()) is not None:
             self._signal(line.get("signals", []))
         return self._stdin.open
 
     def _signal(self, signals: list[int]) -> None:
-        """Hand the agent those of these signals that it has not had."""
+        """Send the agent those of these signals that it has not received."""
         holder = _holder(self._folder)
         agent = ProcessId() if holder is None else holder["agent"]
         if not (agent.is_local and agent.is_alive()):
@@ -173,7 +178,7 @@ class _Attending:
         had.write_text(str(max(count, len(signals))))
 
     def _print(self) -> bool:
-        """Tell some of what is new; whether there may be more."""
+        """Report some new output. Returns whether there may be more."""
         more = False
         for name, file in self._files.items():
             if data := file.read(CHUNK):
@@ -194,7 +199,7 @@ def _watch(folder: Path) -> Inotify | None:
 
 
 def _claim(folder: Path) -> bool:
-    """Make the agent's folder; False where it is there."""
+    """Create the agent's folder; False if it exists."""
     part = folder.with_name(f"{folder.name}.{os.getpid()}")
     part.mkdir(mode=0o700)
     for name in STREAMS:
@@ -218,7 +223,7 @@ def _home(environ: Mapping[str, str]) -> Path:
 
 
 def _sweep(folders: Path) -> None:
-    """Remove what nobody has fetched, but for the newest."""
+    """Remove folders of ended agents, except the newest."""
     ended = [path for path in folders.iterdir() if _end_of(path) is not None]
     ended.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     for path in ended[KEPT:]:
@@ -226,11 +231,11 @@ def _sweep(folders: Path) -> None:
 
 
 def _start(folder: Path, order: Mapping[str, Any]) -> None:
-    """Start the agent below a process that only waits for it, apart from our session."""
+    """Start the agent in its own session, as the child of a process that only waits for it."""
     told, tell = os.pipe()
     if os.fork():
         os.close(tell)
-        select.select([told], [], [], BEGIN_LIMIT)  # it is there, or could not be started
+        select.select([told], [], [], BEGIN_LIMIT)  # started, or failed to start
         os.close(told)
         return
     os.close(told)
@@ -239,7 +244,7 @@ def _start(folder: Path, order: Mapping[str, Any]) -> None:
         os.setsid()
         set_title(b"elasticrun: waits for the agent")
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)  # a handler is not handed on, as SIG_IGN is
+            signal.signal(number, lambda *_: None)  # unlike SIG_IGN, a handler is not inherited
         for fd, path in enumerate((Path(os.devnull), *(folder / name for name in STREAMS))):
             file = os.open(path, os.O_RDWR | os.O_APPEND)
             os.dup2(file, fd)
@@ -263,23 +268,23 @@ def _start(folder: Path, order: Mapping[str, Any]) -> None:
 
 
 def _variables(order: Mapping[str, Any]) -> dict[str, str]:
-    """This host's, those that go along, and the token, which the agent takes out at once."""
+    """This host's variables, those sent along, and the token, which the agent removes at once."""
     environ = {**os.environ, **order["variables"], "ELASTICRUN_TOKEN": order["token"]}
     environ[BY_SSH] = "1"
-    here = os.path.dirname(sys.executable)  # as where the environment is activated
+    here = os.path.dirname(sys.executable)  # as in an activated environment
     environ["PATH"] = f"{here}:{environ['PATH']}" if environ.get("PATH") else here
     return environ
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it, or nothing."""
+    """Write the file atomically."""
     part = path.with_suffix(".part")
     part.write_text(text)
     part.rename(path)
 
 
 def _holder(folder: Path) -> dict[str, ProcessId] | None:
-    """The holder and its agent; None where that is not written, or by another version of ours."""
+    """The holder and its agent; None if not written, or written by another version."""
     try:
         held = json.loads((folder / "holder").read_text())
         return {name: ProcessId(**held[name]) for name in ("holder", "agent")}
@@ -288,13 +293,13 @@ def _holder(folder: Path) -> dict[str, ProcessId] | None:
 
 
 def _end_of(folder: Path) -> dict[str, Any] | None:
-    """How an agent has ended: {"code": n}, {"lost": true} where nobody knows; None: it has not."""
+    """How an agent ended: {"code": n}, {"lost": true} if unknown; None: it has not ended."""
     code, holder = folder / "code", _holder(folder)
     if holder is None:
         there = time.time() - folder.stat().st_mtime < BEGIN_LIMIT
     else:
         there = holder["holder"].is_alive() is not False
-    if code.exists():  # asked last: it is written before its holder ends
+    if code.exists():  # checked last: it is written before the holder exits
         return {"code": int(code.read_text())}
     return None if there else {"lost": True}
 

@@ -1,9 +1,10 @@
-"""All agents of a job, each on its host: started, followed, signalled, and the job's exit code.
+"""All agents of a job, one per host: starts them, follows them, forwards signals, and determines
+the job's exit code.
 
-A host that cannot be reached is tried again for some minutes while the others begin, as far as the
-smallest number of nodes lets them; one whose connection breaks goes on by itself, and is found
-again. An agent that was killed is started anew while others run. The job's code is that of the last
-agent to end, those left aside whose node was bad (75).
+An unreachable host is retried for some minutes; the others begin if the smallest number of nodes
+allows it. When a connection breaks, the agent continues, and a later connection finds it. A killed
+agent is restarted while others run. The job's exit code is that of the last agent to end, ignoring
+agents whose node was bad (75).
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from elasticrun.wire.spawning import is_kept_ignored
 from elasticrun.wire.types import Endpoint
 
 DELAYS: Final = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
-"""Seconds before each further try to reach a host; then it is given up, unless its agent was
-started and others are still followed."""
+"""Seconds before each further attempt to reach a host. Then the host is given up, unless its agent
+was started and others are still followed."""
 
 LIVES: Final = 4
-"""How often an agent is started on a host where it is killed."""
+"""Number of times an agent is started on a host if it is killed there."""
 
 TOO_FEW_LIMIT: Final = 30.0
-"""Seconds that the others have to end by themselves when a failure left too few of them."""
+"""Seconds for the remaining agents to end by themselves when a failure leaves too few of them."""
 
 SHOW_AFTER: Final = 0.3
-"""Seconds after which a line without an end is shown as far as it is there."""
+"""Seconds after which an unfinished line is shown."""
 
 MOST_LINE: Final = 64 * 1024
 
@@ -46,8 +47,9 @@ _KILLED: Final = 128 + signal.SIGKILL
 
 @dataclass(frozen=True, slots=True)
 class HostsPlan:
-    """What is started where. argv: the words of each host's agent. port: of the master, on the
-    first host that is reached; 0: the words say where nodes meet. variables: what goes along."""
+    """What is started where. argv: the words of each host's agent. port: the master's port on the
+    first reachable host; 0: the words name the rendezvous endpoint. variables: sent to every
+    host."""
 
     job: str
     hosts: tuple[NamedHost, ...]
@@ -60,12 +62,12 @@ class HostsPlan:
 
 
 def meeting_words(host: str, port: int) -> tuple[str, ...]:
-    """The flags that make nodes meet there."""
+    """The flags for a rendezvous at this endpoint."""
     return ("--rdzv-backend=c10d", f"--rdzv-endpoint={Endpoint(host, port)}")
 
 
 def run(plan: HostsPlan, say: Callable[[str], None]) -> int:
-    """Start the job and follow it to its end; its exit code."""
+    """Start the job and follow it to its end. Returns its exit code."""
 
     async def follow() -> int:
         return await Fleet(plan, say).run()
@@ -74,7 +76,7 @@ def run(plan: HostsPlan, say: Callable[[str], None]) -> int:
 
 
 class Fleet:
-    """The agents of one job. What one of them tells of is decided here for all."""
+    """The agents of one job, and the decisions that concern them all."""
 
     def __init__(self, plan: HostsPlan, say: Callable[[str], None]) -> None:
         self.plan = plan
@@ -90,7 +92,7 @@ class Fleet:
         self._failed = False
 
     async def run(self) -> int:
-        """To the end of all agents; the job's exit code."""
+        """Run until all agents have ended. Returns the job's exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if is_kept_ignored(number):
@@ -104,7 +106,7 @@ class Fleet:
         return EXIT_FAILED if self._failed or not good else good[-1]
 
     async def meeting(self, member: Member) -> str:
-        """The host that the nodes meet at: the first of those that are reached."""
+        """The host of the rendezvous: the first that is reached."""
         earlier = self.members[: member.number]
         for one in earlier:
             await one.tried.wait()
@@ -146,7 +148,7 @@ class Fleet:
             self._call_off()
 
     def is_wanted(self, member: Member, failures: int) -> bool:
-        """Whether a host that was not reached so often in a row is to be tried again."""
+        """Whether to retry a host that failed this many times in a row."""
         if member.started and any(one.runs for one in self.members if one is not member):
             return True
         return failures < len(DELAYS)
@@ -158,7 +160,7 @@ class Fleet:
         return sum(not one.over for one in self.members)
 
     def _call_off(self) -> None:
-        """What has not been started is not started any more."""
+        """Cancel the agents that have not been started."""
         for one in self.members:
             if not one.started and one.task is not None:
                 one.over = True
@@ -167,7 +169,7 @@ class Fleet:
     # ------------------------------------------------------------ signals
 
     def _signalled(self, number: int) -> None:
-        """The first lets the job save and stop, the second kills it."""
+        """The first signal lets the job save and stop; the second kills it."""
         asked = signal.SIGTERM if number == signal.SIGHUP else number
         self._send(signal.SIGKILL if self.signals else asked)
         self._call_off()
@@ -177,7 +179,7 @@ class Fleet:
                 self.say(f"{one.name} is not reached; its agent may go on: elasticrun stop ends it")
 
     def _end(self) -> None:
-        """Unless that was asked for already: at a second signal agents leave without saving."""
+        """Send SIGTERM unless a signal was sent: at a second signal agents exit without saving."""
         if not self.signals:
             self._send(signal.SIGTERM)
 
@@ -214,7 +216,7 @@ class Member:
         return self._connection is not None
 
     async def attend(self) -> None:
-        """Until its agent has ended, or never will have begun."""
+        """Run until the agent has ended, or will never start."""
         while not self.over:
             try:
                 code = await self._follow()
@@ -231,7 +233,7 @@ class Member:
         self._fleet.without(self, why)
 
     async def _pause(self, why: str) -> None:
-        """Before the next try, if there is to be one."""
+        """Wait before the next attempt, or give up."""
         self.tried.set()
         self._failures += 1
         if not self._fleet.is_wanted(self, self._failures):
@@ -244,7 +246,7 @@ class Member:
         return None
 
     async def _ended(self, code: int) -> None:
-        """The agent has ended: for good, or to be started once more."""
+        """The agent has ended: for good, or to be restarted."""
         if code != _KILLED or self._life >= LIVES or not self._fleet.others_run(self):
             self.over = True
             return self._fleet.ended(self, code)
@@ -255,7 +257,8 @@ class Member:
         return None
 
     async def _follow(self) -> int:
-        """One connection, until the agent has ended; its exit code. Cut, Hopeless."""
+        """Follow the agent over one connection until it ends. Returns its exit code. Raises Cut,
+        Hopeless."""
         fleet = self._fleet
         async with SshConnection(self.host, fleet.plan.ssh) as connection:
             self.reached = True
@@ -301,15 +304,15 @@ class Member:
 
 
 class Screen:
-    """Lines of all hosts with the name of each in front. A line that does not end soon is shown as
-    far as it is there; on a terminal the states of a progress bar are written over each other."""
+    """Prints lines of all hosts, each prefixed with the host's name. An unfinished line is shown
+    after SHOW_AFTER; on a terminal the states of a progress bar overwrite each other."""
 
     def __init__(self) -> None:
         self._rest: dict[tuple[str, str], bytes] = {}
         self._looks: dict[tuple[str, str], asyncio.TimerHandle] = {}
 
     def show(self, name: str, stream: str, data: bytes) -> None:
-        """Write what has become whole lines; of a progress bar its newest state."""
+        """Print complete lines; of a progress bar its newest state."""
         of = (name, stream)
         *lines, rest = (self._rest.pop(of, b"") + data).split(b"\n")
         if len(rest) > MOST_LINE:
@@ -323,7 +326,7 @@ class Screen:
                 self._looks[of] = loop.call_later(SHOW_AFTER, self._begun, of)
 
     def end(self) -> None:
-        """Write what has not become a line."""
+        """Print unfinished lines."""
         for look in self._looks.values():
             look.cancel()
         for of, rest in self._rest.items():
@@ -346,7 +349,7 @@ class Screen:
         try:
             while text:
                 text = text[os.write(fd, text) :]
-        except OSError:  # nobody reads it any more; the job does not depend on it
+        except OSError:  # the reader has exited; the job does not depend on it
             pass
 
 

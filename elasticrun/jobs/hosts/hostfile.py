@@ -1,9 +1,9 @@
-"""Which hosts a job runs on, as `--hosts` and host files have it. Pure.
+"""Parses the hosts of a job from `--hosts` and host files. Pure.
 
-`host slots=N` is Open MPI's and DeepSpeed's, `host:N` MPICH's; a number behind the colon is slots
-everywhere, as for mpirun, and never a port: a port belongs into ssh's config. A host that stands
-there again has the slots of both lines, one each where none are said (so do PBS and Slurm write
-their files).
+`host slots=N` is the syntax of Open MPI and DeepSpeed, `host:N` that of MPICH. A number after the
+colon always means slots, as for mpirun, and never a port, which belongs in ssh's configuration. A
+repeated host gets the sum of its slots; a line without slots counts one (PBS and Slurm write files
+like this).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 MOST_CHARS: Final = 1024 * 1024
-"""Of a host file."""
+"""Maximum characters of a host file."""
 
 _WORD = re.compile(
     r"(?:(?P<user>[\w.][\w.+-]*)@)?"
@@ -23,16 +23,16 @@ _WORD = re.compile(
     r"(?::(?P<slots>\S*))?\Z"
 )
 _IGNORED: Final = ("max_slots", "max-slots")
-"""Keys of Open MPI's that say nothing here: a host has no more ranks than its slots."""
+"""Open MPI keys without effect here: a host never gets more ranks than its slots."""
 
 
 class HostsError(ValueError):
-    """A text that names no hosts; one sentence, with the line."""
+    """The text names no hosts; the message is a sentence with the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedHost:
-    """One host. name: as it is looked up, without brackets. slots: ranks there, 0: not said."""
+    """One host. name: as resolved, without brackets. slots: ranks there, 0: not given."""
 
     name: str
     user: str = ""
@@ -44,13 +44,13 @@ class NamedHost:
 
 
 def listed(text: str) -> tuple[NamedHost, ...]:
-    """The hosts of `--hosts`: `a,b:4,user@c,[2001:db8::1]:8`. HostsError."""
+    """The hosts of `--hosts`: `a,b:4,user@c,[2001:db8::1]:8`. Raises HostsError."""
     words = [word.strip() for word in text.split(",")]
     return _together(_host(word, "--hosts") for word in words if word)
 
 
 def in_file(text: str, path: str) -> tuple[NamedHost, ...]:
-    """The hosts of a host file, one a line; `#` begins a comment. HostsError."""
+    """The hosts of a host file, one per line; `#` begins a comment. Raises HostsError."""
     if len(text) > MOST_CHARS:
         raise HostsError(f"{path} has more than {MOST_CHARS} characters: that is no list of hosts")
     found = []
@@ -88,7 +88,7 @@ def _slots(text: str, where: str) -> int:
 
 
 def _together(hosts: Iterable[NamedHost]) -> tuple[NamedHost, ...]:
-    """Each once, in the order of their first lines."""
+    """Merge repeated hosts, in the order of their first lines."""
     found: dict[tuple[str, str], NamedHost] = {}
     for host in hosts:
         key = (host.user, host.name)

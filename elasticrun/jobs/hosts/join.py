@@ -1,7 +1,7 @@
-"""`elasticrun join HOST:PORT CODE`: this machine becomes a node of a job that another one started.
+"""`elasticrun join HOST:PORT CODE`: makes this machine a node of a job that was started elsewhere.
 
-The code is exchanged for the job's token and command line (`wire.auth`); what runs then is
-that command, as if it had been typed here.
+The code is exchanged for the job's token and command line (`wire.auth`). Then that command runs as
+if it had been typed here.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ ANSWER_LIMIT: Final = 20.0
 """Seconds for the master to answer once it is reached."""
 
 DIAL_LIMIT: Final = 10.0
-"""Seconds to dial again while nobody answers: a master that died is replaced within seconds."""
+"""Seconds for which dialling is retried: a dead master is replaced within seconds."""
 
 DIAL_PAUSE: Final = 0.5
-"""Seconds between two dials."""
+"""Seconds between two attempts."""
 
 CLOCKS: Final = JOIN_CODE_LIFE
 """Seconds by which this machine's clock may be ahead of the master's."""
 
 TRUST_FLAGS: Final = ("--token-file", "--tls-cert", "--tls-key", "--tls-ca")
-"""Files of one machine: the token comes with the answer, the certificates of this machine are in
-its own flags."""
+"""Files of one machine: the answer contains the token, and this machine's own flags name its
+certificates."""
 
 TOO_OLD: Final = (
     "this join code expired long ago by this machine's clock: print a new line with `elasticrun "
@@ -68,7 +68,7 @@ With - in place of CODE, the code is read from standard input.
 
 
 def main(argv: Sequence[str], say: Callable[[str], None], launch: Callable[..., int]) -> int:
-    """Join, or print a new code; the exit code. UsageError."""
+    """Join, or print a new code. Returns the exit code. Raises UsageError."""
     ns = _parser().parse_args(argv)
     if ns.new:
         return _new([ns.endpoint] if ns.endpoint else [])
@@ -80,8 +80,9 @@ def main(argv: Sequence[str], say: Callable[[str], None], launch: Callable[..., 
     except (NoStatus, BadCode) as wrong:
         raise UsageError(str(wrong), EXIT_USAGE) from None
     if time.time() > code.until + CLOCKS:
-        # Whoever has found it (in a shell's history, say) may stand at that port by now, and prove
-        # it, and what a joiner is given it runs. Nobody would need it any more.
+        # Nobody needs such an old code any more. Somebody who found it (in a shell's history, say)
+        # could by now listen at that port and authenticate with it, and the joining machine would
+        # run the command that it receives.
         raise UsageError(TOO_OLD, EXIT_FAILED)
     answer = _exchange(endpoint, code, flags)
     command, at = answer.command, answer.program_at
@@ -89,14 +90,14 @@ def main(argv: Sequence[str], say: Callable[[str], None], launch: Callable[..., 
     ours = [f"--rdzv-endpoint={endpoint}", *([] if known else [f"--rdzv-id={answer.job_id}"])]
     words = [*without(command[:at], TRUST_FLAGS), *flags, *ours, *command[at:]]
     _enter(answer, words)
-    os.environ.pop(trust.TOKEN_FILE_VARIABLE, None)  # of another job: it would be read first
-    os.environ[trust.TOKEN_VARIABLE] = answer.token  # `withdraw` takes it out again
+    os.environ.pop(trust.TOKEN_FILE_VARIABLE, None)  # another job's, and read first
+    os.environ[trust.TOKEN_VARIABLE] = answer.token  # `withdraw` removes it again
     say(f"joining job {answer.job_id} in {os.getcwd()}: {PROG} {shlex.join(words)}")
     return launch(words)
 
 
 def _code_text(word: str) -> str:
-    """The code that was typed, or read from standard input. `ps` does not show it from now on."""
+    """The code as typed, or from standard input. Also hides it from `ps`."""
     if word == "-":
         return sys.stdin.readline() if sys.stdin else ""
     shown = ["-" if each == word else each for each in sys.orig_argv]
@@ -119,8 +120,8 @@ def _parser() -> Parser:
 
 
 def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinAnswer:
-    """What the master gives for the code. UsageError."""
-    # Late: grpc takes longer to import than everything else here together.
+    """The master's answer to the code. Raises UsageError."""
+    # Late import: grpc takes longer to import than everything else here together.
     from elasticrun.agent.link.answering import PortAnswer, probe
     from elasticrun.wire.rpc.channel import LinkError, ask_to_join
 
@@ -133,7 +134,7 @@ def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinA
     async def asked(pem: auth.Pem | None) -> tuple[auth.Guest, Reply]:
         until = time.monotonic() + DIAL_LIMIT
         while True:
-            guest = auth.Guest.with_code(code, __version__)  # a fresh nonce for each dial
+            guest = auth.Guest.with_code(code, __version__)  # a fresh nonce for each attempt
             try:
                 return guest, await ask_to_join(endpoint, ANSWER_LIMIT, guest, tls=pem)
             except LinkError as error:
@@ -151,7 +152,7 @@ def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinA
         answer: JoinAnswer = loads(plain, JoinAnswer)
     except LinkError as error:
         verb, why = "refuses" if error.rejected else "does not answer", str(error)
-        if not error.rejected:  # gRPC does not say why a handshake of TLS failed
+        if not error.rejected:  # gRPC does not report why a TLS handshake failed
             found, wrong = asyncio.run(probe(endpoint, DIAL_LIMIT, files))
             why = wrong if found is PortAnswer.INSECURE else why
         raise UsageError(f"the master at {endpoint} {verb}: {why}", EXIT_FAILED) from None
@@ -163,7 +164,8 @@ def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinA
 
 
 def _enter(answer: JoinAnswer, words: Sequence[str]) -> None:
-    """Go where the program is: the first machine's folder, else stay here. NotHere."""
+    """Change to the program's folder: the first machine's folder if it exists here, else stay.
+    Raises NotHere."""
     ns = get_args_parser().parse_args(list(words))
     program = str(ns.training_script)
     is_script = not (ns.module or ns.no_python)
@@ -178,7 +180,7 @@ def _enter(answer: JoinAnswer, words: Sequence[str]) -> None:
 
 
 def _new(argv: Sequence[str]) -> int:
-    """Print a new line for a job of this user."""
+    """Print a new join line for a job of this user."""
     return asking.run(asking.parser("join --new", "Print a fresh join line."), argv, _print_new)
 
 

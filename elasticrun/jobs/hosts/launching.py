@@ -1,4 +1,4 @@
-"""--hosts and --hostfile: what is to be started on which host (`hosts.fleet` does it)."""
+"""--hosts and --hostfile: decides what starts on which host; `hosts.fleet` carries it out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elasticrun.jobs.hosts import fleet, hostfile, ssh
 
 _NOT_HANDED_ON: Final = ("--hosts", "--hostfile", "--ssh", "--dry-run", "--token-file")
 _OF_ONE_HOST: Final = ("standalone", "srun", "node_rank", "node_id", "local_addr")
-"""Flags that cannot be meant for all hosts."""
+"""Flags that apply to one host only."""
 
 _GO_ALONG: Final = re.compile(
     r"(ELASTICRUN_|PET_|PYTHON|OMP_|NCCL_|GLOO_|TORCH|GIT_SYNC_)|LOGLEVEL\Z"
@@ -27,13 +27,14 @@ _GO_ALONG: Final = re.compile(
 _STAY: Final = re.compile(
     r"ELASTICRUN_(TOKEN(_FILE)?|SSH|WARM_SERVER|TEST_.*)\Z|.*_(NODE_RANK|NODE_ID|LOCAL_ADDR)\Z"
 )
-"""Variables that are settings of the job, and those of them that belong to one host."""
+"""Variables that are settings of the job, and the exceptions that belong to one host."""
 
 
 def launch(
     words: Sequence[str], asked: Asked, environ: Mapping[str, str], say: Callable[[str], None]
 ) -> int:
-    """Start the job on its hosts and follow it to its end; its exit code. UsageError."""
+    """Start the job on its hosts and follow it to its end. Returns its exit code. Raises
+    UsageError."""
     plan = plan_of(words, asked, environ)
     if not asked.switch("dry_run"):
         return fleet.run(plan, say)
@@ -46,7 +47,7 @@ def launch(
 
 
 def plan_of(words: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> fleet.HostsPlan:
-    """What these words ask for; UsageError."""
+    """The plan for these words. Raises UsageError."""
     hosts = _hosts(asked)
     for dest in _OF_ONE_HOST:
         if asked.explicitly(dest):
@@ -91,10 +92,10 @@ def plan_of(words: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> f
 
 
 def _ssh(text: str) -> tuple[str, ...]:
-    """The words of --ssh. UsageError."""
+    """The words of --ssh. Raises UsageError."""
     try:
         return tuple(shlex.split(text)) or ("ssh",)
-    except ValueError as wrong:  # a quote that is not closed
+    except ValueError as wrong:  # an unclosed quote
         raise UsageError(f"--ssh={text}: {wrong}", EXIT_USAGE) from None
 
 

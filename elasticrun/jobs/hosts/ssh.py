@@ -1,8 +1,8 @@
-"""One connection to a host: the system's ssh, with its configuration, keys and known hosts, and
-`far` at its other end. This host itself is reached without ssh.
+"""One connection to a host, with `far` at its other end.
 
-Nothing asks a person for anything (BatchMode). ssh has a session of its own, so Ctrl-C in our
-terminal is ours alone; when we are killed its stdin ends, and with it the connection.
+It uses the system's ssh with its configuration, keys and known hosts; this host is reached without
+ssh. Nothing prompts the user (BatchMode). ssh runs in its own session, so Ctrl-C in our terminal
+does not reach it. If this process is killed, ssh's stdin closes and the connection ends.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from elasticrun.jobs.hosts.far import CHUNK, GREETING, STREAMS
 from elasticrun.jobs.hosts.hostfile import NamedHost
 
 CONNECT_LIMIT: Final = 10
-"""Seconds in which a host must answer."""
+"""Seconds within which a host must answer."""
 
 SSH_OPTIONS: Final = (
     *("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_LIMIT}"),
     *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"),
 )
 GREETING_LIMIT: Final = 60.0
-"""Seconds until Python has started there, on a slow disk."""
+"""Seconds for Python to start there, on a slow disk."""
 MOST_NOISE: Final = 1000
-"""Lines of a shell profile before the greeting."""
+"""Maximum lines of a shell profile before the greeting."""
 CLOSE_LIMIT: Final = 5.0
 
 _NO_USE: Final = ("Permission denied", "Host key verification failed")
-"""What ssh says where another try would say it again."""
+"""Errors of ssh that a retry cannot fix."""
 _OF_SSH: Final = 255
 
 
 class Cut(Exception):
-    """There is no connection, or no more; the text says why. Another try may help."""
+    """The connection failed or broke; the message says why. A retry may help."""
 
 
 class Hopeless(Exception):
-    """No agent can be started there; one sentence."""
+    """No agent can be started there; the message is a sentence."""
 
 
 def is_here(host: NamedHost) -> bool:
-    """Whether it is this very host, which needs no ssh."""
+    """Whether it is this host, which needs no ssh."""
     return not host.user and is_this_host(host.name)
 
 
 def command(host: NamedHost, ssh: Sequence[str]) -> list[str]:
-    """What reaches `far` on a host; all else is said on its stdin."""
+    """The command that starts `far` on a host; everything else goes through its stdin."""
     program = [sys.executable, "-P", "-m", "elasticrun.jobs.hosts.far"]
     if is_here(host):
         return program
@@ -63,7 +63,7 @@ def command(host: NamedHost, ssh: Sequence[str]) -> list[str]:
 
 
 async def address_of(host: NamedHost, ssh: Sequence[str]) -> str:
-    """What ssh's configuration makes of a host's name: others may not know the alias."""
+    """The host name according to ssh's configuration: other hosts may not know the alias."""
     with contextlib.suppress(OSError, TimeoutError):
         asked = await asyncio.create_subprocess_exec(
             *(*ssh, "-G", host.for_ssh),
@@ -79,11 +79,11 @@ async def address_of(host: NamedHost, ssh: Sequence[str]) -> str:
 
 
 class SshConnection:
-    """`async with SshConnection(...) as one`: then `far` has greeted. Cut, Hopeless."""
+    """An async context manager; on entry `far` has sent its greeting. Raises Cut, Hopeless."""
 
     def __init__(self, host: NamedHost, ssh: Sequence[str]) -> None:
         self._command = command(host, ssh)
-        # a file: a connection that others share would keep a pipe open
+        # a file: a shared connection (ControlMaster) would keep a pipe open
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process: asyncio.subprocess.Process | None = None
         self._has_greeted = False
@@ -127,13 +127,13 @@ class SshConnection:
         raise Hopeless("its shell profile prints too much for a connection to be told from it")
 
     def say(self, words: Mapping[str, Any]) -> None:
-        """Queue a line; what breaks is seen by who reads."""
+        """Queue a line; the reader notices a broken connection."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(words).encode() + b"\n")
 
     async def frames(self) -> AsyncIterator[tuple[dict[str, Any], bytes]]:
-        """What `far` tells, for ever. Cut."""
+        """The reports of `far`, endlessly. Raises Cut."""
         assert self._process is not None
         assert self._process.stdout is not None
         while True:
@@ -153,7 +153,7 @@ class SshConnection:
         return line
 
     async def _ended(self) -> Cut | Hopeless:
-        """Why nothing more comes."""
+        """The reason why the output ended."""
         assert self._process is not None
         try:
             code = await asyncio.wait_for(self._process.wait(), CLOSE_LIMIT)
@@ -181,10 +181,10 @@ class SshConnection:
         assert process.stdin is not None
         process.stdin.close()
         with contextlib.suppress(TimeoutError):
-            if self._has_greeted:  # then `far` ends by itself
+            if self._has_greeted:  # then `far` exits by itself
                 await asyncio.wait_for(process.wait(), CLOSE_LIMIT)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what a ProxyCommand has started, too
-        with contextlib.suppress(TimeoutError):  # read, for a pipe that is not read stays open
+            os.killpg(process.pid, signal.SIGKILL)  # also kills a ProxyCommand
+        with contextlib.suppress(TimeoutError):  # drain it: an unread pipe stays open
             await asyncio.wait_for(process.communicate(), CLOSE_LIMIT)
         self._errors.close()

@@ -1,6 +1,8 @@
-"""Jobs in a Kubernetes cluster, as their user sees them: the asking of the API server (`api`), what
-its objects say of a job and its pods (`seen`), what pods have printed (`pod_logs`), what nodes have
-(`room`). The operator has its own talk with the server, and rights of its own.
+"""Jobs in a Kubernetes cluster, from the user's side.
 
-Forbidden here: printing, torch, grpc. lightkube is an extra: it is imported where `api` is.
+`api` queries the API server, `seen` reads objects and pods, `pod_logs` reads the logs of pods,
+`room` reports the nodes' capacity. The operator has its own client and its own rights.
+
+Forbidden here: printing, torch, grpc. lightkube is an optional extra: only modules that use `api`
+import it.
 """

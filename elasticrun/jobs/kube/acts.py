@@ -1,4 +1,4 @@
-"""What a user does to jobs in a cluster, an ElasticJob or an Indexed Job alike."""
+"""Operations on jobs in a cluster, the same for an ElasticJob and an Indexed Job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elasticrun.jobs.operator.crd import Json
 from elasticrun.jobs.operator.objects import stamp
 
 MARGIN: Final = 60.0
-"""Seconds beside a pod's grace in which a job should have let go of all of its pods."""
+"""Seconds beyond a pod's grace period within which a job should have released all of its pods."""
 
 
 def _kind(job: ClusterJob) -> Any:
@@ -29,8 +29,8 @@ def _kind(job: ClusterJob) -> Any:
 
 
 async def jobs(api: KubeApi, namespace: str = "") -> tuple[list[ClusterJob], list[str]]:
-    """Those of a namespace ("": the context's, EVERYWHERE), and a sentence for each kind that
-    this user may not see. NotDone where there is none that he may."""
+    """The jobs of a namespace ("": the context's; or EVERYWHERE), and a sentence for each kind that
+    this user may not list. Raises NotDone if the user may list none."""
     where = namespace or api.namespace
     found: list[ClusterJob] = []
     kinds = [INDEXED_JOBS]
@@ -51,10 +51,10 @@ async def jobs(api: KubeApi, namespace: str = "") -> tuple[list[ClusterJob], lis
 
 
 async def find(api: KubeApi, wanted: str, *, exact: bool = False) -> ClusterJob:
-    """The job of that name in the namespace, or whose name alone begins so, unless `exact`; for ""
-    the only one. NotDone."""
+    """The job of that name in the namespace, or, unless `exact`, the only one whose name begins
+    with it; for "" the only job. Raises NotDone."""
     for kind in (ELASTIC_JOBS, INDEXED_JOBS) if wanted else ():
-        with contextlib.suppress(Forbidden):  # of the one kind, maybe
+        with contextlib.suppress(Forbidden):  # the user may lack rights to one of the kinds
             if (body := await api.get(kind, wanted, api.namespace)) is not None:
                 return ClusterJob({**body, "kind": kind.__name__})
     known, _ = await jobs(api)
@@ -70,7 +70,8 @@ async def find(api: KubeApi, wanted: str, *, exact: bool = False) -> ClusterJob:
 
 
 async def find_again(api: KubeApi, job: ClusterJob) -> AsyncIterator[tuple[str, ClusterJob]]:
-    """The same job as it is now, and after each change of it, with the word of the change."""
+    """The current state of the job, then its state after each change, with the type of the
+    change."""
     only = {"metadata.name": job.name}
     async for word, body in api.changes(_kind(job), job.namespace, fields=only):
         if body["metadata"]["uid"] == job.uid:
@@ -78,7 +79,7 @@ async def find_again(api: KubeApi, job: ClusterJob) -> AsyncIterator[tuple[str, 
 
 
 async def pods(api: KubeApi, job: ClusterJob) -> list[SeenPod]:
-    """Its pods, in order."""
+    """The job's pods, in order."""
     return in_order(await api.list(PODS, job.namespace, labels=job.pods), job)
 
 
@@ -86,8 +87,8 @@ async def pods(api: KubeApi, job: ClusterJob) -> list[SeenPod]:
 
 
 async def make(api: KubeApi, documents: Sequence[Json], *, trial: bool = False) -> ClusterJob:
-    """Make the job, which is the last of the documents, and then the others as its own: they go
-    when it goes. `trial`: have all of it checked, and make nothing."""
+    """Create the job, which is the last document, then the others with the job as their owner, so
+    that they are deleted with it. `trial`: validate everything and create nothing."""
     *others, last = documents
     made = await api.create(last, api.namespace, trial=trial)
     job = ClusterJob({**made, "kind": last["kind"]})
@@ -111,7 +112,8 @@ async def make(api: KubeApi, documents: Sequence[Json], *, trial: bool = False) 
 
 
 async def delete(api: KubeApi, job: ClusterJob) -> str:
-    """Its object, and then all that belongs to it; its pods save, as far as their grace goes."""
+    """Delete the job's object; the cluster then deletes everything the job owns. Pods save within
+    their grace period."""
     await api.delete(_kind(job), job.name, job.namespace)
     return f"job {job.name} is deleted from namespace {job.namespace}; its pods save and leave"
 
@@ -120,7 +122,7 @@ async def delete(api: KubeApi, job: ClusterJob) -> str:
 
 
 async def scale(api: KubeApi, job: ClusterJob, nodes: int) -> str:
-    """How many nodes it is to have."""
+    """Set the job's number of nodes."""
     if job.is_over:
         raise NotDone(f"job {job.name} has {job.state}: there is nothing to scale")
     if job.is_elastic:
@@ -138,8 +140,8 @@ async def scale(api: KubeApi, job: ClusterJob, nodes: int) -> str:
 
 
 async def suspend(api: KubeApi, job: ClusterJob, *, stop: bool = False) -> str:
-    """Have it save and let go of its pods; returns when that is done. `stop`: with the mark that it
-    is not meant to go on."""
+    """Suspend the job: it saves and releases its pods. Returns when that is done. `stop`: also
+    annotate the job as stopped, so that it is not meant to be resumed."""
     word = "stopped" if stop else "suspended"
     if job.is_over:
         raise NotDone(f"job {job.name} has {job.state}: it holds no nodes")
@@ -159,7 +161,7 @@ async def suspend(api: KubeApi, job: ClusterJob, *, stop: bool = False) -> str:
 
 
 async def resume(api: KubeApi, job: ClusterJob) -> str:
-    """Go on, from the newest step that was saved."""
+    """Resume from the newest saved step."""
     if job.is_over:
         raise NotDone(f"job {job.name} has {job.state}: submit it again to run it again")
     if not job.is_suspended:
@@ -170,7 +172,8 @@ async def resume(api: KubeApi, job: ClusterJob) -> str:
 
 
 async def _until_gone(api: KubeApi, job: ClusterJob) -> None:
-    """Until none of its pods holds anything. NotDone where that takes longer than they may."""
+    """Wait until none of the job's pods is active. Raises NotDone after their grace period and
+    MARGIN."""
     try:
         async with asyncio.timeout(job.grace + MARGIN):
             await _watch_gone(api, job)

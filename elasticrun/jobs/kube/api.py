@@ -1,5 +1,7 @@
-"""The asking of a cluster's API server with the rights of the user who types, by lightkube
-(decision 035). Whatever the server does not want is one sentence (NotDone)."""
+"""Queries a cluster's API server with the user's rights, through lightkube (decision 035).
+
+Every refusal by the server becomes one sentence (NotDone).
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,16 @@ USE_OF_NODES: Final[Any] = create_global_resource(
 )
 
 EVERYWHERE: Final = "*"
-"""In the place of a namespace: all of them."""
+"""Stands for all namespaces."""
 
 Listed = tuple[list[Json], str]
-"""Objects, and the version of their list."""
+"""Objects, and the resource version of their list."""
 
 CALL_LIMIT: Final = 15.0
-"""Seconds for a call."""
+"""Timeout of a call in seconds."""
 
 MOST_BREAKS: Final = 5
-"""Failures in a row after which a watch or a pod's log is given up."""
+"""Consecutive failures after which a watch or a pod's log is abandoned."""
 
 GONE: Final = 404
 
@@ -56,14 +58,14 @@ _KINDS: Final = {
 
 
 class KubeApi:
-    """One API server, for `async with`. `context`: of the kubeconfig, "" for its current one;
-    `namespace`: "" for the context's."""
+    """One API server, as an async context manager. `context`: a context of the kubeconfig, "" for
+    the current one; `namespace`: "" for the context's."""
 
     def __init__(self, context: str = "", namespace: str = "") -> None:
-        """NotDone where nothing says which server is meant."""
+        """Raises NotDone if neither a kubeconfig nor a service account names a server."""
         config = settings(context)
         self.context: str = config.context_name
-        """Of the kubeconfig; "" in a pod, which has none."""
+        """The kubeconfig's context; "" in a pod without a kubeconfig."""
 
         self.server = config.cluster.server
         self.namespace: str = namespace or config.namespace
@@ -74,7 +76,7 @@ class KubeApi:
         try:
             limit = httpx2.Timeout(CALL_LIMIT)
             self._client = AsyncClient(self._config, timeout=limit, field_manager="elasticrun")
-        except FileNotFoundError:  # which ssl does not name
+        except FileNotFoundError:  # ssl does not say which file
             raise NotDone(
                 f"context {self.context} of the kubeconfig names a certificate or key that is not "
                 "there"
@@ -89,7 +91,7 @@ class KubeApi:
         await self._client.close()
 
     async def has_elastic_jobs(self) -> bool:
-        """Whether the cluster serves that kind."""
+        """Whether the cluster serves the ElasticJob kind."""
         with self._sentences("say which kinds it has"):
             raw = self._client._client._client
             answer = await raw.get(f"/apis/{API_VERSION}")
@@ -99,7 +101,7 @@ class KubeApi:
         return True
 
     async def get(self, kind: Any, name: str, namespace: str) -> Json | None:
-        """An object; None where there is none."""
+        """An object, or None if it does not exist."""
         with self._sentences(f"tell of {kind.__name__} {name}"):
             try:
                 found: Json = await self._client.get(kind, name, namespace=namespace)
@@ -110,11 +112,11 @@ class KubeApi:
             return found
 
     async def list(self, kind: Any, namespace: str = "", **selectors: Json) -> list[Json]:
-        """Objects of a kind; of `namespace`, where it is not the cluster's own."""
+        """Objects of a kind; `namespace` is "" for cluster-scoped kinds."""
         return (await self.list_at(kind, namespace, **selectors))[0]
 
     async def list_at(self, kind: Any, namespace: str = "", **selectors: Json) -> Listed:
-        """The same, and the version of the list, after which `changes` may begin."""
+        """Like `list`, with the version of the list, from which `changes` can continue."""
         where = {"namespace": namespace} if namespace else {}
         with self._sentences(f"list {kind.__name__}s"):
             listed = self._client.list(kind, **where, **selectors)
@@ -123,8 +125,8 @@ class KubeApi:
     async def changes(
         self, kind: Any, namespace: str, *, after: str = "", **selectors: Json
     ) -> AsyncIterator[tuple[str, Json]]:
-        """What changes, with the word ADDED, MODIFIED or DELETED; beginning with all that there is,
-        unless it is to begin `after` a version."""
+        """Changes, each with its type ADDED, MODIFIED or DELETED. Begins with all existing objects,
+        unless `after` gives the version to continue from."""
         more = {"resource_version": after} if after else {}
         with self._sentences(f"watch {kind.__name__}s"):
             async for change in self._client.watch(
@@ -133,8 +135,7 @@ class KubeApi:
                 yield change
 
     async def create(self, body: Json, namespace: str, *, trial: bool = False) -> Json:
-        """Make an object, with no field that is unknown; `trial`: have all of it checked, and make
-        nothing."""
+        """Create an object; the server rejects unknown fields. `trial`: validate only."""
         params = {"fieldValidation": "Strict", **({"dryRun": "All"} if trial else {})}
         with self._sentences(f"make {body['kind']} {body['metadata']['name']}"):
             made: Json = await self._client._client.request(
@@ -146,7 +147,7 @@ class KubeApi:
         return made
 
     async def patch(self, kind: Any, name: str, namespace: str, change: Json) -> Json:
-        """Merge a change into an object; `kind` may be a subresource of it."""
+        """Merge a change into an object; `kind` may be a subresource."""
         with self._sentences(f"change {kind.__name__} {name}"):
             made: Json = await self._client.patch(
                 kind, name, change, namespace=namespace, patch_type=PatchType.MERGE
@@ -154,14 +155,14 @@ class KubeApi:
         return made
 
     async def delete(self, kind: Any, name: str, namespace: str) -> None:
-        """Delete it; what belongs to it goes after it."""
+        """Delete an object; the cluster then deletes what it owns."""
         with self._sentences(f"delete {kind.__name__} {name}"):
             await self._client.delete(
                 kind, name, namespace=namespace, cascade=CascadeType.BACKGROUND
             )
 
     async def log(self, pod: str, namespace: str, **wish: Any) -> AsyncIterator[str]:
-        """Lines that a pod's container has printed, as `AsyncClient.log` takes wishes."""
+        """Log lines of a pod's container; `wish`: arguments of `AsyncClient.log`."""
         with self._sentences(f"give the log of pod {pod}"):
             lines = self._client.log(pod, namespace=namespace, newlines=False, **wish)
             async for line in lines:
@@ -184,13 +185,13 @@ class KubeApi:
             raise NotDone(f"the API server at {self.server} does not answer: {why}") from None
         except httpx2.InvalidURL as error:
             raise NotDone(f"the kubeconfig's server {self.server} is no address: {error}") from None
-        except (ConfigError, OSError, LookupError, ValueError) as error:  # of the program for it
+        except (ConfigError, OSError, LookupError, ValueError) as error:  # from the login program
             why = " ".join(str(error).split())[:600]
             raise NotDone(f"the login that the kubeconfig names has failed: {why}") from None
 
 
 def _once_more(error: Exception, count: int) -> OnErrorResult:
-    """A watch that broke begins again, a few times; not where the server refuses it."""
+    """Retry a broken watch a few times, but not if the server refuses it."""
     refused = isinstance(error, httpx2.HTTPStatusError) and error.response.status_code in (401, 403)
     if refused or count > MOST_BREAKS:
         return OnErrorResult(OnErrorAction.RAISE)
@@ -198,7 +199,7 @@ def _once_more(error: Exception, count: int) -> OnErrorResult:
 
 
 def _refusal(error: ApiError, what: str) -> NotDone:
-    """What the server says of it, in a sentence."""
+    """The server's error as a sentence."""
     status, code = error.status, code_of(error)
     said = " ".join((status.message or "").split())[:600] or f"HTTP {code}"
     if code == 401:

@@ -1,5 +1,4 @@
-"""Commands in the pods of a job, by kubectl, which hands them this terminal: which pod is meant,
-and the words that run something there."""
+"""Builds and runs kubectl commands in the pods of a job, on this terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from elasticrun.jobs.operator.objects import MASTER, volume_at
 
 
 async def on_node(api: KubeApi, job: ClusterJob, node: str, command: Sequence[str]) -> list[str]:
-    """The words that run a command in the pod of `node`, or in the first one. NotDone."""
+    """The words that run a command in the pod of `node`, or in the first one. Raises NotDone."""
     pods = await _running(api, job)
     meant = [pod for pod in pods if (pod.is_called(node) if node else pod.index != MASTER)]
     if not meant:
@@ -32,8 +31,8 @@ async def on_node(api: KubeApi, job: ClusterJob, node: str, command: Sequence[st
 async def by_master(
     api: KubeApi, job: ClusterJob, command: Sequence[str], *, node: str = "", terminal: bool = False
 ) -> list[str]:
-    """The words that run a command where the job's master is. `node`: what was typed for one of the
-    job's nodes, which goes last, by the name that the master knows. NotDone."""
+    """The words that run a command in the pod of the job's master. `node`: a node of the job as
+    typed; the name that the master knows is appended. Raises NotDone."""
     pods = await _running(api, job)
     masters = [pod for pod in pods if pod.index == (MASTER if job.is_elastic else "0")]
     if not masters:
@@ -50,10 +49,10 @@ async def by_master(
 async def by_a_reader(
     api: KubeApi, job: ClusterJob, path: str, command: Sequence[str]
 ) -> list[str] | None:
-    """The words that run a command in a pod of ours that has what the job's pods had at that path;
-    None where none runs."""
+    """The words that run a command in one of our pods that mounts the same volume at that path;
+    None if no such pod runs."""
     there = job.volume_at(path) or {}
-    if not there or "hostPath" in there:  # which is another on each node
+    if not there or "hostPath" in there:  # a hostPath differs on each node
         return None
     for body in await api.list(PODS, job.namespace, labels=OURS):
         pod = seen_pod(body)
@@ -75,8 +74,8 @@ def _in_pod(
 
 
 def handed_over(words: Sequence[str], environ: Mapping[str, str], *, ours: bool = False) -> int:
-    """Run it on this terminal; its exit code. `ours`: what it says, it says itself, and kubectl
-    nothing on top. NotDone where it is not installed."""
+    """Run the command on this terminal. Returns its exit code. `ours`: the command reports its own
+    errors, so kubectl's message is dropped. Raises NotDone if kubectl is not installed."""
     program = shutil.which(words[0], path=environ.get("PATH", os.defpath))
     if program is None:
         raise NotDone(f"commands in pods are run by kubectl, which is not on the PATH: {words[0]}")

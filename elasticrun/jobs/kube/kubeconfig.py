@@ -1,5 +1,8 @@
-"""What the kubeconfig says: which API server, and as whom. As kubectl has it, $KUBECONFIG may name
-several files, of which the first that knows a name is right. Imported where lightkube is there."""
+"""Reads the kubeconfig: the API server and the credentials.
+
+As in kubectl, $KUBECONFIG may list several files, and the first that defines a name wins. Imported
+only where lightkube is installed.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from elasticrun.jobs.backend import NotDone
 T = TypeVar("T")
 
 LOGIN: Final = "client.authentication.k8s.io/"
-"""Group of what a program that logs in is told and answers; its v1 reads as its v1beta1 does, which
-lightkube knows."""
+"""API group of the protocol for login programs (exec plugins). Its v1 has the same form as its
+v1beta1, which lightkube supports."""
 
 
 def settings(context: str = "") -> SingleConfig:
-    """Of a context, "" for the current one; in a pod without a kubeconfig those of its account.
-    NotDone."""
+    """Settings of a context, "" for the current one; in a pod without a kubeconfig those of its
+    service account. Raises NotDone."""
     given = os.environ.get("KUBECONFIG") or DEFAULT_KUBECONFIG
     named = [Path(one).expanduser() for one in given.split(os.pathsep) if one]
     paths = [path for path in named if path.exists()]
@@ -77,7 +80,7 @@ def _first(found: Iterable[T | None]) -> T | None:
 
 
 def _told(user: User | None) -> User | None:
-    """With a program that logs in told what kubectl tells it."""
+    """The user; an exec plugin gets the same environment as from kubectl."""
     known = user.exec if user is not None else None
     if user is None or known is None or not known.apiVersion.startswith(LOGIN):
         return user

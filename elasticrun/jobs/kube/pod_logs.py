@@ -1,5 +1,6 @@
-"""What the pods of a job have printed, by the API server: one of them, those of a node, or all; and
-on with what they print, across pods that take the place of others."""
+"""Logs of a job's pods from the API server: one pod, the pods of a node, or all. Following
+continues across pods that replace others.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +20,20 @@ from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.objects import MASTER
 
 LAST_WORDS: Final = 10.0
-"""Seconds that streams of a job that is over have to end by themselves."""
+"""Seconds within which the streams of a finished job may end by themselves."""
 
 LASTING: Final = 60.0
-"""Seconds after which a stream that breaks is not taken for one that always breaks."""
+"""Seconds after which the break of a stream no longer counts as a consecutive failure."""
 
 MOST_STREAMS: Final = 100
-"""Pods that are followed at once."""
+"""Maximum number of pods that are followed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogWish:
-    """What is to be shown. `tail`: lines of each pod, 0 for all; `since`: seconds, 0 for ever;
-    `node`: an index of the job, or the name of a pod or of a node; `index`: the node of one rank,
-    and `rank`: its number there, of which only lines are meant that carry it, -1 for all."""
+    """What to show. `tail`: lines of each pod, 0 for all; `since`: seconds, 0 for no limit; `node`:
+    an index of the job, or the name of a pod or of a node; `index`: the node of one rank, and
+    `rank`: its number there: only lines that carry it are shown, -1 for all."""
 
     follow: bool = False
     tail: int = 20
@@ -44,7 +45,7 @@ class LogWish:
     grep: re.Pattern[str] | None = None
 
     def takes(self, line: str) -> bool:
-        """Whether a line is to be shown."""
+        """Whether to show a line."""
         if self.rank >= 0 and not re.match(rf"\[[^\]\d]*{self.rank}\]", line):
             return False
         return self.grep is None or self.grep.search(line) is not None
@@ -55,17 +56,17 @@ class LogWish:
         return self.everything or (self.rank >= 0 and not (self.node or self.index))
 
     def names(self, pod: SeenPod) -> bool:
-        """Whether it is of the node that is named."""
+        """Whether the pod belongs to the selected node."""
         return all(pod.is_called(word) for word in (self.node, self.index) if word)
 
 
 Shown = Callable[[SeenPod, str], None]
-"""Hears each line, and of which pod it is."""
+"""Receives each line with its pod."""
 
 
 def chosen(found: Iterable[SeenPod], wish: LogWish) -> list[SeenPod]:
-    """The pods that are meant, those that are there. Where nobody says: one that failed, the first
-    of them; else the newest of the first node."""
+    """The existing pods to show. Without a selection: the pod that failed first if all have failed,
+    else the newest of the first node."""
     begun = [pod for pod in found if pod.started]
     if wish.node or wish.index:
         named = [pod for pod in begun if wish.names(pod)]
@@ -76,7 +77,7 @@ def chosen(found: Iterable[SeenPod], wish: LogWish) -> list[SeenPod]:
     if not any(pod.lives or pod.phase == "Succeeded" for pod in nodes):
         failed = [pod for pod in nodes if pod.has_failed]
         blamed = {pod.blames.partition(".")[0] for pod in failed}
-        # their clocks have whole seconds, in which all of them end: their last words know better
+        # finish times have whole seconds and are often equal: the pods' last words are more exact
         failed.sort(key=lambda pod: (pod.host not in blamed, pod.ended))
         if failed:
             return failed[:1]
@@ -85,8 +86,8 @@ def chosen(found: Iterable[SeenPod], wish: LogWish) -> list[SeenPod]:
 
 
 async def show(api: KubeApi, job: ClusterJob, wish: LogWish, shown: Shown) -> bool:
-    """Hand over what there is, and with `follow` what comes until the job is over or stopped. False
-    where there is no pod that has begun."""
+    """Pass existing lines to `shown`; with `follow` also new ones, until the job is over or
+    stopped. Returns False if no pod has started."""
     found = await pods(api, job)
     there = chosen(found, wish)
     if not wish.follow or job.is_over:
@@ -104,14 +105,14 @@ async def show(api: KubeApi, job: ClusterJob, wish: LogWish, shown: Shown) -> bo
 async def _lines(
     api: KubeApi, job: ClusterJob, pod: SeenPod, wish: LogWish, **more: Any
 ) -> AsyncIterator[tuple[str, str]]:
-    """Those that are wanted, each with when it was printed."""
+    """The wanted lines, each with its timestamp."""
     asked: dict[str, Any] = {"container": pod.container, "timestamps": True}
     if wish.since:
         asked["since"] = wish.since
-    first = 0  # line that is shown
+    first = 0  # first line to show
     if wish.tail and wish.grep is None and wish.rank < 0:
         asked["tail_lines"] = wish.tail
-    elif wish.tail:  # of those that are taken, which the server does not count
+    elif wish.tail:  # of the matching lines, which the server cannot count
         newest: deque[int] = deque(maxlen=wish.tail)
         at = 0
         async for line in api.log(pod.name, job.namespace, **asked):
@@ -128,23 +129,25 @@ async def _lines(
 
 
 def _stamped(line: str) -> tuple[str, str]:
-    """Without its Z, so that fractions of different lengths are in order."""
+    """The timestamp without its Z, so that fractions of different lengths sort correctly, and the
+    text."""
     stamp, _, text = line.partition(" ")
     return (stamp.rstrip("Z"), text) if re.match(r"\d{4}-\d\d-\d\dT", stamp) else ("", line)
 
 
 class _Followed:
-    """The pods that are followed, each by a task. `old`: those that had begun before."""
+    """Follows pods, one task each. `old`: pods that had started before."""
 
     def __init__(
         self, api: KubeApi, job: ClusterJob, wish: LogWish, shown: Shown, old: set[str]
     ) -> None:
         self._api, self._job, self._wish, self._shown = api, job, wish, shown
-        self._seen = old  # uids: a pod that takes another's place may have its name
+        self._seen = old  # uids, because a replacement pod may have the same name
         self._streams: list[asyncio.Task[None]] = []
 
     async def run(self, there: Iterable[SeenPod]) -> bool:
-        """`there`, and what comes, until the job is over or stopped; whether there was a pod."""
+        """Follow `there` and later pods until the job is over or stopped. Returns whether there was
+        a pod."""
         async with asyncio.TaskGroup() as group:
             self._follow(there, self._wish, group)
             watch = group.create_task(self._watch(group))
@@ -164,7 +167,7 @@ class _Followed:
                 self._take(in_order([pod], self._job), group)
 
     def _take(self, found: Iterable[SeenPod], group: asyncio.TaskGroup) -> None:
-        """Follow those of them that are meant and new, from their first line on."""
+        """Follow the selected pods that are new, from their first line."""
         wish = self._wish
         if not (wish.node or wish.index or wish.several):
             wish = replace(wish, index="0")
@@ -183,7 +186,7 @@ class _Followed:
                 self._streams.append(group.create_task(self._stream(pod, wish)))
 
     async def _stream(self, pod: SeenPod, wish: LogWish) -> None:
-        """Until its container has ended: a stream that breaks before begins again."""
+        """Follow a pod until its container ends; a stream that breaks earlier is restarted."""
         clock, last, breaks = asyncio.get_running_loop().time, "", 0
         while breaks <= MOST_BREAKS:
             before, began = last, clock()

@@ -1,4 +1,4 @@
-"""The nodes of a cluster: what they have, what pods have asked for, and what is in use."""
+"""The nodes of a cluster: their capacity, what pods request, and what is in use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from elasticrun.jobs.operator.crd import Json
 from elasticrun.jobs.rows import NodeRow
 
 GPU_WORDS: Final = ("gpu", "npu", "ascend", "gaudi", "tpu", "mig-")
-"""A resource with one of them in its name behind the slash is a GPU or its like."""
+"""A resource counts as a GPU or similar device if its name contains one of these after the
+slash."""
 
 _UNITS: Final = {
     "n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0,
@@ -22,8 +23,8 @@ _UNITS: Final = {
 
 
 async def nodes(api: KubeApi) -> tuple[list[NodeRow], list[str]]:
-    """All nodes, and a sentence on what cannot be known of them. NotDone where this user may not
-    see nodes."""
+    """All nodes, and a sentence for each kind of data that is unavailable. Raises NotDone if this
+    user may not list nodes."""
     bodies = await api.list(NODES)
     said: list[str] = []
     asked: dict[str, Json] | None = None
@@ -62,7 +63,7 @@ def _row(body: Json, asked: dict[str, Json] | None, used: Json) -> NodeRow:
 
 
 def _requests(pods: Iterable[Json]) -> dict[str, Json]:
-    """What the pods of each node have asked for and hold."""
+    """The requests of the active pods of each node."""
     found: dict[str, Json] = {}
     for pod in pods:
         node = pod["spec"].get("nodeName")
@@ -87,12 +88,12 @@ def _gpus(resources: Json) -> int:
 
 
 def mib(amount: object) -> int:
-    """MiB of an amount of memory."""
+    """An amount of memory in MiB."""
     return round(quantity(amount) / 2**20)
 
 
 def quantity(amount: object) -> float:
-    """A number in Kubernetes' form: `500m`, `16Gi`, `1e3`; 0.0 for what is none."""
+    """A Kubernetes quantity such as `500m`, `16Gi` or `1e3`; 0.0 if it is invalid."""
     text = str(amount)
     for unit in sorted(_UNITS, key=len, reverse=True):
         if text.endswith(unit):

@@ -1,7 +1,7 @@
-"""What the objects of a cluster say of a job and of its pods; nothing is asked here.
+"""Reads the state of jobs and pods from their objects; makes no requests.
 
 A job is an ElasticJob, or a plain Indexed Job as `elasticrun render k8s` makes it. Both have the
-same states; what an Indexed Job cannot know (its step, why nothing runs) stays unsaid.
+same states. What an Indexed Job cannot know (its step, why nothing runs) is left empty.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from elasticrun.jobs.render.pods import CONTAINER, JOB_LABEL
 from elasticrun.jobs.rows import JobRow
 
 STOPPED: Final = f"{GROUP}/stopped"
-"""Annotation of a job that a person has ended: suspended like others, but meant to stay so."""
+"""Annotation of a job that a user has stopped: suspended, but not meant to be resumed."""
 
 OURS: Final = {"app.kubernetes.io/managed-by": "elasticrun"}
-"""Label of what is ours: Indexed Jobs, and pods of either kind."""
+"""Label of this program's objects: Indexed Jobs, and pods of either kind."""
 
 POD_INDEX: Final = "batch.kubernetes.io/job-completion-index"
 
@@ -46,18 +46,18 @@ STATES: Final = {
     "Succeeded": "succeeded",
     "Failed": "failed",
 }
-"""Of an ElasticJob's phase; "": its operator has not seen it yet."""
+"""States by an ElasticJob's phase; "": no operator has processed it yet."""
 
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A job by its object."""
+    """A job, read from its object."""
 
     body: Json
 
     @property
     def is_elastic(self) -> bool:
-        """Whether it is an ElasticJob, and not an Indexed Job."""
+        """Whether it is an ElasticJob and not an Indexed Job."""
         return bool(self.body.get("kind", KIND) == KIND)
 
     @property
@@ -87,28 +87,28 @@ class ClusterJob:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether its pods are taken away, or are to be."""
+        """Whether its pods are, or will be, removed."""
         return bool(self._spec.get("suspend"))
 
     @property
     def is_unseen(self) -> bool:
-        """Whether nobody has taken notice of its newest change."""
+        """Whether no operator has processed its newest change."""
         meta = self.body["metadata"]
         return self.is_elastic and self._status.get("observedGeneration") != meta["generation"]
 
     @property
     def conditions(self) -> list[Json]:
-        """In Kubernetes' form."""
+        """Its conditions, in Kubernetes' form."""
         return [one for one in self._status.get("conditions") or () if isinstance(one, dict)]
 
     @property
     def nodes(self) -> int:
-        """That it is to have."""
+        """The number of nodes that it should have."""
         return int(self._spec.get("nodes" if self.is_elastic else "completions") or 1)
 
     @property
     def most_ranked(self) -> int:
-        """Of an Indexed Job: MAX of --nnodes, which its template has for good; 0: not known."""
+        """For an Indexed Job: MAX of --nnodes, fixed by its template; 0: unknown."""
         found = re.search(r"--nnodes=(?:\d+:)?(\d+)", self.words)
         return int(found[1]) if found and not self.is_elastic else 0
 
@@ -119,23 +119,23 @@ class ClusterJob:
 
     @property
     def ranks_a_node(self) -> int:
-        """As its command says; 0 where that leaves it open."""
+        """The ranks per node that its command sets; 0 if the command leaves it open."""
         found = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", self.words)
         said = found[1] if found else "1"
         return int(said) if said.isdecimal() else 0
 
     @property
     def run_dir(self) -> str:
-        """Its run folder in its pods, where it names one; "" for none."""
+        """The run folder that its pods use; "" if they name none."""
         return named_run_dir(self._container)
 
     def volume_at(self, path: str) -> Json | None:
-        """What its pods have there, which outlasts them; None for nothing."""
+        """The persistent volume that its pods mount at the path; None if there is none."""
         return volume_at(self._pod_spec, path)
 
     @property
     def grace(self) -> float:
-        """Seconds that a pod has to save and leave."""
+        """Seconds that a pod has to save and exit."""
         return float(self._pod_spec.get("terminationGracePeriodSeconds") or 60)
 
     @property
@@ -149,7 +149,7 @@ class ClusterJob:
 
     @cached_property
     def state(self) -> str:
-        """As in a list of jobs."""
+        """Its state as in a list of jobs."""
         status, stopped = self._status, STOPPED in (self.body["metadata"].get("annotations") or {})
         if self.is_elastic:
             state = STATES.get(status.get("phase") or "", "waiting")
@@ -172,7 +172,7 @@ class ClusterJob:
 
     @property
     def reason(self) -> str:
-        """Why it stands as it does, in the cluster's words; "" where nothing is to be said."""
+        """The reason for its state, in the cluster's words; "" if there is none."""
         ends = {"succeeded": ("Succeeded", "Complete"), "failed": ("Failed",)}
         ends["recovering"] = ("Recovering",)
         if self.state in ends:
@@ -184,7 +184,7 @@ class ClusterJob:
         return ""
 
     def _said(self, types: tuple[str, ...], status: str) -> str:
-        """The sentence of the first of these conditions that is so."""
+        """The message of the first of these conditions with this status."""
         for one in sorted(
             (one for one in self.conditions if one.get("type") in types),
             key=lambda one: types.index(one["type"]),
@@ -194,7 +194,7 @@ class ClusterJob:
         return ""
 
     def row(self, now: float, run: str = "") -> JobRow:
-        """Its line of a list; `run`: its run folder here."""
+        """Its row in a list; `run`: its run folder on this host."""
         status, meta = self._status, self.body["metadata"]
         if self.is_elastic:
             has = str(status.get("nodes") or "0").partition("/")[0]
@@ -221,42 +221,42 @@ class ClusterJob:
 
 @dataclass(frozen=True, slots=True)
 class SeenPod:
-    """What is read of a pod of either kind of job."""
+    """A pod of either kind of job, as read."""
 
-    uid: str  # a pod that takes its place may have its name
+    uid: str  # unlike the name, never reused by a replacement
     name: str
-    host: str  # its host name, which its successor has too
-    index: str  # of its node in the job; master for the master's
+    host: str  # its host name, which its replacement keeps
+    index: str  # of its node in the job; "master" for the master
     phase: str
-    node: str  # of the cluster; "" before it is placed
-    container: str  # that runs elasticrun
+    node: str  # the cluster's node; "" before it is placed
+    container: str  # the container that runs elasticrun
     created: float
-    ended: float  # when its container ended; 0.0: it has not, or nobody knows
-    code: int | None  # its exit code; None: it has none
-    started: bool  # whether its container has begun, so that there is a log
+    ended: float  # when its container ended; 0.0: not ended or unknown
+    code: int | None  # its exit code, if any
+    started: bool  # whether its container has started, so that a log exists
     leaving: bool
     says: str  # why it waits, or how it ended
     blames: str = ""  # host name of the pod whose rank failed first, by its last words
 
     @property
     def lives(self) -> bool:
-        """Whether it holds anything."""
+        """Whether it is active."""
         return self.phase not in ("Succeeded", "Failed")
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended by itself, and badly."""
+        """Whether it failed and was not deleted."""
         return self.phase == "Failed" and self.code not in (None, 0) and not self.leaving
 
     def is_called(self, word: str) -> bool:
-        """Whether a person may mean it by this: its index, its name, its host's or its node's;
-        `JOB-master-0` is the pod of the job's master where there is one."""
+        """Whether a user may mean it by this word: its index, its name, its host name or its node.
+        `JOB-master-0` means the pod of the job's master if there is one."""
         word = index_of(word) if "-worker-" in word else word
         return word in (self.index, self.name, self.host, self.node)
 
 
 def seen_pod(pod: Json) -> SeenPod:
-    """What is read of it."""
+    """Read a pod."""
     meta, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     labels = meta.get("labels") or {}
     containers = [one["name"] for one in spec.get("containers") or ()]
@@ -302,7 +302,7 @@ def _says(state: Json, ended: Json, status: Json) -> str:
 
 
 def in_order(pods: Iterable[Json], job: ClusterJob) -> list[SeenPod]:
-    """The pods of this very job: its nodes' by index, the oldest of each first; then its
+    """The pods of exactly this job: nodes' pods by index, the oldest of each first; then the
     master's."""
     ours = (pod for pod in pods if job.uid in _owners(pod))
     found = [seen_pod(pod) for pod in ours]

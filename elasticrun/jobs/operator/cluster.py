@@ -1,7 +1,7 @@
-"""The talk with the API server, by lightkube's client (decision 035): plain objects, a kind each.
+"""The operator's API client, on lightkube (decision 035); objects are plain dicts.
 
-Reads are lists and gets without a version, which a server answers from its store and not from a
-cache that lags. Pods are made with strict validation: a misspelt field of a template is refused.
+Reads use no resource version, so the server answers from its store and not from a cache that lags.
+Pods are created with strict validation: a misspelt field in a template is rejected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elasticrun.jobs.operator.objects import JOB
 
 @functools.cache
 def kind_of(api_version: str, kind: str) -> Any:
-    """lightkube's class for a kind whose plural is made by an s."""
+    """lightkube's class for a kind whose plural ends in s."""
     group, _, version = api_version.rpartition("/")
     return create_namespaced_resource(group, version, kind, f"{kind.lower()}s")
 
@@ -38,37 +38,38 @@ EVENTS: Final = kind_of("v1", "Event")
 LEASES: Final = kind_of("coordination.k8s.io/v1", "Lease")
 
 CALL_LIMIT: Final = 10.0
-"""Seconds for a call."""
+"""Timeout of a call in seconds."""
 
 WATCH_LIMIT: Final = 300
-"""Seconds after which the server ends a watch, which then goes on at the version it has come to."""
+"""Seconds after which the server ends a watch; it then continues from its last version."""
 
 GONE: Final = 404
 CONFLICT: Final = 409
-"""An object of that name is there already, or is not any more the one that is meant."""
+"""An object of that name already exists, or the precondition no longer holds."""
 
 REFUSED: Final = (400, 403, GONE, 422)
-"""What is asked for cannot be, whoever asks again: fields, quotas, rights, webhooks."""
+"""Permanent errors: invalid fields, quotas, rights, webhooks. A retry cannot succeed."""
 
 Key = tuple[str, str]
 """Namespace and name."""
 
 
 class NotMade(Exception):
-    """An object cannot be made as it is, or its name is another's; the text is a sentence."""
+    """The server rejects the object, or its name belongs to another job; the message is a
+    sentence."""
 
 
 def code_of(error: ApiError) -> int:
-    """The HTTP status of an answer."""
+    """The HTTP status of an error."""
     return int(error.status.code or error.response.status_code)
 
 
 class Cluster:
-    """One API server. Calls raise ApiError, or httpx2.HTTPError where none answers."""
+    """One API server. Calls raise ApiError, or httpx2.HTTPError if the server does not answer."""
 
     def __init__(self, namespace: str = "") -> None:
-        """`namespace`: the one whose jobs are seen to, "" for all. ConfigError where neither a
-        pod's account nor a kubeconfig says where the server is."""
+        """`namespace`: the namespace whose jobs are managed, "" for all. Raises ConfigError if
+        neither a service account nor a kubeconfig names the server."""
         config = KubeConfig.from_env().get()
         if config is None:
             raise ConfigError("the kubeconfig has no current context")
@@ -76,13 +77,13 @@ class Cluster:
         self._client: Any = GenericAsyncClient(params, config, field_manager=OPERATOR)
         self.namespace = namespace or ALL_NS
         self.own = config.namespace
-        """The namespace of the operator itself."""
+        """The operator's own namespace."""
 
     async def close(self) -> None:
         await self._client.close()
 
     async def _ask(self, request: BasicRequest, *fine: int) -> Json | None:
-        """What is answered; None where that is one of these codes."""
+        """The answer; None if its status is one of these codes."""
         answer = await self._client.send(self._client.build_adapter_request(request))
         if answer.status_code in fine:
             return None
@@ -97,7 +98,7 @@ class Cluster:
         return request
 
     async def version(self) -> tuple[int, int]:
-        """Of the cluster, as (1, 37)."""
+        """The cluster's version, such as (1, 37)."""
         found = await self._ask(BasicRequest(method="GET", url="version")) or {}
         return int(found["major"]), int(found["minor"].rstrip("+"))
 
@@ -106,8 +107,8 @@ class Cluster:
         return [job async for job in self._client.list(request)]
 
     async def watch(self, kind: Any) -> AsyncIterator[tuple[str, Json]]:
-        """What changes among `kind`, beginning with all that there is; a BOOKMARK, which servers
-        send once a minute, says that nothing does. On a line that is dead it waits for ever."""
+        """Changes of objects of `kind`, beginning with all existing ones. Servers send a BOOKMARK
+        once a minute when nothing changes. On a dead connection this waits for ever."""
         params = {"resourceVersion": "0", "timeoutSeconds": WATCH_LIMIT}
         params["allowWatchBookmarks"] = "true"
         if kind is PODS:
@@ -119,19 +120,20 @@ class Cluster:
             yield change, found
 
     async def get(self, kind: Any, key: Key) -> Json | None:
-        """An object; None where there is none."""
+        """An object, or None if it does not exist."""
         return await self._ask(self._about("get", kind, key), GONE)
 
     async def pods(self, key: Key, uid: str) -> list[Json]:
-        """The pods of a job, and of no other of that name."""
+        """The pods of a job, excluding those of another job with the same name."""
         request = self._client.prepare_request(
             "list", PODS, namespace=key[0], params={"labelSelector": f"{JOB}={key[1]}"}
         )
         return [pod async for pod in self._client.list(request) if _owner(pod) == uid]
 
     async def make(self, body: Json) -> bool:
-        """Make an object of a job; False where it is there already. NotMade where that is another
-        job's, which for one that was made anew passes by itself, and where it is refused."""
+        """Create an object of a job; False if it already exists. Raises NotMade if the server
+        rejects it, or if the existing object belongs to another job. The latter resolves itself
+        when a job was recreated."""
         kind, meta = kind_of(body["apiVersion"], body["kind"]), body["metadata"]
         what, where = f"{body['kind']} {meta['name']}", meta["namespace"]
         request = self._client.prepare_request(
@@ -150,13 +152,14 @@ class Cluster:
         return False
 
     async def remove(self, kind: Any, key: Key, uid: str) -> bool:
-        """Delete an object, with its grace; False where it has gone, or is another of its name."""
+        """Delete an object, with its grace period; False if it no longer exists, or another object
+        has its name."""
         request = self._about("delete", kind, key)
         request.data = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         return await self._ask(request, GONE, CONFLICT) is not None
 
     async def set_status(self, key: Key, version: str, status: Json) -> bool:
-        """Write a job's status; False where it is not any more what was read as `version`."""
+        """Write a job's status; False if the job has changed since it was read at `version`."""
         request = self._about(
             "patch", JOBS.Status, key,
             obj={"metadata": {"resourceVersion": version}, "status": status},
@@ -165,22 +168,22 @@ class Cluster:
         return await self._ask(request, GONE, CONFLICT) is not None
 
     async def tell(self, event: Json) -> None:
-        """Make an Event."""
+        """Create an Event."""
         namespace = event["metadata"]["namespace"]
         await self._ask(
             self._client.prepare_request("post", obj=EVENTS(event), namespace=namespace)
         )
 
     async def put_lease(self, body: Json, *, new: bool) -> bool:
-        """Make or replace a Lease; False where somebody else was faster."""
+        """Create or replace a Lease; False if another replica was faster."""
         verb = "post" if new else "put"
         request = self._about(verb, LEASES, (self.own, OPERATOR), obj=LEASES(body))
         return await self._ask(request, CONFLICT) is not None
 
     async def key(self) -> bytes:
-        """What tokens are made from; made once, and kept in a Secret of the operator's own."""
+        """The key from which tokens are derived; created once, in a Secret of the operator."""
         where = (self.own, OPERATOR)
-        for _ in range(2):  # the other replica may be faster in making it
+        for _ in range(2):  # the other replica may create it first
             if found := await self.get(SECRETS, where):
                 return base64.b64decode(found["data"]["key"])
             made = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": OPERATOR}}
@@ -190,6 +193,6 @@ class Cluster:
 
 
 def _owner(body: Json) -> str:
-    """The uid of what it belongs to."""
+    """The uid of the object's owner."""
     owners = body["metadata"].get("ownerReferences") or [{}]
     return str(owners[0].get("uid", ""))

@@ -1,8 +1,8 @@
-"""The operator's loop: look at a job, ask its master, have it planned, do it.
+"""The operator's loop: observe a job, query its master, plan, act.
 
-Watches only wake it, and so do a list of all jobs every RELIST seconds and the time that a plan
-names. Each pass reads afresh what there is, so that nothing depends on what was seen before. A pass
-that fails is tried again, later and later; one job's trouble holds up no other.
+Watches, a list of all jobs every RELIST seconds and the times that plans name only wake the loop.
+Each pass reads the current state afresh and relies on no earlier one. A pass that fails is retried
+with backoff; a failing job does not delay the others.
 """
 
 from __future__ import annotations
@@ -34,29 +34,30 @@ POLL: Final = 10.0
 """Seconds between two passes of a job that is not over."""
 
 BUSY_POLL: Final = 1.0
-"""The same while its pods run and its ranks do not, or not all: then its master has news."""
+"""The same while pods run but not all ranks do: the master's state changes quickly then."""
 
 RELIST: Final = 30.0
 """Seconds between two lists of all jobs."""
 
 ASK_LIMIT: Final = 1.5
-"""Seconds for a master to answer: a pod that has died is replaced before one has fallen silent."""
+"""Seconds for a master to answer. Short, because the pass waits for it before it replaces a dead
+pod."""
 
 SILENT_FOR: Final = 5.0
-"""Seconds for which a master that did not answer is not asked again."""
+"""Seconds for which a master that did not answer is not queried again."""
 
 SILENCE: Final = 90.0
-"""Seconds without an event or a bookmark after which a watch is given up: its line is dead."""
+"""Seconds without an event or a bookmark after which a watch counts as dead."""
 
 MOST_PASSES: Final = 64
-"""Passes at once."""
+"""Maximum number of concurrent passes."""
 
 FIRST_RETRY: Final = 0.2
 LAST_RETRY: Final = 30.0
-"""Seconds until a failed pass is tried again: at first, and at most."""
+"""Seconds before a failed pass is retried: the first delay and the longest."""
 
 LEASE: Final = 15
-"""Seconds for which the operator that leads leads on without renewing it."""
+"""Seconds for which the leading operator may lead without renewing the Lease."""
 
 RENEW: Final = 3.0
 
@@ -74,7 +75,7 @@ class LeadLost(Exception):
 
 
 class Controller:
-    """Sees to the jobs of one namespace, or of all."""
+    """Reconciles the jobs of one namespace, or of all."""
 
     def __init__(self, cluster: api.Cluster) -> None:
         self._cluster = cluster
@@ -88,7 +89,7 @@ class Controller:
         self._change = asyncio.Event()
 
     async def run(self) -> None:
-        """For ever."""
+        """Run forever."""
         tries = 0
         while not self._key:
             try:
@@ -144,10 +145,10 @@ class Controller:
                             self._wake((meta["namespace"], meta["labels"][JOB]))
                         elif change == "DELETED":
                             generations.pop(meta["uid"], None)
-                        elif generations.get(meta["uid"]) != meta["generation"]:  # not its status
+                        elif generations.get(meta["uid"]) != meta["generation"]:  # spec changed
                             generations[meta["uid"]] = meta["generation"]
                             self._wake((meta["namespace"], meta["name"]))
-            except Exception as error:  # it may be cut in the middle of a line
+            except Exception as error:  # the connection may break in the middle of a line
                 tries += 1
                 if tries in (2, 5) or tries % 50 == 0:
                     logger.info("a watch broke, try %d: %s", tries, _words(error))
@@ -175,7 +176,7 @@ class Controller:
             self._failures.pop(key, None)
             if again is not None:
                 self._wake(key, again)
-        except Exception as error:  # one job's trouble is not the others'
+        except Exception as error:  # one job's failure must not affect the others
             tries = self._failures[key] = self._failures.get(key, 0) + 1
             if isinstance(error, api.NotMade):
                 self._refused[key] = _words(error)
@@ -189,8 +190,8 @@ class Controller:
             self._change.set()
 
     async def _pass(self, key: api.Key) -> float | None:
-        """One look at a job, and what follows; seconds until the next, None for not before it
-        changes."""
+        """One pass over a job. Returns the seconds until the next pass; None: not before a
+        change."""
         found = await self._cluster.get(api.JOBS, key)
         if found is None or "deletionTimestamp" in found["metadata"]:
             for book in (self._failures, self._refused, self._silent):
@@ -207,14 +208,14 @@ class Controller:
         if (made := planning.patch(found.get("status") or {}, todo.status)) is not None:
             version = found["metadata"]["resourceVersion"]
             if not await self._cluster.set_status(key, version, made):
-                return FIRST_RETRY  # the job has changed meanwhile
+                return FIRST_RETRY  # the job changed meanwhile
         for notice in todo.notices:
             await self._tell(job, notice)
         unwilling = ""
         for order in todo.orders:
             unwilling = await self._do(job, order, pods) or unwilling
         self._refused[key] = unwilling
-        if unwilling != refused:  # the status is to say so
+        if unwilling != refused:  # the next status reports it
             return 0.0
         if todo.status.over:
             return todo.again
@@ -224,7 +225,8 @@ class Controller:
         return min(POLL if calm else BUSY_POLL, todo.again or POLL)
 
     async def _do(self, job: JobObject, order: planning.Order, pods: tuple[OwnedPod, ...]) -> str:
-        """What its master does not want, in a sentence; what the API server does not is NotMade."""
+        """Carry out an order. Returns the master's refusal as a sentence. Raises NotMade if the API
+        server refuses."""
         where = job.namespace
         match order:
             case planning.Make(body, notice):
@@ -242,7 +244,7 @@ class Controller:
         return ""
 
     async def _tell(self, job: JobObject, notice: planning.JobEvent) -> None:
-        """An Event; the job goes on without it."""
+        """Create an Event; a failure is only logged."""
         now = stamp(time.time())
         about = {"apiVersion": API_VERSION, "kind": KIND, "name": job.name, "uid": job.uid}
         event = {
@@ -267,13 +269,13 @@ class Controller:
     # ------------------------------------------------------------ the job's master
 
     def _token(self, job: JobObject) -> str:
-        """Of the job: nobody has to keep it."""
+        """The job's token, derived from the key, so it needs no storage."""
         return hmac.digest(self._key, f"elasticrun job {job.uid}".encode(), hashlib.sha256).hex()
 
     async def _ask(
         self, job: JobObject, key: api.Key, pods: tuple[OwnedPod, ...]
     ) -> tuple[JobStatus | None, str]:
-        """What the master says; else why it does not."""
+        """The master's status; else the reason why there is none."""
         master = _master(pods)
         if master is None or job.status.over:
             return None, ""
@@ -284,7 +286,7 @@ class Controller:
             token = reader_token(self._token(job))
             said = await get_status(master, ASK_LIMIT, token=token, version=__version__)
         except LinkError as error:
-            if _clock() > began + ASK_LIMIT / 2:  # one that is just starting refuses at once
+            if _clock() > began + ASK_LIMIT / 2:  # a master that is just starting refuses at once
                 self._silent[key] = _clock() + SILENT_FOR
             verb = "refuses to answer" if error.rejected else "does not answer"
             return None, f"the master at {master} {verb}: {error}"
@@ -320,7 +322,7 @@ def _later(tries: int) -> float:
 
 
 def _words(error: BaseException) -> str:
-    said = str(error).partition("For more information check")[0]  # httpx2's
+    said = str(error).partition("For more information check")[0]  # a suffix that httpx2 adds
     return " ".join(said.split())[:400] or type(error).__name__
 
 
@@ -328,7 +330,8 @@ def _words(error: BaseException) -> str:
 
 
 async def lead(cluster: api.Cluster, me: str, controller: Controller) -> None:
-    """Wait for the Lease, then run for as long as it is ours. LeadLost when it is not."""
+    """Wait for the Lease, then run while this operator holds it. Raises LeadLost when it loses
+    it."""
     task: asyncio.Task[None] | None = None
     seen, since, renewed = "", _clock(), -math.inf
     try:
@@ -354,8 +357,9 @@ async def lead(cluster: api.Cluster, me: str, controller: Controller) -> None:
 
 
 async def take_lease(cluster: api.Cluster, me: str, expired: str) -> tuple[bool, str]:
-    """Whether the Lease is ours now, and a word that changes when somebody renews it. Another's is
-    taken only where its word is still `expired`: who has slept himself knows of no other."""
+    """Whether this operator now holds the Lease, and a value that changes at each renewal.
+    Another's Lease is taken only if its value is still `expired`: an operator that was itself
+    suspended has not seen later renewals."""
     found: Json | None = await cluster.get(api.LEASES, (cluster.own, OPERATOR))
     renewed = f"{stamp(time.time())[:-1]}.{int(time.time() % 1 * 1e6):06d}Z"
     spec = {"holderIdentity": me, "leaseDurationSeconds": LEASE, "renewTime": renewed}

@@ -1,8 +1,9 @@
-"""ElasticJob: the structs of its spec and status, and the CustomResourceDefinition made of them.
+"""ElasticJob: the structs of its spec and status, and the CustomResourceDefinition generated from
+them.
 
-What `plan` reads are these structs, and the schema that an API server checks is generated from the
-same: a field that nothing reads cannot be written, and a misspelt one is refused. Names are
-Kubernetes' own (`minNodes`); `kubectl explain ej.spec` shows the descriptions.
+`plan` reads these structs, and the schema that the API server enforces is generated from them: a
+field that nothing reads cannot be written, and a misspelt one is rejected. Names follow Kubernetes
+(`minNodes`); `kubectl explain ej.spec` shows the descriptions.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ PLURAL: Final = "elasticjobs"
 API_VERSION: Final = f"{GROUP}/{VERSION}"
 
 OPERATOR: Final = "elasticrun-operator"
-"""Name of the operator's own objects: its account, its Secret, its Lease; the source of Events."""
+"""Name of the operator's own objects (service account, Secret, Lease) and the source of its
+Events."""
 
 LONGEST_NAME: Final = 50
-"""Characters of a job's name: its pods' host names and its objects are made of it."""
+"""Maximum length of a job's name: pods' host names and the job's objects contain it."""
 
 Many = Annotated[int, Meta(ge=1, le=10_000)]
 Seconds = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -159,7 +161,7 @@ class ElasticStatus(Struct, frozen=True, rename="camel"):
     conditions: tuple[JobCondition, ...] = ()
 
     def condition(self, kind: str) -> JobCondition:
-        """The condition of that type; one that is not true where there is none."""
+        """The condition of that type; a false one if it is missing."""
         return next(
             (one for one in self.conditions if one.type == kind), JobCondition(kind, "False")
         )
@@ -176,7 +178,8 @@ _MAP: Final[Json] = {"type": "object", "additionalProperties": {"type": "string"
 
 
 def _open(*required: str, **properties: Json) -> Json:
-    """An object of which the operator reads or changes `properties`; the server knows the rest."""
+    """An object with the `properties` that the operator reads or changes; other fields are
+    preserved."""
     made: Json = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     made |= {"required": list(required)} if required else {}
     return made | ({"properties": properties} if properties else {})
@@ -238,7 +241,7 @@ def _rules(*pairs: tuple[str, str]) -> list[Json]:
 
 
 def schema_of(struct: type[Struct]) -> Json:
-    """The structural schema of a struct: all in one place, without null."""
+    """The structural schema of a struct: references inlined, no null."""
     made = msgspec.json.schema(struct)
     names = made["$defs"]
 
@@ -257,7 +260,7 @@ def schema_of(struct: type[Struct]) -> Json:
         found = {key: plain(value) for key, value in rest.items() if value != []}
         if "enum" in found:
             found["type"] = "string"
-        if isinstance(found.get("default"), dict):  # what is in it has defaults of its own
+        if isinstance(found.get("default"), dict):  # its fields have their own defaults
             found["default"] = {}
         return found
 

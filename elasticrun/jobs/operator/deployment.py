@@ -1,5 +1,6 @@
-"""What installs the operator: the CRD, an account with the rights it uses and no more, the
-Deployment (`elasticrun render operator`). Pure."""
+"""The objects that install the operator (`elasticrun render operator`): the CRD, an account with
+only the rights it uses, the Deployment. Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +11,20 @@ from elasticrun import __version__
 from elasticrun.jobs.operator.crd import GROUP, OPERATOR, PLURAL, Json, crd
 
 HOME: Final = "elasticrun"
-"""Its namespace, where it sees to the jobs of all."""
+"""Its namespace when it manages the jobs of all namespaces."""
 
 BARE_IMAGE: Final = "python:3.12-slim"
-"""Taken where no image with elasticrun is named: what it needs is installed as it starts."""
+"""Used if the user names no image with elasticrun: the container installs it as it starts."""
 
 NEEDED: Final = ("grpcio>=1.66", "msgspec>=0.19", "protobuf>=5.27", "lightkube>=1.0")
 
 PASSED: Final = 65532
-"""The user without a name that containers run as by custom."""
+"""The uid that containers conventionally use for an unnamed user."""
 
 REMARKS: Final = {
     ("spec", "terminationGracePeriodSeconds"): "no job waits for it: they train on without it"
 }
-"""What is said beside a field of it in YAML."""
+"""YAML comments beside a field."""
 
 RIGHTS: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
     (GROUP, (PLURAL,), ("get", "list", "watch", "delete")),
@@ -35,13 +36,14 @@ RIGHTS: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
     ("scheduling.x-k8s.io", ("podgroups",), ("get", "create")),
     ("scheduling.k8s.io", ("podgroups",), ("get", "create")),
 )
-"""API group, resources, verbs. Who may make pods can read every Secret that a pod can, so to make
-Secrets adds nothing to that; none but the operator's own is read."""
+"""API group, resources, verbs. An account that can create pods can already read every Secret that a
+pod can mount, so the right to create Secrets adds nothing. The operator reads only its own
+Secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """How the operator is installed; `namespace` is "" where it sees to the jobs of all."""
+    """How the operator is installed. `namespace`: "" if it manages the jobs of all namespaces."""
 
     namespace: str = ""
     image: str = ""
@@ -53,7 +55,7 @@ class Installed:
 
 
 def documents(asked: Installed) -> list[Json]:
-    """The objects, in the order in which they are made."""
+    """The objects, in the order of creation."""
     home = asked.home
     space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": home}}
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _named(home)}
@@ -81,7 +83,7 @@ def _making(what: list[str], group: str = "") -> Json:
 
 
 def _own(asked: Installed) -> list[Json]:
-    """Its Secret, and the Lease where there are two of it."""
+    """The rights to its own Secret and, with several replicas, to the Lease."""
     its = {"resourceNames": [OPERATOR]}
     rules: list[Json] = [
         {"apiGroups": [""], "resources": ["secrets"], **its, "verbs": ["get"]},

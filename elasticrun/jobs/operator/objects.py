@@ -1,9 +1,9 @@
-"""The objects that are made for an ElasticJob, and what is read of its pods.
+"""Builds the objects of an ElasticJob, and reads its pods.
 
-Names are stable where others have to find them: the master is `JOB-master.JOB`, the node of index 1
-`JOB-1.JOB`, by one headless Service, whichever pod that is at the moment. A pod's own name ends
-with its attempt (`JOB-1-0`), so that whoever makes it twice is told that it is there. What an agent
-has to know stands in its environment; the template's command stays as it is.
+Host names are stable, through one headless Service, whichever pod currently has them: the master is
+`JOB-master.JOB`, the node of index 1 is `JOB-1.JOB`. A pod's own name ends with its attempt
+(`JOB-1-0`), so creating it twice fails. Agents get their settings from environment variables; the
+template's command stays unchanged.
 """
 
 from __future__ import annotations
@@ -40,85 +40,86 @@ NODE: Final = "node"
 MASTER_INDEX: Final = -1
 
 HOPELESS: Final = (EXIT_USAGE, EXIT_FINAL)
-"""Exit codes that end the job: another pod cannot do better."""
+"""Exit codes that end the job: a new pod would fail too."""
 
 KILLED: Final = (128 + 9, 128 + 15)
 FREE: Final = (*KILLED, EXIT_BAD_NODE, EXIT_SAVED)
-"""Exit codes by which a pod is replaced free of charge."""
+"""Exit codes after which a pod is replaced without counting as a failure."""
 
 LOST_AFTER: Final = 30.0
-"""Seconds after the end of its grace in which a deleted pod is taken for living: then its node has
-gone, and nobody is left to say so."""
+"""Seconds beyond its grace period for which a deleted pod counts as alive. After that its node is
+assumed lost, because no kubelet confirms the deletion."""
 
 
 def moment(text: str | None) -> float:
-    """Seconds since 1970 of a time in Kubernetes' form; 0.0 for none."""
+    """A Kubernetes timestamp as seconds since 1970; 0.0 for None."""
     return datetime.fromisoformat(text).timestamp() if text else 0.0
 
 
 def stamp(now: float) -> str:
-    """A time in Kubernetes' form."""
+    """A time as a Kubernetes timestamp."""
     return datetime.fromtimestamp(int(now), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedPod:
-    """What is read of a pod; `index` is MASTER_INDEX for the master's."""
+    """A pod, as read. `index` is MASTER_INDEX for the master's."""
 
     name: str
     uid: str
     index: int
     attempt: int
     phase: str
-    node: str  # of the cluster, "" before it is placed
+    node: str  # the cluster's node, "" before it is placed
     address: str
     created: float
-    deleted: float  # when it is to have gone, 0.0 for one that nobody has deleted
-    ended: float  # when its container ended, 0.0 where nobody knows
-    code: int | None  # exit code of its first container, None where there is none
+    deleted: float  # deadline of its deletion, 0.0: not deleted
+    ended: float  # when its container ended, 0.0: unknown
+    code: int | None  # exit code of its first container, if any
     disrupted: bool  # evicted, preempted, drained; or its node is lost
     no_memory: bool
-    single: bool  # started for one node alone, where no other can reach it
-    waits: str  # why it does not run, as the cluster says it
-    message: str = ""  # the last that it has said; of a master's, the job's result
+    single: bool  # started as a one-node job, which other nodes cannot reach
+    waits: str  # why it does not run, in the cluster's words
+    message: str = ""  # its termination message; for the master, the job's result
 
     @property
     def done(self) -> bool:
         return self.phase in ("Succeeded", "Failed")
 
     def lives(self, now: float) -> bool:
-        """Whether it runs, will run, or may not have gone yet."""
+        """Whether it runs, will run, or may still be terminating."""
         return not self.done and not (self.deleted and now > self.deleted + LOST_AFTER)
 
     @property
     def free(self) -> bool:
-        """Whether its failure is not its own: no code at all means that it was taken away."""
+        """Whether its failure does not count. Without an exit code, something removed the pod."""
         if self.disrupted or self.deleted or self.code is None:
             return True
         return self.code in FREE and not self.no_memory
 
     @property
     def run_over(self) -> bool:
-        """Of the master's pod: it has ended because the job has, not because it was killed."""
+        """For the master's pod: whether it ended because the job ended, not because it was
+        killed."""
         return self.done and not self.disrupted and self.code is not None and self.code < 128
 
     @property
     def result(self) -> RunResult | None:
-        """Of the master's pod: how the job has ended, where it says so."""
+        """For the master's pod: the job's result, if the message contains it."""
         with contextlib.suppress(msgspec.MsgspecError):
             return msgspec.json.decode(self.message, type=RunResult)
         return None
 
     @property
     def word(self) -> LastWord | None:
-        """Of a node's pod: what its launcher has left; None for what was killed before, is of
-        another release, or is none of ours."""
+        """For a node's pod: its launcher's last words; None if it was killed earlier, runs another
+        release, or is not ours."""
         return last_word.read(self.message)
 
     @property
     def cause(self) -> str:
-        """Of a node's pod: why it has ended, by its launcher's last word; else the last line that
-        it has printed."""
+        """For a node's pod: why it ended, from its launcher's last words, else its last printed
+        line."""
         if self.word is not None:
             return self.word.text[:400]
         lines = [line for line in self.message.splitlines() if line.strip(" =")]
@@ -126,8 +127,8 @@ class OwnedPod:
 
     @property
     def found_bad(self) -> bool:
-        """Whether it has found its node bad, or was found so: not, where it was not let in, or a
-        person wanted it out, which the master knows, and until when."""
+        """Whether it found its node bad, or the master did. False if the master refused to admit
+        it, or if a user excluded the node: the master records that exclusion and its duration."""
         if not self.done or self.code != EXIT_BAD_NODE:
             return False
         word = self.word
@@ -136,7 +137,7 @@ class OwnedPod:
 
 
 def read(pod: Json) -> OwnedPod | None:
-    """What is read of a pod; None for one whose labels are none of ours."""
+    """Read a pod; None if it does not have our labels."""
     meta, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     labels, attempt = meta.get("labels") or {}, meta["name"].rpartition("-")[2]
     index = labels.get(INDEX, MASTER if labels.get(ROLE) == MASTER else "")
@@ -185,7 +186,7 @@ RUN_DIR: Final = "ELASTICRUN_RUN_DIR"
 
 @dataclass(frozen=True, slots=True)
 class JobObject:
-    """An ElasticJob: its spec, and what is written into everything that is made for it."""
+    """An ElasticJob: its spec, and the metadata for every object made for it."""
 
     name: str
     namespace: str
@@ -196,29 +197,32 @@ class JobObject:
 
     @property
     def run_id(self) -> str:
-        """Under which its nodes meet: a job that is made anew under its name is another."""
+        """The rendezvous id; a recreated job of the same name gets another one."""
         return f"{self.name}-{self.uid[:8]}"
 
     @property
     def selector(self) -> str:
-        """Of its nodes' pods."""
+        """The label selector of its nodes' pods."""
         return f"{JOB}={self.name},{ROLE}={NODE}"
 
     @property
     def has_tls(self) -> bool:
-        """Whether its command or its variables name files that its master would not have."""
+        """Whether its command or its variables name TLS files, which its master's pod would not
+        have."""
         first = self.spec.template["spec"]["containers"][0]
         names = [one["name"] for one in first.get("env") or ()]
         return has_tls(words_of(first)) or any(name.startswith("ELASTICRUN_TLS_") for name in names)
 
     @property
     def secret(self) -> str:
-        """The Secret with its token; one that goes with an older job of its name is another."""
+        """The name of the Secret with its token; differs from that of an older job with its
+        name."""
         return f"{self.run_id}-token"
 
 
 def wanted(job: Json) -> JobObject:
-    """The job of an object. msgspec.ValidationError for one that no schema has checked."""
+    """The job of an object. Raises msgspec.ValidationError for an object without schema
+    validation."""
     meta = job["metadata"]
     return JobObject(
         name=meta["name"],
@@ -231,12 +235,12 @@ def wanted(job: Json) -> JobObject:
 
 
 def pod_name(job: JobObject, index: int, attempt: int) -> str:
-    """The name of one try at an index."""
+    """The pod name of one attempt at an index."""
     return f"{job.name}-{MASTER if index == MASTER_INDEX else index}-{attempt}"
 
 
 def host_name(job: JobObject, index: int) -> str:
-    """The host name of the pod of an index, whichever try it is."""
+    """The host name of the pods of an index, the same for every attempt."""
     return f"{job.name}-{MASTER if index == MASTER_INDEX else index}"
 
 
@@ -256,7 +260,7 @@ def _owned(job: JobObject, kind: str, name: str, **body: Json) -> Json:
 
 
 def common(job: JobObject, version: tuple[int, int]) -> list[Json]:
-    """What is made before the first pod: the Service, and what a gang scheduler wants."""
+    """Objects created before the first pod: the Service, and those of the gang scheduler."""
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -272,7 +276,7 @@ def secret(job: JobObject, token: str) -> Json:
 
 
 def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:
-    """As `render k8s` has it; Kueue is told of a group of plain pods."""
+    """The gang settings as in `render k8s`, except for Kueue, which gets a group of plain pods."""
     asked = job.spec.gang
     if asked is None:
         return rendered.Gang()
@@ -298,8 +302,8 @@ def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:
 
 
 def _env(kept: list[Json], ours: Json, defaults: list[Json]) -> list[Json]:
-    """The template's variables, but for `ours` and the token, which is the master's; `defaults`
-    only where it does not set them."""
+    """The template's variables without `ours` and the token, which the operator sets; `defaults`
+    only fill variables that the template omits."""
     kept = [one for one in kept if one["name"] not in (*ours, TOKEN)]
     names = {one["name"] for one in kept}
     return [
@@ -319,8 +323,8 @@ def _token(job: JobObject) -> Json:
 def node_pod(
     job: JobObject, index: int, attempt: int, avoided: list[str], version: tuple[int, int]
 ) -> Json:
-    """The pod of an index: the template, with its name, its place and its agent's environment.
-    `avoided`: nodes of the cluster on which it must not run."""
+    """The pod of an index: the template with its name, labels and its agent's environment.
+    `avoided`: cluster nodes on which it must not run."""
     gang = _gang(job, version)
     template = copy.deepcopy(job.spec.template)
     spec: Json = {**template["spec"], "restartPolicy": "Never"}
@@ -363,7 +367,8 @@ def node_pod(
 
 
 def _shared_memory(spec: Json, container: Json) -> None:
-    """A /dev/shm of its own, where the template has none: a container's 64 MiB hold no snapshot."""
+    """Add a /dev/shm volume if the template has none: the default 64 MiB are too small for a
+    snapshot."""
     mounts = container.setdefault("volumeMounts", [])
     if any(one.get("mountPath") == "/dev/shm" for one in mounts):
         return
@@ -374,8 +379,9 @@ def _shared_memory(spec: Json, container: Json) -> None:
 
 
 def _keep_away(spec: Json, nodes: list[str]) -> None:
-    """Every term is one way to be placed, so each is told. By their names, one a requirement, as
-    servers want it: the label kubernetes.io/hostname is another word on some clouds."""
+    """Add the nodes to every term, because the terms are alternatives. Each requirement names one
+    node, as servers demand, by metadata.name: on some clouds the label kubernetes.io/hostname
+    differs from the name."""
     required = (
         spec.setdefault("affinity", {})
         .setdefault("nodeAffinity", {})
@@ -404,8 +410,8 @@ def named_run_dir(container: Json) -> str:
 
 
 def volume_at(spec: Json, path: str) -> Json | None:
-    """What the first container of a pod has mounted there, and where; None for nothing that
-    outlasts the pod."""
+    """The persistent volume that the first container of a pod has mounted at the path; None if
+    there is none."""
     found = _mounted(spec, path)
     if found is None:
         return None
@@ -415,8 +421,8 @@ def volume_at(spec: Json, path: str) -> Json | None:
 
 
 def _mounted(spec: Json, path: str) -> tuple[Json, Json] | None:
-    """The mount of a pod's first container in which `path` lies, and its volume; None for nothing
-    that outlasts the pod."""
+    """The mount of a pod's first container that contains `path`, and its volume; None unless the
+    volume outlasts the pod."""
     first: Json = next(iter(spec.get("containers") or ()), {})
     mounts = first.get("volumeMounts") or ()
     there = [one for one in mounts if f"{path}/".startswith(one["mountPath"].rstrip("/") + "/")]
@@ -431,15 +437,15 @@ def _mounted(spec: Json, path: str) -> tuple[Json, Json] | None:
 _OF_THE_TEMPLATE: Final = (
     "nodeSelector", "tolerations", "imagePullSecrets", "securityContext", "priorityClassName",
 )  # fmt: skip
-"""Fields of the template's spec that the master's pod has as well."""
+"""Fields of the template's pod spec that the master's pod copies."""
 
 
 _OF_ITS_CONTAINER: Final = ("image", "imagePullPolicy", "securityContext")
 
 
 def master_pod(job: JobObject, attempt: int) -> Json:
-    """The pod of the job's master: the template's image, and none of its devices; of its volumes
-    the one that the job's run folder is on."""
+    """The pod of the job's master: the template's image, without devices, and only the volume that
+    contains the job's run folder."""
     template = job.spec.template["spec"]
     first = template["containers"][0]
     its_address = {"fieldRef": {"fieldPath": "status.podIP"}}
@@ -470,7 +476,7 @@ def master_pod(job: JobObject, attempt: int) -> Json:
     folder = named_run_dir(first)
     if found := _mounted(template, folder):
         container["args"].append(f"--run-dir={folder}")
-        first_of_all = attempt == 0 and job.status.restarts is None  # later ones go on in it
+        first_of_all = attempt == 0 and job.status.restarts is None  # later attempts resume in it
         if first_of_all and "--fresh" in own_words(words_of(first)):
             container["args"].append("--fresh")
         container["volumeMounts"], spec["volumes"] = [found[0]], [found[1]]

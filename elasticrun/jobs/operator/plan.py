@@ -1,12 +1,12 @@
-"""What is to be done for an ElasticJob: one pure function of what there is, `plan`.
+"""The reconcile decision for an ElasticJob: `plan`, one pure function of the observed state.
 
-Level-triggered: the same sight leads to the same orders, whoever looks and however often; nothing
-is counted up. What cannot be found in the cluster stands in the job's status (since when something
-is so, which nodes to avoid). A failed pod that counts is kept as the record of that; one that does
-not goes when its successor has a successor.
+Level-triggered: the same state leads to the same orders, and no counters are kept. What the cluster
+does not record is in the job's status (since when a condition holds, which nodes to avoid). A
+failed pod that counts as a failure is kept as the record of it; other ended pods are deleted once
+their successor has a successor.
 
-An exit of 0 says that all ranks of the last round have ended with 0, so no pod is made after the
-first one. Where a run ends otherwise, its pods end first, and then master and nodes begin anew.
+Exit code 0 means that all ranks of the last round exited with 0, so no pod is created after the
+first one. If a run ends otherwise, its pods must exit first; then master and nodes start again.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from elasticrun.jobs.render.elastic import NO_TLS
 from elasticrun.wire.messages import JobStatus
 
 HEALTHY: Final = 60.0
-"""Seconds of life after which a pod that ends is replaced at once, however many there were."""
+"""Seconds of runtime after which a pod that ends is replaced at once, whatever its attempt."""
 
 LONGEST_WAIT: Final = 60.0
-"""The longest wait for the next of pods that end one soon after the other."""
+"""Longest delay in seconds before replacing pods that end in quick succession."""
 
 PAUSE: Final = 60.0
-"""Seconds for which a job holds nothing after it has given its pods back."""
+"""Seconds for which a job holds no pods after it has released them."""
 
 SETTLE: Final = 10.0
 """Seconds for pods to end by themselves, with their last words, when the job is over."""
 
 RUN_ENDS: Final = 5.0
-"""Seconds for the nodes of a run that has ended to end as well. Who is there still has not heard of
-it, or was never in it, and meets the others at the next master."""
+"""Seconds for the nodes of an ended run to end as well. A node that still runs then has not
+received the result, or was never in the run, and joins the others at the next master."""
 
 AVOIDED_FOR: Final = 3600.0
-"""Seconds for which a node is avoided; the master's own exclusions last as long by default."""
+"""Seconds for which a node is avoided; the same as the master's default exclusion."""
 
 MOST_AVOIDED: Final = 50
 ACCEPTED: Final = "the server takes the job's pods"
 GAVE_UP: Final = "GaveUp"
-"""Reason of Scheduled while the job holds nothing."""
+"""Reason of the Scheduled condition while the job holds no pods."""
 
 
 class JobEvent(NamedTuple):
@@ -70,25 +70,25 @@ class JobEvent(NamedTuple):
 
 
 class Make(NamedTuple):
-    """Make an object; that it is there already is as good."""
+    """Create an object; it may already exist."""
 
     body: Json
     notice: JobEvent | None = None
 
 
 class MakeSecret(NamedTuple):
-    """Make the Secret with the job's token."""
+    """Create the Secret with the job's token."""
 
 
 class Remove(NamedTuple):
-    """Delete a pod, with its grace."""
+    """Delete a pod, with its grace period."""
 
     pod: OwnedPod
     notice: JobEvent
 
 
 class Resize(NamedTuple):
-    """Have the job's master take so many nodes."""
+    """Set the maximum number of nodes at the job's master."""
 
     nodes: int
 
@@ -102,19 +102,20 @@ Order = Make | MakeSecret | Remove | Resize | Discard
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What there is of a job. `master` is what its master says, None where it does not;
-    `unreachable`: why. `refused`: what the API server or the master did not want last time."""
+    """The observed state of a job. `master`: its master's status, None if it does not answer;
+    `unreachable`: why not; `refused`: what the API server or the master refused in the last
+    pass."""
 
     pods: tuple[OwnedPod, ...] = ()
     master: JobStatus | None = None
     unreachable: str = ""
     refused: str = ""
-    version: tuple[int, int] = (1, 37)  # of the cluster
+    version: tuple[int, int] = (1, 37)  # the cluster's version
 
 
 class ToDo(NamedTuple):
-    """Orders in their order, the new status, Events; `again`: in so many seconds at the latest,
-    None where nothing but a change calls for it."""
+    """Orders in sequence, the new status, Events. `again`: seconds until the next pass at the
+    latest, None if only a change requires one."""
 
     orders: tuple[Order, ...]
     status: ElasticStatus
@@ -130,7 +131,7 @@ class JobEnd(NamedTuple):
 
 @dataclass(frozen=True)
 class JobView:
-    """A sight of a job at a moment, and what follows from it at once."""
+    """The observed state of a job at a moment, and values derived from it."""
 
     job: JobObject
     sight: Seen
@@ -145,7 +146,7 @@ class JobView:
 
     @cached_property
     def living(self) -> list[OwnedPod]:
-        """Pods of nodes that may run now or later."""
+        """Pods of nodes that run or may run later."""
         return [pod for pod in self.nodes if pod.lives(self.now)]
 
     @cached_property
@@ -169,20 +170,19 @@ class JobView:
 
     @cached_property
     def result(self) -> RunResult | None:
-        """How the run has ended, where its last master says so."""
+        """The result of the run, if its last master reports one."""
         return self.last_master.result if self.last_master is not None else None
 
     @property
     def succeeding(self) -> bool:
-        """Whether all ranks have ended with 0."""
+        """Whether all ranks have exited with 0."""
         last = self.last_master
         by_master = last is not None and last.run_over and last.code == 0
         return by_master or any(pod.phase == "Succeeded" for pod in self.nodes)
 
     @property
     def cause(self) -> str:
-        """What has ended the run, as its master says it, else a pod that ended badly; "" where
-        nobody does."""
+        """What ended the run, according to its master, else to a pod that failed; "" if unknown."""
         if self.result is not None:
             return self.result.reason
         said = self.sight.master
@@ -192,14 +192,14 @@ class JobView:
 
     @property
     def failed_node(self) -> str:
-        """Of the rank that has ended the run, as the master says it; "" where none did."""
+        """The node of the rank that ended the run, according to the master; "" if none did."""
         said = self.sight.master
         failed = failure_in(read(said.outcome, said.ended)) if said else None
         return self.result.failed_node if self.result else failed.node if failed else ""
 
     @cached_property
     def unattached(self) -> str:
-        """What to look at where pods end and the master has never heard of one; else ""."""
+        """A hint if pods end and no agent has ever attached to the master; else ""."""
         said, failed = self.sight.master, self.counted
         if said is None or said.nodes or said.round or said.restart_count:
             return ""
@@ -212,14 +212,15 @@ class JobView:
 
     @cached_property
     def avoided(self) -> tuple[Avoided, ...]:
-        """Nodes of the cluster that new pods keep away from: those that the master excludes, those
-        that a pod found bad, and what the status still remembers of both. What a person wanted is
-        not so any more when the master that answers knows of none, or the job is suspended."""
+        """Cluster nodes that new pods avoid: those that the master excludes, those that a pod found
+        bad, and those of both kinds in the job's status. A user's exclusion ends when the answering
+        master no longer lists it, or when the job is suspended."""
         said, found = self.sight.master, []
         for one in said.excluded if said else ():
             host, since = one.host.partition(".")[0], self.now - one.age
             mine = [p for p in self.nodes if objects.host_name(self.job, p.index) == host]
-            # the first that lived then, of which clusters know the second: the next is elsewhere
+            # the first pod alive at that time (cluster times have whole seconds): later ones ran
+            # elsewhere
             then = [p for p in mine if p.created <= since and not 0 < p.ended < since - 1]
             found += [(pod.node, one.reason, since, one.kind) for pod in then[:1]]
         lifted = said is not None or self.job.spec.suspend
@@ -235,7 +236,7 @@ class JobView:
 
     @property
     def run_over(self) -> bool:
-        """Whether this run of the job has ended, in whatever way."""
+        """Whether this run of the job has ended, in any way."""
         last, said = self.last_master, self.sight.master
         return (last is not None and last.run_over) or (said is not None and bool(said.outcome))
 
@@ -245,7 +246,8 @@ class JobView:
 
     @property
     def training(self) -> bool:
-        """Whether ranks run; where the master cannot be asked, as long as enough pods do."""
+        """Whether ranks run. If the master does not answer: whether they ran and enough pods still
+        do."""
         said, spec = self.sight.master, self.job.spec
         if said is not None:
             return said.phase == "running"
@@ -254,7 +256,7 @@ class JobView:
 
     @property
     def gave_up(self) -> float:
-        """Seconds for which the job still holds nothing."""
+        """Seconds for which the job still holds no pods."""
         found = self.job.status.condition("Scheduled")
         if found.reason != GAVE_UP:
             return 0.0
@@ -262,7 +264,7 @@ class JobView:
 
 
 def plan(job: JobObject, sight: Seen, now: float) -> ToDo:
-    """What is to be done for `job` at `now` (seconds since 1970), and its status."""
+    """The orders for `job` at `now` (seconds since 1970), and its status."""
     look = JobView(job, sight, now)
     old = job.status
     if old.over:
@@ -292,7 +294,7 @@ def plan(job: JobObject, sight: Seen, now: float) -> ToDo:
 
 
 def _end(look: JobView) -> JobEnd | None:
-    """Whether the job is over, and how."""
+    """Whether and how the job is over."""
     job, spec, now = look.job, look.job.spec, look.now
     if job.has_tls:
         return JobEnd("Failed", "NoTls", f"--tls-cert and its like: {NO_TLS}; a Job of `elasticrun "
@@ -330,12 +332,12 @@ def _end(look: JobView) -> JobEnd | None:
 
 
 def _how(pod: OwnedPod) -> str:
-    """How a pod has ended, and what it said last."""
+    """How a pod ended, with its last message."""
     return f"{pod.name} ended with {pod.code}{pod.cause and ': '}{pod.cause}"
 
 
 def _finished(look: JobView, end: JobEnd | None) -> ToDo:
-    """A job that is over, since `end` or for longer: what is left of it is cleaned up."""
+    """A job that is over, now (`end`) or earlier: clean up what is left."""
     job, old, now = look.job, look.job.status, look.now
     policy, waits = job.spec.run_policy, []
     over = moment(old.completion_time) if old.completion_time else now
@@ -364,7 +366,7 @@ def _finished(look: JobView, end: JobEnd | None) -> ToDo:
 
 
 def _remove(pods: Iterable[OwnedPod], reason: str, why: str) -> list[Order]:
-    """Delete those that nobody has deleted yet."""
+    """Delete the pods that are not being deleted yet."""
     return [
         Remove(pod, JobEvent(reason, f"deleted pod {pod.name}: {why}", reason == GAVE_UP))
         for pod in pods
@@ -373,13 +375,14 @@ def _remove(pods: Iterable[OwnedPod], reason: str, why: str) -> list[Order]:
 
 
 def _take_away(look: JobView, reason: str, why: str) -> list[Order]:
-    """All nodes, so that they save; then the master, by which they agree on the step."""
+    """Remove all nodes, so that they save; then the master, which they need to agree on the
+    step."""
     masters = look.of(MASTER_INDEX)
     return _remove(look.living or masters, reason, why)
 
 
 def _patience(look: JobView) -> float | None:
-    """Seconds until fewer pods than train are given back; None where enough run."""
+    """Seconds until the job releases its pods because too few run; None if enough run."""
     found = look.job.status.condition("Scheduled")
     enough = len(look.running) >= look.job.spec.least
     if enough or look.succeeding or not look.living or found.reason != "Waiting":
@@ -389,7 +392,7 @@ def _patience(look: JobView) -> float | None:
 
 
 def _due(dead: list[OwnedPod], now: float) -> float:
-    """Seconds until the next pod of an index may be made. `dead`: those there were."""
+    """Seconds until the next pod of an index may be created. `dead`: the earlier ones."""
     if not dead or dead[-1].deleted:
         return 0.0
     last = dead[-1]
@@ -400,7 +403,7 @@ def _due(dead: list[OwnedPod], now: float) -> float:
 
 
 def _master(look: JobView, waits: list[float]) -> list[Order]:
-    """The master's pod: there is one, until the job is over."""
+    """Keep one master pod until the job is over."""
     pods = look.of(MASTER_INDEX)
     alive = [pod for pod in pods if pod.lives(look.now)]
     if alive or look.succeeding or look.gave_up:
@@ -418,7 +421,7 @@ def _master(look: JobView, waits: list[float]) -> list[Order]:
 
 
 def _nodes(look: JobView, waits: list[float]) -> list[Order]:
-    """A pod for every index; none above what is wanted."""
+    """Keep one pod for every index, and none above the wanted number."""
     if look.succeeding:
         pending = [pod for pod in look.living if pod.phase == "Pending"]
         return _remove(pending, "Cleaned", "the job is about to be done")
@@ -427,7 +430,7 @@ def _nodes(look: JobView, waits: list[float]) -> list[Order]:
         return []
     last = look.last_master
     if look.run_over and (look.living or (last and not last.done)):
-        return []  # the run that has ended goes first, and its master
+        return []  # the pods of the ended run and its master must exit first
     orders: list[Order] = []
     for index in range(look.job.spec.nodes + look.job.spec.spares):
         orders += _node(look, index, waits)
@@ -451,7 +454,7 @@ def _node(look: JobView, index: int, waits: list[float]) -> list[Order]:
 
 
 def _doubles(alive: list[OwnedPod]) -> list[Order]:
-    """All but the oldest: it is the one that others know."""
+    """Delete all but the oldest, which the other nodes know."""
     by_age = sorted(alive, key=lambda pod: (pod.created, pod.attempt))
     return _remove(by_age[1:], "Double", "an older one lives")
 
@@ -461,7 +464,7 @@ def _attempt(pods: list[OwnedPod]) -> int:
 
 
 def _make(look: JobView, body: Json, pods: list[OwnedPod]) -> Make:
-    """`pods`: those there are of its index."""
+    """`pods`: the existing pods of its index."""
     status = look.job.status
     same = status.observed_generation == look.job.generation
     again = same and status.phase in ("Starting", "Running", "Recovering")
@@ -487,13 +490,13 @@ def _resize(look: JobView) -> list[Order]:
     if said is None or said.outcome or said.max_nodes in (0, nodes):
         return []
     if any(pod.single for pod in look.living):
-        return []  # they go first
+        return []  # these pods are removed first
     return [Resize(nodes)]
 
 
 def _surplus(look: JobView, *, resized: bool) -> list[Order]:
-    """Pods of indices that are no more wanted. The master leaves them out of the next round first,
-    so that their going disturbs nobody."""
+    """Remove pods of surplus indices. The master first leaves them out of the next round, so that
+    their removal does not interrupt training."""
     wanted = look.job.spec.nodes + look.job.spec.spares
     over = [pod for pod in look.living if pod.index >= wanted]
     if not over or not resized:
@@ -510,7 +513,7 @@ def _surplus(look: JobView, *, resized: bool) -> list[Order]:
 
 
 def _stale(look: JobView) -> list[Order]:
-    """Failed pods that are no record of anything, but for the last two of each index."""
+    """Delete failed pods that record no failure, except the last two of each index."""
     newest = {pod.index: pod.attempt for pod in look.nodes}
     old = [pod for pod in look.nodes if pod.attempt + 2 <= newest[pod.index]]
     return _remove((pod for pod in old if pod.done and pod.free), "Cleaned", "it was replaced")
@@ -566,7 +569,7 @@ def _status(look: JobView, *, end: JobEnd | None = None, gives_up: bool = False)
 
 
 def _restarts(look: JobView) -> int | None:
-    """Those that the master has counted, and pods that failed where it has heard of none."""
+    """The master's count; the number of failed pods if no agent has ever attached."""
     said = look.sight.master
     if look.result is not None:
         return look.result.restarts
@@ -576,14 +579,14 @@ def _restarts(look: JobView) -> int | None:
 
 
 def _step(look: JobView) -> int | None:
-    """The newest that is known; at the end the master's last words have the last."""
+    """The newest known step; after the end, the one in the master's result."""
     result, said = look.result, look.sight.master
     step = result.step if result is not None else said.step if said is not None else -1
     return step if step >= 0 else look.job.status.step
 
 
 Truth = tuple[bool, str, str]
-"""Of a condition: whether it is so, the reason in a word, a sentence."""
+"""A condition: whether it holds, the reason in one word, a sentence."""
 
 
 def _since(old: ElasticStatus, kind: str, truth: Truth, now: float) -> JobCondition:
@@ -672,7 +675,7 @@ def _over(old: ElasticStatus, end: JobEnd | None, kind: str) -> Truth:
 
 
 def _notices(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
-    """What happened between two statuses."""
+    """The Events for the changes between two statuses."""
     known = {one.node for one in old.excluded_nodes}
     made = [
         JobEvent("Excluded", f"new pods keep away from {one.node}: {one.reason}", warning=True)
@@ -695,6 +698,6 @@ def _notices(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
 
 
 def patch(old: Json, new: ElasticStatus) -> Json | None:
-    """What is to be merged into a status for it to be `new`; None where it is."""
+    """The changes that turn a status into `new`; None if it already matches."""
     wanted: Json = msgspec.to_builtins(new)
     return None if all(old.get(key) == value for key, value in wanted.items()) else wanted

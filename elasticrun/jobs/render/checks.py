@@ -1,7 +1,7 @@
-"""What Kubernetes and Slurm accept as a name, a quantity, a version: one check each.
+"""Validates names, quantities and versions for Kubernetes and Slurm, one function each.
 
-Every function returns the text it was given, or raises `Invalid` with one sentence that says what
-was wrong and what would do.
+Every function returns its text (or the parsed value), or raises `Invalid` with one sentence that
+says what is wrong and what is allowed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _UNITS: Final = {
 
 
 class Invalid(ValueError):
-    """What is wanted cannot be; the text is one sentence for the user."""
+    """An invalid setting; the message is one sentence for the user."""
 
 
 def label(text: str, what: str, *, longest: int = MAX_LABEL) -> str:
-    """A DNS-1123 label: lower case letters, digits and dashes, of `longest` characters at most."""
+    """A DNS-1123 label: lower case letters, digits and dashes, at most `longest` characters."""
     if not _LABEL.fullmatch(text):
         raise Invalid(
             f"{what} {text!r}: Kubernetes wants lower case letters, digits and dashes, with a "
@@ -55,7 +55,7 @@ def label(text: str, what: str, *, longest: int = MAX_LABEL) -> str:
 
 
 def job_name(text: str, longest: int, last: str) -> str:
-    """A name of which pods' host names and a Service's are made; `last` is the longest of them."""
+    """A name that pods' host names and a Service's name contain; `last` is the longest of them."""
     label(text, "--name", longest=MAX_LABEL)
     if not text[0].isalpha():
         raise Invalid(f"--name {text!r}: the name of a Service begins with a letter")
@@ -91,7 +91,7 @@ def label_key(text: str, what: str) -> str:
 
 
 def label_value(text: str, what: str) -> str:
-    """The value of a label; empty is one, too."""
+    """The value of a label; it may be empty."""
     if text and (not _QUALIFIED.fullmatch(text) or len(text) > MAX_LABEL):
         raise Invalid(
             f"{what}: {text!r} is no value of a label: letters, digits, dashes, underscores and "
@@ -108,7 +108,7 @@ def resource(text: str, what: str) -> str:
 
 
 def quantity(text: str, what: str, *, memory: bool = False) -> str:
-    """A quantity of Kubernetes above 0, as 500m, 8 or 64Gi; `memory`: in bytes, 1Mi at least."""
+    """A Kubernetes quantity above 0, such as 500m, 8 or 64Gi; `memory`: bytes, at least 1Mi."""
     match = _QUANTITY.fullmatch(text)
     if not match:
         example = "8Gi, 512Mi" if memory else "8, 500m"
@@ -121,7 +121,7 @@ def quantity(text: str, what: str, *, memory: bool = False) -> str:
 
 
 def amount(text: str) -> float:
-    """What a quantity that passed `quantity` comes to: bytes, or cores."""
+    """The value of a quantity that passed `quantity`: bytes, or cores."""
     match = _QUANTITY.fullmatch(text)
     assert match is not None
     return float(match[1]) * _UNITS[match[2] or ""]
@@ -137,8 +137,9 @@ def variable(text: str, what: str) -> str:
 def setting(
     key: str, value: str, place: str, token: str, password: str = "set it where you type this"
 ) -> None:
-    """A variable of every node, as --env gives it; a secret is none: it would come to lie in
-    `place`. `token`, `password`: what to do instead with the job's token, with one of git."""
+    """Check a variable for every node, from --env. Refuses secrets, because they would be stored in
+    `place`. `token`, `password`: what to do instead with the job's token, and with git's
+    password."""
     variable(key, "--env")
     plain(value, f"--env {key}")
     instead = token if key == "ELASTICRUN_TOKEN" else password if key in GIT_PASSWORDS else ""
@@ -154,7 +155,7 @@ def path(text: str, what: str) -> str:
 
 
 def plain(text: str, what: str) -> str:
-    """A text that can be written down: UTF-8, no NUL, not endless."""
+    """Text that can be written to a manifest: UTF-8, no NUL, limited length."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -167,7 +168,7 @@ def plain(text: str, what: str) -> str:
 
 
 def version(text: str, what: str) -> tuple[int, int]:
-    """`1.34`, `v1.34.2`: major and minor number."""
+    """`1.34` or `v1.34.2`: major and minor number."""
     match = _VERSION.fullmatch(text)
     if not match:
         raise Invalid(f"{what} {text!r} is no version: write it like 1.34")

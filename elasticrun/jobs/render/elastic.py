@@ -1,5 +1,7 @@
-"""The same job as an ElasticJob, for clusters that have its operator: the pods' template is that of
-the Indexed Job, but for what the operator tells its agents."""
+"""Renders a job as an ElasticJob, for clusters with its operator.
+
+The pod template is that of the Indexed Job without the settings that the operator gives its agents.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ NO_TLS: Final = "its master has a pod of its own, without these files"
 
 
 def elastic_document(wanted: Pods) -> dict[str, Any]:
-    """The ElasticJob. Invalid for what only an Indexed Job can have."""
+    """The ElasticJob. Raises Invalid for settings that only an Indexed Job supports."""
     _refuse(wanted)
     launch, most = wanted.launch, wanted.launch.max_nodes
     unit = next((word.removeprefix(UNIT) for word in launch.flags if word.startswith(UNIT)), "1")
@@ -58,12 +60,12 @@ def _refuse(wanted: Pods) -> None:
 
 
 def own_words(words: Iterable[str]) -> list[str]:
-    """Of a launcher's words those before its script: what follows is the script's."""
+    """A launcher's words before its script; later words belong to the script."""
     return list(itertools.takewhile(lambda word: not word.endswith(".py"), words))
 
 
 def has_tls(words: Iterable[str]) -> bool:
-    """Whether a launcher's words name files of TLS."""
+    """Whether a launcher's words name TLS files."""
     return any(word.replace("_", "-").startswith("--tls-") for word in own_words(words))
 
 

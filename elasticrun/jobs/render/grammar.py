@@ -1,4 +1,4 @@
-"""Words of a command line that have a grammar of their own, and the parts they stand for."""
+"""Parses words of a command line that have their own grammar."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DURATION = re.compile(
 
 
 def pairs(items: Iterable[str], flag: str) -> dict[str, str]:
-    """`KEY=VALUE` once per item; the value may be empty and hold further equals signs."""
+    """Parse `KEY=VALUE` items; the value may be empty and contain equals signs."""
     found: dict[str, str] = {}
     for item in items:
         key, equals, value = item.partition("=")
@@ -35,7 +35,7 @@ def pairs(items: Iterable[str], flag: str) -> dict[str, str]:
 
 
 def volume(text: str) -> Volume:
-    """One volume, as VOLUME_FORM has it."""
+    """Parse one volume in the form VOLUME_FORM."""
     name, equals, rest = text.partition("=")
     read_only = rest.endswith(":ro")
     rest = rest.removesuffix(":ro")
@@ -47,8 +47,8 @@ def volume(text: str) -> Volume:
 
 
 def _csi(text: str, what: str) -> Mapping[str, Any]:
-    # Two commas stand for one inside a value, as in --duplicate-stdout-filters: mount options have
-    # commas of their own.
+    # Two commas stand for one inside a value, as in --duplicate-stdout-filters, because mount
+    # options contain commas.
     words = [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
     driver = checks.subdomain(words[0], f"{what}: the driver")
     attributes = pairs(words[1:], f"{what}: the attribute")
@@ -68,7 +68,7 @@ _SOURCES: Final[Mapping[str, Callable[[str, str], Mapping[str, Any]]]] = {
 
 
 def toleration(text: str) -> Toleration:
-    """`KEY`, `KEY=VALUE`, either with `:EFFECT`; `all`."""
+    """Parse `KEY` or `KEY=VALUE`, either with `:EFFECT`; or `all`."""
     if text == "all":
         return Toleration("")
     taint, _, effect = text.partition(":")
@@ -79,7 +79,7 @@ def toleration(text: str) -> Toleration:
 
 
 def duration(text: str, flag: str) -> int:
-    """A time limit as Slurm has it (minutes, H:M:S, D-H, D-H:M:S, ...), in seconds."""
+    """Seconds of a time limit in Slurm's form (minutes, H:M:S, D-H, D-H:M:S, ...)."""
     match = _DURATION.fullmatch(text)
     if not match:
         raise Invalid(

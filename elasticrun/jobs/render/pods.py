@@ -1,10 +1,10 @@
 """Kubernetes documents: an Indexed Job (`render k8s`) or a JobSet with one, its headless Service,
-and what a gang scheduler or a resize needs.
+and the additions for a gang scheduler or a resize.
 
-One container a pod runs the launcher. What a scheduler does about its exit code is one contract
-for all of them. A gang is the fewest nodes that train: all their pods or none. Without one the job
-is whole as well, since no rank starts before that many nodes have joined; but the pods that are
-there hold their devices while they wait.
+One container per pod runs the launcher. All kinds share one contract for its exit codes. A gang is
+the smallest number of nodes that train: the scheduler places all their pods or none. Without a gang
+no rank starts either before that many nodes have joined, but the placed pods hold their devices
+while they wait.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ CONTAINER: Final = "elasticrun"
 """The container whose exit code counts."""
 
 HOPELESS: Final = (EXIT_USAGE, EXIT_FINAL)
-"""Codes that end the whole job: with another pod the command line is still wrong."""
+"""Codes that end the whole job: a new pod would have the same wrong command line."""
 
 BLAMELESS: Final = (EXIT_BAD_NODE, EXIT_SAVED)
-"""Codes by which a node says that it is the node's fault, or nobody's: replaced free of charge."""
+"""Codes of failures that are not the job's fault: a bad node, or a node that saved and left. The
+pod is replaced without counting as a failure."""
 
 
 def failure_rules() -> list[dict[str, Any]]:
-    """The rules of a Job's podFailurePolicy; the first that fits counts, none means one failure."""
+    """The rules of a Job's podFailurePolicy. The first match applies; without a match, a failure
+    counts."""
 
     def by_code(action: str, codes: tuple[int, ...]) -> dict[str, Any]:
         those = {"containerName": CONTAINER, "operator": "In", "values": sorted(codes)}
@@ -43,17 +45,17 @@ def failure_rules() -> list[dict[str, Any]]:
 
 
 def said(made: dict[str, Any]) -> dict[str, Any]:
-    """Without the fields of which nothing is said."""
+    """The mapping without empty fields."""
     return {key: value for key, value in made.items() if value not in (None, "", [], {})}
 
 
 BETA: Final = (1, 37)
-"""From this version of Kubernetes on its own PodGroup is v1beta1."""
+"""The first Kubernetes version whose PodGroup is v1beta1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gang:
-    """What a gang scheduler adds to a job."""
+    """Additions to a job for a gang scheduler."""
 
     documents: tuple[dict[str, Any], ...] = ()
     job_labels: dict[str, str] = field(default_factory=dict)
@@ -65,7 +67,7 @@ class Gang:
 
 
 def gang(wanted: Pods, metadata: dict[str, Any], *, of_a_set: bool = False) -> Gang:
-    """The additions that `wanted.gang` calls for; `metadata` is that of every object of the job.
+    """The additions for `wanted.gang`; `metadata` is shared by every object of the job.
 
     `of_a_set`: the job is a JobSet, which Kueue admits whole or not at all.
     """
@@ -80,7 +82,7 @@ def gang(wanted: Pods, metadata: dict[str, Any], *, of_a_set: bool = False) -> G
         by_name = {"scheduling.x-k8s.io/pod-group": name}
         return Gang((group,), pod_labels=by_name, scheduler="scheduler-plugins-scheduler")
     if wanted.gang == "koordinator":
-        # Without `total-number`: of a job that was made smaller it would not be true any more.
+        # Without `total-number`, which would become wrong when the job is scaled down.
         prefix = "gang.scheduling.koordinator.sh"
         by_name = {f"{prefix}/name": name, f"{prefix}/min-available": str(least)}
         return Gang(pod_annotations=by_name, scheduler="koord-scheduler")
@@ -109,15 +111,14 @@ UID_LABEL: Final = "batch.kubernetes.io/controller-uid"
 
 
 class PodNames(NamedTuple):
-    """Where pods are in DNS."""
+    """The DNS names of pods."""
 
     host0: str  # host name of the pod with index 0
-    domain: str  # the headless Service, "" where somebody else sets it
+    domain: str  # the headless Service, "" if something else sets it
 
 
 def literal(text: str) -> str:
-    """`text` so that Kubernetes hands it on as it is: it takes $(NAME) for a variable, and makes
-    one dollar of two."""
+    """Escape `text` for Kubernetes, which expands $(NAME) and turns two dollars into one."""
     return text.replace("$", "$$") if "$(" in text or "$$" in text else text
 
 
@@ -178,8 +179,8 @@ def _toleration(one: Toleration) -> dict[str, str]:
 
 
 LAST_WORDS: Final = "/run/elasticrun-last-words"
-"""Where launchers leave why they end, and masters the job's result, which a cluster keeps with the
-pod (`host/runs/last_word.py`)."""
+"""Where launchers write why they end, and masters the job's result; Kubernetes keeps it as the
+pod's termination message (`host/runs/last_word.py`)."""
 
 
 def _container(wanted: Pods, place: PodNames) -> dict[str, Any]:
@@ -229,12 +230,12 @@ def _resources(wanted: Pods) -> dict[str, Any]:
 
 
 SUCCESS_POLICY: Final = (1, 31)
-"""From this version of Kubernetes on a Job may succeed with fewer indices than it has."""
+"""The first Kubernetes version in which a Job can succeed with fewer indices than it has."""
 
 
 def job_spec(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
-    """One index a node, replaced for as long as the master goes on; how the object itself begins
-    and ends (`lifetime`) is not part of it."""
+    """The Job spec: one index per node, replaced while the master continues; without the fields of
+    `lifetime`."""
     count, least = wanted.replicas, wanted.launch.min_nodes
     enough = least < count and wanted.version >= SUCCESS_POLICY
     return said(
@@ -253,7 +254,7 @@ def job_spec(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
 
 
 def remarks(wanted: Pods) -> dict[tuple[str, str], str]:
-    """What is said of it in the place of `text.REMARKS`."""
+    """YAML comments that replace those of `text.REMARKS`."""
     if wanted.backoff_limit is None:
         sum_ = f"{wanted.replicas} x (--retries {wanted.retries} + 1) - 1"
         return {("spec", "backoffLimit"): f"{sum_}: a try that fails has all pods fail"}
@@ -261,12 +262,12 @@ def remarks(wanted: Pods) -> dict[tuple[str, str], str]:
 
 
 def lifetime(wanted: Pods) -> dict[str, Any]:
-    """Whether it waits for somebody's word, and when it is removed: of a Job or of a JobSet."""
+    """Whether it starts suspended, and when it is removed; for a Job or a JobSet."""
     return said({"suspend": wanted.suspend or None, "ttlSecondsAfterFinished": wanted.ttl})
 
 
 def labelled(wanted: Pods, gang: Gang) -> dict[str, Any]:
-    """The metadata of the Job or JobSet: that of every object, annotations, a gang's words."""
+    """The metadata of the Job or JobSet: the common metadata, annotations, the gang's labels."""
     labels = common_labels(wanted) | gang.job_labels
     annotations = {**wanted.annotations, **gang.job_annotations}
     return common_metadata(wanted) | said({"labels": labels, "annotations": annotations})
@@ -279,7 +280,7 @@ def common_metadata(wanted: Pods) -> dict[str, Any]:
 
 
 def rights(wanted: Pods, job: str) -> list[dict[str, Any]]:
-    """A ServiceAccount that may read and resize its own Job, and nothing else; [] unless wanted."""
+    """A ServiceAccount that may only read and resize its own Job; [] unless wanted."""
     if not wanted.rbac:
         return []
     account = wanted.service_account or wanted.name
@@ -305,20 +306,20 @@ def rights(wanted: Pods, job: str) -> list[dict[str, Any]]:
 
 
 REPLICATED_JOB: Final = "node"
-"""The one replicated job; its one Job is NAME-node-0."""
+"""The one replicated job; its only Job is NAME-node-0."""
 
 POD_SUFFIX: Final = len("-abcde")
-"""Characters at the end of a pod's name; a JobSet counts them when it checks its own name."""
+"""Length of a pod name's random suffix, which a JobSet includes when it checks its own name."""
 
 JOBSET_REMARKS: Final = {
     ("spec", "parallelism"): "not to be changed here; to resize, patch its Job, NAME-node-0",
 }
-"""What is said of a JobSet in the place of `text.REMARKS`."""
+"""YAML comments of a JobSet that replace those of `text.REMARKS`."""
 
 
 def jobset_documents(wanted: Pods) -> list[dict[str, Any]]:
-    """The objects in the order in which they are made; raises `Invalid` for a name that is too long
-    for the host names of its pods."""
+    """The objects in the order of creation. Raises `Invalid` for a name that is too long for the
+    host names of its pods."""
     name = wanted.name
     child = f"{name}-{REPLICATED_JOB}-0"
     digits = len(str(wanted.most_pods - 1))
@@ -349,8 +350,8 @@ JOB_LABEL: Final = "batch.kubernetes.io/job-name"
 
 
 def job_documents(wanted: Pods) -> list[dict[str, Any]]:
-    """The objects in the order in which they are made; raises `Invalid` for a name that is too long
-    for the host names of its pods."""
+    """The objects in the order of creation. Raises `Invalid` for a name that is too long for the
+    host names of its pods."""
     name = wanted.name
     digits = len(str(wanted.most_pods - 1))
     checks.job_name(name, checks.MAX_LABEL - 1 - digits, f"NAME-{wanted.most_pods - 1}")

@@ -1,5 +1,5 @@
-"""`render slurm`: what can be wanted of it, checked when it is made (`checks.Invalid`), and a
-script for sbatch, with every option where it can be read and changed.
+"""`render slurm`: the settings, validated on construction (`checks.Invalid`), and a script for
+sbatch that spells out every option, so that users can read and change it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from elasticrun.jobs.render.pods import HOPELESS
 from elasticrun.jobs.render.wanted import MAX_NODES, Launch
 
 SIGNALS: Final = ("TERM", "HUP", "USR1", "USR2")
-"""Those that ranks put off until a step is saved, where they get them too."""
+"""Signals that ranks defer until a step is saved, if the ranks get them too."""
 
 MAX_SIGNAL_LEAD: Final = 65535
-"""Seconds before the end at which Slurm can send a signal, at most."""
+"""The most seconds before the end at which Slurm can send a signal."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,127}")
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*(,[A-Za-z0-9][A-Za-z0-9_.+-]*)*")
@@ -29,7 +29,7 @@ _ARRAY = re.compile(r"\d+(-\d+(:[1-9]\d*)?)?(,\d+(-\d+(:[1-9]\d*)?)?)*(%[1-9]\d*
 _GPUS = re.compile(r"([A-Za-z][A-Za-z0-9_.-]*:)?[1-9]\d*")
 _MEMORY = re.compile(r"\d+[KMGT]?")
 _PATH = re.compile(r"[\w./%+@=,:-]+")
-"""Slurm reads its lines by rules of its own: what would have to be quoted is not let in."""
+"""Slurm parses its lines by its own rules, so values that would need quoting are refused."""
 _OPTION = re.compile(r"([a-z][a-z0-9-]+)(=[^\s\"'\\#]+)?")
 
 RESOLUTION: Final = 60
@@ -45,17 +45,17 @@ _BY_A_FLAG: Final = {
 _SETTLED: Final = (
     "no-kill", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "tasks-per-node", "wrap",
 )  # fmt: skip
-"""Options of sbatch that are in the script already, or have no place in it."""
+"""Options of sbatch that the script already contains or must not contain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """An elastic job under Slurm: one task a node. "" and 0 mean that nothing is said.
+    """An elastic job under Slurm: one task per node. "" and 0 mean unset.
 
-    `time` is as Slurm writes it and `time_seconds` what it comes to; `lead` is how many seconds
-    before its end `signal` is sent to every node, `requeues` how often the job goes back into the
-    queue because its time was over, `retries` how often because it may be tried again. `options`
-    are further ones of sbatch's, without dashes (`constraint=h100`).
+    `time` is in Slurm's form, `time_seconds` its value. `signal` is sent to every node `lead`
+    seconds before the end. `requeues`: how often the job is requeued when its time is over;
+    `retries`: how often after a failure that a retry may fix. `options` are further sbatch options,
+    without dashes (`constraint=h100`).
     """
 
     name: str
@@ -86,15 +86,15 @@ class Batch:
 
     @property
     def nodes(self) -> str:
-        """What #SBATCH --nodes says: spares on top of the largest number."""
+        """The value of #SBATCH --nodes: the largest number plus the spares."""
         low, high = self.launch.min_nodes, self.launch.max_nodes
         most = high + self.spares
         return str(most) if low == high else f"{low}-{most}"
 
     @property
     def knows_code(self) -> bool:
-        """Whether the first node's agent has the code of the job, since it stays until its end,
-        and others may have other ones."""
+        """Whether the first node's exit code is the job's: its agent stays until the end, and
+        others may exit with different codes."""
         stays = not any(word.startswith("--exit-barrier-timeout=") for word in self.launch.flags)
         return stays and self.nodes != "1"
 
@@ -179,11 +179,11 @@ agent='trap : TERM INT HUP QUIT USR1 USR2 # these are for the launcher
 code=$?
 [ "$SLURM_NODEID" != 0 ] || [ ! -f "$0" ] || echo "$code" >"$0"
 exit "$code"'"""
-"""The task of each node: the launcher, and on the first node a file with its exit code."""
+"""The task of each node: the launcher; the first node also writes its exit code to a file."""
 
 
 def script(wanted: Batch) -> str:
-    """The whole script; it ends with the exit code of the job."""
+    """The whole script; it exits with the job's exit code."""
     return "\n".join((*_head(wanted), "", *_setting(wanted), "", *_step(wanted), *_end(wanted), ""))
 
 
@@ -237,14 +237,14 @@ def _setting(wanted: Batch) -> Iterator[str]:
         name = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
     else:
         name = '"$SLURM_JOB_ID"'
-    if wanted.launch.by_etcd:  # which remembers how a run of that name ended
+    if wanted.launch.by_etcd:  # etcd remembers how a run of that name ended
         name += '"-${SLURM_RESTART_COUNT:-0}"'
     yield f"job={name}"
 
 
 def _step(wanted: Batch) -> Iterator[str]:
     launch = wanted.launch
-    # since Slurm 22.05 a step does not take this from its job
+    # since Slurm 22.05 a step does not inherit this from its job
     cores = f" --cpus-per-task={wanted.cpus_per_task}" if wanted.cpus_per_task else ""
     words = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.nproc_per_node}"]
     if not launch.by_etcd:
@@ -288,6 +288,6 @@ def _end(wanted: Batch) -> Iterator[str]:
 
 
 def quoted(word: str) -> str:
-    """A word of the shell; of `--flag=value` only the value is quoted, where it has to be."""
+    """Quote a word for the shell; of `--flag=value` only the value, if necessary."""
     match = re.fullmatch(r"(--[a-z0-9-]+=)(.+)", word, re.DOTALL)
     return match[1] + shlex.quote(match[2]) if match else shlex.quote(word)

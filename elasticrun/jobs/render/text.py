@@ -1,7 +1,7 @@
 """Documents as YAML or JSON.
 
-Strings are quoted wherever any reader of YAML, 1.1 or 1.2, could take them for something else:
-Go's takes 1e3 for a number and y for a truth where others see texts.
+Strings are quoted if any YAML reader, 1.1 or 1.2, could read them as another type: Go's reads 1e3
+as a number and y as a boolean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REMARKS: Final[_Remarks] = {
     ("spec", "terminationGracePeriodSeconds"): "SIGTERM: save a step, stop the ranks, leave",
     ("failurePolicy", "maxRestarts"): "nodes come back by themselves; nothing starts over",
 }
-"""What is said beside a key, by the name of the key above it and its own."""
+"""YAML comments, by parent key and key."""
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _WORDS: Final = frozenset(
@@ -34,8 +34,8 @@ _UNPRINTABLE = re.compile("[\x7f-\x9f\ud800-\udfff\u2028\u2029\ufeff\ufffe\uffff
 
 
 def as_yaml(documents: Sequence[Mapping[str, Any]], special: _Remarks | None = None) -> str:
-    """A stream of YAML documents, with a remark beside the fields that are not self-evident:
-    one of `special`, else of REMARKS."""
+    """A stream of YAML documents with comments beside fields that are not self-evident, from
+    `special`, else from REMARKS."""
     remarks = {**REMARKS, **(special or {})}
     blocks = ("\n".join(_mapping(one, "", 0, remarks)) + "\n" for one in documents)
     return "---\n".join(blocks)

@@ -1,4 +1,4 @@
-"""What can be wanted of a scheduler: typed, and checked when it is made (`checks.Invalid`)."""
+"""The settings of a rendered job: typed, and validated on construction (`checks.Invalid`)."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ from elasticrun.jobs.render import checks
 from elasticrun.jobs.render.checks import Invalid
 
 MASTER_PORT: Final = 29400
-"""Port at which the job's master listens in pod 0, where none is asked for."""
+"""Default port of the job's master in pod 0."""
 
 GRACE: Final = 60
-"""Seconds between SIGTERM and SIGKILL of a pod, where no flag makes the launcher take longer."""
+"""Default seconds between SIGTERM and SIGKILL of a pod, if no flag makes the launcher take
+longer."""
 
 GRACE_MARGIN: Final = 5
-"""Seconds that are left for what comes after the ranks: last words, sweeping, the kubelet."""
+"""Seconds for what follows the ranks' exit: last words, cleanup, the kubelet."""
 
 OLDEST: Final = (1, 29)
 NEWEST: Final = (1, 37)
 """Versions of Kubernetes whose schemas the output was checked against."""
 
 ASSUMED: Final = (1, 31)
-"""Taken where none is named: from it on every field that is used is on by default."""
+"""Default version: since this one, every field used is enabled by default."""
 
 JOB_UID: Final = "ELASTICRUN_JOB_UID"
-"""Variable with the Job's uid: a job that is made again under its name is another job."""
+"""Variable with the Job's uid: a recreated job of the same name is a different job."""
 
 INDEX: Final = "JOB_COMPLETION_INDEX"
-"""Variable that the Job's controller gives each pod."""
+"""Variable that the Job's controller sets in each pod."""
 
 _OF_A_CONTROLLER = re.compile(
     r"(batch\.kubernetes\.io/|jobset\.sigs\.k8s\.io/|(job-name|controller-uid)$)"
 )
-"""Labels that are refused or overwritten where somebody else has set them."""
+"""Labels that Kubernetes refuses or overwrites if others set them."""
 
 GANGS: Final = ("none", "volcano", "coscheduling", "kueue", "koordinator", "native")
 MAX_NODES: Final = 100_000
-"""Most indices of an Indexed Job."""
+"""Maximum number of indices of an Indexed Job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The command of every node: how many there are, flags of the launcher, the script.
+    """The command of every node: number of nodes, launcher flags, the script.
 
-    `flags` are whole words (`--max-restarts=3`) that are handed on; `leaving` is how many seconds a
-    node may take to leave after SIGTERM (departure grace and shutdown timeout together).
+    `flags` are whole words (`--max-restarts=3`) that are passed on; `leaving` is the most seconds
+    that a node takes to exit after SIGTERM (departure grace plus shutdown timeout).
     """
 
     script: str
@@ -57,8 +58,8 @@ class Launch:
     min_nodes: int = 1
     max_nodes: int = 1
     nproc_per_node: str = "1"
-    job_id: str = ""  # "": made of what the scheduler knows
-    by_etcd: bool = False  # --master-store: no node is the master's by its address
+    job_id: str = ""  # "": derived from the scheduler's values
+    by_etcd: bool = False  # --master-store: no node's address makes it the master
     flags: tuple[str, ...] = ()
     leaving: float = DEPARTURE_GRACE + SHUTDOWN_TIMEOUT
 
@@ -75,20 +76,20 @@ class Launch:
 
     @property
     def nodes(self) -> str:
-        """What --nnodes says."""
+        """The value of --nnodes."""
         low, high = self.min_nodes, self.max_nodes
         return str(high) if low == high else f"{low}:{high}"
 
     @property
     def program(self) -> tuple[str, ...]:
-        """Script and arguments, so that a launcher reads them back as they are here."""
+        """Script and arguments, in a form that the launcher parses back unchanged."""
         guard = ("--",) if self.args and self.args[0] == "--" else ()
         return (*guard, self.script, *self.args)
 
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """A volume of every pod; `source` is its part of a pod's `volumes`, in Kubernetes' words."""
+    """A volume of every pod; `source` is its entry in a pod's `volumes`, in Kubernetes' form."""
 
     name: str
     mount: str
@@ -104,8 +105,7 @@ class Volume:
 
 @dataclass(frozen=True, slots=True)
 class Toleration:
-    """A taint that pods put up with; without `value` whatever its value, "" as key or effect
-    means all."""
+    """A tolerated taint. Without `value` any value matches; "" as key or effect matches all."""
 
     key: str
     value: str | None = None
@@ -114,15 +114,15 @@ class Toleration:
 
 @dataclass(frozen=True, slots=True)
 class Pods:
-    """An elastic job on Kubernetes: one pod a node.
+    """An elastic job on Kubernetes: one pod per node.
 
-    Times are in seconds, quantities in Kubernetes' own form; "" and 0 mean that nothing is said.
+    Times are in seconds, quantities in Kubernetes' form; "" and 0 mean unset.
     """
 
     name: str
     image: str
     launch: Launch
-    pods: int = 0  # 0: the largest number of nodes
+    pods: int = 0  # 0: the maximum number of nodes
     namespace: str = ""
     working_dir: str = ""
     port: int = MASTER_PORT
@@ -130,7 +130,7 @@ class Pods:
     memory: str = ""
     gpus: int = 0
     gpu_resource: str = "nvidia.com/gpu"
-    rdma: str = ""  # a resource; one a pod
+    rdma: str = ""  # a resource; one per pod
     shm: str = "8Gi"
     host_network: bool = False
     gang: str = "none"
@@ -153,7 +153,7 @@ class Pods:
     deadline: int = 0
     suspend: bool = False
     retries: int = 0
-    backoff_limit: int | None = None  # None: what `retries` comes to
+    backoff_limit: int | None = None  # None: derived from `retries`
     rbac: bool = False
     version: tuple[int, int] = ASSUMED
 
@@ -164,30 +164,30 @@ class Pods:
 
     @property
     def replicas(self) -> int:
-        """Pods to begin with."""
+        """The initial number of pods."""
         return self.pods or self.launch.max_nodes
 
     @property
     def most_pods(self) -> int:
-        """The largest index there may be is one below this, also after a resize."""
+        """One more than the largest possible index, also after a resize."""
         return max(self.replicas, self.launch.max_nodes)
 
     @property
     def failures_allowed(self) -> int:
-        """Failed pods that do not end the Job. A job that ends with 1 has every pod fail, and is
-        one try; so one pod that fails alone, in a job that trains on, is less than a try."""
+        """Failed pods that do not end the Job. When a job exits with 1, every pod fails, and that
+        is one try; a single pod that fails while the job continues is less than one try."""
         if self.backoff_limit is not None:
             return self.backoff_limit
         return (self.retries + 1) * self.replicas - 1
 
     @property
     def needed_grace(self) -> int:
-        """Seconds a pod needs from SIGTERM on, so that nothing is cut off."""
+        """Seconds that a pod needs after SIGTERM to finish everything."""
         return math.ceil(self.launch.leaving) + GRACE_MARGIN
 
     @property
     def grace_seconds(self) -> int:
-        """Seconds a pod gets."""
+        """Seconds that a pod gets."""
         return self.grace or max(GRACE, self.needed_grace)
 
 

@@ -1,5 +1,7 @@
-"""`elasticrun completion bash|zsh`: what a shell reads to complete the command with all its verbs,
-their flags, and the names of jobs. `--print-completion` is the launcher's alone, as torchrun's is.
+"""`elasticrun completion bash|zsh`: prints a shell completion script for all verbs, their flags,
+and job names.
+
+`--print-completion` covers only the launcher, as in torchrun.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ NAMES: Final = (
 
 
 def _names(function: str, more: str = "") -> dict[str, object]:
-    """How the name of a job is completed; `more`: words that may stand in its place."""
+    """The completion of a job name; `more`: words allowed in its place."""
     return {
         "bash": function,
         "zsh": function,
@@ -39,14 +41,14 @@ ALSO: Final = (
     ("scale", "number"),
     ("ckpt", "folder"),
 )
-"""Arguments of verbs that may be a job, beside those that are called so."""
+"""Arguments of verbs that may be a job, besides those named "job"."""
 
 FIRST: Final = {"render": ["k8s"], "exec": ["JOB", "--", "true"]}
-"""Words without which a verb does not come to its parser."""
+"""Words that a verb requires before it calls its parser."""
 
 
 def main(argv: Sequence[str], verbs: Iterable[str], run: Callable[[str, list[str]], int]) -> int:
-    """Print it; `run` is what runs a verb with its words."""
+    """Print the script; `run` runs a verb with its words."""
     made = Parser(prog=f"{PROG} completion", description="Print what a shell needs to complete the "
                   f"words of {PROG}: eval \"$({PROG} completion bash)\" in ~/.bashrc.")  # fmt: skip
     made.add_argument("shell", choices=("bash", "zsh"))
@@ -65,19 +67,19 @@ def main(argv: Sequence[str], verbs: Iterable[str], run: Callable[[str, list[str
     text = shtab.complete(whole, shell=shell)
     described = f"_describe '{PROG} commands' _commands"
     files = {"complete -o bash": "complete -o default -o bash", described: f"{described} || _files"}
-    for line, instead in files.items():  # what is no verb is a script
+    for line, instead in files.items():  # a word that is not a verb is a script
         text = text.replace(line, instead)
     sys.stdout.write(text + "\n")
     return EXIT_OK
 
 
 def _parser_of(verb: str, run: Callable[[str, list[str]], int]) -> argparse.ArgumentParser:
-    """The verb's own, with names of jobs where it takes one."""
+    """The verb's parser, with job names completed where it takes a job."""
     Parser.describes = True
     try:
         run(verb, FIRST.get(verb, []))
     except Described as found:
-        if verb == "render":  # whose target chooses the parser
+        if verb == "render":  # its parser depends on the target
             found.parser.add_argument("target", choices=tuple(TARGETS))
         _complete_jobs(verb, found.parser)
         return found.parser

@@ -1,5 +1,7 @@
-"""`elasticrun convert FILE`: a job of another operator as an ElasticJob or a Slurm script, printed
-on standard output; what is not carried over on standard error, a line each. Nothing is sent.
+"""`elasticrun convert FILE`: prints another operator's job as an ElasticJob or a Slurm script.
+
+The result goes to standard output; each part that is not converted gets a line on standard error.
+Nothing is sent to a cluster.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str], say: Callable[[str], None]) -> int:
-    """Convert and print; `say` hears what is not carried over. UsageError with exit code 2."""
+    """Convert and print; `say` prints what is not converted. Raises UsageError with exit code 2."""
     ns = parser().parse_args(argv)
-    # Late: YAML is needed here alone.
+    # Late import: only this verb needs YAML.
     from elasticrun.jobs.convert.document import MAX_BYTES, NotConvertible, documents
     from elasticrun.jobs.convert.sources import READERS, read
 
@@ -91,7 +93,7 @@ def _print(job: ForeignJob, document: Document, form: str, say: Callable[[str], 
     import yaml
 
     class Blocks(yaml.SafeDumper):
-        """Texts of several lines, such as a shell's, as they were written."""
+        """Keeps multi-line text, such as a shell script, as it was written."""
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         style = "|" if "\n" in value else None

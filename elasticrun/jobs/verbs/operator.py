@@ -1,5 +1,6 @@
-"""`elasticrun operator`: see to the ElasticJobs of a cluster; and `elasticrun render operator`,
-which prints what installs it there."""
+"""`elasticrun operator`: manages the ElasticJobs of a cluster; `elasticrun render operator`: prints
+the objects that install it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The operator itself, until it is told to end. UsageError where no cluster is found."""
+    """Run the operator until SIGTERM or SIGINT. Raises UsageError if no cluster is configured."""
     made = Parser(
         prog=f"{PROG} operator",
         description="See to the ElasticJobs of a cluster: make their pods, replace those that die, "
@@ -76,7 +77,7 @@ async def _run(connect: Callable[[], Cluster], *, lease: bool) -> int:
 
 
 def render(argv: Sequence[str], say: Callable[[str], None]) -> int:
-    """Print what installs the operator; `say` hears what the user should know."""
+    """Print the objects that install the operator; `say` prints notes for the user."""
     from elasticrun.jobs.operator.deployment import BARE_IMAGE, HOME, REMARKS, Installed, documents
     from elasticrun.jobs.render import checks, text
 

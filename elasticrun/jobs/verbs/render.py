@@ -1,10 +1,10 @@
-"""`elasticrun render k8s | jobset | slurm | operator`: print what a scheduler is to be told.
-Nothing is sent.
+"""`elasticrun render k8s | jobset | slurm | operator`: prints what to give to a scheduler; sends
+nothing.
 
-The launcher's own flags may stand among those of the verb and are handed on; what is printed is
-checked as far as it can be here: by the launcher's own reading of the command, too, as a node will
-read it. Files of the nodes (token, certificates) and their plug-ins are not here, and are not
-looked at. What the user should know of it is said on stderr, a line each.
+The launcher's flags may be mixed with the verb's and are passed on. The output is validated as far
+as possible here, including by the launcher's own parsing of the command. Files and plug-ins of the
+nodes (token, certificates) are not on this host and are not checked. Notes for the user go to
+stderr, one per line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_SECRET: Final = "--token-secret NAME"
 
 
 def of_pods(wanted: Pods) -> Iterator[str]:
-    """Of a manifest."""
+    """Notes about a manifest."""
     major, minor = wanted.version
     launch = wanted.launch
     if checks.floats(wanted.image):
@@ -79,7 +79,7 @@ def of_pods(wanted: Pods) -> Iterator[str]:
 
 
 def of_batch(wanted: Batch) -> Iterator[str]:
-    """Of a batch script."""
+    """Notes about a batch script."""
     needed = wanted.launch.leaving + GRACE_MARGIN
     if not wanted.cpus_per_task and not wanted.exclusive:
         yield (
@@ -96,12 +96,12 @@ def of_batch(wanted: Batch) -> Iterator[str]:
 
 
 def has(launch: Launch, flag: str) -> bool:
-    """Whether a flag of the launcher is handed on."""
+    """Whether a flag of the launcher is passed on."""
     return any(word.startswith(f"{flag}=") for word in launch.flags)
 
 
 def no_token(flag: str = NO_SECRET) -> str:
-    """What is said of a job without a token, which `flag` would give it."""
+    """The note about a job without a token, which `flag` would provide."""
     return f"no {flag}: whoever reaches the job's master can join it (docs/security.md)"
 
 
@@ -112,9 +112,9 @@ ELSEWHERE: Final = ("token_file", "tls_cert", "tls_key", "tls_ca", "logs_specs")
 def read(
     ns: argparse.Namespace, program: Sequence[str], *, gpus: int, signal: str
 ) -> tuple[Launch, list[str]]:
-    """What flags and program come to, and what the user should know of it. `gpus`: GPUs that each
-    node is asked for, 0 for none said; `signal`: the one by which the scheduler has nodes leave, ""
-    for none. UsageError, Invalid."""
+    """The launch settings of flags and program, and notes for the user. `gpus`: GPUs per node, 0 if
+    unset; `signal`: the signal by which the scheduler makes nodes exit, "" for none. Raises
+    UsageError, Invalid."""
     low, high = settings.nodes(ns.nnodes, ns.given.get("nnodes", ""))
     settings.data(ns.data)
     if ns.git:
@@ -122,7 +122,7 @@ def read(
     given = render_flags.handed_on(ns)
     asked = Asked(get_args_parser({}).parse_args([*given, "script"]), {})
     ranks, notes = _ranks(ns.nproc_per_node, gpus)
-    # a job that cannot succeed is to end for its scheduler, too
+    # the scheduler must also stop retrying a job that cannot succeed
     codes = [] if asked.explicitly("exit_codes") else ["--exit-codes=scheduler"]
     launch = Launch(
         script=program[0],
@@ -141,7 +141,7 @@ def read(
 
 
 def _ranks(asked: str, gpus: int) -> tuple[str, list[str]]:
-    """Ranks of a node: as many as GPUs, where nobody says."""
+    """Ranks per node; defaults to the number of GPUs."""
     if not asked:
         ranks = max(gpus, 1)
         note = f"{ranks} ranks on each node, one for each GPU, as no --nproc-per-node is given"
@@ -152,7 +152,8 @@ def _ranks(asked: str, gpus: int) -> tuple[str, list[str]]:
 
 
 def _heard(asked: Asked, signal: str) -> list[str]:
-    """The flag without which agents would hand this signal on to the ranks, and not leave."""
+    """The flag that makes agents handle this signal by saving and exiting, instead of forwarding it
+    to the ranks."""
     name = f"SIG{signal}"
     handled = asked.text("signals_to_handle")
     if signal not in SIGNALS or name in settings.signals(handled):
@@ -166,7 +167,8 @@ def _heard(asked: Asked, signal: str) -> list[str]:
 
 
 def _understood(launch: Launch) -> list[str]:
-    """Have the launcher read the command as a node will, raising what it raises; what it says."""
+    """Parse the command with the launcher's parser, as a node will, with its errors. Returns its
+    notes."""
     files = tuple(f"--{dest.replace('_', '-')}=" for dest in ELSEWHERE)
     words = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.nproc_per_node}"]
     words += [f"--rdzv-id={launch.job_id or 'id'}"]
@@ -174,15 +176,15 @@ def _understood(launch: Launch) -> list[str]:
     words += [word for word in launch.flags if not word.startswith(files)]
     machine = Machine(lambda: 1, lambda word: 1, lambda group: ())
     ns = get_args_parser({}).parse_args([*words, *launch.program])
-    # OMP_NUM_THREADS and tokens are the nodes' own: each says what it lacks when it starts.
+    # OMP_NUM_THREADS and tokens are set on the nodes; each node reports what it lacks.
     config = resolve(ns, {"OMP_NUM_THREADS": "1"}, machine)
     silent = trust.notes(config.rendezvous, config.spec.max_nodes, config.token, config.tls)
     return [note for note in config.notes if note not in silent]
 
 
 def main(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """Print the manifest or script that `words` ask for; `say` hears what the user should know.
-    Raises `UsageError` with exit code 2."""
+    """Print the manifest or script for `words`; `say` prints notes for the user. Raises
+    `UsageError` with exit code 2."""
     try:
         return _main(words, say)
     except (Invalid, UsageError) as wrong:
@@ -224,14 +226,14 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 
 def pods_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[Pods, list[str]]:
-    """What Kubernetes is to be told, and what the user should know of it. UsageError, Invalid."""
+    """The settings for Kubernetes, and notes for the user. Raises UsageError, Invalid."""
     launch, notes = read(ns, program, gpus=max(ns.gpus or 0, 0), signal="TERM")
     wanted = _pods(ns, launch)
     return wanted, [*notes, *of_pods(wanted)]
 
 
 def batch_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[Batch, list[str]]:
-    """What Slurm is to be told, and what the user should know of it. UsageError, Invalid."""
+    """The settings for Slurm, and notes for the user. Raises UsageError, Invalid."""
     number = re.fullmatch(r"(?:[^:]*:)?(\d+)", ns.gpus_per_node)  # [TYPE:]N
     gpus = int(number[1]) if number else 0
     launch, notes = read(ns, program, gpus=gpus, signal=_signal(ns)[0])
@@ -249,14 +251,14 @@ def _manifest(target: str, wanted: Pods, form: str) -> str:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flags, and what stands behind the first `--`."""
+    """The flags, and the words after the first `--`."""
     at = list(words).index("--") if "--" in words else len(words)
     return list(words[:at]), list(words[at + 1 :])
 
 
 def refuse(extra: Sequence[str], made: Parser, where: str) -> None:
-    """Words before -- that `made` does not know, which is for this place or target; raises, unless
-    there are none."""
+    """Raises for words before `--` that `made`, the parser for this backend or target, does not
+    know."""
     if not extra:
         return
     word = extra[0].partition("=")[0]
@@ -275,7 +277,8 @@ def refuse(extra: Sequence[str], made: Parser, where: str) -> None:
 
 
 def env(ns: argparse.Namespace) -> dict[str, str]:
-    """--env; variables by which flags of the launcher are given are better said as flags."""
+    """The variables of --env. Refuses variables that set launcher flags: the user should give the
+    flags."""
     found = grammar.pairs(ns.env, "--env")
     for key in found:
         for flag in FLAGS:
@@ -288,13 +291,13 @@ def env(ns: argparse.Namespace) -> dict[str, str]:
 
 
 def _same(ns: argparse.Namespace, kind: type[Pods | Batch]) -> dict[str, Any]:
-    """What is said by flags that have the name of one of its fields."""
+    """The values of flags that are named like fields of `kind`."""
     names = {one.name for one in dataclasses.fields(kind)}
     return {name: value for name, value in vars(ns).items() if name in names}
 
 
 def _claims(data: str) -> list[str]:
-    """--data as volumes: a claim of each name."""
+    """The value of --data as volumes: one claim per name."""
     return [f"{name}=pvc:{name}:{path}" for name, path in settings.data(data).items()]
 
 
@@ -321,7 +324,7 @@ def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
 
 
 def _gpus(ns: argparse.Namespace, ranks: str) -> int:
-    """GPUs of a pod: as many as ranks, where a resource is named and no number is."""
+    """GPUs per pod: as many as ranks if a resource but no number is given."""
     if ns.gpus is not None:
         return int(ns.gpus)
     if ns.gpu_resource and not ranks.isdigit():
@@ -334,7 +337,7 @@ def _gpus(ns: argparse.Namespace, ranks: str) -> int:
 
 
 def _signal(ns: argparse.Namespace) -> tuple[str, int]:
-    """What every node gets so many seconds before the end; "" and 0 for nothing."""
+    """The signal for every node, and its seconds before the end; "" and 0 for none."""
     text = ns.signal or (render_flags.SIGNAL if ns.time or ns.requeue else "")
     if not text:
         return "", 0

@@ -1,4 +1,4 @@
-"""The flags of `elasticrun render`: its own, and those of the launcher that are handed on."""
+"""The flags of `elasticrun render`: its own, and the launcher flags that are passed on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from elasticrun.jobs.render.grammar import VOLUME_FORM
 from elasticrun.jobs.render.wanted import ASSUMED, GANGS, MASTER_PORT
 
 SAID_HERE: Final = ("nnodes", "nproc_per_node", "rdzv_id", "name")
-"""Flags of the launcher that the verb has as its own."""
+"""Launcher flags that the verb defines itself."""
 
 SETTLED: Final = (
     "standalone", "auto_config", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port",
     "node_rank", "node_id", "local_addr", "srun", "hosts", "hostfile", "ssh",
     "dry_run", "version", "print_completion",
 )  # fmt: skip
-"""Flags that have one value in what is printed, or no place in it."""
+"""Flags whose value is fixed in the output, or that have no meaning there."""
 
 HANDED_ON: Final = tuple(flag for flag in FLAGS if flag.dest not in (*SAID_HERE, *SETTLED))
 
@@ -28,7 +28,7 @@ RETRIES: Final = (
 )
 
 SIGNAL: Final = "TERM@120"
-"""What nodes get before their time is over, where nothing else is said."""
+"""Default signal for nodes before their time is over."""
 
 TARGETS: Final = {
     "k8s": "An Indexed Job of Kubernetes and its headless Service",
@@ -61,13 +61,13 @@ def parser(target: str) -> Parser:
 
 
 def overview() -> str:
-    """What there is to render, for who names none of it."""
+    """The list of targets, for a call without one."""
     rows = [f"  {PROG} render {name:<10}{what}" for name, what in TARGETS.items()]
     return "\n".join(("usage, each with its own --help:", *rows, ""))
 
 
 def handed_on(ns: argparse.Namespace) -> list[str]:
-    """The launcher's flags that were given, in one spelling, in the order of the table."""
+    """The launcher flags that were given, in one spelling, in the order of the table."""
     given = getattr(ns, "given", {})
     words = []
     for flag in HANDED_ON:
@@ -78,10 +78,10 @@ def handed_on(ns: argparse.Namespace) -> list[str]:
 
 
 def add_handed_on(target: Parser, without: Collection[str] = ()) -> None:
-    """The launcher's own flags, but for those of these names."""
+    """Add the launcher's flags, except those with these names."""
 
     def as_it_is(flag: Flag) -> Flag:
-        """With its text as the value, once that has been found good."""
+        """The flag with its text as the value, after validation."""
         kind = flag.kind
         if kind is None:
             return flag
@@ -100,7 +100,7 @@ def add_handed_on(target: Parser, without: Collection[str] = ()) -> None:
 
 
 def add_job(target: Parser, *, script: bool = False) -> None:
-    """What is said of every job. `script`: without a name it is called after its script."""
+    """Add the flags of every job. `script`: the name defaults to the script's."""
     group = target.add_argument_group("the job")
     text = "Name of the job." + " [default: its script's]" * script
     _add(group, "--name", text, required=not script, default="", metavar="NAME")
@@ -145,7 +145,7 @@ def _whole(text: str) -> int:
 
 
 def add_pods(target: Parser) -> None:
-    """What is asked of Kubernetes, but for where it is."""
+    """Add the flags for Kubernetes, except the cluster."""
     group = target.add_argument_group("the pods")
     group.add_argument("--image", required=True, metavar="IMAGE", help="Image of every pod.")
     _number(group, "--pods", "Pods to begin with; more than MAX are spares. [default MAX]")
@@ -213,7 +213,7 @@ def _lifetime(target: Parser) -> None:
 
 
 def add_slurm(target: Parser) -> None:
-    """What is asked of Slurm, but for where it prints."""
+    """Add the flags for Slurm, except the output file."""
     group = target.add_argument_group("the allocation")
     _number(group, "--spares", "Nodes on top of MAX, which take the place of lost ones.")
     _text(group, "--partition", "NAME", "Partition.")
