@@ -103,8 +103,7 @@ Order = Make | MakeSecret | Remove | Resize | Discard
 @dataclass(frozen=True, slots=True)
 class Seen:
     """The observed state of a job. `master`: its master's status, None if it does not answer;
-    `unreachable`: why not; `refused`: what the API server or the master refused in the last
-    pass."""
+    `unreachable`: why not; `refused`: what the API server or the master refused last time."""
 
     pods: tuple[OwnedPod, ...] = ()
     master: JobStatus | None = None
@@ -219,8 +218,7 @@ class JobView:
         for one in said.excluded if said else ():
             host, since = one.host.partition(".")[0], self.now - one.age
             mine = [p for p in self.nodes if objects.host_name(self.job, p.index) == host]
-            # the first pod alive at that time (cluster times have whole seconds): later ones ran
-            # elsewhere
+            # the first pod alive then (cluster times have whole seconds): later ones ran elsewhere
             then = [p for p in mine if p.created <= since and not 0 < p.ended < since - 1]
             found += [(pod.node, one.reason, since, one.kind) for pod in then[:1]]
         lifted = said is not None or self.job.spec.suspend
@@ -246,8 +244,7 @@ class JobView:
 
     @property
     def training(self) -> bool:
-        """Whether ranks run. If the master does not answer: whether they ran and enough pods still
-        do."""
+        """Whether ranks run; without the master's answer, whether they ran and enough pods run."""
         said, spec = self.sight.master, self.job.spec
         if said is not None:
             return said.phase == "running"
@@ -375,8 +372,7 @@ def _remove(pods: Iterable[OwnedPod], reason: str, why: str) -> list[Order]:
 
 
 def _take_away(look: JobView, reason: str, why: str) -> list[Order]:
-    """Remove all nodes, so that they save; then the master, which they need to agree on the
-    step."""
+    """Remove all nodes, so that they save; then the master, with which they agree on the step."""
     masters = look.of(MASTER_INDEX)
     return _remove(look.living or masters, reason, why)
 
