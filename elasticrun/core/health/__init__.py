@@ -1,4 +1,4 @@
-"""Network checks and slow nodes: who probes with whom, and what that proves.
+"""Network checks and slow nodes: which nodes probe with which, and what that proves.
 
 Forbidden here: I/O, clocks, snapshots.
 """

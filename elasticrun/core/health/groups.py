@@ -1,31 +1,31 @@
-"""Who is probed with whom in one pass of a network check, and what the answers prove.
+"""Which nodes probe together in one pass of a network check, and what the answers prove.
 
-*What a failure proves.* A node fails by *itself* when its own part went wrong, with no other node
-in it (its matmul, its process; anything where it was probed alone). Otherwise the *group* fails,
-and any of its nodes may be at fault, or a link between two of them. A node is convicted when its
-failures have no innocent explanation left. Innocent is whatever one bad link of this node and one
-bad link between others explain together:
+*What a failure proves.* A node fails *alone* if its own part went wrong without another node (its
+matmul, its process; anything in a probe of one node). Otherwise the *group* fails, and any of its
+nodes may be at fault, or a link between two of them. A node is convicted when its failures have no
+innocent explanation left. Innocent is anything that one bad link of this node and one bad link
+between others explain together:
 
-* it has failed twice at least, counting only what its partners do not explain: failures by itself,
-  and failures with partners who all work with somebody else;
-* no one partner had a part in all of those (its link to this node would explain them), not even
-  when a group of three is put aside whose other two have never worked with each other.
+* it has failed at least twice, counting only failures that its partners do not explain: failures
+  alone, and failures with partners that all work with other nodes;
+* no single partner took part in all of those (its link to this node would explain them), even
+  after setting aside a group of three whose other two nodes have never worked with each other.
 
-So a node with one bad link is never convicted, nor is a good node that had the bad luck to be
-probed with a bad one. A node two of whose links are bad counts as a bad node.
+So a node with one bad link is never convicted, nor is a good node that happened to be probed with a
+bad one. A node with two bad links counts as a bad node.
 
-*Whom to probe with whom.* The first pass pairs the nodes that nothing is known of, in order of
-placement, so that neighbours are tried together; an odd one makes a group of three, or is paired
-with a good node. Later passes are about those the first one did not clear. A good node is the best
-partner: the fastest one for the slowest suspect, and never the same pair twice. Two suspects of a
-failed group of three share one good node, so that a pass says more than who fails: also that those
-two work with each other. Where good nodes do not suffice, nodes that were merely held up by
-another's failure are paired with each other, and suspects crossed with suspects of other groups: if
-there are two good nodes among them a pass will bring them together before long. Who is left is
-probed alone, once, to see whether its own probes tell. Nodes that were slow are measured a second
-time beside good ones that were not, some of which are measured just for the comparison.
+*Which nodes to probe together.* The first pass pairs the nodes without results, in order of
+placement, so that neighbours are tried together; an odd one joins a group of three, or is paired
+with a good node. Later passes probe the nodes that the first one did not clear. A good node is the
+best partner: the fastest one for the slowest suspect, and never the same pair twice. Two suspects
+of a failed group of three share one good node, so a pass also shows whether those two work with
+each other. If there are not enough good nodes, nodes that were only held up by another's failure
+are paired with each other, and suspects with suspects of other groups: two good nodes among them
+will soon meet in a pass. Each remaining node is probed alone, once, to see whether its own probes
+show anything. Nodes that were slow are measured a second time next to good ones that were not; some
+of these are measured only for the comparison.
 
-O(n log n) a pass.
+O(n log n) per pass.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from elasticrun.wire.messages import Probed, ProbePhase
 
 
 class Standing(StrEnum):
-    """What the probes have shown of a node until now."""
+    """What the probes have shown of a node so far."""
 
-    UNKNOWN = "unknown"  # never probed, or something has happened since
-    ALONE = "alone"  # its own probes passed; no link of it has been tried
+    UNKNOWN = "unknown"  # never probed, or reset by a later event
+    ALONE = "alone"  # its own probes passed; none of its links has been tried
     GOOD = "good"  # it has worked with another node
 
 
 class ProbeGroup(Struct, frozen=True):
-    """Nodes that are probed together; the first one's store is where they meet."""
+    """Nodes that are probed together; they meet at the first one's store."""
 
     check: str  # unique
     nodes: tuple[str, ...]
@@ -59,15 +59,15 @@ class ProbeGroup(Struct, frozen=True):
 
 
 class NodeVerdict(Struct, frozen=True):
-    """What a check came to for one node that did not simply pass."""
+    """The result of a check for a node that did not simply pass."""
 
     node: str
-    kind: str  # "failed": convicted; "slow": an outlier twice; "unresolved": nobody can tell
+    kind: str  # "failed": convicted; "slow": an outlier twice; "unresolved": cannot be decided
     reason: str  # node, partners, phase, the measured figure and the limit, in one sentence
 
 
 class Rate(Struct, frozen=True):
-    """A timed all_reduce, and with whom."""
+    """A timed all_reduce and its participants."""
 
     size: int  # bytes of the reduced buffer
     seconds: float
@@ -76,13 +76,13 @@ class Rate(Struct, frozen=True):
 
     @property
     def traffic(self) -> float:
-        """Bytes that each rank must send over its link, by which groups of different sizes can be
-        compared: size * 2(n-1)/n."""
+        """Bytes that each rank must send over its link, which makes groups of different sizes
+        comparable: size * 2(n-1)/n."""
         return self.size * 2.0 * (self.ranks - 1) / self.ranks
 
     @property
     def cost(self) -> float:
-        """Seconds for each byte that a rank sends."""
+        """Seconds per byte that a rank sends."""
         return self.seconds / self.traffic
 
     @property
@@ -98,19 +98,19 @@ def others(nodes: Sequence[str], node: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailure:
-    """One probe of a node that failed."""
+    """One failed probe of a node."""
 
-    partners: tuple[str, ...]  # none: it failed by itself
+    partners: tuple[str, ...]  # none: it failed alone
     phase: ProbePhase
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class FailedGroup:
-    """A group that failed as one; until something is proved of its nodes each may be at fault."""
+    """A group that failed as a whole; until more is known each of its nodes may be at fault."""
 
     nodes: tuple[str, ...]
-    failure: ProbeFailure  # the first that one of them told
+    failure: ProbeFailure  # the first one reported
 
 
 @dataclass(slots=True)
@@ -120,22 +120,22 @@ class Trial:
     node: str
     place: int  # in the order of placement
     good: bool  # it works with other nodes, by this check or from before
-    fresh: bool = False  # by this check
+    fresh: bool = False  # good by this check
     alone: bool = False  # its own probes passed, in a group of one
-    broken: bool = False  # the last that was seen of it is that it failed by itself
-    out: bool = False  # it has gone, or was convicted
+    broken: bool = False  # its last result is a failure alone
+    out: bool = False  # it was lost or convicted
     told_slow: bool = False
-    held_up: str = ""  # why its last probe could not be finished, where another failed
+    held_up: str = ""  # why its last probe could not finish, if another node failed
     failures: list[ProbeFailure] = field(default_factory=list)
-    met: set[str] = field(default_factory=set)  # with whom it was a pair that came to something
-    seen: set[str] = field(default_factory=set)  # with whom it was in a group that did
-    compute: list[float] = field(default_factory=list)  # seconds of a matmul, one a pass
-    rates: list[Rate] = field(default_factory=list)  # one a pass with others
-    last_rate: Rate | None = None  # of the last all_reduce, also among its own ranks
+    met: set[str] = field(default_factory=set)  # partners of a pair whose probe gave a result
+    seen: set[str] = field(default_factory=set)  # partners of a group whose probe gave a result
+    compute: list[float] = field(default_factory=list)  # seconds of a matmul, one per pass
+    rates: list[Rate] = field(default_factory=list)  # one per pass with others
+    last_rate: Rate | None = None  # of the last all_reduce, even if only among its own ranks
 
     @property
     def suspect(self) -> bool:
-        """Whether it failed, by itself or in a group, and has not been cleared since."""
+        """Whether it failed, alone or in a group, and has not been cleared since."""
         return not self.good and (self.broken or any(one.partners for one in self.failures))
 
     @property
@@ -149,7 +149,7 @@ class Trial:
         return min(self.rates, key=lambda one: one.cost, default=None)
 
     def passed(self, partners: Sequence[str]) -> None:
-        """It has worked, with these, or alone where there are none."""
+        """A probe with these partners worked; without partners, its own."""
         self.broken = False
         if not partners:
             self.alone = True
@@ -159,7 +159,7 @@ class Trial:
         self._met(partners)
 
     def failed(self, failure: ProbeFailure) -> None:
-        """A failure of its own, or of a group of which it was part."""
+        """Add a failure, alone or in a group."""
         self.failures.append(failure)
         if not failure.partners:
             self.good = self.fresh = self.alone = False
@@ -173,19 +173,19 @@ class Trial:
 
 
 def telling(trial: Trial, trials: Mapping[str, Trial]) -> list[ProbeFailure]:
-    """Its failures that no partner explains, because all of them work with others."""
+    """Its failures that no partner explains, because all partners work with others."""
     return [one for one in trial.failures if all(trials[it].good for it in one.partners)]
 
 
 def convicted(failures: Sequence[ProbeFailure], proved: Collection[frozenset[str]]) -> bool:
-    """Whether these failures, all of them telling, leave no innocent explanation; `proved`: pairs
-    of nodes that have worked with each other."""
+    """Whether these failures, none of them explained by a partner, leave no innocent explanation.
+    `proved`: pairs of nodes that have worked with each other."""
     return len(failures) > 1 and not _explained([frozenset(f.partners) for f in failures], proved)
 
 
 def strongly_suspect(trial: Trial, trials: Mapping[str, Trial]) -> bool:
-    """Where nothing more can be tried: it failed with two sets of partners that have nobody in
-    common, and one of the sets works with others."""
+    """If nothing more can be tried: whether it failed with two disjoint sets of partners, one of
+    which works with others."""
     sets = [frozenset(one.partners) for one in trial.failures]
     works = any(one.partners for one in telling(trial, trials))
     return works and len(sets) > 1 and not frozenset.intersection(*sets)
@@ -201,8 +201,8 @@ def _explained(sets: list[frozenset[str]], proved: Collection[frozenset[str]]) -
 
 
 def doubt(groups: Iterable[FailedGroup], trials: Mapping[str, Trial]) -> None:
-    """Take back the good name of nodes that have it from before this check, and failed in it with
-    others who have now been shown to work."""
+    """Reset nodes that were good before this check, but failed in it with others that have since
+    been shown to work."""
     for group in groups:
         for node in group.nodes:
             trial = trials[node]
@@ -213,9 +213,9 @@ def doubt(groups: Iterable[FailedGroup], trials: Mapping[str, Trial]) -> None:
 Nodes = tuple[str, ...]
 
 BESIDE = 5
-"""Good nodes that are measured in the same pass as those whose matmul was slow: their median tells
-how the pass differs from the one before. With fewer, chance has a say in who is called slow; more
-cost no time either, as they wait anyway, but help little."""
+"""Number of good nodes that are measured in the same pass as those whose matmul was slow: their
+median shows how the pass differs from the previous one. With fewer, chance affects which node
+counts as slow. More cost no time either, because they wait anyway, but help little."""
 
 
 def first_pass(trials: dict[str, Trial]) -> list[Nodes]:
@@ -236,8 +236,9 @@ def first_pass(trials: dict[str, Trial]) -> list[Nodes]:
 def later_pass(
     trials: dict[str, Trial], failed: Iterable[FailedGroup], slow: dict[str, bool]
 ) -> list[Nodes]:
-    """Groups of those that must be probed again; none if nothing more can be learnt. `failed`: the
-    groups of the pass before. `slow`: nodes to be measured again; whether alone will do."""
+    """Groups of the nodes that must be probed again; empty if nothing more can be learned.
+    `failed`: groups that failed in the previous pass. `slow`: nodes to measure again -> whether
+    alone is enough."""
     open_ = [one for one in trials.values() if not one.good and not one.out]
     seekers = _seekers(open_, failed)
     good = [one for one in trials.values() if one.good and not one.out and one.node not in slow]
@@ -269,16 +270,18 @@ def later_pass(
 
 
 def _beside(free: Iterable[str], trials: Mapping[str, Trial], wanted: int) -> list[Nodes]:
-    """So many that are measured just for the comparison, from the middle of `free`, the fastest
-    first: who was the fastest of many was so by chance too, and would seem to have lost speed."""
+    """Nodes that are measured only for the comparison: `wanted` from the middle of `free`, which
+    has the fastest first. The fastest of many was partly fast by chance, and would seem to have
+    lost speed."""
     idle = [node for node in free if not trials[node].alone]
     first = max(0, len(idle) - wanted) // 2
     return [(node,) for node in idle[first : first + wanted]]
 
 
 def _seekers(open_: Sequence[Trial], failed: Iterable[FailedGroup]) -> list[list[Trial]]:
-    """Those who want a good partner, the most urgent first: suspects, slowest first; then who was
-    held up by another's failure; then who failed by itself, and may as well be probed alone."""
+    """Nodes that need a good partner, the most urgent first: suspects, slowest first; then nodes
+    held up by another's failure; then nodes that failed alone, for which a probe alone is also
+    enough."""
     joint = {one.node: one for one in open_ if one.suspect and not one.broken}
     units: list[list[Trial]] = []
     for group in failed:
@@ -293,7 +296,8 @@ def _seekers(open_: Sequence[Trial], failed: Iterable[FailedGroup]) -> list[list
 
 
 def _among_themselves(left: Sequence[Trial], *, helped: bool) -> list[Nodes]:
-    """Groups of those for whom no good partner was left; `helped`: there will be one later."""
+    """Groups of the nodes for which no good partner was left; `helped`: a later pass will have
+    one."""
     held_up = [one for one in left if not one.suspect]
     joint = sorted((one for one in left if one.suspect and not one.broken), key=lambda t: t.place)
     pairs = _crossed(held_up) + _crossed(joint)
@@ -308,7 +312,7 @@ def _among_themselves(left: Sequence[Trial], *, helped: bool) -> list[Nodes]:
 
 
 def _crossed(nodes: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
-    """Pairs of nodes that have not been a pair, of different groups where that can be: neighbours
+    """Pairs of nodes that have not been a pair yet, from different groups if possible: neighbours
     were probed together, so each is paired with one half the list away."""
     half = len(nodes) // 2
     free = OrderedDict((one.node, one) for one in nodes[half:])
@@ -331,8 +335,8 @@ def _crossed(nodes: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
 
 
 def _unmet(unit: Sequence[Trial], free: Collection[str]) -> str | None:
-    """The first of `free` that was in no group with any of these; else one that was, but in a group
-    of three. O(passes): they have not met more."""
+    """The first of `free` that was in no group with any of these; else one that was, but only in a
+    group of three. O(passes): they have not met more."""
     seen = {node for one in unit for node in one.seen}
     met = {node for one in unit for node in one.met}
     fresh = next((node for node in free if node not in seen), None)
@@ -340,7 +344,8 @@ def _unmet(unit: Sequence[Trial], free: Collection[str]) -> str | None:
 
 
 def _fastest_first(good: Iterable[Trial]) -> list[Trial]:
-    """Good nodes; those last whose good name is from before this check and has failures since."""
+    """Good nodes, fastest first; last are those that were good before this check and have failed
+    since."""
 
     def order(one: Trial) -> tuple[bool, bool, float, int]:
         return bool(one.failures) and not one.fresh, one.told_slow, one.pace, one.place
@@ -349,18 +354,18 @@ def _fastest_first(good: Iterable[Trial]) -> list[Trial]:
 
 
 HELD_UP_FOR = 2.0
-"""Seconds that the partners of a node that failed by itself are still awaited. Mostly they say at
-once that they cannot go on; where its probe died before it could tell them, they wait for it in
-vain until their limit. Raise it and such a death costs more; their next probe ends that wait."""
+"""Seconds that the partners of a node that failed alone may still take to answer. Usually they
+report at once that they cannot continue; if its probe died before it could notify them, they wait
+in vain until their limit. Raise it and such a death costs more; their next probe ends that wait."""
 
 
 @dataclass(slots=True)
 class Run:
-    """One group's probe."""
+    """The probe of one group."""
 
     group: ProbeGroup
     said: dict[str, Probed] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)  # who has gone, and how
+    lost: dict[str, str] = field(default_factory=dict)  # node -> how it was lost
 
 
 class Pass:
@@ -377,16 +382,16 @@ class Pass:
 
     @property
     def over(self) -> bool:
-        """Whether no answer is awaited any more."""
+        """Whether no more answers are expected."""
         return not self._awaited
 
     def group_of(self, node: str) -> ProbeGroup | None:
-        """The group whose answer of this node is awaited."""
+        """The group in which this node's answer is still expected."""
         run = self._awaited.get(node)
         return None if run is None else run.group
 
     def answered(self, node: str, said: Probed, now: float) -> None:
-        """A node's answer; ignored if it is not the one that is awaited."""
+        """A node's answer; ignored if it is not the expected one."""
         run = self._awaited.get(node)
         if run is not None and run.group.check == said.check:
             run.said[node] = said
@@ -403,8 +408,8 @@ class Pass:
         return self._end if held_up is None else min(self._end, held_up)
 
     def lost(self, node: str, reason: str) -> None:
-        """It will not answer. What its partners find now says nothing, so they are not awaited:
-        their next probe takes the place of this one."""
+        """The node will not answer. Its partners' results now prove nothing, so they are not waited
+        for; their next probe replaces this one."""
         run = self._awaited.pop(node, None)
         if run is not None:
             run.lost[node] = reason
@@ -412,7 +417,7 @@ class Pass:
                 self._awaited.pop(other, None)
 
     def overdue(self, now: float) -> None:
-        """Who has not answered in time has failed by itself; but not who was held up."""
+        """A node that has not answered in time has failed alone, unless it was held up."""
         for first in self._held_up.pop_due(now):
             for node in self._by_first[first].group.nodes:
                 self._awaited.pop(node, None)
@@ -423,7 +428,7 @@ class Pass:
 
 
 def overdue(check: str, limit: float) -> Probed:
-    """What stands for the answer of a node that gave none."""
+    """The result for a node that did not answer."""
     whole = limit + PROBE_ANSWER_SLACK
     return Probed(
         check=check,

@@ -1,28 +1,28 @@
-"""The network check of a job: whom to probe, and whom the probes convict.
+"""The network check of a job: which nodes to probe, and which ones the probes convict.
 
 A *check* begins when a round could form and some of its nodes have not been shown to work. It is a
-series of *passes*: in each one small groups are probed at the same time, and what they answer says
-who is probed with whom next, who is at fault (`groups`) and who is slow (`speed`). A pass costs
-O(n log n) in all, a node's answer O(1).
+series of *passes*. In each pass small groups are probed at the same time; their answers decide
+which nodes are probed together next, which are at fault (`groups`) and which are slow (`speed`). A
+pass costs O(n log n) in total, a node's answer O(1).
 
-How many passes. Where everybody works one is enough. One bad node, or one bad link, of an even
+Number of passes. If all nodes work, one is enough. One bad node, or one bad link, among an even
 number of nodes from four on is found in two, however many nodes there are; two bad nodes in one
-pair take three. The failure of a group of three may also be the affair of the other two, so where
-the fault is in such a group it takes three, and up to four for three and five nodes.
+pair take three. The failure of a group of three may be caused by any two of its nodes, so a fault
+in such a group takes three passes, and up to four with three or five nodes.
 
-What cannot be told. A failure of one or two nodes that is not seen on one machine alone; whatever
-happens where no two good nodes with a good link are left. Then the verdict is "unresolved": the
-nodes are not good, and not blamed. They are probed again when a node is ready that was not there,
-and not before.
+Undecidable: a failure of one or two nodes that does not show on one machine alone; anything if no
+two good nodes with a good link are left. Then the verdict is "unresolved": the nodes are neither
+good nor blamed. They are probed again only when a node is ready that was not there before.
 
-Standing outlives a check. A node that is good is a partner for newcomers until something is held
-against it (`forget`) or it goes (`lost`). While a round runs newcomers are probed alone, at the
-door, so that a bad one stops nobody, and with others when the round has ended. Before the first
-round the perf test may follow, an all_reduce over all who will form it; it is a check of its own.
+Standing outlives a check. A good node is a partner for new nodes until something counts against it
+(`forget`) or it is lost (`lost`). While a round runs, new nodes are probed alone while pending, so
+that a bad one does not stop the round, and with others once the round has ended. Before the first
+round the perf test may follow, an all_reduce over all nodes that will form it; it is a check of its
+own.
 
-What the caller owes: `proceed` after every answer and loss, and at the time named; the groups it
-returns are told to their nodes at once, and a newer one takes the place of an older one that is
-under way. `lost` for a node whose agent is another life, or its partner waits for the old one.
+The caller must call `proceed` after every answer and loss, and at the deadline; send the returned
+groups to their nodes at once, where a newer probe replaces a running one; and call `lost` for a
+node whose agent is a new incarnation, because its partner waits for the old one otherwise.
 """
 
 from __future__ import annotations
@@ -59,18 +59,19 @@ from elasticrun.core.words import names, some
 from elasticrun.wire.messages import CheckSpec, Probed
 
 MAX_PASSES = 8
-"""Passes of one check. Two decide nearly every case and five the worst of two faults at once; more
-help only where most of the nodes are bad, and each may last as long as a hung probe's limit."""
+"""Maximum number of passes of one check. Two decide nearly every case, and five the worst case of
+two simultaneous faults. More help only if most of the nodes are bad, and each may last as long as
+the limit of a hung probe."""
 
 
 class Check:
-    """What is found out about the nodes that are ready, some of which must be probed."""
+    """What is found out about the ready nodes, some of which must be probed."""
 
     def __init__(
         self, ready: Mapping[str, bool], ranks: Mapping[str, int], paces: Paces, now: float
     ) -> None:
-        """`ready`: in order of placement, and whether it is good already. `ranks`: on each node,
-        one where it is not told."""
+        """`ready`: nodes in order of placement -> whether already good. `ranks`: number of ranks
+        per node; one if missing."""
         self.trials = {
             node: Trial(node, place, good) for place, (node, good) in enumerate(ready.items())
         }
@@ -82,10 +83,10 @@ class Check:
         self._failed: list[FailedGroup] = []  # in all passes
         self._just_failed: list[FailedGroup] = []  # in the last one
         self._proved: set[frozenset[str]] = set()  # pairs that have worked with each other
-        self._found: list[tuple[str, str]] = []  # kinds of verdict, or "lost", and the nodes
+        self._found: list[tuple[str, str]] = []  # kind of verdict or "lost", and the node
 
     def plan(self) -> list[Nodes]:
-        """The groups of the next pass; none if the check is over."""
+        """The groups of the next pass; empty if the check is over."""
         if self.passes == MAX_PASSES:
             return []
         if self.passes == 0:
@@ -96,7 +97,7 @@ class Check:
         return groups
 
     def took(self, passed: Pass) -> None:
-        """A pass is over: what it proves."""
+        """A pass is over: evaluate it."""
         self._just_failed = []
         worked = [run.group.nodes for run in passed.runs if self._took(run)]
         self._failed += self._just_failed
@@ -112,8 +113,8 @@ class Check:
             self._tell("slow", node, words.cut(f"{node} is slow, measured twice: {evidence}"))
 
     def end(self) -> list[str]:
-        """Nothing more can be tried: who is to blame, or cannot be told from who is. The nodes that
-        have not passed."""
+        """Nothing more can be tried: convict the nodes to blame; return the nodes that have not
+        passed."""
         doubtful = [it for it in self._open() if strongly_suspect(it, self.trials)]
         for trial in doubtful:
             self._convict(trial)
@@ -126,20 +127,20 @@ class Check:
         return [trial.node for trial in left]
 
     def lost(self, node: str) -> None:
-        """The node has gone: it is no partner any more, and nothing is said of it."""
+        """The node is lost: it is no longer a partner, and gets no verdict."""
         trial = self.trials.get(node)
         if trial is not None and not trial.out:
             trial.out = True
             self._found.append(("lost", node))
 
     def forget(self, node: str) -> None:
-        """It is suspected for some other reason: it must pass once more."""
+        """It is suspected for another reason: it must pass again."""
         trial = self.trials.get(node)
         if trial is not None:
             trial.good = trial.fresh = trial.alone = False
 
     def summary(self, now: float) -> str:
-        """What it found, in a sentence."""
+        """What it found, as a sentence."""
         took = now - self._began
         return words.outcome(self.trials, self._found, self._failed, self.passes, took)
 
@@ -149,7 +150,7 @@ class Check:
         return [one for one in self.trials.values() if not one.good and not one.out]
 
     def _took(self, run: Run) -> bool:
-        """One group's answers; whether all of it worked."""
+        """Evaluate one group's answers; return whether all of it worked."""
         nodes = run.group.nodes
         own: dict[str, Probed] = {}
         joint: dict[str, Probed] = {}
@@ -186,8 +187,8 @@ class Check:
         self._just_failed.append(FailedGroup(nodes, told))
 
     def _time(self, run: Run) -> None:
-        """The largest all_reduce of this group, by whoever timed it the shortest: the others have
-        waited for that one before it began."""
+        """Record the largest all_reduce of this group, with the shortest time measured: the other
+        nodes had to wait before it began."""
         nodes = run.group.nodes
         ranks = sum(self._ranks.get(one, 1) for one in nodes)
         timed = {
@@ -219,25 +220,25 @@ TRIES = 2
 
 @dataclass(slots=True)
 class _Visit:
-    """A node at the door, which is probed alone."""
+    """A pending node, which is probed alone."""
 
     group: ProbeGroup
     failures: list[str]
-    again: bool = False  # its next probe is to be ordered
+    again: bool = False  # order its next probe
 
 
 @dataclass(frozen=True, slots=True)
 class PerfResult:
-    """The perf test in words; empty if it was not run. A failed one convicts nobody."""
+    """The perf test in words; empty if it was not run. A failed one convicts no node."""
 
-    lines: tuple[str, ...] = ()  # one for each size
+    lines: tuple[str, ...] = ()  # one per size
     sentence: str = ""
-    failure: str = ""  # why the job must not start: it was below the wanted floor; "" if it may
+    failure: str = ""  # why the job must not start: below the required floor; "" if it may
 
 
 def _perf_result(run: Run, ranks: Mapping[str, int], floor: float) -> PerfResult:
-    """Of a run that every node has answered. `floor`: GB/s (1e9) of bus bandwidth wanted at the
-    largest size, 0.0 for none."""
+    """The result of a run that every node has answered. `floor`: required bus bandwidth in GB/s
+    (1e9) at the largest size, 0.0 for none."""
     nodes = run.group.nodes
     world = sum(ranks.get(node, 1) for node in nodes)
     over = f"over {some(len(nodes), 'node')}, {some(world, 'rank')}"
@@ -264,7 +265,7 @@ def _perf_result(run: Run, ranks: Mapping[str, int], floor: float) -> PerfResult
 
 
 def _slowest(run: Run, world: int) -> list[tuple[str, Rate]]:
-    """By size, the node that took longest, and its figure; sizes that all nodes measured."""
+    """For each size that all nodes measured, the slowest node and its rate."""
     if world < 2:
         return []
     found: dict[int, list[tuple[float, str]]] = {}
@@ -286,30 +287,30 @@ def _line(rate: Rate) -> str:
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a node; forgotten when it goes."""
+    """What is known of a node; dropped when it leaves."""
 
-    life: int  # another one after every doubt
+    life: int  # changes after every doubt
     standing: Standing = Standing.UNKNOWN
     compute: float = 0.0  # seconds of one matmul, by its last probe
-    pace: float = 0.0  # the same as it is compared: as if the check had had one pass only
+    pace: float = 0.0  # the same, adjusted for comparison as if the check had only one pass
     flops: float = 0.0
     rate: Rate | None = None  # of its last all_reduce
-    trouble: str = ""  # what its last probes had against it
-    stuck_with: frozenset[int] = frozenset()  # lives that could not help to judge it
+    trouble: str = ""  # what counted against it in its last probes
+    stuck_with: frozenset[int] = frozenset()  # `life` of nodes that could not help to judge it
     visit: _Visit | None = None
 
 
 class NetCheck:
-    """The network check of one job; see the module's head."""
+    """The network check of one job."""
 
     def __init__(self, checks: CheckSpec, mint: Callable[[], str]) -> None:
-        """`mint` gives the unique part of a group's name."""
+        """`mint` returns the unique part of a group's name."""
         self._checks = checks
         self._mint = mint
         self._lives = 0
         self._known: dict[str, _Known] = {}
-        self._due: Deadlines[str] = Deadlines()  # of answers of nodes at the door
-        self._again: list[str] = []  # of these, who failed once, in order of their answers
+        self._due: Deadlines[str] = Deadlines()  # of answers of pending nodes
+        self._again: list[str] = []  # of these, those that failed once, in order
         self._check: Check | None = None
         self._pass: Pass | None = None  # of the check, or of the perf test
         self._ranks: Mapping[str, int] = {}
@@ -322,20 +323,20 @@ class NetCheck:
     # ------------------------------------------------------------ what is known
 
     def standing(self, node: str) -> Standing:
-        """See Standing; UNKNOWN for a node never heard of."""
+        """The node's Standing; UNKNOWN for an unknown node."""
         known = self._known.get(node)
         return Standing.UNKNOWN if known is None else known.standing
 
     def trust(self, nodes: Sequence[str]) -> None:
-        """These train already (a round that was adopted or restored): GOOD, without a figure. The
-        perf test is not for a job that has begun."""
+        """These nodes already train (an adopted or restored round): GOOD, without a measurement.
+        The perf test is not for a running job."""
         for node in nodes:
             self._of(node).standing = Standing.GOOD
         self._perf_due = self._perf_due and not nodes
 
     def forget(self, node: str) -> None:
-        """It was reborn, its ranks failed, or it is suspected: it must be probed again. A probe
-        that is under way goes on."""
+        """The node has a new incarnation, its ranks failed, or it is suspected: it must be probed
+        again. A running probe continues."""
         known = self._known.get(node)
         if known is not None:
             known.standing = Standing.UNKNOWN
@@ -346,7 +347,7 @@ class NetCheck:
 
     def wants(self, ready: Sequence[str]) -> bool:
         """Whether some of these nodes must be probed before they form a round: a node that is not
-        GOOD, or, where there is but one, UNKNOWN; or the perf test is due. False while busy."""
+        GOOD (for a single node: UNKNOWN), or the perf test is due. False while busy."""
         if self.busy or not ready:
             return False
         if self._to_probe(ready):
@@ -357,7 +358,7 @@ class NetCheck:
         return alone or all(self.standing(node) is Standing.GOOD for node in ready)
 
     def health(self, node: str) -> str:
-        """What the last probes measured there, in words for the status page; "" if nothing."""
+        """What the last probes measured there, for the status page; "" if nothing."""
         known = self._known.get(node)
         if known is None:
             return ""
@@ -365,7 +366,8 @@ class NetCheck:
         return "; ".join(part for part in (known.trouble, measured) if part)
 
     def group_of(self, node: str) -> ProbeGroup | None:
-        """The group whose answer of this node is awaited: told again to an agent that attaches."""
+        """The group in which this node's answer is expected: sent again to an agent that
+        attaches."""
         group = None if self._pass is None else self._pass.group_of(node)
         visit = self._visit(node)
         return group or (None if visit is None or visit.again else visit.group)
@@ -378,15 +380,16 @@ class NetCheck:
 
     @property
     def busy(self) -> bool:
-        """Whether a check of `begin` is under way (that of a node at the door does not count)."""
+        """Whether a check started by `begin` is running (the probe of a pending node does not
+        count)."""
         return self._pass is not None
 
     def begin(
         self, ready: Sequence[str], now: float, ranks: Mapping[str, int] | None = None
     ) -> tuple[ProbeGroup, ...]:
-        """Start a check of those of `ready` (in order of placement) that need one, with the others
-        as partners; or the perf test of all of them. The groups of the first pass: at least one if
-        `wants` says so. `ranks`: how many each node runs, one where it is not told."""
+        """Start a check of the nodes in `ready` (in order of placement) that need one, with the
+        others as partners; or the perf test of all of them. Return the groups of the first pass: at
+        least one if `wants` says so. `ranks`: number of ranks per node; one if missing."""
         if not self.wants(ready):
             return ()
         self._ranks = ranks or {}
@@ -404,7 +407,7 @@ class NetCheck:
         return self._launch(self._check.plan(), now)
 
     def at_door(self, node: str, now: float) -> ProbeGroup:
-        """Probe this newcomer by itself while a round runs."""
+        """Probe this pending node alone while a round runs."""
         under_way = self.group_of(node)
         if under_way is not None:
             return under_way
@@ -418,13 +421,13 @@ class NetCheck:
         return group
 
     def _leave_door(self, node: str) -> None:
-        """It is not probed there any more."""
+        """Stop probing it as a pending node."""
         self._due.disarm(node)
         if (known := self._known.get(node)) is not None:
             known.visit = None
 
     def answered(self, node: str, said: Probed, now: float) -> None:
-        """A node's answer. Of a check that is over, or of no group of ours: ignored."""
+        """Process a node's answer; ignore it if it belongs to no current group."""
         group = self.group_of(node)
         if group is None or group.check != said.check:
             return
@@ -436,8 +439,8 @@ class NetCheck:
             self._at_door(node, said)
 
     def lost(self, node: str, reason: str, now: float) -> None:
-        """The node has gone, or its stream is broken for good, or it may not be awaited further.
-        All that is known of it is forgotten, and its partners are not awaited either."""
+        """The node left, its stream is broken for good, or it may not be waited for any longer.
+        Forget everything about it; its partners are not waited for either."""
         self._leave_door(node)
         self._known.pop(node, None)
         if self._check is not None:
@@ -450,8 +453,8 @@ class NetCheck:
         return earliest(self._due.next(), self._pass.next_deadline() if self._pass else None)
 
     def proceed(self, now: float) -> tuple[ProbeGroup, ...]:
-        """To be called after each of the events above and at the deadline: the groups of the next
-        pass if this one is over and the check is not. Empty otherwise."""
+        """Call this after each of the events above and at the deadline. Returns the groups of the
+        next pass if this pass is over but the check is not; else nothing."""
         for node in self._due.pop_due(now):
             if (visit := self._visit(node)) is not None:
                 self._at_door(node, overdue(visit.group.check, self._checks.probe_limit))
@@ -467,21 +470,21 @@ class NetCheck:
         return tuple(groups)
 
     def verdicts(self) -> tuple[NodeVerdict, ...]:
-        """What has been found since the last call, each once; taken by the caller, who excludes."""
+        """The verdicts since the last call, each once; the caller excludes the nodes."""
         found, self._verdicts = self._verdicts, []
         return tuple(found)
 
     def reason(self) -> str:
-        """Why the round waits, for agents and the status page; does not count answers, so that a
-        thousand of them are not a thousand sentences. "" if not busy."""
+        """Why the round waits, for agents and the status page. It does not count answers, so a
+        thousand answers are not a thousand messages. "" if not busy."""
         return self._reason if self.busy else ""
 
     def summary(self) -> str:
-        """What the last check that ended found, in a sentence; "" if there was none."""
+        """What the last finished check found, as a sentence; "" if there was none."""
         return "; ".join(filter(None, (self._summary, self.perf.sentence)))
 
     def news(self) -> str:
-        """The part of the summary that is new since the last call; "" if none is."""
+        """The part of the summary that is new since the last call; "" if none."""
         news, self._news = self._news, ""
         return news
 
@@ -518,7 +521,7 @@ class NetCheck:
 
     def _perf_over(self, over: Pass) -> None:
         run = over.runs[0]
-        if run.lost:  # it is made anew with those who are left
+        if run.lost:  # it is repeated with the remaining nodes
             who = ", ".join(run.lost)
             told = f"the comm perf test was not finished because {who} was lost"
             self.perf = PerfResult(sentence=told)
@@ -528,7 +531,7 @@ class NetCheck:
         self._news = self.perf.sentence
 
     def _note(self, check: Check) -> None:
-        """Take over what a pass has shown."""
+        """Store the results of a pass."""
         for verdict in check.verdicts:
             if verdict.kind == "failed":
                 self._leave_door(verdict.node)
@@ -545,7 +548,7 @@ class NetCheck:
             known.pace = check.paces.compute.get(node, known.pace)
             if trial.good:
                 known.standing = Standing.GOOD
-                if not trial.told_slow:  # what it failed with was its partner's, or a link's
+                if not trial.told_slow:  # its failure was its partner's, or a link's
                     known.trouble = ""
             elif trial.alone:
                 known.standing = Standing.ALONE
@@ -553,7 +556,7 @@ class NetCheck:
                 known.standing = Standing.UNKNOWN
 
     def _at_door(self, node: str, said: Probed) -> None:
-        """The answer of a node that is probed alone; it has passed, or failed TRIES times."""
+        """The answer of a node that is probed alone: it has passed, or failed TRIES times."""
         known = self._known[node]
         visit = known.visit
         assert visit is not None
@@ -582,7 +585,7 @@ class NetCheck:
         if len(ready) == 1:
             return self.standing(ready[0]) is Standing.UNKNOWN
         known = {node: self._known.get(node) for node in ready}
-        helped: dict[frozenset[int], bool] = {}  # whether someone is ready who was not there
+        helped: dict[frozenset[int], bool] = {}  # whether a node is ready that was not there before
         for one in known.values():
             if one is None or (one.standing is not Standing.GOOD and not one.stuck_with):
                 return True

@@ -1,18 +1,18 @@
-"""The health of nodes: what the network check and the stragglers' watch ask for is carried out.
+"""The health of nodes: carries out what the network check and the detection of stragglers ask for.
 
-Whom to probe with whom and whom that convicts is decided in `netcheck`, who is slow while training
-in `speed`, who is refused until when in `nodes.admission`. Here their answers become orders:
+`netcheck` decides which nodes to probe together and which ones that convicts, `speed` which are
+slow in training, `nodes.admission` which are refused until when. Here their results become orders:
 
-* Where a round could form and some of its nodes must be probed, the check comes first. Nodes that
-  join meanwhile are taken in, and probed by the check that follows.
-* A newcomer is probed by itself at the door of a running round, and joins when it has passed: a bad
-  node never stops a round. Its links are tried when the next round is gathered.
-* A node of which nobody can tell whether it is at fault is kept out until another node comes, or
-  goes; where one node is enough for a round, one of those whose own probes passed may form it.
-* A convicted node is excluded: recorded first, then told. A slow one only where the user said so,
-  the others are enough, and not too many were excluded for that lately.
+* If a round could form and some of its nodes must be probed, the check comes first. Nodes that join
+  meanwhile are accepted, and probed by the check that follows.
+* A new node is probed alone while a round runs, and joins once it has passed: a bad node never
+  stops a round. Its links are tried when the next round gathers.
+* A node whose fault cannot be decided is kept out until another node joins or leaves. If one node
+  is enough for a round, one of those whose own probes passed may form it.
+* A convicted node is excluded: recorded first, then ordered to leave. A slow one is excluded only
+  if the user asked for it, the others suffice, and not too many were excluded for that lately.
 
-While the master does not listen no answer is late: `netcheck` has a clock that stands still then.
+While the master does not listen no answer is late: the clock of `netcheck` stands still then.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
 MAX_TURNS = 64
-"""Passes and verdicts that may follow from one answer; more would be a check that does not end."""
+"""Maximum number of passes and verdicts per answer; more than that is a check that does not end."""
 
 DOUBTED = "the network check could not tell whether this node is well; it is tried with another one"
 
 Verdicts = list[tuple[str, Excluded]]
-"""Nodes that are to be excluded, and why."""
+"""Nodes to exclude, and why."""
 
 
 class HealthPolicy:
-    """See the module's head. The check is there only where the job has asked for it, the watch only
-    where a script reports its steps."""
+    """Drives the network check, if the job has enabled it, and the detection of stragglers, if a
+    script reports its steps."""
 
     def __init__(self, ctx: JobContext, exclude: Callable[[Verdicts], None]) -> None:
-        """`exclude` tells these nodes to go."""
+        """`exclude` orders these nodes to leave."""
         self._ctx = ctx
         self._exclude = exclude
         self._membership, self._nodes, self._rdzv = ctx.membership, ctx.nodes, ctx.rdzv
         self._netcheck: NetCheck | None = None
         self._stragglers: Stragglers | None = None
-        self._answered: list[str] = []  # nodes at the gate, until it is known what it came to
-        self._stirred = False  # something has happened to the check in this step
-        self._unresolved: dict[str, str] = {}  # nobody can tell whether they are at fault, and why
-        self._examined: RoundName | None = None  # whose failure's node has been doubted
-        self._watched: RoundName | None = None  # whose steps are compared
-        self._is_checking = False  # a check was begun whose end was not told of
+        self._answered: list[str] = []  # nodes probed alone that have answered, not yet processed
+        self._stirred = False  # the check has changed in this step
+        self._unresolved: dict[str, str] = {}  # nodes whose fault cannot be decided, and why
+        self._examined: RoundName | None = None  # the round whose failed node was doubted
+        self._watched: RoundName | None = None  # the round whose steps are compared
+        self._is_checking = False  # a check was begun and its end not reported
         self._is_perf_told = False
         self._checks = checks = ctx.spec.checks
         round_ = ctx.round
-        perf = checks.perf and round_ is None  # the perf test was before the first round
+        perf = checks.perf and round_ is None  # the perf test precedes the first round
         if checks.network or perf:
             self._netcheck = NetCheck(replace(checks, perf=perf), ctx.mint)
             self._netcheck.trust(tuple(round_.members) if round_ is not None else ())
@@ -77,7 +77,7 @@ class HealthPolicy:
         return None if due is None else due + self._ctx.away
 
     def summary(self) -> str:
-        """The check, for the status page; empty without one."""
+        """The check, for the status page; "" without one."""
         return self._netcheck.summary() if self._netcheck is not None else ""
 
     def health(self, node: str) -> str:
@@ -90,7 +90,7 @@ class HealthPolicy:
         return "; ".join(part for part in parts if part)
 
     def trust(self, node: str) -> None:
-        """It is in a round already that is adopted."""
+        """It already belongs to a round that is being adopted."""
         if self._netcheck is not None:
             self._netcheck.trust((node,))
 
@@ -101,7 +101,7 @@ class HealthPolicy:
     # ------------------------------------------------------------ before a round
 
     def hold(self) -> Decision | None:
-        """A round could form: what it waits for if nodes must be probed before, else None."""
+        """A round could form: what it waits for if nodes must be probed first, else None."""
         check = self._netcheck
         if check is None:
             return None
@@ -125,7 +125,7 @@ class HealthPolicy:
         return [one.id for one in lay_out(ready, round_.seats if round_ else {})]
 
     def _doubt_the_cause(self) -> None:
-        """The node whose rank was the first to fail in the last round is probed again, once."""
+        """Probe the node whose rank failed first in the last round again, once."""
         cause, round_ = self._ctx.restarts.window.cause, self._ctx.round
         if round_ is None or round_.name == self._examined or self._rdzv.loss:
             return
@@ -134,13 +134,13 @@ class HealthPolicy:
             self.doubt(cause.node)
 
     def doubt(self, node: str) -> None:
-        """Something has happened there: it must be probed before it is in a round again."""
+        """Require a probe of this node before it is in a round again."""
         if self._netcheck is not None:
             self._netcheck.forget(node)
 
     def keep_out_the_doubted(self) -> bool:
-        """No probe would tell more, and some of those that are ready have not passed: they are in
-        no round. Whether there are any."""
+        """Keep ready nodes that have not passed out of rounds, now that no probe would tell more.
+        Return whether there are any."""
         check, spec = self._netcheck, self._ctx.spec
         if check is None or not self._checks.network:
             return False
@@ -158,14 +158,15 @@ class HealthPolicy:
         return bool(doubted)
 
     def call_in_the_doubted(self) -> None:
-        """Another node has come or gone: those that nobody could tell of may be tried again."""
+        """Another node has joined or left: undecided nodes may be tried again."""
         if self._rdzv.phase is Phase.GATHERING:
             for node in tuple(self._unresolved):
                 if self._rdzv.admit(node):
                     self._rdzv.join(node, self._ctx.now, not_before=self._ctx.now)
 
     def _tell_why_kept_out(self, node: str) -> None:
-        """Why this one waits, whatever the others wait for; once per sentence."""
+        """Send this node the reason why it waits, if it is a new one; the other nodes may wait for
+        something else."""
         one, why = self._nodes[node], self._rdzv.reason_of(node, self._ctx.now)
         if one.session is not None and one.told != why:
             one.told = why
@@ -174,8 +175,8 @@ class HealthPolicy:
     # ------------------------------------------------------------ at the gate of a running round
 
     def _is_probed_at_door(self, node: str) -> bool:
-        """A node has joined. Whether it must be probed by itself before the rendezvous may know,
-        because a round runs that it would stop."""
+        """A node has joined. Return whether it must be probed alone before the rendezvous may know
+        of it, because a round runs that it would stop."""
         check, rdzv = self._netcheck, self._rdzv
         if check is None or not self._checks.network or rdzv.phase is not Phase.RUNNING:
             return False
@@ -192,8 +193,8 @@ class HealthPolicy:
         return True
 
     def probe_the_left_out(self) -> None:
-        """A round has formed without the nodes that are left out for a while: they are probed
-        meanwhile, so that none stops this round when its time is over and fails then."""
+        """A round has formed without the nodes in backoff. Probe them meanwhile, so that none stops
+        this round when its backoff ends and then fails."""
         check = self._netcheck
         if check is None or not self._checks.network:
             return
@@ -207,7 +208,7 @@ class HealthPolicy:
             self._order((check.at_door(node, self._time()),))
 
     def _passed_door(self) -> None:
-        """Those that have been probed by themselves and have not failed may join."""
+        """Nodes that were probed alone and have not failed may join."""
         check, answered = self._netcheck, self._answered
         self._answered = []
         for node in answered:
@@ -217,8 +218,8 @@ class HealthPolicy:
                     self._joined(node)
 
     def heard(self, node: str, report: m.Join | m.Probed) -> bool:
-        """A node without ranks is ready, or has been probed. Before it is in a round, a node that
-        has joined is probed by itself where it must be."""
+        """A node without ranks is ready, or has been probed. A node that has joined is first probed
+        alone if it must be."""
         if isinstance(report, m.Probed):
             self._answer(node, report)
         elif not self._is_probed_at_door(node):
@@ -245,8 +246,8 @@ class HealthPolicy:
                 self._answered.append(node)
 
     def pursue(self) -> tuple[Wish, ...]:
-        """If anything has happened to the check: order the probes of its next pass, act on what was
-        found, and say what it came to. A job whose nodes all failed it ends."""
+        """If the check has changed: order the probes of its next pass, act on its verdicts, and
+        report its result. If the perf test missed the required floor, end the job."""
         if (check := self._netcheck) is None:
             return ()
         due = self.next_deadline()
@@ -254,7 +255,7 @@ class HealthPolicy:
         if not (self._stirred or late):
             return ()
         time = self._time()
-        if late:  # whatever is lost by adding and taking away
+        if late:  # adding and subtracting may lose some precision
             time = max(time, check.next_deadline() or time)
         for _ in range(MAX_TURNS):
             self._stirred = False
@@ -269,7 +270,7 @@ class HealthPolicy:
         self._passed_door()
         if self._is_checking and not check.busy:
             self._is_checking = False
-            # at the level of warnings: who asks by a flag is to see the answer
+            # a warning, because a user who enabled it by a flag should see the result
             for line in check.perf.lines[:-1] if not self._is_perf_told else ():
                 self._is_perf_told = True  # the last and largest is in the summary
                 self._ctx.note(line, "warning")
@@ -280,11 +281,11 @@ class HealthPolicy:
         for group in groups:
             for one, probe in self._probes(group):
                 one.probe = probe
-                if one.session is not None:  # else it is told when it attaches
+                if one.session is not None:  # else it is sent when it attaches
                     self._ctx.tell(one.session, probe)
 
     def probe_again(self, session: int, node: str) -> None:
-        """An agent has attached: if its answer is awaited it may not know."""
+        """An agent has attached: repeat the probe whose answer is expected."""
         group = self._netcheck.group_of(node) if self._netcheck is not None else None
         order = self._nodes[node].probe
         if group is not None and order is not None and order.check == group.check:
@@ -314,7 +315,7 @@ class HealthPolicy:
             first_rank += one.hello.local_world_size
 
     def gone(self, node: str, reason: str) -> None:
-        """The node has gone, or its present life has."""
+        """The node has left, or its current incarnation has died."""
         self._unresolved.pop(node, None)
         one = self._nodes[node]
         one.probe, one.at_gate, one.slow, one.pace = None, False, "", None
@@ -334,7 +335,7 @@ class HealthPolicy:
             if verdict.kind == "failed":
                 failed.append((verdict.node, Excluded(FAILED, verdict.reason)))
             elif verdict.kind == "unresolved":
-                if verdict.reason not in told:  # of a pair it is the same
+                if verdict.reason not in told:  # the nodes of a pair have the same reason
                     told.add(verdict.reason)
                     self._ctx.note(verdict.reason, "warning")
                 self._unresolved[verdict.node] = verdict.reason
@@ -345,8 +346,8 @@ class HealthPolicy:
                 self._found_slow(verdict.node, verdict.reason)
 
     def _found_slow(self, node: str, reason: str) -> None:
-        """A node is slow, as `reason` says: it stays, unless the user wants it out and the job can
-        spare it."""
+        """A node is slow, as `reason` says: it stays, unless the user wants it excluded and the job
+        can spare it."""
         why_not = ""
         if not self._checks.exclude_stragglers:
             why_not = "it stays (--exclude-straggler would leave it out)"
@@ -357,7 +358,7 @@ class HealthPolicy:
         if not why_not:
             self._exclude([(node, Excluded(SLOW, reason))])
             return
-        if not self._nodes[node].slow:  # else it was told, whatever keeps it now
+        if not self._nodes[node].slow:  # else it was reported before
             self._ctx.note(f"{reason}; {why_not}", "warning")
             self._ctx.out.append(FoundSlow(node, reason))
         self._nodes[node].slow = reason
@@ -365,7 +366,8 @@ class HealthPolicy:
     # ------------------------------------------------------------ while training
 
     def stepped(self, node: str, report: m.Steps) -> Slowness | None:
-        """How training goes on a member of the running round; the node that is suspected."""
+        """Process the steps of a member of the running round; return the node that is suspected, if
+        any."""
         round_ = self._ctx.round
         if round_ is None or self._rdzv.phase is not Phase.RUNNING:
             return None
@@ -380,14 +382,14 @@ class HealthPolicy:
         slow = self._stragglers.heard(node, report, self._ctx.now)
         if slow is None:
             return None
-        if not self._nodes[slow.node].slow:  # it is probed again before the next round
+        if not self._nodes[slow.node].slow:  # probe it again before the next round
             self.doubt(slow.node)
         self._found_slow(slow.node, f"node {slow.node} is slow in training: {slow.evidence}")
         return slow
 
 
 def _partners(nodes: tuple[str, ...], at: int) -> str:
-    """The others of a group, in words that do not grow with it."""
+    """The other nodes of a group, in words of limited length."""
     if len(nodes) > 3:
         return some(len(nodes) - 1, "other node")
     return " and ".join(nodes[:at] + nodes[at + 1 :])

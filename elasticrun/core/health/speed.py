@@ -1,39 +1,40 @@
-"""Who is slow: by the figures of the network check, and by the step times while training.
+"""Which nodes are slow: by the measurements of the network check, and by the step times in
+training.
 
-*Against the others.* A figure is judged against the others' median, and the median of their
-absolute deviations from it (MAD). A rule over all figures together cannot work for two or three
-nodes, where the one to be judged moves the median itself: of 1 s and 10 s neither is above twice
-their median. Two bounds must be passed. `ratio` times the median says that the difference matters
-(2 % never do); SPREADS deviations above it say that it is not what the others differ by among
-themselves. A MAD times 1.4826 estimates a standard deviation where figures are spread normally,
-whatever less than half of them do.
+*Compared with the others.* A figure is compared with the others' median, and with the median of
+their absolute deviations from it (MAD). A rule over all figures together cannot work for two or
+three nodes, where the judged one moves the median itself: of 1 s and 10 s neither is above twice
+their median. A figure must exceed two bounds. `ratio` times the median means that the difference
+matters (2 % never does); SPREADS deviations above it mean that it exceeds the differences among the
+others. A MAD times 1.4826 estimates the standard deviation of normally distributed figures, no
+matter what less than half of them do.
 
-*Before training* (`Paces`) each phase is judged by itself: a slow all_reduce says nothing about a
-GPU. Figures that good nodes have from earlier checks count among the others. A single measure
-convicts nobody of being slow: the second is what counts. But no two passes are alike: in the second
-fewer nodes are measured, and what they share (a host, a switch, its power) is shared by fewer. A
-matmul of the second pass beside those of the first would make the change between the passes a
-spread of the nodes, behind which a slow one can hide. So good nodes are measured again at the same
-time, and every figure of that pass is compared after it has been divided by their *drift*: what
-their matmul takes now, as a multiple of what it took. That goes for a good node too whose earlier
-figure is from another check.
+*Before training* (`Paces`) each phase is judged separately: a slow all_reduce says nothing about a
+GPU. Figures of good nodes from earlier checks count among the others. A single measurement never
+makes a node slow: the second one decides. But no two passes are alike: in the second, fewer nodes
+are measured, and fewer nodes share a host, a switch, or its power. If a matmul of the second pass
+were compared with those of the first, the change between the passes would look like a spread of the
+nodes and could hide a slow one. So good nodes are measured again at the same time, and every figure
+of that pass is divided by their *drift* before it is compared: the time their matmul takes now, as
+a multiple of what it took. The same applies to a good node whose earlier figure is from another
+check.
 
-All nodes of a group see the same all_reduce; who begins to time it last has waited for nobody, so
-that the least of their figures is that of all. So after one pass groups are compared with groups;
-the nodes of a slow one are measured again, each with a good partner, and then each is judged by
-itself, by its best: with another partner where both measures may have been the partner's. Groups of
-different sizes are made comparable by what each link carries: 2(n-1)/n of the buffer for n ranks.
-Not decidable: a slow link of two or three nodes, which are one group; and slow nodes that are as
-many as the others.
+All nodes of a group take part in the same all_reduce; the node that starts its timer last has
+waited for no other, so the smallest of their figures applies to all. After one pass groups are
+compared with groups. The nodes of a slow one are measured again, each with a good partner, and then
+each is judged by its own best figure: with another partner if the same partner may explain both
+measurements. Groups of different sizes are made comparable by what each link carries: 2(n-1)/n of
+the buffer for n ranks. Undecidable: a slow link of two or three nodes, which are one group; and
+slow nodes that are as many as the others.
 
-*While training* (`Stragglers`) ranks that train together all take as long for a step as the slowest
-of them. What tells a slow node is its *own part*: a step without the waiting for others, which the
-slow node has least of. A node is slow while its own part is an outlier beside those of the others
-and costs the job something; it is suspected when that was so for `slow_for` seconds without a
-break. What must convict nobody: one long step (a checkpoint that one node writes, an evaluation)
-shows in one report, and the median of a node's last WINDOW reports does not know of it; a pause of
-all is a break; a node that is silent, or whose own part is not known, is neither judged nor
-compared with.
+*In training* (`Stragglers`) all ranks that train together take as long for a step as the slowest of
+them. A slow node shows in its *own part*: a step without the waiting for others, which the slow
+node has least of. A node is slow while its own part is an outlier beside those of the others and
+costs the job something; it is suspected after `slow_for` seconds of that without interruption.
+Several things must not convict a node. One long step (a checkpoint that one node writes, an
+evaluation) shows in one report, and does not move the median of a node's last WINDOW reports. A
+pause of all nodes is an interruption. A node that is silent, or whose own part is unknown, is
+neither judged nor compared with.
 """
 
 from __future__ import annotations
@@ -51,34 +52,35 @@ from elasticrun.core.words import names, some
 from elasticrun.wire.messages import CheckSpec, Steps
 
 SPREADS = 5.0
-"""So many estimated standard deviations above the median of the others; raise it and nodes that
-differ much among themselves hide a slow one."""
+"""A figure must exceed the others' median by this many estimated standard deviations; raise it and
+nodes that differ much among themselves hide a slow one."""
 
 MAD_TO_DEVIATION = 1.4826
 """A median absolute deviation times this is the standard deviation of a normal distribution."""
 
 CRUDE_RATIO = 2.0
-"""dlrover-run's rule, told beside ours: above twice the median of all, the judged one included."""
+"""dlrover-run's rule, reported beside ours: above twice the median of all, including the judged
+one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A figure that stands out; all in the unit of the figures."""
+    """A figure that is an outlier; all values in the unit of the figures."""
 
     value: float
     median: float  # of the others
     limit: float  # the larger of the two bounds
-    others: int  # how many they are
-    crude: bool  # whether CRUDE_RATIO times the median of all would say so too
+    others: int  # their number
+    crude: bool  # whether CRUDE_RATIO times the median of all would agree
 
 
 def outliers(values: Sequence[float], ratio: float) -> dict[int, Outlier]:
-    """By index, each of `values` that is larger than the others allow. None of fewer than two."""
+    """The outliers of `values`, by index; empty for fewer than two values."""
     if len(values) < 2:
         return {}
     order = sorted(values)
     crude = CRUDE_RATIO * _median(order, None)
-    deviations: dict[float, list[float]] = {}  # by the median they are taken from: three at most
+    deviations: dict[float, list[float]] = {}  # by the median they refer to: at most three
     found: dict[int, Outlier] = {}
     for index, value in enumerate(values):
         place = bisect_left(order, value)
@@ -96,7 +98,7 @@ def outliers(values: Sequence[float], ratio: float) -> dict[int, Outlier]:
 
 
 def _median(order: Sequence[float], without: int | None) -> float:
-    """Of a sorted sequence, if need be without the entry at this place."""
+    """Of a sorted sequence, optionally without the entry at `without`."""
     count = len(order) - (without is not None)
 
     def at(place: int) -> float:
@@ -108,14 +110,14 @@ def _median(order: Sequence[float], without: int | None) -> float:
 
 @dataclass(slots=True)
 class Paces:
-    """What the probes of a check say of the speed of its nodes."""
+    """What the probes of a check say about the speed of its nodes."""
 
     ratio: float
     compute: dict[str, float]  # seconds of a matmul: the first of this check, or of an earlier one
     rates: Mapping[str, Rate]  # from earlier checks
-    again: dict[str, bool] = field(default_factory=dict)  # to be measured again; if alone will do
+    again: dict[str, bool] = field(default_factory=dict)  # measure again; is alone enough?
     slow: dict[str, str] = field(default_factory=dict)  # slow twice, with the evidence
-    _doubted: dict[str, bool] = field(default_factory=dict)  # matmul stood out, once until now
+    _doubted: dict[str, bool] = field(default_factory=dict)  # matmul was an outlier once
 
     def judge(
         self,
@@ -123,8 +125,8 @@ class Paces:
         passed: Sequence[Sequence[str]],
         computed: Mapping[str, float],
     ) -> None:
-        """Fill `again` and `slow` anew after a pass; `passed`: the groups that worked in it,
-        `computed`: seconds of a matmul, of each node that timed any in it."""
+        """Recompute `again` and `slow` after a pass. `passed`: the groups that worked in it;
+        `computed`: seconds of a matmul, for each node that timed one in it."""
         self.again, self.slow = {}, {}
         self._judge_groups(trials, passed)
         self._judge_rates(trials)
@@ -144,13 +146,13 @@ class Paces:
         for trial, found in _standing_out(trials, self.compute, self.ratio):
             if trial.node in settled:
                 self._tell(trial, f"compute {_compared(found, drift)}")
-            elif len(trial.compute) == 1:  # who was held up too, and is judged once it works
+            elif len(trial.compute) == 1:  # a held-up node too, which is judged once it works
                 self._doubted[trial.node] = True
         self.again |= {node: True for node in self._doubted if _usable(trials[node])}
 
     def _drift(self, trials: Mapping[str, Trial], computed: Mapping[str, float]) -> float:
-        """What a matmul of this pass takes, as a multiple of what it took when it was timed first:
-        the median over good nodes that are not doubted; 1.0 where there is none."""
+        """The time of a matmul in this pass as a multiple of its first measurement: the median over
+        good nodes that are not doubted; 1.0 if there are none."""
         ratios = [
             seconds / self.compute[node]
             for node, seconds in computed.items()
@@ -166,7 +168,7 @@ class Paces:
                 best[trial.node] = min(rate.cost, best.get(trial.node, rate.cost))
         for trial, found in _standing_out(trials, best, self.ratio):
             rate = trial.rate if _usable(trial) else None
-            # no one partner, who may be the slow one, had a part in all of its measures
+            # no single partner, which may be the slow one, took part in all of its measurements
             if rate and not frozenset.intersection(*(frozenset(r.partners) for r in trial.rates)):
                 told = _compared(found, rate.traffic, "")
                 with_whom = names(rate.partners)
@@ -175,8 +177,8 @@ class Paces:
                 self.again.setdefault(trial.node, False)
 
     def _judge_groups(self, trials: Mapping[str, Trial], passed: Sequence[Sequence[str]]) -> None:
-        """Compare whole groups of the last pass with each other, and with what is known from
-        earlier checks."""
+        """Compare the groups of the last pass with each other, and with figures from earlier
+        checks."""
         timed = [nodes for nodes in passed if trials[nodes[0]].rates and len(nodes) > 1]
         costs = [trials[nodes[0]].rates[-1].cost for nodes in timed]
         known = [rate.cost for rate in self.rates.values()]
@@ -193,7 +195,7 @@ class Paces:
 def _standing_out(
     trials: Mapping[str, Trial], figures: Mapping[str, float], ratio: float
 ) -> list[tuple[Trial, Outlier]]:
-    """Those of this check whose figure is larger than the others allow."""
+    """The nodes of this check whose figure is an outlier."""
     whose = list(figures)
     found = outliers(list(figures.values()), ratio)
     mine = [(trials.get(whose[index]), it) for index, it in found.items()]
@@ -201,12 +203,12 @@ def _standing_out(
 
 
 def _usable(trial: Trial) -> bool:
-    """Whether it may yet be called slow: it works, and has not been called so in this check."""
+    """Whether it may still be called slow: it works, and has not been called slow in this check."""
     return trial.good and not trial.out and not trial.told_slow
 
 
 def _compared(found: Outlier, scale: float = 1.0, unit: str = " per matmul") -> str:
-    """The evidence in words; a figure times `scale` is seconds."""
+    """The evidence in words; a figure times `scale` is in seconds."""
     crude = f"{CRUDE_RATIO:g} x median would {'say slow too' if found.crude else 'not say so'}"
     return (
         f"{duration(found.value * scale)}{unit}, the others {duration(found.median * scale)} "
@@ -215,33 +217,33 @@ def _compared(found: Outlier, scale: float = 1.0, unit: str = " per matmul") -> 
 
 
 WINDOW = 5
-"""Reports whose median is a node's own part; raise it and longer disturbances are overlooked, and a
-slow node is found later."""
+"""Number of reports whose median is a node's own part. Raise it and longer disturbances are
+ignored, and a slow node is found later."""
 
 WARM = 3
-"""Reports that a node must have given in a row before it is compared: first steps are like no
-other (compilation, first touches of memory)."""
+"""Number of consecutive reports before a node is compared: its first steps are not typical
+(compilation, first touches of memory)."""
 
 JUDGE_EVERY = 1.0
-"""Seconds between two judgements at the least."""
+"""Minimum number of seconds between two judgements."""
 
 JUDGEMENTS = 3
-"""A suspicion needs that many judgements in a row, however short `slow_for` is."""
+"""Number of consecutive judgements that a suspicion needs, however short `slow_for` is."""
 
 PATIENCE = 5.0
-"""Nodes that say nothing for so many seconds after another has reported, or for twice as long as
+"""Nodes that report nothing for this many seconds after another has reported, or for twice the time
 its report covers if that is longer, are not waited for; they are silent."""
 
 WORTH = 0.5
-"""A slow node must cost this part of what the ratio alone would cost where steps consist of nothing
-but own work. With 1.5 that is a sixth of the step: where steps are mostly waiting for the network,
-a node whose small own part is twice the others' costs the job nothing."""
+"""A slow node must cost at least this fraction of what a node at exactly the ratio would cost if
+steps were all own work. With a ratio of 1.5 that is a sixth of the step. If steps are mostly
+waiting for the network, a node whose small own part is twice the others' costs the job nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slowness:
-    """A node that is suspected, and the evidence as a clause for people. `usual`: seconds that a
-    step would take if the node's own part were as the others'."""
+    """A suspected node, and the evidence as a clause. `usual`: seconds that a step would take if
+    the node's own part were like the others'."""
 
     node: str
     evidence: str
@@ -256,8 +258,8 @@ class _Pace:
     reports: deque[Steps] = field(default_factory=lambda: deque(maxlen=WINDOW))
     fresh: bool = False  # has reported since the last judgement
     slow_since: float = math.nan
-    judgements: int = 0  # in a row that found it slow
-    told_at: float = -math.inf  # when it was suspected last
+    judgements: int = 0  # consecutive ones that found it slow
+    told_at: float = -math.inf  # when it was last suspected
 
     def own(self) -> float:
         return median(one.own for one in self.reports)
@@ -266,16 +268,16 @@ class _Pace:
         return median(one.seconds for one in self.reports)
 
     def waiting(self) -> float:
-        """The share of its time that it waits."""
+        """The fraction of its time that it waits."""
         return median(min(1.0, one.waited / max(one.seconds, 1e-9)) for one in self.reports)
 
     def covered(self) -> float:
-        """Seconds from one report to the next, as they usually are."""
+        """The usual number of seconds from one report to the next."""
         return median(one.steps * one.seconds for one in self.reports)
 
 
 class Stragglers:
-    """The step times of the nodes of one round; see the module's head."""
+    """The step times of the nodes of one round."""
 
     def __init__(self, checks: CheckSpec) -> None:
         self._ratio = checks.slow_ratio
@@ -283,18 +285,19 @@ class Stragglers:
         self.new_round(())
 
     def new_round(self, nodes: Sequence[str]) -> None:
-        """A round begins with these nodes: what was measured in the last one is forgotten."""
+        """A round begins with these nodes: discard what was measured in the last one."""
         self._paces = {node: _Pace() for node in nodes}
-        self._comparable = 0  # nodes with reports that tell their own part
-        self._fresh = 0  # of these
+        self._comparable = 0  # nodes whose reports contain their own part
+        self._fresh = 0  # of these, the ones that are fresh
         self._first_fresh = 0.0
         self._judged_at = -math.inf
         self._suspects: deque[Slowness] = deque()
 
     def heard(self, node: str, steps: Steps, now: float) -> Slowness | None:
-        """A node's report. The suspicion that it completes; a node that stays slow is suspected
-        again after each further `slow_for`, since it may be spared only later. O(1) amortised:
-        O(nodes log nodes) at most once in a second and in a round of reports."""
+        """Process a node's report; return the suspicion that it completes. A node that stays slow
+        is suspected again after each further `slow_for`, because the job may be able to spare it
+        only later. O(1) amortised: O(nodes log nodes) at most once per second and per round of
+        reports."""
         pace = self._paces.get(node)
         if pace is None:
             return None
@@ -311,14 +314,14 @@ class Stragglers:
         return self._suspects.popleft() if self._suspects else None
 
     def gone(self, node: str) -> None:
-        """It is no member any more."""
+        """The node is no longer a member."""
         pace = self._paces.pop(node, None)
         if pace is not None:
             self._drop(pace)
         self._suspects = deque(one for one in self._suspects if one.node != node)
 
     def health(self, node: str) -> str:
-        """Its step time and waiting, in words for the status page; "" if it reports none."""
+        """Its step time and waiting, for the status page; "" if it reports none."""
         pace = self._paces.get(node)
         if pace is None or pace.newest is None:
             return ""
@@ -341,17 +344,17 @@ class Stragglers:
             self._fresh += 1
 
     def _drop(self, pace: _Pace) -> None:
-        """What it has reported does not count any more."""
+        """Its reports no longer count."""
         self._comparable -= bool(pace.reports)
         self._fresh -= pace.fresh
         pace.reports.clear()
         pace.fresh, pace.judgements = False, 0
 
     def _judge(self, now: float) -> None:
-        """Compare those that have reported since the last time; the others are silent."""
+        """Compare the nodes that have reported since the last time; the others are silent."""
         gap, self._judged_at = now - self._judged_at, now
         warm: list[tuple[str, _Pace]] = []
-        for node, pace in self._paces.items():  # as in the round, so that a replay says the same
+        for node, pace in self._paces.items():  # in this order, so that a replay agrees
             if pace.reports and not pace.fresh:
                 self._drop(pace)
             pace.fresh = False
@@ -365,7 +368,7 @@ class Stragglers:
                 pace.judgements = 0
                 continue
             if gap > max(PATIENCE, 2.0 * pace.covered()):
-                pace.judgements = 0  # a pause: what was before it is no part of this
+                pace.judgements = 0  # a pause: what came before it does not count
             if not pace.judgements:
                 pace.slow_since = now
             pace.judgements += 1
@@ -377,7 +380,7 @@ class Stragglers:
                 self._suspects.append(Slowness(node, self._evidence(pace, others, now), usual))
 
     def _costs(self, pace: _Pace, excess: float) -> bool:
-        """Whether a node that has so much more to do than the others costs the job something."""
+        """Whether a node with so much more work than the others costs the job something."""
         return excess * self._ratio >= WORTH * (self._ratio - 1.0) * pace.seconds()
 
     @staticmethod

@@ -1,5 +1,5 @@
-"""The sentences of the network check: verdicts, the health of a node, the outcome; and how figures
-are written."""
+"""The sentences of the network check (verdicts, the health of a node, the outcome), and the
+formatting of figures."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from elasticrun.wire.messages import Probed
 from elasticrun.wire.types import MAX_TEXT
 
 QUOTED = 400
-"""Longest reason of an agent that a sentence of ours quotes, in characters."""
+"""Maximum length of an agent's reason within our sentences, in characters."""
 
 TOLD = 2
-"""Failures that one verdict tells, those that prove most; and bad links that an outcome names."""
+"""Number of failures in one verdict, those that prove most; and of bad links that an outcome
+names."""
 
 
 def duration(seconds: float) -> str:
@@ -25,7 +26,7 @@ def duration(seconds: float) -> str:
 
 
 def figure(value: float) -> str:
-    """Three digits that count, and no exponent for large ones."""
+    """Three significant digits, without an exponent for large values."""
     return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
 
 
@@ -40,12 +41,12 @@ def size(count: int) -> str:
 
 
 def speed(rate: float) -> str:
-    """Bytes per second in GB/s (1e9), as people compare links."""
+    """Bytes per second in GB/s (1e9), the usual unit for links."""
     return f"{rate / 1e9:.3g} GB/s"
 
 
 def quoted(reason: str) -> str:
-    """An agent's reason, cut to what a sentence can bear."""
+    """An agent's reason, truncated for use in a sentence."""
     return reason if len(reason) <= QUOTED else f"{reason[: QUOTED - 3]}..."
 
 
@@ -59,7 +60,7 @@ def failed(trial: Trial, trials: Mapping[str, Trial]) -> str:
 
 
 def unresolved(trial: Trial, trials: Mapping[str, Trial]) -> str:
-    """Why nobody can tell whether a node that has not passed is at fault."""
+    """Why it cannot be decided whether a node that has not passed is at fault."""
     joint = [one for one in trial.failures if one.partners]
     if not joint:
         own = trial.failures[-1:]
@@ -81,7 +82,7 @@ def unresolved(trial: Trial, trials: Mapping[str, Trial]) -> str:
 
 
 def happened(failure: ProbeFailure, trials: Mapping[str, Trial]) -> str:
-    """One failure: in which phase, with whom, and what the node said."""
+    """One failure: in which phase, with which partners, and what the node reported."""
     if not failure.partners:
         return f"by itself in {failure.phase} ({quoted(failure.reason)})"
     verb = "works" if len(failure.partners) == 1 else "work"
@@ -142,19 +143,19 @@ def health(compute: float, flops: float, rate: Rate | None) -> str:
 
 
 def trouble(partners: Sequence[str], said: Probed) -> str:
-    """What the last probe of a node has against it."""
+    """What went wrong in the last probe of a node."""
     what = "was not probed to the end" if said.excused else f"failed in {said.phase}"
     whom = f" with {names(partners)}" if partners else ""
     return f"{what}{whom} ({quoted(said.reason)})"
 
 
 def cut(sentence: str) -> str:
-    """No sentence is longer than a message can carry."""
+    """The sentence, truncated to the maximum length of a message."""
     return sentence if len(sentence) <= MAX_TEXT else f"{sentence[: MAX_TEXT - 3]}..."
 
 
 def _links(trials: Mapping[str, Trial], groups: Iterable[FailedGroup]) -> list[str]:
-    """Failed groups all of whose nodes turned out to work: what is bad is between them."""
+    """Failed groups whose nodes all turned out to work: a link between them is bad."""
     pairs: list[Collection[str]] = []
     clauses: list[str] = []
     for group in sorted(groups, key=lambda one: len(one.nodes)):
@@ -176,5 +177,5 @@ def _works(failure: ProbeFailure, trials: Mapping[str, Trial]) -> bool:
 
 
 def _weight(failure: ProbeFailure, trials: Mapping[str, Trial]) -> tuple[bool, int]:
-    """Least for what proves most: no partner explains it, and few had a part in it."""
+    """Smallest for what proves most: no partner explains it, and few took part in it."""
     return bool(failure.partners) and not _works(failure, trials), len(failure.partners)

@@ -1,4 +1,5 @@
-"""What the master knows of training itself: who hangs and why, where the time went, what happened.
+"""What the master knows of training itself: hangs and their causes, time accounting, incidents.
 
-Forbidden here: I/O, a clock, an order about rounds or ranks. A verdict is a demand that the job
-carries out; all else is told. Rounds, nodes and failures are looked at and never changed."""
+Forbidden here: I/O, a clock, an order about rounds or ranks. A verdict is a wish that the job
+carries out; everything else is only reported. Rounds, nodes and failures are read, never changed.
+"""

@@ -1,4 +1,4 @@
-"""Why a round was over, in the words of incidents: the cause, what failed first, what followed."""
+"""Why a round ended, as incidents describe it: the cause, what failed first, what followed."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import write_ranges
 
 MOST_KINDS = 4
-"""Different ends of other ranks that are told apart."""
+"""Maximum number of different ways in which other ranks ended that are listed."""
 
 FAILURES = ("rank_failed", "hang", "script", "node_lost")
-"""Causes that are errors among the events; the others are asked for, or meant to be."""
+"""Causes that are errors in the events; the others were requested, or are intended."""
 
 _OF_A_RANK = {FailureKind.HUNG: "hang", FailureKind.FINAL: "script"}
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What failed first. `node` and `rank`: "" and -1 where it is nobody's."""
+    """What failed first. `node` and `rank`: "" and -1 if none is responsible."""
 
     cause: str
     sentence: str
@@ -46,11 +46,11 @@ class Origin:
     exitcode: int = 0
     kind: str = ""
     ended_before: str = ""
-    silent: float = 0.0  # seconds since the last sign of life of a node that was lost
+    silent: float = 0.0  # seconds since the last sign of life of a lost node
 
 
 def origin_of(ctx: JobContext, reason: Reason) -> Origin:
-    """Of the last round, which was over for this reason. O(failures), once an incident."""
+    """The origin of the last round's end, for this reason. O(failures), once per incident."""
     if (node := _node_of(reason)) and ctx.round is not None and node in ctx.round.seats:
         return Origin(_of_a_node(reason), text(reason), node, silent=_silence(ctx, node))
     window = ctx.restarts.window
@@ -63,7 +63,7 @@ def origin_of(ctx: JobContext, reason: Reason) -> Origin:
 
 
 def followers(ctx: JobContext, origin: Origin) -> str:
-    """What became of the other ranks that failed, in a line; "" of none."""
+    """What happened to the other ranks that failed, in a line; "" if none."""
     kinds: dict[str, list[int]] = {}
     for failure in ctx.restarts.window.failures:
         if failure.rank != origin.rank:
@@ -77,13 +77,13 @@ def followers(ctx: JobContext, origin: Origin) -> str:
 
 
 def node_of(ctx: JobContext, rank: int) -> str:
-    """On which node of the last round a rank has its place; "" where that is not known."""
+    """The node of the last round that has this rank; "" if unknown."""
     seats = () if ctx.round is None else ctx.round.members.values()
     return next((s.node for s in seats if s.first_rank <= rank < s.first_rank + s.ranks), "")
 
 
 def _node_of(reason: Reason) -> str:
-    """The node that has gone, or that has begun to stop its ranks by itself; "" for none."""
+    """The node that is lost, or that has begun to stop its ranks by itself; "" if none."""
     match reason:
         case NodeLost(node=node) | RanksStopped(node=node, over=False):
             return node
@@ -102,7 +102,8 @@ def _of_a_node(reason: Reason) -> str:
 
 
 def _silence(ctx: JobContext, name: str) -> float:
-    """A stream that its kernel has closed, with the process, is the last sign of life."""
+    """Seconds since the node's last sign of life. A stream closed by the kernel, with its process,
+    counts as one."""
     node = ctx.nodes.get(name)
     if node is None or node.health not in (Health.SUSPECT, Health.DEAD):
         return 0.0

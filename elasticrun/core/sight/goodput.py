@@ -1,4 +1,4 @@
-"""The ledger in words: the share that trained, what the rest went to, and what would have saved
+"""The ledger in words: the share spent training, where the rest went, and what would have saved
 most."""
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from elasticrun.wire.messages import JobSpec
 MICROS = 1_000_000
 
 WORTH = 0.005
-"""Advice is given where it would have saved this share of all slots' time, ..."""
+"""Advice is given if it would have saved at least this share of all slots' time."""
 
 LONG_ENOUGH = 600 * MICROS
-"""... and the job has run so long, in microseconds. Its last line is told then in any case."""
+"""Microseconds that a job must run before it gets advice. From then on its last line is always
+logged."""
 
 SHORT = 50_000
-"""Microseconds of the whole job that a line does not speak of."""
+"""Losses below this many microseconds of the whole job are not mentioned."""
 
 WORDS = {
     "node_lost": "node lost",
@@ -30,19 +31,19 @@ WORDS = {
     "preempted": "preemption",
     "scaled": "change of size",
 }
-"""Causes as people read them, where the cause's own name is not the word."""
+"""Display names of causes that differ from the cause's own name."""
 
 WITH_MEMORY = ("node_lost", "node_slow", "preempted")
-"""Causes for which snapshots in the memory of a node are lost with it."""
+"""Causes that also lose the snapshots in the memory of a node."""
 
 PLANNED = ("scaled", "operator")
-"""Causes that are no failures."""
+"""Causes that are not failures."""
 
 PLACE_LIMIT = 300 * MICROS
-"""Microseconds for which a rank that is idle is left as it is even by --on-hang=restart."""
+"""Microseconds for which even --on-hang=restart does not restart an idle rank."""
 
 STANDS = "standing still in a hang"
-"""Without those that stand in incidents."""
+"""Without hangs that are part of incidents."""
 
 KINDS = (
     ("hang", STANDS),
@@ -53,28 +54,28 @@ KINDS = (
     ("idle", "idle"),
     ("unknown", "not known"),
 )
-"""Categories and their words, as they stand in the line."""
+"""Categories and their words, in the order of the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What the ledger holds at a moment."""
+    """What the ledger holds at one moment."""
 
     book: Mapping[tuple[str, str], int]  # slot-microseconds by category and cause
     total: int  # of all
     wall: int  # microseconds in which any slot was held
-    trained: int  # of these, in which steps were done that were kept
+    trained: int  # of these, spent on steps that were kept
     ends: tuple[LedgerEnd, ...]
     saves: int  # of all slots
-    tells: bool  # steps are told
-    backs: tuple[float, ...] = ()  # seconds from ranks that run again until they train, by restart
-    ended: bool = False  # the job, by the last of `ends`: no round came after it
+    tells: bool  # whether steps are reported
+    backs: tuple[float, ...] = ()  # seconds from running again to training, by restart
+    ended: bool = False  # the job ended, by the last of `ends`: no round followed
     stood: Mapping[str, float] = field(default_factory=dict)
     """Seconds without training, by cause, as incidents count them."""
     hung: float = 0.0  # of these, in hangs
 
     def of(self, *categories: str) -> int:
-        """Slot-microseconds in these."""
+        """Slot-microseconds in these categories."""
         return sum(micros for (one, _), micros in self.book.items() if one in categories)
 
     @property
@@ -83,7 +84,7 @@ class Account:
 
 
 def goodput(found: Account, spec: JobSpec) -> Goodput:
-    """For people and programs."""
+    """The account, for people and programs."""
     total, price = found.total, spec.watch.slot_price
     ettr = min(1.0, found.trained / found.wall) if found.tells and found.wall else -1.0
     rows = tuple(
@@ -118,7 +119,7 @@ def _line(found: Account, ettr: float, price: float) -> str:
 
 
 def _lost(found: Account, price: float) -> Iterator[str]:
-    """What the rest went to; seconds are of the whole job."""
+    """Where the rest went; seconds are of the whole job."""
 
     def seconds(micros: int) -> str:
         return span(micros * found.wall / found.total / MICROS)
@@ -138,7 +139,7 @@ def _lost(found: Account, price: float) -> Iterator[str]:
     for (_, cause), micros in _dearest(found, "wait"):
         spent[f"waits for {cause}"] = micros
         spent["waits for one rank"] -= micros
-    hung = round(found.hung * MICROS * found.total / found.wall)  # is told as an interruption
+    hung = round(found.hung * MICROS * found.total / found.wall)  # reported as an interruption
     spent[STANDS] = max(0, spent[STANDS] - hung)
     spent["first restore"] = found.book.get(("restore", ""), 0)
     for word, micros in spent.items():
@@ -149,7 +150,7 @@ def _lost(found: Account, price: float) -> Iterator[str]:
 
 
 def _dearest(found: Account, kind: str) -> list[tuple[tuple[str, str], int]]:
-    """The rows of this category that have a cause, the three that have cost most."""
+    """The three most expensive rows of this category that have a cause."""
     rows = [one for one in found.book.items() if one[0][0] == kind and one[0][1]]
     return sorted(rows, key=lambda row: -row[1])[:3]
 
@@ -167,7 +168,8 @@ def _words(cause: str) -> str:
 
 
 def _advice(found: Account, spec: JobSpec) -> str:
-    """The setting that would have saved most; "" where none is worth the words, or it is early."""
+    """The setting that would have saved most; "" if none is worth mentioning, or it is too
+    early."""
     if found.wall < LONG_ENOUGH or not found.total:
         return ""
     saved, what = max(_savings(found, spec), default=(0, ""))
@@ -190,13 +192,13 @@ def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:
     yield lost, "a Checkpointer with replicas=1 (or checkpoints that are closer together)"
     if spec.watch.on_hang in ("tell", "off"):
         yield book.get(("hang", "certain"), 0), "--on-hang=auto"
-    if spec.watch.on_hang != "restart":  # it waits too, for a while
+    if spec.watch.on_hang != "restart":  # it also waits for a while
         yield found.of("hang") - PLACE_LIMIT * found.total // found.wall, "--on-hang=restart"
 
 
 def _by_imports(found: Account) -> Iterator[tuple[int, str]]:
-    """What a restart does not repeat is mostly the import of torch, which a warm process has made
-    before a first start too."""
+    """What a restart does not repeat is mostly the import of torch, which a warm process also does
+    before a first start."""
     if not found.backs:
         return
     least = min(found.backs)
@@ -210,8 +212,8 @@ def _by_imports(found: Account) -> Iterator[tuple[int, str]]:
 
 
 def _by_interval(found: Account) -> tuple[int, str]:
-    """With a save every sqrt(2 T_f T_s) seconds of training, T_f being the time from one failure to
-    the next and T_s that of a save, saves and repeated steps together cost least."""
+    """With a save every sqrt(2 T_f T_s) seconds of training, saves and repeated steps together cost
+    least. T_f is the time between failures, T_s the time of one save."""
     free = (*PLANNED, *WITH_MEMORY)
     failures = sum(one.count for one in found.ends if one.cause not in free)
     between = found.wall / max(1, failures)

@@ -1,7 +1,8 @@
-"""What stopped training, one record each: cause, decision, phases of the way back, cost.
+"""Incidents: what stopped training, one record each, with cause, decision, phases of recovery, and
+cost.
 
-Told over by the first collective or step of the ranks that were started again. Where nothing tells
-of those, the record stays open after all ranks run, until the next one, or the job's end.
+The first collective or step of the restarted ranks closes an incident. If nothing reports those,
+the record stays open after all ranks run, until the next incident or the job's end.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from elasticrun.core.words import some, way_back
 from elasticrun.wire import messages as m
 
 MOST = 200
-"""Records that are kept."""
+"""Maximum number of records kept."""
 
 AFTER = ("restore", "warm")
 """Phases in which all ranks run again."""
 
 MOST_STACKS = 32
-"""Groups of threads in one record."""
+"""Maximum number of groups of threads per record."""
 
 MOST_CHARS = 4096
-"""Of a traceback, where the rank's own output is not told."""
+"""Maximum length of a traceback, shown if the rank's own output is missing."""
 
 MOST_FOLLOWED = 8
-"""Further ends of rounds in one record."""
+"""Maximum number of further round ends per record."""
 
 
 @dataclass(slots=True)
@@ -43,31 +44,31 @@ class _Open:
     """The record that is being written."""
 
     number: int
-    began: float  # when it was noticed
+    began: float  # when it was detected
     round: int
     slots: int
-    price: float  # of a slot for one second
+    price: float  # price of a slot for one second
     origin: Origin
-    newest: int  # step told in the round that is over; -1: none
+    newest: int  # newest step reported in the ended round; -1: none
     phase: str = "stop"
     since: float = 0.0
-    spent: dict[str, float] = field(default_factory=dict)  # seconds, by phase
+    spent: dict[str, float] = field(default_factory=dict)  # seconds by phase
     awaited: set[str] = field(default_factory=set)  # members that have not stopped, or started, yet
     decision: str = ""
     followed: list[str] = field(default_factory=list)
     excluded: tuple[str, ...] = ()
-    ranks: int = 0  # of the round after it
-    restored: int = -1  # the step that this round starts from; -1: not known
+    ranks: int = 0  # of the next round
+    restored: int = -1  # the step that this round restores; -1: unknown
     steps_lost: int = 0
-    first_told: bool = False  # a node has told of its first collective or step
+    first_told: bool = False  # a node has reported its first collective or step
     last_lines: str = ""
     stacks: tuple[StackRow, ...] = ()
     verdict: VerdictRow | None = None
-    ended: bool = False  # the job
-    moves: bool = False  # training goes on
+    ended: bool = False  # the job ended
+    moves: bool = False  # training continues
 
     def to(self, phase: str, now: float) -> None:
-        """The next part of the way back begins."""
+        """Begin the next phase of recovery."""
         self.spent[self.phase] = self.spent.get(self.phase, 0.0) + now - self.since
         self.phase, self.since = phase, now
 
@@ -109,27 +110,27 @@ class _Open:
 
 
 class Incidents:
-    """One is open at most: from what ended a round until training goes on, or the job ends."""
+    """At most one is open: from what ended a round until training continues, or the job ends."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
-        self._rows: deque[tuple[float, IncidentRow]] = deque(maxlen=MOST)  # and when it began
+        self._rows: deque[tuple[float, IncidentRow]] = deque(maxlen=MOST)  # with the time it began
         self._open: _Open | None = None
         self._ended = ctx.outcome is not None
-        self._newest = -1  # step that was told in this round
+        self._newest = -1  # newest step reported in this round
         self._tells_steps = False
         self._known_out = self._kept_out()
         last = ctx.round
         over = last is not None and last.inherited and not (self._ended or ctx.rdzv.succeeded)
         if over and last is not None and last.why_stopped is not None:
-            ctx.incidents = max(0, ctx.incidents - 1)  # the master before this one has counted it
+            ctx.incidents = max(0, ctx.incidents - 1)  # the previous master has counted it
             why = last.why_stopped
             self.round_over(why, origin_of(ctx, why), Stood())
 
     # ------------------------------------------------------------ what happens
 
     def heard(self, report: m.Quiet | m.LastLines) -> None:
-        """What belongs to the open one."""
+        """Process a report that belongs to the open incident."""
         if isinstance(report, m.Quiet):
             self._quiet(report)
         elif (one := self._open) is not None:
@@ -137,14 +138,14 @@ class Incidents:
             if own and (report.rank == one.origin.rank or not one.last_lines):
                 one.last_lines = report.text
                 self._file(one.row(self._ctx.now, over=False))
-        elif self._ended and self._rows:  # the job ended for it before they came
+        elif self._ended and self._rows:  # the job ended before they arrived
             began, row = self._rows[-1]
             if report.rank == row.rank and report.round.number == row.round:
                 self._rows[-1] = (began, replace(row, last_lines=report.text))
                 self._file(self._rows[-1][1])
 
     def of_round(self, node: str, report: m.Report) -> None:
-        """A report about the present round."""
+        """Process a report about the current round."""
         one, now = self._open, self._ctx.now
         if isinstance(report, m.Steps):
             self._stepped(node, report)
@@ -163,7 +164,7 @@ class Incidents:
                 self._tell(m.Recovery(report.round, row.restarted))
 
     def round_over(self, reason: Reason, origin: Origin, stood: Stood) -> None:
-        """The round is closed for this reason, and not because it was done."""
+        """The round was closed for this reason, not because it was done."""
         ctx, one = self._ctx, self._open
         if one is not None and one.phase == "warm":
             self._close(moves=False)
@@ -177,8 +178,8 @@ class Incidents:
         one.to("stop", ctx.now)
 
     def decided(self, reason: Reason | None, decision: str) -> None:
-        """The next round is about to be formed; what ended the last one is certain now. `decision`:
-        what it costs, "" where nobody is charged."""
+        """The next round is about to form, so the cause of the last round's end is now certain.
+        `decision`: what it costs, "" if nothing is charged."""
         one = self._open
         if one is None:
             return
@@ -193,7 +194,7 @@ class Incidents:
         one.newest = self._ctx.newest = max(one.newest, self._ctx.newest)
 
     def round_begins(self) -> None:
-        """The next one is formed."""
+        """The next round has formed."""
         one, round_ = self._open, self._ctx.round
         out = self._kept_out()
         self._newest = -1
@@ -207,7 +208,7 @@ class Incidents:
         self._known_out = out
 
     def settle(self, stood: Callable[[], Stood]) -> None:
-        """After every event that was decided on."""
+        """Call after every event that led to decisions."""
         ctx, one = self._ctx, self._open
         if ctx.outcome is not None:
             self._end(ctx.outcome, stood)
@@ -215,8 +216,8 @@ class Incidents:
             one.to("gather", ctx.now)
 
     def standing(self) -> Mapping[str, float]:
-        """Seconds without training so far, by cause. Of one that is open those until all ranks ran
-        again: whether they train nobody may ever tell."""
+        """Seconds without training so far, by cause. An open incident counts until all ranks ran
+        again, because whether they train may never be reported."""
         found, one = self._ctx.stood.copy(), self._open
         if one is not None:
             row = one.row(self._ctx.now, over=False)
@@ -225,7 +226,7 @@ class Incidents:
         return found
 
     def page(self) -> tuple[IncidentRow, ...]:
-        """The newest last."""
+        """All records, the newest last."""
         now = self._ctx.now
         rows = [replace(row, age=max(0.0, now - began)) for began, row in self._rows]
         if self._open is not None:
@@ -267,12 +268,12 @@ class Incidents:
         return {node for node in last.stages if node not in last.away}
 
     def _close(self, *, moves: bool, trained: float = 0.0) -> None:
-        """Training goes on, for `trained` seconds by now; or nobody tells whether it did, and
-        something else has happened."""
+        """Close the incident: training has continued for `trained` seconds; or whether it did was
+        not reported, and something else has happened."""
         ctx, one = self._ctx, self._open
         assert one is not None
         if one.phase == "warm" and not moves:
-            one.spent.setdefault("warm", 0.0)  # how long it took nobody can say
+            one.spent.setdefault("warm", 0.0)  # how long it took is unknown
             one.phase = ""
         if one.newest >= 0 and one.restored >= 0 and not one.steps_lost:
             one.steps_lost = max(0, one.newest - one.restored)
@@ -299,7 +300,7 @@ class Incidents:
         reason = read(outcome.reason, outcome.code)
         failed = failure_in(reason)
         if self._open is None:
-            left = not self._ctx.membership.present  # each was told to, and training did not fail
+            left = not self._ctx.membership.present  # on request, and training did not fail
             if outcome.exit_code == EXIT_OK or self._ctx.round is None or left:
                 return
             assert reason is not None
@@ -307,7 +308,7 @@ class Incidents:
         one = self._open
         assert one is not None
         if not one.decision and one.origin.kind == m.FailureKind.PEER_LOST and failed is not None:
-            one.origin = origin_of(self._ctx, failed)  # who had ended before may be known by now
+            one.origin = origin_of(self._ctx, failed)  # who exited before may be known by now
         if not one.decision and (follow := followers(self._ctx, one.origin)):
             one.followed.insert(0, follow)
         end = f"the job ends with code {outcome.exit_code}: {outcome.reason}"
@@ -317,7 +318,7 @@ class Incidents:
         self._close(moves=False)
 
     def _tell(self, order: m.Recovery) -> None:
-        """To the nodes that run again."""
+        """Send to the nodes that run again."""
         last = self._ctx.rdzv.last
         self._ctx.broadcast([node for node in last.stages if node not in last.away], order)
 

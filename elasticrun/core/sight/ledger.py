@@ -1,11 +1,12 @@
-"""Where the time of every slot went: slot-seconds by category and cause, which add up.
+"""How the time of every slot was spent: slot-seconds by category and cause, without gaps or
+overlaps.
 
 A slot is one rank's place on a node, from the agent's hello to its leave; it is in exactly one
-category at each moment. Sums are whole microseconds, so that the rows add up to what was held
-without any remainder. The members of a round share one category, which changes at once for all.
+category at any time. Sums are whole microseconds, so the rows add up exactly to the time held. The
+members of a round share one category, which changes for all at once.
 
-Ranks are taken to train from the moment they run, until something tells when they have begun: what
-was booked too early is then moved to the start, or to the way back from what ended the last round.
+Ranks count as training from the moment they run, until a report says when they began. What was
+booked too early is then moved to the start, or to the recovery from what ended the last round.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Key = tuple[str, str]
 """Category and cause."""
 
 ROUND: Key = ("", "")
-"""Of a member whose ranks run: its category is that of all."""
+"""Placeholder for a member whose ranks run: it has the category of the whole round."""
 
 MOVING: Key = ("moving", "")
 STEP: Key = ("step", "")
@@ -40,13 +41,14 @@ IDLE = "idle"
 USEFUL = (MOVING, STEP)
 
 SAMPLES = 240
-"""Step times that say what is usual, one a second at most."""
+"""Number of step times that define what is usual; at most one per second is taken."""
 
 FEWEST_SAMPLES = 10
-"""Of fewer nobody can tell what is usual."""
+"""Minimum number of samples for that."""
 
 MOST_ROWS = 32
-"""Slow nodes that have a row of their own, and words of ranks; others share one."""
+"""Maximum number of slow nodes, and of texts of ranks, with a row of their own; others share
+one."""
 
 
 def _micros(seconds: float) -> int:
@@ -54,47 +56,47 @@ def _micros(seconds: float) -> int:
 
 
 class SlotLedger:
-    """See the module's head."""
+    """Books the time of all slots."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
         self._at = _micros(ctx.now)
         self._book: Counter[Key] = Counter()  # slot-microseconds
-        self._held: Counter[Key] = Counter()  # slots, at present
-        self._places: dict[str, tuple[int, Key]] = {}  # slots of a node, and what they do
+        self._held: Counter[Key] = Counter()  # current slots
+        self._places: dict[str, tuple[int, Key]] = {}  # slots of a node, and their category
         self._slots = 0
         self._total = 0  # slot-microseconds held
         self._wall = 0  # microseconds in which any slot was held
-        self._seen: tuple[Participants, Phase, bool] | None = None  # at the last whole look
+        self._seen: tuple[Participants, Phase, bool] | None = None  # at the last complete update
         self._over = ctx.outcome is not None
 
         self._key = MOVING  # of the members that run
         self._live = 0  # slot-microseconds of the round that are booked to it
-        self._moved = False  # training was told to move in this round
-        self._counted = False  # something would tell if it moved
-        self._waits = ("", "")  # class of the verdict that stands; what a rank says it is in
+        self._moved = False  # training was reported to move in this round
+        self._counted = False  # movement would be reported
+        self._waits = ("", "")  # class of the current verdict; what a rank says it is doing
         self.cause = ""
-        """Of the end of the last round; "": there was none."""
+        """Why the last round ended; "": none has."""
         self._newest = -1  # step
         self._first_told = True  # whether the first step of this round is known
         self._done = 0  # steps whose time is in STEP
-        self._waited = 0  # slot-microseconds of this round in WAIT, which a save may explain
-        self._trained = 0  # microseconds in which steps were done that are kept
+        self._waited = 0  # slot-microseconds of this round in WAIT that a save may explain
+        self._trained = 0  # microseconds spent on steps that were kept
         self._saves = 0  # of all slots
         self._sums: dict[str, LedgerNode] = {}  # by node, what is booked of its sums in this round
         self._usual: deque[float] = deque(maxlen=SAMPLES)  # seconds of a step, at this world size
-        self._sampled = 0.0  # when the last was taken
+        self._sampled = 0.0  # when the last one was taken
         self._size = 0  # ranks
-        self._slow = ""  # the member that is thought slow; "": none
-        self._pace = (0.0, 0.0)  # seconds of a step that are usual, and the most that are
-        self._unseen = False  # a master has come, and the round's nodes have not all dialled yet
-        self._gap = 0  # slot-microseconds in UNKNOWN that are the round's, if it goes on
+        self._slow = ""  # the member that is found slow; "": none
+        self._pace = (0.0, 0.0)  # usual and maximum normal seconds of a step
+        self._unseen = False  # a new master, and not all of the round's nodes have dialled yet
+        self._gap = 0  # slot-microseconds in UNKNOWN that belong to the round if it continues
         self._ends: dict[Cause, LedgerEnd] = {}
 
     # ------------------------------------------------------------ what is told
 
     def heard(self, node: str, report: m.Quiet | m.Steps) -> None:
-        """What tells that ranks train."""
+        """Process a report that ranks train."""
         round_ = self._ctx.round
         running = self._ctx.rdzv.phase is Phase.RUNNING
         if round_ is None or report.round != round_.name or not running or self._over:
@@ -102,15 +104,16 @@ class SlotLedger:
         if isinstance(report, m.Steps):
             self._stepped(node, report, round_)
         elif report.first > 0.0:
-            if self._newest < 0:  # where steps are told, the first of them counts, as in incidents
+            if self._newest < 0:  # if steps are reported, the first of them counts, as in incidents
                 self._moves(0.0)
         elif report.counted and not self._moved and not self._counted:
             self._counted = True
             self._turn(self._warm())
 
     def found_slow(self, node: str, usual: float) -> None:
-        """This member is thought slow: what steps take longer than usual is booked to it. `usual`:
-        seconds of a step if it were as the others; where it was, that is known better."""
+        """This member is found slow: the excess of its steps over the usual time is booked to it.
+        `usual`: seconds of a step if the node were like the others; replaced if own samples are
+        available."""
         if self._slow:
             return
         self._slow, self._pace = node, (usual, usual)
@@ -122,7 +125,7 @@ class SlotLedger:
     def _stepped(self, node: str, report: m.Steps, round_: Round) -> None:
         slots, restore = round_.members[node].ranks, round_.facts.restore
         first = report.step - report.steps
-        if not self._first_told and restore is not None:  # the very first are not told
+        if not self._first_told and restore is not None:  # the very first are not reported
             first = min(first, restore.step)
         if not self._first_told:
             self._first_told = True
@@ -141,8 +144,8 @@ class SlotLedger:
         self._compare(report.steps, max(0.0, report.seconds - saved / slots / report.steps), slots)
 
     def _spend(self, node: str, report: m.Steps, slots: int) -> float:
-        """Book what saves and restores have taken since the node's last word; slot-seconds of
-        saves."""
+        """Book what saves and restores took since the node's last report; return the slot-seconds
+        of saves."""
         before = self._sums.get(node) or LedgerNode(node, 0, 0, 0)
         saves = max(before.saves, report.saves)
         saved = max(before.saved, _micros(report.saved))
@@ -155,14 +158,14 @@ class SlotLedger:
         self._shift(self._warm(), ("restore", self.cause), restored - before.restored)
         self._saves += (saves - before.saves) * slots
         spent = saved - before.saved
-        waited = min(spent, self._waited)  # all waited for the save, as a look has seen
+        waited = min(spent, self._waited)  # all ranks waited for the save, as a look has shown
         self._waited -= waited
         self._shift(WAIT, SAVE, waited)
         self._take(SAVE, spent - waited)
         return spent / MICROS
 
     def _compare(self, steps: int, seconds: float, slots: int) -> None:
-        """So many steps took so long each, without saves."""
+        """`steps` steps took `seconds` each, without saves."""
         usual, most = self._pace
         if self._slow and seconds > most and self._key in USEFUL:
             key = self._row("slow", self._slow)
@@ -172,7 +175,7 @@ class SlotLedger:
             self._usual.append(seconds)
 
     def _moves(self, trained: float) -> None:
-        """The round's first movement is told, `trained` seconds after it."""
+        """The round's first movement is reported, `trained` seconds after it."""
         if self._moved:
             return
         self._moved = True
@@ -183,7 +186,7 @@ class SlotLedger:
         self._key, self._live = MOVING, useful
 
     def _redo(self, steps: int) -> None:
-        """So many steps are done again: what they took is moved out of STEP."""
+        """`steps` steps are repeated: move their time out of STEP."""
         steps = min(steps, self._done)
         if steps > 0:
             self._shift(STEP, ("redone", self.cause), self._book[STEP] * steps // self._done)
@@ -191,12 +194,12 @@ class SlotLedger:
             self._count(self.cause, "", ends=0, steps=steps)
 
     def round_begins(self) -> None:
-        """A round was formed."""
+        """A round has formed."""
         self._advance()
         self._key, self._live, self._gap = MOVING, 0, 0
         self._moved = self._counted = False
         self._waits, self._waited = ("", ""), 0
-        if 0 <= self._newest < self._ctx.newest:  # the last steps were not told of
+        if 0 <= self._newest < self._ctx.newest:  # the last steps were not reported
             self._done += self._ctx.newest - self._newest
             self._newest = self._ctx.newest
         self._first_told = self._newest < 0
@@ -207,8 +210,8 @@ class SlotLedger:
             self._usual.clear()
 
     def round_over(self, origin: Origin, quiet: float) -> None:
-        """The round is closed, and not because it was done. `quiet`: seconds since anything moved
-        in it."""
+        """The round was closed, not because it was done. `quiet`: seconds since anything moved in
+        it."""
         self._advance()
         self.cause = origin.cause
         quiet = quiet or origin.silent
@@ -218,9 +221,9 @@ class SlotLedger:
         self._count(origin.cause, origin.node, ends=1, steps=0)
 
     def settle(self, node: str | None, quiet: float, verdict: str, says: str = "") -> None:
-        """After every event that was decided on: book what has passed. `node`: whose event it was.
-        `verdict`: the class of the hang that is seen, "" for none, and `quiet` since when; `says`:
-        what a rank that is waited for does on purpose."""
+        """Call after every event that led to decisions: book the time that has passed. `node`: the
+        node of the event. `verdict`: the class of the visible hang, "" for none. `quiet`: seconds
+        since it began. `says`: the long operation that an awaited rank has declared."""
         ctx, rdzv = self._ctx, self._ctx.rdzv
         self._advance()
         moved, ctx.membership.moved = ctx.membership.moved, set()
@@ -244,7 +247,7 @@ class SlotLedger:
             self._slots = 0
 
     def _heard_again(self) -> None:
-        """All nodes of the round that another master formed have dialled, or were given up."""
+        """All nodes of another master's round have dialled, or were given up."""
         self._unseen, self._seen = False, None
         if self._ctx.rdzv.phase is Phase.RUNNING:
             self._shift(UNKNOWN, self._key, self._gap)
@@ -252,7 +255,7 @@ class SlotLedger:
         self._gap = 0
 
     def _judge(self, verdict: str, quiet: float, says: str) -> None:
-        """Another verdict stands, or none any more. What was quiet goes with it."""
+        """Switch to another verdict, or to none; move the quiet time with it."""
         said, had = self._waits[1], self._key[0] in ("hang", "wait")
         self._waits = (verdict, says)
         key = self._row("wait", says) if verdict == "weak" else ("hang", verdict)
@@ -261,7 +264,7 @@ class SlotLedger:
         if not verdict:
             self._waited += self._live if self._key == WAIT else 0
             key, self._live = STEP if self._newest >= 0 else MOVING, 0
-        elif said:  # for as long as it had the word of the script
+        elif said:  # for as long as the script had declared it
             self._live = 0
         elif had:
             self._shift(self._key, key, self._live)
@@ -275,7 +278,7 @@ class SlotLedger:
     # ------------------------------------------------------------ what each node does
 
     def _look(self, node: str, *, short: bool) -> None:
-        """Put the node's slots where they belong. Time is booked until now."""
+        """Update the node's slots and their category. Time must be booked until now."""
         known = self._ctx.nodes.get(node)
         slots, key = (0, ROUND) if known is None else self._place(known, short=short)
         before, was = self._places.pop(node, (0, ROUND))
@@ -317,13 +320,13 @@ class SlotLedger:
         return (IDLE, "done") if stage is Stage.FINISHED else ROUND
 
     def _warm(self) -> Key:
-        """From where ranks run until they train."""
+        """The category of ranks that run but do not train yet."""
         return ("down", self.cause) if self.cause else ("start", "init")
 
     # ------------------------------------------------------------ sums
 
     def _advance(self) -> None:
-        """Book what has passed. O(categories)."""
+        """Book the time that has passed. O(categories)."""
         now = round(self._ctx.now * MICROS)
         passed, self._at = max(0, now - self._at), max(now, self._at)
         if not passed or not self._slots:
@@ -339,19 +342,19 @@ class SlotLedger:
         self._trained += passed if self._key == STEP and self._held[ROUND] else 0
 
     def _turn(self, key: Key) -> None:
-        """The running members, and what was booked of this round to their category, are this."""
+        """Set the category of the running members, and move what was booked of this round to it."""
         self._advance()
         self._shift(self._key, key, self._live)
         self._key = key
 
     def _row(self, category: str, cause: str) -> Key:
-        """A row by a name that is not ours."""
+        """The key of a row whose cause is not one of ours."""
         known = sum(kind == category for kind, _ in self._book)
         key = (category, cause)
         return key if key in self._book or known < MOST_ROWS else (category, "others")
 
     def _take(self, key: Key, amount: int) -> None:
-        """So much of what is booked of this round to its category belongs to this one."""
+        """Move `amount` from what is booked of this round to its category to another one."""
         amount = min(amount, self._live)
         self._shift(self._key, key, amount)
         self._live -= amount
@@ -377,7 +380,7 @@ class SlotLedger:
     # ------------------------------------------------------------ for the next master
 
     def facts(self, _now: float) -> LedgerFacts:
-        """What the next master goes on from."""
+        """What the next master continues from."""
         self._advance()
         lines = []
         for key in self._book.keys() | self._held.keys():
@@ -402,8 +405,8 @@ class SlotLedger:
         )
 
     def restore(self, facts: LedgerFacts, at: float) -> None:
-        """Go on from what the master before this one recorded `at` that time. What passed since
-        then is not known, until the nodes of its round are heard and still run it."""
+        """Continue from what the previous master recorded at time `at`. The time since then is
+        unknown, until the nodes of its round have reported and still run it."""
         passed = _micros(self._ctx.now - at)
         for line in facts.lines:
             self._book[line.category, line.cause] += line.micros
@@ -419,7 +422,7 @@ class SlotLedger:
         self._trained, self._saves = facts.trained, facts.saves
         self._sums = {one.node: one for one in facts.nodes}
         self._key = STEP if facts.newest >= 0 else MOVING
-        self._moved = True  # nobody tells the next master when that was
+        self._moved = True  # the next master cannot know when that was
         unseen, round_ = self._ctx.rdzv.last.unseen, self._ctx.round
         if unseen and round_ is not None and not self._over:
             self._unseen = True
@@ -433,7 +436,7 @@ class SlotLedger:
     # ------------------------------------------------------------ for people
 
     def sums(self) -> tuple[dict[Key, int], int]:
-        """Slot-microseconds by category and cause, and how many were held in all."""
+        """Slot-microseconds by category and cause, and the total held."""
         self._advance()
         return {key: micros for key, micros in self._book.items() if micros}, self._total
 
@@ -449,7 +452,7 @@ class SlotLedger:
         return goodput(found, self._ctx.spec)
 
     def last_line(self, stood: Mapping[Cause, float]) -> str:
-        """At the job's end; "" where no round was lost, and it was short."""
+        """The line at the job's end; "" for a short job without a lost round."""
         found = self.page(stood)
         told = found is not None and (found.ends or self._wall >= LONG_ENOUGH)
         return found.told if found is not None and told else ""

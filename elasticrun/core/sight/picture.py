@@ -1,8 +1,8 @@
-"""What `top`, `events`, `incidents`, `stacks` and the page are given: one record, as JSON.
+"""The data of `top`, `events`, `incidents`, `stacks` and the page: one record, as JSON.
 
-Times are seconds before the moment at which the picture was made, so that no reader's clock is
-compared with the master's; durations are seconds. Texts come from scripts and hosts: whoever shows
-them escapes them.
+Times are seconds before the picture was made, so a reader's clock is never compared with the
+master's; durations are seconds. Texts come from scripts and hosts: the code that displays them must
+escape them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class RankRow(Struct, frozen=True):
     state: str  # stepping, waiting, odd, busy, idle, starting, stopped, ended, silent
     waits_for: str = ""  # ranks: "2", "0-41,43-63"
     place: str = ""  # "train.py:88 load_shard"
-    call: str = ""  # the collective that it is in: "all_reduce #8231 [1000] float32 of dp"
+    call: str = ""  # the collective it is in: "all_reduce #8231 [1000] float32 of dp"
     step: int = -1
     step_seconds: float = 0.0
-    quiet: float = 0.0  # since a counter or a step of it moved
+    quiet: float = 0.0  # seconds since a counter or a step of it moved
     cpu: float = 0.0  # cores
-    io: float = 0.0  # bytes a second
+    io: float = 0.0  # bytes per second
     rss: int = 0  # MiB
-    gpu: int = -1  # percent; -1: not known
+    gpu: int = -1  # percent; -1: unknown
     gpu_mib: int = 0
 
 
@@ -39,7 +39,7 @@ class StackRow(Struct, frozen=True):
     ranks: str
     count: int
     thread: str
-    text: str  # a line a frame, innermost first
+    text: str  # one line per frame, innermost first
 
 
 class VerdictRow(Struct, frozen=True):
@@ -49,13 +49,13 @@ class VerdictRow(Struct, frozen=True):
     kind: str  # mismatch, deadlock, ended, stopped, idle, held, disk, fabric, busy, still, said
     sentence: str
     since: float  # seconds since anything moved
-    ranks: str  # the odd ones; "" where none can be named
-    node: str  # whom it is charged to; "" for the script
-    then: str  # what will be done about it, and in how many seconds, in a clause; "": nothing
+    ranks: str  # the odd ones; "" if none can be named
+    node: str  # the node at fault; "" for the script
+    then: str  # a clause: what will be done about it, and in how many seconds; "": nothing
     folder: str = ""  # where stacks and counters were written, on each node
-    says: str = ""  # what a rank is in on purpose, as its script has said: then it is no hang
-    place: str = ""  # where the odd rank is, `train.py:41 load_shard`; "" where it is not known
-    said: tuple[str | int, ...] = ()  # `sentence` in pieces; a number: seconds, which go on
+    says: str = ""  # the long operation that a rank has declared: then it is not a hang
+    place: str = ""  # where the odd rank is, `train.py:41 load_shard`; "" if unknown
+    said: tuple[str | int, ...] = ()  # `sentence` in pieces; a number: seconds, still increasing
 
 
 class LedgerRow(Struct, frozen=True):
@@ -69,24 +69,24 @@ class LedgerRow(Struct, frozen=True):
 class Goodput(Struct, frozen=True):
     """Where the time of all slots went. `rows` add up to `slot_seconds`."""
 
-    name: str  # "goodput" where steps are told, else "uptime"
+    name: str  # "goodput" if steps are reported, else "uptime"
     share: float  # 0 to 1
-    ettr: float  # 0 to 1; -1.0: not known
+    ettr: float  # 0 to 1; -1.0: unknown
     slot_seconds: float
     rows: tuple[LedgerRow, ...]
-    line: str  # in one line, as status and the end of a job have it
-    ends: tuple[tuple[str, int], ...] = ()  # rounds that were over, by cause
-    advice: str = ""  # what would have saved most; "": nothing that is known
+    line: str  # one line, as in status and at the job's end
+    ends: tuple[tuple[str, int], ...] = ()  # ended rounds, by cause
+    advice: str = ""  # what would have saved most; "": nothing known
     cost: float = 0.0  # of all slots' time, at --slot-price; 0.0: no price is set
 
     @property
     def told(self) -> str:
-        """The line, and the advice behind it."""
+        """The line, and the advice after it."""
         return f"{self.line}; {self.advice}" if self.advice else self.line
 
 
 def without_words(rows: Iterable[LedgerRow]) -> tuple[LedgerRow, ...]:
-    """The rows, but for what scripts call that which they do on purpose: "said"."""
+    """The rows, with the operations that scripts declare replaced by "said"."""
     sums: dict[tuple[str, str], float] = {}
     for row in rows:
         key = (row.category, "said" if row.category == "wait" and row.cause else row.cause)
@@ -112,7 +112,7 @@ CAUSES = (
     "master",
     "script",
 )
-"""Of incidents."""
+"""Causes of incidents."""
 
 
 class IncidentRow(Struct, frozen=True):
@@ -121,29 +121,29 @@ class IncidentRow(Struct, frozen=True):
     number: int
     cause: str  # one of CAUSES
     sentence: str  # what failed first
-    followed: str  # what followed from it; "" nothing
+    followed: str  # what followed from it; "": nothing
     decision: str  # what was done, and why
     age: float  # seconds since it began
     round: int
     node: str = ""
     rank: int = -1
-    over: bool = False  # training goes on, or the job has ended
+    over: bool = False  # training continues, or the job has ended
     excluded: tuple[str, ...] = ()
     phases: tuple[PhaseRow, ...] = ()
     steps_lost: int = 0
     slot_seconds: float = 0.0
-    cost: float = 0.0  # of these, at --slot-price; 0.0: no price is set
-    hang: str = ""  # that stood when it began, where it is not the cause itself
+    cost: float = 0.0  # of `slot_seconds`, at --slot-price; 0.0: no price is set
+    hang: str = ""  # the hang when it began, unless it is the cause itself
     verdict: VerdictRow | None = None  # on that hang, or on the one that is the cause
     last_lines: str = ""
     stacks: tuple[StackRow, ...] = ()
     exitcode: int = 0  # of the rank that failed first; negative: the signal that ended it
-    step: int = -1  # the newest that was told before it; -1: none
+    step: int = -1  # the newest reported before it; -1: none
     kind: str = ""  # of the failure of that rank (wire.messages.FailureKind); "": none failed
-    ended: bool = False  # the job ended with it, and not with 0
+    ended: bool = False  # the job ended with it, with a code other than 0
     restarted: float = -1.0  # seconds until all ranks ran again; -1.0: not yet, or never
-    first_step: float = -1.0  # seconds until the first step or collective; -1.0: not known
-    ended_before: str = ""  # ranks that had ended with 0 when that rank lost its connection
+    first_step: float = -1.0  # seconds until the first step or collective; -1.0: unknown
+    ended_before: str = ""  # ranks that had exited with 0 when that rank lost its connection
 
 
 class PaceRow(Struct, frozen=True):
@@ -151,8 +151,8 @@ class PaceRow(Struct, frozen=True):
 
     node: str
     seconds: float  # of a step
-    own: float  # of these, what the node does not wait for others; 0.0: not known
-    slow: bool  # whether it is thought slow
+    own: float  # of these, the time without waiting for others; 0.0: unknown
+    slow: bool  # whether it is found slow
 
 
 class EventRow(Struct, frozen=True):
@@ -171,22 +171,22 @@ class SettingRow(Struct, frozen=True):
 
     name: str
     value: str
-    source: str = ""  # a flag, a variable, what was found; "" where nobody has set it
+    source: str = ""  # a flag, a variable, or what was detected; "" if it is the default
 
 
 class Picture(Struct, frozen=True):
     """All of it."""
 
     status: JobStatus
-    looked: float = -1.0  # age of `ranks`; -1.0: nobody has looked
+    looked: float = -1.0  # age of `ranks`; -1.0: never sampled
     verdict: VerdictRow | None = None
     ranks: tuple[RankRow, ...] = ()
     stacks: tuple[StackRow, ...] = ()
     stacks_missing: str = ""
-    said: tuple[StackRow, ...] = ()  # lines that ranks have written last, the newest last
+    said: tuple[StackRow, ...] = ()  # the last lines that ranks have written, the newest last
     goodput: Goodput | None = None
     incidents: tuple[IncidentRow, ...] = ()  # the newest last
     events: tuple[EventRow, ...] = ()  # the newest last
-    slow: tuple[str, ...] = ()  # why nodes are thought slow, with figures
+    slow: tuple[str, ...] = ()  # why nodes are found slow, with figures
     paces: tuple[PaceRow, ...] = ()
     settings: tuple[SettingRow, ...] = ()

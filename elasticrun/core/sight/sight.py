@@ -1,7 +1,7 @@
-"""The parts that know of training, put together: what the job tells them and what it asks of them.
+"""Connects the components that observe training to the job.
 
 `watch` finds hangs, `ledger` books the time of every slot, `incidents` records what stopped
-training, `history` what happened. None of them knows another.
+training, `history` keeps the master's notes. None of them knows another.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from elasticrun.core.words import lasting
 from elasticrun.wire import messages as m
 
 MAX_ASKED = 64
-"""Readers that wait for a look at a time; one more is told to come again."""
+"""Maximum number of readers waiting for a look; further ones are asked to try again."""
 
 LOOK_LIMIT = 8.0
-"""Seconds after which a reader is given what is here of the look that it waits for."""
+"""Seconds after which a reader gets what has arrived of the look that it waits for."""
 
 
 MOST_LINES = 1000
-"""Lines of what happened that are kept."""
+"""Maximum number of history lines kept."""
 
 
 class History:
-    """What happened, a line each, for people: every note of the master, in a ring."""
+    """Every note of the master, one line each, in a ring."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
         self._lines: deque[tuple[float, Note]] = deque(maxlen=MOST_LINES)
 
     def settle(self) -> None:
-        """After every event that was decided on: keep what was noted."""
+        """Call after every event that led to decisions: keep its notes."""
         for effect in self._ctx.out:
             if isinstance(effect, Note):
                 self._lines.append((self._ctx.now, effect))
 
     def page(self) -> tuple[EventRow, ...]:
-        """The newest last."""
+        """All lines, the newest last."""
         now = self._ctx.now
         return tuple(
             EventRow(note.number, max(0.0, now - at), "", note.text, note.level)
@@ -67,7 +67,7 @@ class History:
 
 
 class Sight:
-    """See the module's head. `status` makes the page that the picture begins with."""
+    """The observing components. `status` returns the status that the picture begins with."""
 
     def __init__(self, ctx: JobContext, status: Callable[[], m.JobStatus]) -> None:
         self._ctx = ctx
@@ -76,12 +76,12 @@ class Sight:
         self.ledger = SlotLedger(ctx)
         self.incidents = Incidents(ctx)
         self.history = History(ctx)
-        self._verdict: VerdictRow | None = None  # that was told last
-        self._seen_at = 0.0  # when it was so
-        self._asked: dict[int, tuple[int, float]] = {}  # asked -> its look, and until when it waits
+        self._verdict: VerdictRow | None = None  # the one last reported
+        self._seen_at = 0.0  # when it last applied
+        self._asked: dict[int, tuple[int, float]] = {}  # request -> its look, and its deadline
 
     def heard(self, node: str, report: m.SightReport) -> bool:
-        """Whether anything may have changed by which something is decided."""
+        """Whether the report may change a decision."""
         if isinstance(report, m.Quiet | m.LastLines):
             self.incidents.heard(report)
         if isinstance(report, m.LastLines):
@@ -91,7 +91,7 @@ class Sight:
         return self.watch.heard(node, report)
 
     def asked(self, number: int, ask: m.Request) -> None:
-        """Answer at once, or when a look that is needed for it is here."""
+        """Answer at once, or once the look that it needs has arrived."""
         wants = ask.verb == "stacks" or ask.live
         runs = wants and self._ctx.outcome is None
         look = self.watch.look(stacks=ask.verb == "stacks") if runs else 0
@@ -104,7 +104,7 @@ class Sight:
             self._asked[number] = (look, self._ctx.now + LOOK_LIMIT)
 
     def pursue(self) -> tuple[Wish, ...]:
-        """Ask for looks that are due and judge; answer those who waited for one."""
+        """Request looks that are due and judge; answer readers that waited for one."""
         wishes = self.watch.pursue()
         now = self._ctx.now
         for number, (look, until) in list(self._asked.items()):
@@ -114,7 +114,7 @@ class Sight:
         return wishes
 
     def settle(self, node: str | None) -> None:
-        """After every event that was decided on; `node`: whose report it was."""
+        """Call after every event that led to decisions; `node`: the reporting node."""
         verdict = self.watch.verdict()
         if verdict is not None or self._verdict is not None:
             hangs = verdict is not None and not verdict.says and self._ctx.outcome is None
@@ -125,13 +125,13 @@ class Sight:
             self.ledger.settle(node, verdict.since, verdict.klass, verdict.says)
         self.incidents.settle(self.watch.stood)
         self.history.settle()
-        if self._ctx.outcome is not None and self._asked:  # nobody is looked at any more
+        if self._ctx.outcome is not None and self._asked:  # no more ranks are sampled
             for number in self._asked:
                 self._answer(number)
             self._asked.clear()
 
     def _judge(self, verdict: VerdictRow | None) -> None:
-        """Tell of a verdict once, and once when it is over."""
+        """Report a verdict once, and once when it is over."""
         now = self._ctx.now
         before, self._verdict = self._verdict, verdict
         passed, self._seen_at = now - self._seen_at, now
@@ -146,13 +146,13 @@ class Sight:
             self._ctx.out.append(Judged(verdict, over=False))
 
     def round_begins(self) -> None:
-        """A round was formed, or is taken over."""
+        """A round has formed, or was taken over."""
         self.watch.round_begins()
         self.ledger.round_begins()
         self.incidents.round_begins()
 
     def round_over(self, reason: Reason) -> bool:
-        """The round is closed; whether something had failed."""
+        """The round was closed; return whether anything had failed."""
         ctx, stood = self._ctx, self.watch.stood()
         if ctx.round is not None and not ctx.rdzv.succeeded:
             origin = origin_of(ctx, reason)
@@ -169,7 +169,7 @@ class Sight:
         return earliest(due, *(until for _, until in self._asked.values()))
 
     def picture(self) -> Picture:
-        """All that is known; O(ranks)."""
+        """Everything known; O(ranks)."""
         looked, ranks = self.watch.ranks()
         stacks, missing = self.watch.stacks()
         return Picture(
@@ -193,11 +193,11 @@ class Sight:
         )
 
     def goodput(self) -> Goodput | None:
-        """Where the time went; None before the first round."""
+        """The time accounting; None before the first round."""
         return self.ledger.page(self.incidents.standing())
 
     def last_line(self) -> str:
-        """The same at the job's end; "" where it is not worth a line."""
+        """The same at the job's end; "" if it is not worth a line."""
         return self.ledger.last_line(self.incidents.standing())
 
     def _answer(self, number: int) -> None:
@@ -206,7 +206,7 @@ class Sight:
 
 
 def settings(spec: m.JobSpec) -> tuple[SettingRow, ...]:
-    """What the job has agreed on, a line each."""
+    """The settings of the job, one row each."""
     plain = msgspec.to_builtins(spec)
     rows = []
     for name, value in plain.items():

@@ -1,4 +1,4 @@
-"""Which step is restored, who holds it, who copies it, who writes it as a checkpoint.
+"""Which step is restored, which nodes hold it, which copy it, which write it as a checkpoint.
 
 Forbidden here: I/O, clocks, network checks.
 """

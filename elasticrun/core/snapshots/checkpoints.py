@@ -1,12 +1,12 @@
-"""Which snapshots are written out as checkpoints, by whom, and when one is given up.
+"""Which snapshots are written as checkpoints, by which nodes, and when one is abandoned.
 
-A checkpoint is written of the newest whole step that the ranks want written, and with
---save-at-breakpoint of the one that a failure left; one at a time. A failed attempt is made anew,
-later and later; a node that goes ends it, unless its part is in. The snapshot of a later failure
-takes the place of an older one, whose slot is needed. What is whole is known by `RestorePoints`.
+The newest whole step that the ranks want written becomes a checkpoint, and with
+--save-at-breakpoint the step that a failure left; one at a time. A failed attempt is repeated after
+a growing delay. The loss of a node ends it, unless its part is written. The snapshot of a later
+failure replaces an older one, whose slot is needed. `RestorePoints` knows which steps are whole.
 
-In an attempt every rank that is held writes a part: its own items, and one rank of each content the
-shared items too. When all parts are in, the coordinator writes the marker, and that is the
+In an attempt every held rank writes a part: its own items, and one rank of each content also the
+shared items. Once all parts are written, the coordinator writes the marker, which completes the
 checkpoint.
 """
 
@@ -23,31 +23,33 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 
 MOST_ENDED = 3
-"""Attempts whose ends a node is told again when it attaches; more do not end while it is away."""
+"""Number of past attempts whose end is sent again to a node that attaches; no more end while it is
+away."""
 
 MOST_NODES = 20_000
-"""Nodes of which that is remembered, though they may never come back; the oldest are forgotten."""
+"""Maximum number of nodes for which they are kept, because nodes may never return; the oldest are
+dropped."""
 
 MOST_REFUSED = 64
-"""Steps of which it is remembered that they can never be whole."""
+"""Maximum number of remembered steps that can never be whole."""
 
 WAIT_FOR_ALL = 5.0
-"""Seconds for which a whole step that is to be written waits for ranks that may hold it soon: their
-own items would be missing."""
+"""Seconds that a whole step waits, before it is written, for ranks that may still save it:
+otherwise their own items would be missing."""
 
 BACK_OFF = 1.0
-"""Seconds between a failed attempt and the next; doubled with every one, up to ..."""
+"""Seconds between a failed attempt and the next; doubled each time, up to MOST_BACK_OFF."""
 
 MOST_BACK_OFF = 60.0
 
 MAX_TRIES = 5
-"""Failed attempts in a row, after which a snapshot is left alone: its slot is needed. From then on
-each one that is to be written has a single try, until one comes through."""
+"""Number of consecutive failed attempts after which a snapshot is abandoned, because its slot is
+needed. From then on each further one gets a single attempt, until one succeeds."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """A snapshot that is to be written out."""
+    """A snapshot that must be written."""
 
     key: Key
     reason: str  # as in Persist
@@ -56,13 +58,13 @@ class Plan:
 
 @dataclass(slots=True)
 class Storage:
-    """How writing goes: failed attempts in a row, over all snapshots."""
+    """The state of writing: consecutive failed attempts, over all snapshots."""
 
     failures: int = 0
-    not_before: float = 0.0  # of the next attempt, but for one that cannot wait
+    not_before: float = 0.0  # of the next attempt, unless it cannot wait
 
     def failed(self, now: float) -> float:
-        """An attempt has failed; seconds until the next one."""
+        """An attempt has failed; return the seconds until the next one."""
         wait = min(MOST_BACK_OFF, BACK_OFF * 2.0 ** min(self.failures, 16))
         self.failures += 1
         self.not_before = now + wait
@@ -79,7 +81,7 @@ class Share:
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt to write a plan out, over all nodes that take part in it."""
+    """One attempt to write a plan, over all participating nodes."""
 
     name: str
     plan: Plan
@@ -91,24 +93,24 @@ class Attempt:
     deadline: float
     rewound_from: int = -1  # as in Persist
     written: dict[str, int] = field(default_factory=dict)  # node -> bytes
-    writers: int = 0  # parts, one a rank
+    writers: int = 0  # number of parts, one per rank
 
     def __post_init__(self) -> None:
         self.writers = sum(len(part.ranks) for part in self.parts.values())
 
     @property
     def committing(self) -> bool:
-        """Whether every part is written, and the marker is not."""
+        """Whether every part is written, but not the marker."""
         return len(self.written) == len(self.parts)
 
     def needs(self, node: str) -> bool:
-        """Whether this node has something to do for it still."""
+        """Whether this node still has work to do for it."""
         if node == self.coordinator:
             return True
         return node in self.parts and node not in self.written
 
     def order(self, node: str, now: float) -> m.Persist:
-        """What this node is to write."""
+        """What this node must write."""
         part = self.parts[node]
         round_, step = self.plan.key
         coordinates = node == self.coordinator
@@ -129,49 +131,49 @@ class Attempt:
 
 
 class Checkpoints:
-    """See the module's head."""
+    """Plans, runs and tracks the attempts."""
 
     def __init__(
         self, spec: m.SaveSpec, mint: Callable[[], str], points: RestorePoints, outbox: Outbox
     ) -> None:
-        """`mint` gives a name for every attempt."""
+        """`mint` returns a name for every attempt."""
         self._spec = spec
         self._mint = mint
         self._points = points
         self._outbox = outbox
-        self._attempt: Attempt | None = None  # at what is planned
+        self._attempt: Attempt | None = None  # at the plan
         self._plan: Plan | None = None
         self._storage = Storage()
-        self._begun: Key | None = None  # the newest that was planned: older ones are passed over
-        self._since: dict[Key, float] = {}  # wanted and whole, but not everywhere yet: since when
+        self._begun: Key | None = None  # the newest planned one: older ones are skipped
+        self._since: dict[Key, float] = {}  # wanted and whole, may grow: since when
         self._ended: dict[str, list[m.PersistOver]] = {}  # node -> how its last attempts ended
-        self._refused: dict[Key, None] = {}  # wanted, and never whole
-        self._left: Key | None = None  # by the master before this one, whose round it was to save
+        self._refused: dict[Key, None] = {}  # wanted, but can never be whole
+        self._left: Key | None = None  # the previous master had to save it
         self._no_saver = False
-        self._owed: tuple[Key, str] | None = None  # planned last, not written, and why
-        self.asked: Key | None = None  # this step, and later ones, are saved since a node leaves
-        self.written: m.Restore | None = None  # the newest checkpoint that was committed
+        self._owed: tuple[Key, str] | None = None  # the last planned one, not written, and why
+        self.asked: Key | None = None  # this and later steps are saved because a node leaves
+        self.written: m.Restore | None = None  # the newest committed checkpoint
 
     # ------------------------------------------------------------ nodes and rounds
 
     def goes_on_from(self, restore: m.Restore | None) -> None:
-        """A round begins, whose agents withdraw whatever is newer than `restore`."""
+        """A round begins; its agents discard everything newer than `restore`."""
         self._since.clear()
         upto = None if restore is None else order_of(key_of(restore))
         if self._plan is not None and (upto is None or order_of(self._plan.key) > upto):
             self.abandon("the job goes on from another step")
         if self._owed and (upto is None or order_of(self._owed[0]) > upto):
-            self._owed = None  # training has gone back behind it
+            self._owed = None  # training was rewound to before it
 
     def release_incomplete(self) -> None:
-        """What is not whole of older rounds never will be."""
+        """Release the steps of older rounds that are not whole: they never will be."""
         for ledger in self._points.ledgers[1:]:
             for step in ledger.steps():
                 if not ledger.is_whole(step):
                     self._release(ledger, step, ledger.why_not_whole(step))
 
     def heard(self, node: str, report: m.Holdings) -> None:
-        """Tell a node of what it wants written and will not be, or was."""
+        """Tell a node which of the steps it wants written will not be, or were."""
         for one in report.held:
             if not one.wanted:
                 continue
@@ -182,21 +184,22 @@ class Checkpoints:
                 self._tell_released(node, one.round, one.step, why)
 
     def node_gone(self, node: str, how: str, now: float, *, reborn: bool = False) -> None:
-        """It is waited for no more. `reborn`: a newer agent of it is there, which knows of no
-        attempt; the same one may yet come back, and holds what it was not told the end of."""
+        """The node is no longer waited for. `reborn`: a newer agent is present, which knows of no
+        attempt. The same agent may still return, and keeps snapshots until it learns that they are
+        over."""
         if reborn:
             self._ended.pop(node, None)
         if self._attempt is not None and self._attempt.needs(node):
             self._fail(f"node {node} {how}", now, blameless=True)
 
     def kept_by(self, node: str) -> Key | None:
-        """The snapshot for whose checkpoint this node stays, although it is to go."""
+        """The snapshot for whose checkpoint this node stays, although it is leaving."""
         attempt = self._attempt
         return attempt.plan.key if attempt is not None and node in attempt.parts else None
 
     def attached(self, node: str, now: float) -> None:
-        """A stream of a node stands: what it may not have been told."""
-        for ended in self._ended.get(node, ()):  # which may have gone with the last stream
+        """A node has attached: send what it may have missed."""
+        for ended in self._ended.get(node, ()):  # may have been lost with the last stream
             if not ended.ok or ended.step >= self._points.rewound_from:
                 self._outbox.tell(ended, node)
         attempt = self._attempt
@@ -209,7 +212,7 @@ class Checkpoints:
     # ------------------------------------------------------------ what is written
 
     def save(self, restore: m.Restore, now: float) -> None:
-        """This snapshot, which a failure left, is to be written out, unless it was or is."""
+        """Write this snapshot, which a failure left, unless it is written or being written."""
         key = key_of(restore)
         if self.is_in_storage(key) or (self._plan is not None and self._plan.key == key):
             return
@@ -218,7 +221,7 @@ class Checkpoints:
         self._try(now)
 
     def is_in_storage(self, key: Key) -> bool:
-        """Whether it was written, or a later one that ranks would rather go on from."""
+        """Whether it was written, or a later one that ranks would prefer to restore."""
         written = None if self.written is None else key_of(self.written)
         if written is None or self._points.rewound_from >= 0:
             return written == key
@@ -238,8 +241,8 @@ class Checkpoints:
         self._try(now)
 
     def release_failed(self) -> None:
-        """Of the round that runs: what is wanted and can never be whole, since a rank could not
-        save it. To be called before such steps are given up."""
+        """For the running round: release wanted steps that can never be whole because a rank could
+        not save them. Call this before such steps are given up."""
         for ledger in self._points.ledgers[:1]:
             for step in sorted(ledger.failed):
                 snap = ledger.snaps.get(step)
@@ -250,16 +253,16 @@ class Checkpoints:
                     self._release(ledger, step, why)
 
     def _never(self, ledger: Ledger, step: int, why: str) -> None:
-        """This one was to be written, and can never be whole."""
+        """This step was wanted, but can never be whole."""
         key = (ledger.name, step)
-        self._refused[key] = None  # older ones that are whole are still to be written
+        self._refused[key] = None  # older ones that are whole must still be written
         while len(self._refused) > MOST_REFUSED:
             del self._refused[next(iter(self._refused))]
         self._owe(key, why)
         self._outbox.say(f"the checkpoint of step {step} is not written: {why}", "error")
 
     def persisted(self, node: str, report: m.Persisted, now: float) -> None:
-        """A node has written its share, or the coordinator the marker; or could not."""
+        """A node has written its share, or the coordinator the marker; or failed to."""
         attempt = self._attempt
         if attempt is None or report.attempt != attempt.name or node not in attempt.parts:
             return
@@ -273,8 +276,8 @@ class Checkpoints:
                 self._outbox.tell(m.CommitCheckpoint(attempt.name), attempt.coordinator)
 
     def hurry(self, now: float) -> None:
-        """The job is to end: what waits after a failed attempt is tried once more without, and so
-        is what was given up, if it is still whole."""
+        """The job is ending: retry without delay after a failed attempt, and also retry an
+        abandoned one if it is still whole."""
         self._storage.not_before = now
         if self._plan is None and self._owed is not None:
             key, _ = self._owed
@@ -287,7 +290,7 @@ class Checkpoints:
             self._try(now)
 
     def abandon(self, reason: str) -> None:
-        """Nothing is written any more."""
+        """Stop writing."""
         if self._attempt is not None:
             self._over(self._attempt, ok=False, reason=reason)
         if self._plan is not None:
@@ -295,15 +298,15 @@ class Checkpoints:
         self._plan = None
 
     def _owe(self, key: Key, why: str) -> None:
-        """This one was to be written, and is not; the first reason stays."""
+        """This step was to be written, and is not; the first reason stays."""
         owed = self._owed
         if owed is None or order_of(owed[0]) < order_of(key):
             self._owed = (key, why)
 
     @property
     def owed(self) -> str:
-        """Which checkpoint is not in storage that was the last to be written, and why, in a clause;
-        empty if none is lacking."""
+        """Which checkpoint is missing from storage that was to be written last, and why, as a
+        clause; "" if none is missing."""
         if self._owed is None:
             return ""
         (_, step), why = self._owed
@@ -311,7 +314,7 @@ class Checkpoints:
 
     @property
     def busy(self) -> str:
-        """What is being written or about to be, in a sentence; empty if nothing is."""
+        """What is being written or about to be, as a sentence; "" if nothing."""
         if self._plan is not None:
             return f"step {self._plan.key[1]} is being saved"
         waiting = [key[1] for key in self._since]
@@ -332,13 +335,13 @@ class Checkpoints:
             self._attempt.deadline += by
 
     def restore(self, written: m.Restore | None) -> None:
-        """What the master before this one wrote last."""
+        """Restore what the previous master wrote last."""
         self.written = written
         self._begun = key_of(written) if written is not None else None
 
     def take_over(self, restore: m.Restore | None) -> None:
-        """The round that the record names goes on from this snapshot. Where such snapshots are
-        saved, the master before this one may have died before it was."""
+        """The recorded round restores this snapshot. With --save-at-breakpoint, the previous master
+        may have died before it was saved."""
         if self._spec.at_breakpoint and restore is not None:
             self._left = key_of(restore)
 
@@ -358,7 +361,7 @@ class Checkpoints:
     # ------------------------------------------------------------ what is wanted
 
     def _wanted(self, now: float) -> Key | None:
-        """The newest snapshot that ranks want written, and that is as whole as it will get."""
+        """The newest snapshot that ranks want written, once no more ranks will add to it."""
         whole = {
             (ledger.name, step)
             for ledger in self._points.ledgers
@@ -399,7 +402,7 @@ class Checkpoints:
         self._since = {k: at for k, at in self._since.items() if order_of(k) > order_of(plan.key)}
 
     def _say_passed(self, plan: Plan) -> None:
-        """Steps that ranks want written and that never will be, since a newer one is."""
+        """Log steps that ranks want written but never will be, because a newer one is."""
         passed = sorted(
             step
             for ledger in self._points.ledgers
@@ -443,7 +446,7 @@ class Checkpoints:
         coordinator = next((n for n in parts if savers[n] is not None or len(parts) == 1), None)
         self._no_saver = coordinator is None
         if coordinator is None:
-            return  # until a node says that it has one
+            return  # until a node reports a saver
         self._attempt = Attempt(
             name=self._mint(),
             plan=plan,
@@ -462,7 +465,7 @@ class Checkpoints:
         round_, step = attempt.plan.key
         self.written = m.Restore(round_, step, attempt.world_size)
         self._points.committed(attempt.rewound_from)
-        self._storage = Storage()  # it works
+        self._storage = Storage()  # writing works
         if self._owed is not None and order_of(self._owed[0]) <= order_of(attempt.plan.key):
             self._owed = None
         parts = some(attempt.writers, "part")
@@ -476,7 +479,7 @@ class Checkpoints:
             self._release(ledger, step, "", told=attempt.parts)
 
     def _fail(self, reason: str, now: float, *, blameless: bool = False) -> None:
-        """The attempt under way has come to nothing. `blameless`: the next need not wait."""
+        """The current attempt has failed. `blameless`: the next need not wait."""
         attempt = self._attempt
         assert attempt is not None
         plan = attempt.plan
@@ -516,8 +519,8 @@ class Checkpoints:
 
 
 def divide(ledger: Ledger, step: int) -> dict[str, Share]:
-    """Who writes what of a whole step, by node in the order of ranks: a rank that two nodes hold is
-    written by one of them, its own before one with a replica."""
+    """Which node writes what of a whole step, in the order of ranks. If two nodes hold a rank, one
+    of them writes it, preferably the rank's own node over one with a replica."""
     of: dict[int, tuple[str, int]] = {}
     snap = ledger.snaps[step]
     for node, contents in [*snap.without_copies(), *snap.held.items()]:

@@ -1,34 +1,33 @@
-"""Which snapshot the next round goes on from, and who can give which shard of it.
+"""Which snapshot the next round restores, and which node can provide which shard of it.
 
-A snapshot is named (round, step). Steps of different rounds are never combined: after a restart
-the same number may stand for another state. Two rounds are believed: the present one, and the one
-that it was restored from, up to the step that it was restored from, for as long as nodes hold it.
-What a node holds counts while its stream stands: it says all of it again on every stream, before it
-says that its ranks have stopped.
+A snapshot is named (round, step). Steps of different rounds are never combined, because after a
+restart the same number may stand for another state. Two rounds count: the current one, and the one
+that it was restored from, up to the step that it was restored from, as long as nodes hold it. What
+a node holds counts while it is connected: it reports all of it again on every stream, before it
+reports that its ranks have stopped.
 
-*The watermark* is the newest whole step of the present round; older ones are needed no more. With
-replicas it is the newest of which every part is on two nodes (`replication`). Where ranks have come
-to hold different steps above it, none of which can become whole, their slots would be full for
-ever: those steps are *given up*, and do not count from then on.
-*The choice* is the newest whole step of the present round, else of the one before, without those
-that are bad: a shard did not have its hash. Those that are suspect come last.
-*Suspect* is a step from which MAX_REJECTED rounds trained on, and failed by themselves within
-FEW_STEPS, before they had a whole step of their own. Ranks that fail before they have put it back
-and done a step, a signal from outside and the loss of a node say nothing about it. Nothing is lost
-for suspicion: where nothing else is whole in memory, nor in storage, it is tried again.
-*A person may ask* for a step (--restore-step). That one is gone on from and no other, from memory
-or storage, until a round that did so has a whole step of its own; and again, as long as no
-checkpoint of what came of it is written, where memory is lost.
+*The watermark* is the newest whole step of the current round; older ones are no longer needed. With
+replicas it is the newest step with every part on two nodes (`replication`). If ranks come to hold
+different steps above it, none of which can become whole, their slots would stay full for ever:
+those steps are *given up*, and no longer count. *The choice* is the newest whole step of the
+current round, else of the previous one, without bad steps (a shard did not match its hash). Suspect
+steps come last. *Suspect* is a step from which MAX_REJECTED rounds resumed training and failed by
+themselves within FEW_STEPS, before they had a whole step of their own. Ranks that fail before they
+have restored it and done a step, a signal from outside and the loss of a node say nothing about it.
+Suspicion discards nothing: if nothing else is whole in memory, nor in storage, the step is tried
+again. *A person may request* a step (--restore-step). Only that one is restored, from memory or
+storage, until a round that did so has a whole step of its own; and again if memory is lost before a
+checkpoint of the result is written.
 
-*A master that knows of no round* (a new one without a record, and no rank lives that could tell it
-of one) believes what agents have noted: the newest round that any of them names counts as the one
-before, with what that one had gone on from. Only rounds of masters of a lower term are believed:
-with a clock that was set back, newer snapshots would seem to be older. Decision 025.
+*A master that knows of no round* (a new one without a record, and no living rank that could report
+one) trusts what agents have noted: the newest round that any of them names counts as the previous
+one, with what that one had restored. Only rounds of masters with a lower term count: if a clock was
+set back, newer snapshots would seem older. Decision 025.
 
-Ranks that have state of their own (`per_rank`) are given it back where that costs a step or two: of
-the whole steps, the newest at which every such rank is held comes before a newer one that lacks it.
-*Training is taken back* when a snapshot is suspect: a checkpoint of that step or a later one is no
-better, so it comes last too (`rewound_from`), until a newer one was committed, which says by itself
+Ranks with state of their own (`per_rank`) get it back if that costs a step or two: of the whole
+steps, the newest one that has every such rank is preferred to a newer one that lacks some.
+*Training is rewound* when a snapshot is suspect. A checkpoint of that step or a later one is no
+better, so it comes last too (`rewound_from`), until a newer one is committed, which by itself shows
 that those were left.
 """
 
@@ -45,22 +44,23 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import NOTHING, RoundName, Skip
 
 MAX_WAITING = 65536
-"""Questions for a shard whose holder is on its way back."""
+"""Maximum number of pending questions for a shard whose holder is on its way back."""
 
 MAX_REJECTED = 2
-"""Rounds that failed by themselves soon after what they went on from, until that is suspect."""
+"""Number of rounds that failed by themselves soon after a restore, until that snapshot is
+suspect."""
 
 MAX_FAILURES = 64
-"""Reasons why ranks could not save that are told in one round."""
+"""Maximum number of reasons why ranks could not save that are logged per round."""
 
 FEW_STEPS = 10
-"""Steps after a restore; a failure that comes later has other reasons."""
+"""Number of steps after a restore; a later failure has other reasons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the next round goes on from; `why` says what could not be had of a newer one. `skip`
-    is as in Start."""
+    """What the next round restores. `why`: why a newer snapshot cannot be used. `skip`: as in
+    Start."""
 
     restore: m.Restore | None
     why: str = ""
@@ -68,41 +68,41 @@ class Choice:
 
 
 class RestorePoints:
-    """See the module's head."""
+    """Tracks which steps are whole, and chooses what a round restores."""
 
     def __init__(self, term: int, restore_step: int, outbox: Outbox) -> None:
-        """`term`: of this master; `restore_step`: that a person asks for, -1: none."""
+        """`term`: of this master. `restore_step`: requested by a person, -1: none."""
         self._term = term
         self._outbox = outbox
-        self.restore_step = restore_step  # that a person wants; -1 too once a checkpoint followed
+        self.restore_step = restore_step  # requested; -1 again after a later checkpoint
         self.rewound_from = restore_step + 1 if restore_step >= 0 else -1  # as `storage_from`
-        self.watermark = -1  # of the present round; -1: none yet
-        self.ledgers: list[Ledger] = []  # of the present round, and of the one before
-        self.reports: dict[str, m.Holdings] = {}  # what each living node said last
-        self.going: dict[str, Key | None] = {}  # nodes that are to go, and what each stays for
+        self.watermark = -1  # of the current round; -1: none yet
+        self.ledgers: list[Ledger] = []  # of the current round and the previous one
+        self.reports: dict[str, m.Holdings] = {}  # the last report of each living node
+        self.going: dict[str, Key | None] = {}  # nodes that are leaving, and what each stays for
         self.away: dict[str, None] = {}
         """Nodes that may come back with what they hold."""
-        self._has_obeyed = False  # a round that went on from it has a whole step of its own
-        self._began = False  # a round of this master, or one that it was told of as such
+        self._has_obeyed = False  # a round that restored it has a whole step of its own
+        self._began = False  # a round of this master, or one reported to it
         self._last: m.LastRound | None = None  # of another master, as agents have noted it
         self._is_clock_told = False
-        self._waiting: dict[tuple[str, m.WhereIs], None] = {}  # questions and who asks
-        self._named: dict[tuple[str, Key, int], tuple[str, int]] = {}  # who was named to whom
-        self._dropped: dict[Key, None] = {}  # not to be restored again: they are spoilt
-        self.rejected: dict[Key, int] = {}  # rounds that trained on from it and failed soon
-        self._restored: m.Restore | None = None  # by the present round
+        self._waiting: dict[tuple[str, m.WhereIs], None] = {}  # questions, and the asking node
+        self._named: dict[tuple[str, Key, int], tuple[str, int]] = {}  # holders named to nodes
+        self._dropped: dict[Key, None] = {}  # not to be restored again: spoiled
+        self.rejected: dict[Key, int] = {}  # rounds that resumed from it and failed soon
+        self._restored: m.Restore | None = None  # by the current round
         self._failures: dict[tuple[int, str], None] = {}  # ranks that could not save, and why
-        self._reached = -1  # newest step of those that ranks did after they had put that back
+        self._reached = -1  # newest step that ranks reached after they had restored that
 
     # ------------------------------------------------------------ what is known
 
     @property
     def looks_back(self) -> bool:
-        """Whether all that is known of a round is what agents have noted of another master's."""
+        """Whether a round is known only from what agents noted of another master's."""
         return self._last is not None and not self._began
 
     def _look_back(self, last: m.LastRound | None) -> None:
-        """An agent names the newest round whose ranks lived on its node."""
+        """An agent names the newest round whose ranks ran on its node."""
         if self._began or last is None:
             return
         if last.round.term >= self._term:
@@ -119,17 +119,17 @@ class RestorePoints:
                 self.rewound_from = last.rewound_from
             self._know(last.round, last.world_size, last.restore)
         elif known.round == last.round and last.rewound_from < 0 and self.restore_step < 0:
-            self.rewound_from = -1  # a checkpoint that was committed since says so
+            self.rewound_from = -1  # a checkpoint committed since then shows that
 
     def begin_round(self, name: RoundName, world_size: int, restore: m.Restore | None) -> None:
-        """A round was formed, adopted or read from the record, which goes on from `restore`."""
+        """A round was formed, adopted or read from the record; it restores `restore`."""
         self._began = True
         if restore is not None and restore.step != self.restore_step:
-            self._has_obeyed = True  # under the master before this one
+            self._has_obeyed = True  # under the previous master
         self._know(name, world_size, restore)
 
     def _know(self, name: RoundName, world_size: int, restore: m.Restore | None) -> None:
-        """These are the rounds from here on."""
+        """Set the rounds that count from now on."""
         old = next((one for one in self.ledgers if restore and one.name == restore.round), None)
         self.ledgers = [Ledger(name, world_size)]
         if restore is not None:
@@ -148,17 +148,17 @@ class RestorePoints:
             self._count(node)
 
     def expect(self, nodes: Iterable[str]) -> None:
-        """Nodes that have yet to say what they hold."""
+        """Expect reports of these nodes about what they hold."""
         self.away.update(dict.fromkeys(nodes))
 
     def has_said_all(self, node: str) -> None:
-        """It has told of other things by now: what it holds, if anything, was said before."""
+        """The node has reported other things: if it holds anything, it has reported that before."""
         if node in self.away:
             del self.away[node]
             self.answer()
 
     def heard(self, node: str, report: m.Holdings) -> None:
-        """This is what a living node holds."""
+        """A living node reports what it holds."""
         self.reports[node] = report
         self.away.pop(node, None)
         self._look_back(report.last)
@@ -168,7 +168,7 @@ class RestorePoints:
         self._count(node)
 
     def forget(self, node: str, *, for_good: bool) -> None:
-        """What this node holds cannot be had, for a moment or `for_good`."""
+        """What this node holds is unavailable, for a moment or `for_good`."""
         self.reports.pop(node, None)
         self.away[node] = None
         self._count(node)
@@ -179,7 +179,7 @@ class RestorePoints:
             self.answer()
 
     def leave(self, kept: Mapping[str, Key | None]) -> None:
-        """These nodes are to go: each counts for nothing but the snapshot that it stays for."""
+        """These nodes are leaving: each counts only for the snapshot that it stays for."""
         self.going.update(kept)
         for node in kept:
             self._count(node)
@@ -192,7 +192,7 @@ class RestorePoints:
                 self._count(node)
 
     def _count(self, node: str) -> None:
-        """Enter what a node said into the books."""
+        """Update the ledgers with what a node reported."""
         report = self.reports.get(node)
         held = report.held if report is not None else ()
         for ledger in self.ledgers:
@@ -202,20 +202,21 @@ class RestorePoints:
                 ledger.keep_only(node, kept[1] if kept and kept[0] == ledger.name else None)
 
     def skipped(self) -> int:
-        """Snapshots that a rank of the present round has skipped, of the rank with the most."""
+        """Number of snapshots that a rank of the current round has skipped, maximum over the
+        ranks."""
         name = self.ledgers[0].name if self.ledgers else None
         reports = (one for one in self.reports.values() if one.last and one.last.round == name)
         return max((one.skipped for one in reports), default=0)
 
     def ledger(self, name: RoundName) -> Ledger | None:
-        """The books of this round, if it is believed."""
+        """The ledger of this round, if the round counts."""
         return next((one for one in self.ledgers if one.name == name), None)
 
     def raise_watermark(self, replicas: Replicas) -> None:
-        """Tell all nodes of a newer step that is whole, or of steps that are given up."""
+        """Tell all nodes of a newer whole step, or of steps that are given up."""
         for ledger in self.ledgers[:1]:
             whole = [step for step in ledger.steps() if ledger.is_whole(step)]
-            if self.looks_back:  # nobody has to be told
+            if self.looks_back:  # no node needs to know
                 self.watermark = max([self.watermark, *whole])
                 continue
             newest = next((step for step in whole if replicas.counts(ledger, step)), -1)
@@ -229,7 +230,7 @@ class RestorePoints:
                 ledger.give_up(self.watermark, never)
                 self._outbox.tell(self._mark(), *self.reports)
             elif whole and whole[0] > self.watermark:
-                continue  # to be given up with what is above it, were it not for a moment
+                continue  # a brief state: to be given up together with the steps above it
             elif ledger.passed > max(self.watermark, ledger.given_up[1]) and ledger.is_all_said(
                 self.reports
             ):
@@ -237,12 +238,12 @@ class RestorePoints:
                 self._outbox.tell(self._mark(), *self.reports)
 
     def tell_watermark(self, node: str) -> None:
-        """A member of the present round may not have been told."""
+        """Send the watermark to a member of the current round that may not have it."""
         if self.ledgers and self._mark() != m.Watermark(self.ledgers[0].name, -1):
             self._outbox.tell(self._mark(), node)
 
     def _mark(self) -> m.Watermark:
-        """What all nodes of the present round are to know."""
+        """What all nodes of the current round must know."""
         ledger = self.ledgers[0]
         above, upto = ledger.given_up
         return m.Watermark(ledger.name, self.watermark, upto if above == self.watermark else -1)
@@ -250,7 +251,7 @@ class RestorePoints:
     # ------------------------------------------------------------ the choice
 
     def choose(self) -> Choice:
-        """What the next round goes on from."""
+        """What the next round restores."""
         choice, asked = self._newest(), self.restore_step
         if asked >= 0 and (choice.restore is None or not self._has_obeyed):
             return Choice(
@@ -264,7 +265,7 @@ class RestorePoints:
         return Choice(found, choice.why, Skip(self.rewound_from, memory=found is not None))
 
     def _whole(self, step: int, without: Container[Key]) -> m.Restore | None:
-        """This step, of the newest round of which it is whole in memory."""
+        """This step, of the newest round in which it is whole in memory."""
         for ledger in self.ledgers:
             if ledger.is_whole(step) and (ledger.name, step) not in without:
                 return m.Restore(ledger.name, step, ledger.world_size)
@@ -297,8 +298,8 @@ class RestorePoints:
         return Choice(None, why, Skip(self.rewound_from))
 
     def _with_own(self, ledger: Ledger, whole: list[int]) -> tuple[int, str]:
-        """Of whole steps (the newest first) the one to go on from, and why it is not the first:
-        living ranks have state of their own at it that they do not have there."""
+        """Which of the whole steps (newest first) to restore, and why it is not the first: the
+        first lacks state that living ranks have on their own at another."""
         own = {
             rank
             for report in self.reports.values()
@@ -321,9 +322,9 @@ class RestorePoints:
         return best, f"step {whole[0]} is left for step {best}: it lacks what {lacking} had alone"
 
     def failed_by_itself(self) -> None:
-        """The present round is over because a rank of it failed, of no signal from outside, and no
-        node was lost: if ranks had trained on from what they put back, and came but a few steps
-        further, that may be the reason."""
+        """A rank of the current round failed, without a signal from outside or the loss of a node.
+        If ranks had resumed from what they restored and came only a few steps further, that
+        snapshot may be the reason."""
         on = self._restored
         if on is None or self.watermark >= 0:
             return
@@ -339,8 +340,8 @@ class RestorePoints:
             self._outbox.say(f"step {on.step} is suspect: {times}; {then}", "warning")
 
     def bad(self, node: str, report: m.ShardBad) -> bool:
-        """A shard does not count any more: the node's own, or the one that was named to it. Whether
-        the present round was to go on from that snapshot."""
+        """A shard no longer counts: the node's own, or the one that was named to it. Return whether
+        the current round was to restore that snapshot."""
         key = (report.round, report.step)
         named = self._named.pop((node, key, report.rank), None)
         ledger = self.ledger(report.round)
@@ -352,14 +353,14 @@ class RestorePoints:
         if named is not None:
             spoilt = ledger.spoil(named[0], report.step, named[1]) or spoilt
         if not spoilt:
-            self._dropped[key] = None  # else the same would be chosen for ever
+            self._dropped[key] = None  # else the same would be chosen again and again
         what = f"the snapshot of rank {report.rank} at step {report.step} cannot be used"
         self._outbox.say(f"{what}: {report.reason} (node {node})", "warning")
         return self._restored is not None and key_of(self._restored) == key
 
     def _could_not(self, node: str, ledger: Ledger, report: m.ShardBad) -> bool:
-        """Whether the report is of a rank of the round that runs, which could not save a step: then
-        its node holds nothing of that rank there. Each reason of a rank is told once."""
+        """Whether the report is from a rank of the running round that could not save a step: then
+        its node holds nothing of that rank at that step. Each reason of a rank is logged once."""
         snap = ledger.snaps.get(report.step)
         if ledger.upto is not None or (snap and report.rank in snap.held.get(node, {})):
             return False
@@ -374,8 +375,8 @@ class RestorePoints:
         return True
 
     def where(self, node: str, asked: m.WhereIs) -> None:
-        """Tell `node` who has a shard that it does not: at once, or when it is known that no node
-        comes back with it, or has its saver ready (who asks does not wait for ever)."""
+        """Tell `node` which other node has a shard: at once, or when it is certain that no node
+        returns with it, or once a saver is ready (the asking node does not wait for ever)."""
         if len(self._waiting) < MAX_WAITING:
             self._waiting[node, asked] = None
             self.answer()
@@ -383,7 +384,7 @@ class RestorePoints:
             self._outbox.tell(self._look_for(node, asked)[0], node)
 
     def answer(self) -> None:
-        """Those who asked for a shard, as far as that is known now."""
+        """Answer pending questions for shards, as far as possible now."""
         for node, asked in tuple(self._waiting):
             answer, may_come = self._look_for(node, asked)
             if answer.saver is not None or not may_come:
@@ -391,7 +392,7 @@ class RestorePoints:
                 self._outbox.tell(answer, node)
 
     def _look_for(self, node: str, asked: m.WhereIs) -> tuple[m.Holder, bool]:
-        """The answer as it is now, and whether a better one may come."""
+        """The current answer, and whether a better one may follow."""
         key = (asked.round, asked.step)
         ledger = self.ledger(asked.round)
         places = ledger.find(asked.step, asked.rank) if ledger is not None else []
@@ -408,16 +409,17 @@ class RestorePoints:
     # ------------------------------------------------------------ the record
 
     def committed(self, rewound_from: int) -> None:
-        """A checkpoint is written whose attempt began when training was taken back to there."""
+        """A checkpoint was committed whose attempt began when training had been rewound to
+        `rewound_from`."""
         if rewound_from == self.rewound_from and (self.restore_step < 0 or self._has_obeyed):
-            self.rewound_from = self.restore_step = -1  # storage tells by itself from now on
+            self.rewound_from = self.restore_step = -1  # storage shows it from now on
 
     def restore(self, facts: SnapshotFacts) -> None:
-        """What the master before this one knew."""
+        """Restore what the previous master knew."""
         self.rewound_from, self.restore_step = facts.rewound_from, facts.restore_step
         self.rejected.update({(one.round, one.step): one.times for one in facts.rejected})
 
 
 def _age(last: m.LastRound) -> tuple[int, int]:
-    """Rounds in the order of time."""
+    """Orders rounds by time."""
     return (last.round.term, last.round.number)

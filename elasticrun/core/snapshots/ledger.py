@@ -1,12 +1,12 @@
-"""Who holds what of one round's snapshots: which steps are whole, and what is missing of others.
+"""Which nodes hold what of one round's snapshots: which steps are whole, and what others lack.
 
 A step is *whole* when every content of the round's ranks has a living holder at that step. A rank's
-content is the one that was told at that step, else the last one that was told of that rank in the
-round; a rank of which none was ever told makes a step not whole. Ranks with the same content stand
-for each other: so the state of a DDP job outlives any of its nodes. That of a sharded one does if
-nodes hold *replicas*: copies of what another node's ranks hold, which count as that does.
+content is the one reported at that step, else the last one reported for that rank in the round; a
+rank without any report makes a step not whole. Ranks with the same content can replace each other,
+so the state of a DDP job survives any of its nodes. The state of a sharded job does if nodes hold
+*replicas*: copies of what another node's ranks hold, which count in the same way.
 
-Whether a step is whole costs nothing to ask; to hear a report costs what it says.
+Whether a step is whole costs O(1); processing a report costs O(its size).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from elasticrun.wire.messages import Holding
 from elasticrun.wire.types import RoundName, runs
 
 MAX_STEP = 2**63
-"""Above all that there are."""
+"""Greater than any step."""
 
 MOST_FAILED = 64
-"""Steps of a round of which it is known that a rank could not save them."""
+"""Maximum number of remembered steps per round that a rank could not save."""
 
 MOST_SPANS = 4
-"""Spans of ranks that a sentence names."""
+"""Maximum number of spans of ranks in a sentence."""
 
 Place = tuple[str, int]
 """A node and the rank whose shard it holds."""
@@ -38,14 +38,14 @@ class Snap:
     step: int
     expected: dict[int, int]  # rank -> the content that it needs
     need: Counter[int] = field(default_factory=Counter)  # content -> ranks that need it
-    holders: dict[int, dict[Place, None]] = field(default_factory=dict)  # content -> who has it
+    holders: dict[int, dict[Place, None]] = field(default_factory=dict)  # content -> its holders
     homes: dict[int, Counter[str]] = field(default_factory=dict)  # content -> nodes, ranks of each
     held: dict[str, dict[int, int]] = field(default_factory=dict)  # node -> rank -> content
     copies: dict[str, frozenset[int]] = field(default_factory=dict)  # node -> ranks of its replicas
     wanted: dict[str, None] = field(default_factory=dict)  # nodes whose ranks want it written
-    missing: int = 0  # contents that nobody holds
-    lone: int = 0  # contents that one node alone holds
-    ranks: int = 0  # that are held by their own nodes
+    missing: int = 0  # contents without a holder
+    lone: int = 0  # contents that only one node holds
+    ranks: int = 0  # held by their own nodes
 
     def __post_init__(self) -> None:
         self.need.update(self.expected.values())
@@ -56,7 +56,7 @@ class Snap:
         return not self.missing and len(self.expected) == world_size
 
     def expect(self, rank: int, content: int) -> None:
-        """This is the content of `rank` at this step."""
+        """Set the content of `rank` at this step."""
         old = self.expected.get(rank)
         if old == content:
             return
@@ -99,7 +99,7 @@ class Snap:
             self.wanted[node] = None
 
     def take(self, node: str) -> None:
-        """It holds nothing of this step any more."""
+        """The node holds nothing of this step any more."""
         self.wanted.pop(node, None)
         self.ranks += len(self.copies.pop(node, ()))
         for rank, content in self.held.pop(node, {}).items():
@@ -120,12 +120,12 @@ class Snap:
         return len(self.homes.get(content, ())) == 1
 
     def lacks(self) -> Iterator[int]:
-        """Ranks whose content is known and held by nobody; O(ranks)."""
+        """Ranks whose content is known but has no holder; O(ranks)."""
         return (rank for rank, one in self.expected.items() if not self.holders.get(one))
 
     def lonely(self) -> dict[str, dict[int, int]]:
-        """Contents that are needed and that one node alone holds, by node, each with a rank there
-        that has it; O(ranks)."""
+        """Needed contents that only one node holds, by node, each with a rank there that has it;
+        O(ranks)."""
         found: dict[str, dict[int, int]] = {}
         for content, places in self.holders.items():
             if self.need.get(content) and self._is_lone(content):
@@ -146,14 +146,14 @@ class Ledger:
     def __init__(self, name: RoundName, world_size: int) -> None:
         self.name = name
         self.world_size = world_size
-        self.upto: int | None = None  # later steps were withdrawn; None: the round may still run
-        self.passed = -1  # the newest step that a node has which is needed for it went on without
+        self.upto: int | None = None  # later steps were discarded; None: the round may still run
+        self.passed = -1  # the newest step that some node it needs has skipped
         self.given_up = (-1, -1)  # steps above the first, up to the second, do not count
         self.snaps: dict[int, Snap] = {}
         self.failed: dict[int, dict[int, str]] = {}  # step -> ranks that could not save it, and why
-        self._last: dict[int, int] = {}  # rank -> the content that it had last
+        self._last: dict[int, int] = {}  # rank -> its last content
         self._home: dict[int, str] = {}  # rank -> the node that held it last
-        self._said: dict[str, dict[int, tuple[Holding, ...]]] = {}  # node -> step -> what it said
+        self._said: dict[str, dict[int, tuple[Holding, ...]]] = {}  # node -> step -> report
         self._bad: dict[tuple[int, str, int], None] = {}  # step, node, rank
 
     def steps(self) -> list[int]:
@@ -166,22 +166,22 @@ class Ledger:
         return snap is not None and snap.is_whole(self.world_size)
 
     def is_paired(self, step: int) -> bool:
-        """Whether it is whole, and would be without any one node."""
+        """Whether it is whole, and would be without any single node."""
         return self.is_whole(step) and not self.snaps[step].lone
 
     def lone(self, step: int) -> int:
-        """Contents of this step that one node alone holds."""
+        """Number of contents of this step that only one node holds."""
         snap = self.snaps.get(step)
         return snap.lone if snap is not None else 0
 
     def is_full(self, step: int) -> bool:
-        """Whether each rank holds this step itself, but for those that could not save it."""
+        """Whether each rank itself holds this step, except those that could not save it."""
         snap = self.snaps.get(step)
         lacking = len(self.failed.get(step, ()))
         return snap is not None and snap.ranks + lacking >= self.world_size
 
     def could_not(self, step: int, rank: int, reason: str) -> bool:
-        """A rank of this round could not save a step that may still be saved by others; whether
+        """A rank of this round could not save a step that others may still save; return whether
         that is news."""
         if not self._is_open(step) or rank >= self.world_size or rank in self.failed.get(step, ()):
             return False
@@ -191,7 +191,7 @@ class Ledger:
         return True
 
     def why_never(self, step: int) -> str:
-        """Why a step can never be whole, in a clause: every rank with some content could not save
+        """Why a step can never be whole, as a clause: every rank with some content could not save
         it. "" if it may be, or is; O(ranks) for a step that a rank could not save."""
         snap, failed = self.snaps.get(step), self.failed.get(step, {})
         able = {content for rank, content in self._last.items() if rank not in failed}
@@ -206,8 +206,8 @@ class Ledger:
         return max((one for one in self.failed if one > above and self.why_never(one)), default=-1)
 
     def is_all_said(self, living: Collection[str]) -> bool:
-        """Whether every rank has been told of by its own node, and these nodes are all there:
-        before, what seems to be lost may be held by one that has yet to speak; O(ranks)."""
+        """Whether every rank was reported by its own node, and these nodes are all present. Until
+        then, what seems lost may be held by a node that has yet to report; O(ranks)."""
         homes = self._home.values()
         return len(homes) == self.world_size and all(node in living for node in homes)
 
@@ -230,8 +230,8 @@ class Ledger:
                 self._pass_over(own)
 
     def _pass_over(self, own: dict[int, Holding]) -> None:
-        """A node that holds a newer step will not come back for those that it does not hold; where
-        nobody else has its content either, they will never be whole."""
+        """A node that holds a newer step will not return to those that it does not hold. If no
+        other node has its content either, they will never be whole."""
         newest = max(own)
         mine = {content for content in own[newest].contents if content}
         for step, snap in self.snaps.items():
@@ -240,18 +240,18 @@ class Ledger:
                 self.passed = step
 
     def give_up(self, above: int, upto: int = -1) -> None:
-        """Steps above this one up to `upto` do not count; -1: nothing of what is held now."""
+        """Steps above `above` up to `upto` no longer count; -1: up to the newest held now."""
         upto = max(self.snaps, default=-1) if upto < 0 else upto
         self.given_up = (above, max(upto, self.given_up[1]))
         self._drop(above, upto)
 
     def keep_only(self, node: str, step: int | None) -> None:
-        """Of this node no other step counts any more; None: none does."""
+        """Of this node only this step counts from now on; None: no step does."""
         said = self._said.get(node, {})
         self.hear(node, said.get(step, ()) if step is not None else ())
 
     def end_at(self, step: int) -> None:
-        """Later steps are withdrawn."""
+        """Discard later steps."""
         self.upto = step
         self._drop(step)
 
@@ -262,8 +262,8 @@ class Ledger:
             self._said[node] = {s: one for s, one in said.items() if not above < s <= upto}
 
     def spoil(self, node: str, step: int, rank: int) -> bool:
-        """What this node holds of a rank is bad and counts as absent; whether that is new, and
-        about something that it holds."""
+        """What this node holds of a rank is bad and counts as absent. Return whether that is new,
+        and about something that it holds."""
         snap, said = self.snaps.get(step), self._said.get(node, {}).get(step)
         if snap is None or said is None or rank not in snap.held.get(node, {}):
             return False
@@ -281,8 +281,8 @@ class Ledger:
         )
 
     def find(self, step: int, rank: int) -> list[Place]:
-        """Who holds this rank's shard at this step, or one with the same content: the rank's own
-        holder first."""
+        """The nodes that hold this rank's shard at this step, or one with the same content: the
+        rank's own holder first."""
         snap = self.snaps.get(step)
         if snap is None or rank not in snap.expected:
             return []
@@ -291,7 +291,7 @@ class Ledger:
         return [own, *(one for one in places if one != own)] if own in places else list(places)
 
     def why_not_whole(self, step: int) -> str:
-        """What is missing of a step, in a clause; O(ranks)."""
+        """What a step lacks, as a clause; O(ranks)."""
         snap = self.snaps.get(step)
         if snap is None or not snap.held:
             return "no node holds it"
@@ -308,7 +308,7 @@ class Ledger:
     # ------------------------------------------------------------ small change
 
     def _is_open(self, step: int) -> bool:
-        """Whether what is held of this step counts."""
+        """Whether this step counts."""
         late = self.upto is not None and step > self.upto
         return not late and not self.given_up[0] < step <= self.given_up[1]
 
@@ -341,7 +341,7 @@ class Ledger:
         snap.put(node, contents, wanted=wanted, copies=frozenset(copies))
 
     def _learn(self, rank: int, content: int) -> None:
-        """This is what the rank has."""
+        """Note the content that the rank has."""
         if rank not in self._last:
             for other in self.snaps.values():
                 if rank not in other.expected:
@@ -352,12 +352,12 @@ class Ledger:
         snap = self.snaps.get(step)
         if snap is not None:
             snap.take(node)
-            if not snap.held:  # what it needed is known of its ranks, or will be said again
+            if not snap.held:  # its ranks' needs are known, or will be reported again
                 del self.snaps[step]
 
 
 def in_spans(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0-3 and 8`; a few spans, and that there are more."""
+    """`rank 3`, `ranks 0-3 and 8`; a few spans, and whether there are more."""
     spans = runs(ranks)
     words = [str(low) if low == high else f"{low}-{high}" for low, high in spans[:MOST_SPANS]]
     more = " and more" if len(spans) > MOST_SPANS else ""

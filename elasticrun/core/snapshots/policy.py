@@ -1,10 +1,10 @@
-"""When the job asks its snapshots what, and how what they decide goes out; they are told what
-happens to nodes and rounds.
+"""Connects the snapshots to the job: reports node and round events to them, and sends out what they
+decide.
 
-It owns no rule but two. A round whose snapshot turns out to be unusable is reopened, and nobody is
-charged for it. A job that ends waits until its last snapshot is written out: where ranks have
-failed and --save-at-breakpoint was given that is the newest whole one, once their nodes have
-stopped; else what was under way or asked for, so that a script's last checkpoint is not lost.
+It has only two rules of its own. A round whose snapshot turns out to be unusable is reopened,
+without charging a restart. A job that ends waits until its last snapshot is written: if ranks have
+failed and --save-at-breakpoint was given, the newest whole one, once their nodes have stopped; else
+what was being written or was requested, so a script's last checkpoint is not lost.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from elasticrun.wire import messages as m
 
 
 class SnapshotPolicy:
-    """See the module's head."""
+    """Drives `Snapshots` for the job."""
 
     def __init__(self, ctx: JobContext, snapshots: Snapshots) -> None:
         self._ctx = ctx
         self._rdzv = ctx.rdzv
         self._saves = snapshots
         self.newest_step = -1
-        """That ranks of the present round have told of."""
-        self._left_behind: Key | None = None  # the newest of all that nodes had as they left
-        self._ends_since: float | None = None  # the job is to end
-        self._is_last_saved = False  # what that leaves is being written out, or was
-        self._save_by = 0.0  # when that is given up
-        self._wishes: list[Wish] = []  # that follow from reports of this step
+        """The newest step reported by ranks of the current round."""
+        self._left_behind: Key | None = None  # the newest of all that nodes had when they left
+        self._ends_since: float | None = None  # since when the job is ending
+        self._is_last_saved = False  # the last snapshot is being written, or was
+        self._save_by = 0.0  # when that is abandoned
+        self._wishes: list[Wish] = []  # from reports of this step
         self.is_stirred = True
-        """Something was heard or done since it was last seen what follows from it."""
-        self._due: float | None = None  # when anything follows by itself
+        """Something has changed since `pursue` last ran."""
+        self._due: float | None = None  # when anything is due on its own
 
     # ------------------------------------------------------------ nodes
 
     def heard(self, node: str, report: m.SaveReport) -> bool:
-        """Always news: what follows is seen by `pursue`."""
+        """Always news: `pursue` determines what follows."""
         now, saves = self._ctx.now, self._saves
         if isinstance(report, m.Holdings):
             saves.heard(node, report, now)
@@ -65,40 +65,40 @@ class SnapshotPolicy:
         return True
 
     def attached(self, node: str) -> None:
-        """An agent has attached: what it may not have been told."""
+        """An agent has attached: send what it may have missed."""
         self._saves.attached(node, self._ctx.now, member=self._rdzv.last.is_member(node))
         self._send()
 
     def going(self, nodes: Iterable[str], *, signalled: bool = False) -> None:
-        """These nodes say that they go (of a death signal), or are told so next. What the ranks of
-        one that departs could not save, or have left in its memory, is written out as after a
-        failure."""
+        """These nodes announce that they leave (`signalled`: on a death signal), or are about to be
+        ordered to. What the ranks of a departing node could not save, or have left in its memory,
+        is written as after a failure."""
         self._saves.going(nodes, self._ctx.now, signalled=signalled)
         self._send()
 
     def _departing(self, node: str, report: m.Departing | m.Missed) -> None:
-        """A node is to leave, or a rank cannot save the step that was named."""
+        """A node is leaving, or a rank cannot save the named step."""
         round_ = self._ctx.round
         if round_ is None or self._rdzv.phase is not Phase.RUNNING:
-            return  # it is told to stop anyway
+            return  # it will be stopped anyway
         members = tuple(one for one in self._rdzv.last.stages if self._rdzv.last.is_member(one))
         self._saves.departing(node, report, round_.name, members)
 
     def lost_contact(self, node: str) -> None:
-        """Its stream broke: it will say again what it holds."""
+        """Its stream broke: it will report again what it holds."""
         self._saves.forget(node, self._ctx.now)
         self.is_stirred = True
 
     def gone(self, node: str, reason: str, *, reborn: bool = False) -> None:
-        """The node has gone, as `reason` says in a clause. `reborn`: a newer agent of it is
-        there."""
+        """The node is lost, as `reason` says in a clause. `reborn`: a newer agent of it is
+        present."""
         self._saves.forget(node, self._ctx.now, gone=reason, reborn=reborn)
         self._send()
 
     # ------------------------------------------------------------ rounds
 
     def choose(self, trouble: Reason | None) -> Choice:
-        """What the round that forms now goes on from. `trouble`: which member has gone."""
+        """What the round that forms now restores. `trouble`: which member is lost."""
         saves, note = self._saves, self._ctx.note
         if self._ctx.restarts.window.failed_by_itself and not trouble:
             saves.points.failed_by_itself()
@@ -125,21 +125,22 @@ class SnapshotPolicy:
         return choice
 
     def round_begins(self, round_: Round) -> None:
-        """Its nodes are about to be told: what is over by that must be told before."""
+        """The round's nodes are about to get their orders; they must first learn what is over."""
         self._left_behind = None
         facts = round_.facts
         self._saves.begin_round(facts.name, facts.world_size, facts.restore, round_.seats)
         self._send()
 
     def round_adopted(self, report: m.RoundReport, round_: Round) -> None:
-        """An agent runs a round of which nobody had told this master."""
+        """An agent runs a round that this master did not know of."""
         points = self._saves.points
         self.is_stirred = True
         points.rewound_from, points.restore_step = report.skip.storage_from, -1
         self._saves.begin_round(report.round, report.world_size, report.restore, round_.seats)
 
     def save_at_breakpoint(self, round_: Round) -> None:
-        """A failure has ended the round before this one, whose nodes have been told."""
+        """A failure has ended the previous round; its nodes have their orders. Save what it
+        left."""
         restore, skip = round_.facts.restore, round_.facts.skip
         if self._ctx.spec.saves.at_breakpoint and restore is not None and not skip.memory:
             self._saves.checkpoints.save(restore, self._ctx.now)
@@ -152,14 +153,14 @@ class SnapshotPolicy:
         if self.is_stirred or late or outbox.orders:
             self.is_stirred = False
             self._saves.proceed(now)
-            if outbox.orders or outbox.news:  # which may lead to more
+            if outbox.orders or outbox.news:  # which may cause more
                 self._send()
             self._due = self._saves.next_deadline()
         wishes, self._wishes = self._wishes, []
         return tuple(wishes)
 
     def next_deadline(self) -> float | None:
-        """When anything follows by itself."""
+        """When anything is due on its own."""
         return self._saves.next_deadline() if self.is_stirred else self._due
 
     def overslept(self, by: float) -> None:
@@ -170,33 +171,33 @@ class SnapshotPolicy:
     # ------------------------------------------------------------ the end
 
     def is_to_be_saved(self, exit_code: int) -> bool:
-        """Whether the newest whole snapshot is to be written out because the job ends."""
+        """Whether the newest whole snapshot must be written because the job ends."""
         if exit_code == EXIT_OK or not self._ctx.spec.saves.at_breakpoint:
             return False
         newest = self._saves.points.choose().restore
         return newest is not None and newest != self._saves.checkpoints.written
 
     def node_leaves(self) -> None:
-        """A node leaves: what the next round would go on from if it stayed."""
+        """A node leaves: note what the next round would restore if it stayed."""
         newest = self._saves.points.choose().restore
         if newest is not None:
             key = key_of(newest)
             self._left_behind = max(self._left_behind or key, key, key=order_of)
 
     def has_moved(self) -> bool:
-        """Whether ranks of the present round are known to have gone on from where it began, or were
-        asked to save."""
+        """Whether ranks of the current round are known to have progressed, or were asked to
+        save."""
         newest = self._saves.points.choose().restore
         asked = self._saves.departures.asked is not None
         return asked or newest is None or self.newest_step > newest.step
 
     def is_left_in_storage(self) -> bool:
-        """Whether another run would go on from there, or from a later step."""
+        """Whether another run would resume from there, or from a later step."""
         left = self._left_behind
         return left is not None and self._saves.checkpoints.is_in_storage(left)
 
     def hold(self, exit_code: int) -> Decision | None:
-        """The job is to end: what that waits for, None if for nothing (any more)."""
+        """The job is ending: what that waits for; None if nothing (any more)."""
         saves, now = self._saves.checkpoints, self._ctx.now
         if self._ends_since is None:
             self._ends_since = now
@@ -222,7 +223,7 @@ class SnapshotPolicy:
     # ------------------------------------------------------------ small change
 
     def _send(self) -> None:
-        """Pass on what came of it."""
+        """Send out the orders and news that have accumulated."""
         self.is_stirred = True
         outbox = self._saves.outbox
         news, outbox.news = outbox.news, []

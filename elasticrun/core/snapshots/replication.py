@@ -1,18 +1,19 @@
-"""Which node copies what of whose snapshots, so that every part of a step is in two nodes' memory.
+"""Replication: which node copies which snapshots, so that every part of a step is in two nodes'
+memory.
 
-A step is *paired* when it is whole and would be without any one node. Where ranks want replicas,
-what one node alone holds of the newest whole step is copied by the node after it in the order of
-group ranks. What two nodes hold anyway (DDP, HSDP) is not copied, so such a job pays nothing; that
-is known when all nodes have said what they hold of it. The watermark waits for a step to be paired,
-or ranks would overwrite the last one that the loss of a node leaves whole. One step is paired at a
-time, the newest.
+A step is *paired* when it is whole and would be without any single node. If ranks want replicas,
+what only one node holds of the newest whole step is copied by the next node in the order of group
+ranks. What two nodes hold anyway (DDP, HSDP) is not copied, so such a job pays nothing; this is
+known once all nodes have reported what they hold of it. The watermark waits until a step is paired,
+because otherwise ranks would overwrite the last step that is still whole after the loss of a node.
+One step is paired at a time, the newest.
 
-That wait is bounded: when a node cannot copy its share, or the limit is over, this step is given up
-(one line says why, once until it works again) and counts as it is; the next step is tried anew.
-With fewer than two nodes there is nobody to copy to, and a step counts as it is.
+The wait is bounded: when a node cannot copy its share, or the limit is over, this step is given up
+(one line logs why, once until it works again) and counts without replicas; the next step is tried
+again. With fewer than two nodes no copies are possible, and a step counts without them.
 
-Nothing is begun while a node of the round has not said what it holds. After a restart the step that
-was restored is paired too: until the new round has a whole step, it is all there is.
+Nothing begins until every node of the round has reported what it holds. After a restart the
+restored step is paired too: until the new round has a whole step, there is no other.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
 PATIENCE = 1.0
-"""Seconds for which a whole step is not copied while some ranks may have it themselves soon."""
+"""Seconds for which a whole step is not copied because other ranks may soon have it themselves."""
 
 
 @dataclass(slots=True)
@@ -47,35 +48,35 @@ class Pairing:
     deadline: float
     copies: list[Copying]
     untold: list[Copying]
-    lone: int = 0  # contents on one node, at the last look
+    lone: int = 0  # contents on only one node, at the last look
 
 
 class Replicas:
-    """See the module's head."""
+    """Orders the copies of one step at a time."""
 
     def __init__(self, limit: float, outbox: Outbox) -> None:
         """`limit`: seconds that one step may take."""
         self._limit = limit
         self._outbox = outbox
         self._seats: Mapping[str, int] = {}
-        self._wanting: dict[str, None] = {}  # nodes whose ranks want it
+        self._wanting: dict[str, None] = {}  # nodes whose ranks want replicas
         self._pairing: Pairing | None = None
-        self._due: tuple[Key, float] | None = None  # what is to be paired, and since when
-        self._given_up: dict[RoundName, int] = {}  # steps up to these count as they are
+        self._due: tuple[Key, float] | None = None  # the step to pair next, and since when
+        self._given_up: dict[RoundName, int] = {}  # steps up to these count without replicas
         self._trouble = self._worked = False
 
     # ------------------------------------------------------------ nodes and rounds
 
     def begin_round(self, seats: Mapping[str, int]) -> None:
-        """A round was formed, adopted or read from the record. `seats`: group ranks by node, which
-        may still be added to."""
+        """A round was formed, adopted or read from the record. `seats`: group ranks by node; it may
+        still grow."""
         self._seats = seats
         self._pairing = None
         self._due = None
         self._given_up.clear()
 
     def heard(self, node: str, report: m.Holdings) -> None:
-        """Whether the ranks of a living node want it."""
+        """Note whether the ranks of a living node want replicas."""
         if report.replicas:
             self._wanting[node] = None
         else:
@@ -88,14 +89,14 @@ class Replicas:
             self._give_up(pairing, f"{report.reason} (node {node})")
 
     def attached(self, node: str) -> None:
-        """A stream of a node stands: it may not have heard what it is to copy."""
+        """A node has attached: it may have missed what it must copy."""
         pairing = self._pairing
         if pairing is not None:
             again = (one for one in pairing.copies if one.node == node)
             pairing.untold += [one for one in again if one not in pairing.untold]
 
     def going(self, nodes: Collection[str]) -> None:
-        """These nodes leave: who was to copy to them, or from them, is paired with others."""
+        """These nodes leave: nodes that were to copy to or from them are paired with others."""
         pairing = self._pairing
         copies = pairing.copies if pairing is not None else []
         if any(one.node in nodes or one.source in nodes for one in copies):
@@ -104,7 +105,7 @@ class Replicas:
     # ------------------------------------------------------------ which steps count
 
     def counts(self, ledger: Ledger, step: int) -> bool:
-        """Whether older ones are needless, this whole step being there."""
+        """Whether this whole step makes older ones unnecessary."""
         if not self._applies() or step <= self._given_up.get(ledger.name, -1):
             return True
         return ledger.is_paired(step)
@@ -116,8 +117,8 @@ class Replicas:
         going: Collection[str],
         now: float,
     ) -> None:
-        """End what is done or late, begin what is due. `ledgers`: of the present round, and of the
-        one before; `living`: what nodes said last."""
+        """End what is done or late, begin what is due. `ledgers`: of the current round, and of the
+        previous one; `living`: the last report of each node."""
         if not self._applies():
             self._pairing = None
             return
@@ -130,7 +131,7 @@ class Replicas:
                     self._due = None
                     able = {node for node in self._seats if node not in going}
                     self._begin(ledger, step, able, now)
-                break  # older rounds are needed no more
+                break  # older rounds are no longer needed
         else:
             self._due = None
         if self._pairing is not None:
@@ -150,7 +151,7 @@ class Replicas:
             self._pairing.deadline += by
 
     def is_on_two(self, ledger: Ledger, step: int) -> bool:
-        """Whether ranks want that, and it is so."""
+        """Whether ranks want replicas of this step, and it has them."""
         return self._applies() and ledger.is_paired(step)
 
     # ------------------------------------------------------------ one step
@@ -159,7 +160,7 @@ class Replicas:
         return bool(self._wanting) and len(self._seats) >= 2
 
     def _look(self, ledger: Ledger, now: float) -> None:
-        """What has become of the step that is being paired, if it is of this round."""
+        """Check on the step that is being paired, if it is of this round."""
         pairing = self._pairing
         if pairing is None or pairing.key[0] != ledger.name:
             return
@@ -174,17 +175,17 @@ class Replicas:
         else:
             lone, pairing.lone = pairing.lone, ledger.lone(step)
             if pairing.lone > lone or (not ledger.is_whole(step) and _newest(ledger) > step):
-                self._pairing = None  # a node has lost something of it: see anew
+                self._pairing = None  # a node has lost something of it: start again
 
     def _is_due(self, ledger: Ledger, step: int, living: Collection[str], now: float) -> bool:
-        """Whether this step is to be paired, and it is known what must be copied for that."""
+        """Whether to pair this step now, and all that must be copied for it is known."""
         key = (ledger.name, step)
         if self._pairing is not None and self._pairing.key[0] != ledger.name:
             self._pairing = None  # a step of an older round
         if self._pairing is not None or self.counts(ledger, step):
             self._due = None
             return False
-        if any(node not in living for node in self._seats):  # it comes back, or the round ends
+        if any(node not in living for node in self._seats):  # the node returns, or the round ends
             self._due = None
             return False
         if ledger.upto is not None:
@@ -208,7 +209,7 @@ class Replicas:
         self._pairing = pairing
 
     def _order(self, pairing: Pairing, living: Mapping[str, m.Holdings]) -> None:
-        """Tell who can begin and was not told."""
+        """Send the orders to nodes that can begin and do not have them yet."""
         untold, pairing.untold = pairing.untold, []
         for one in untold:
             report = living.get(one.source)
@@ -231,7 +232,7 @@ class Replicas:
 
 
 def _after(ring: list[str], source: str, able: Collection[str]) -> str | None:
-    """The node that comes after `source` in the ring and is able to copy; None if there is none."""
+    """The node after `source` in the ring that is able to copy; None if there is none."""
     at = ring.index(source) + 1 if source in ring else 0
     return next((n for n in ring[at:] + ring[:at] if n in able and n != source), None)
 

@@ -1,10 +1,9 @@
 """All snapshots of a job: reports in, orders out.
 
-`RestorePoints` knows what is whole and chooses, `Replicas` has copies made, `Checkpoints` has
-snapshots written out, `Departures` names the step that is saved before a node leaves. What comes of
-it is left in `outbox`, for the caller to take. A node that is told to go, or says so, counts for
-nothing but the attempt that it takes part in: its agent stays until that is over, for it may hold
-the only copy of a shard.
+`RestorePoints` tracks which steps are whole and chooses, `Replicas` orders copies, `Checkpoints`
+has snapshots written, `Departures` names the step that is saved before a node leaves. The results
+are in `outbox`, for the caller to take. A node that is leaving counts only for the attempt that it
+takes part in: its agent stays until that is over, because it may hold the only copy of a shard.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
 MAX_TRIES = 5
-"""Steps that are named one after the other until every rank saves one."""
+"""Maximum number of steps that are named in turn until every rank saves one."""
 
 
 class Snapshots:
-    """See the module's head."""
+    """Dispatches reports to the components of this folder."""
 
     def __init__(self, saves: m.SaveSpec, mint: Callable[[], str], term: int = 1) -> None:
-        """`mint` gives a name for every attempt to write; `term`: of this master."""
+        """`mint` returns a name for every attempt to write; `term`: of this master."""
         self._at_breakpoint = saves.at_breakpoint
         self.outbox = Outbox()
         self.points = RestorePoints(term, saves.restore_step, self.outbox)
@@ -46,8 +45,8 @@ class Snapshots:
         restore: m.Restore | None,
         seats: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """A round was formed, adopted or read from the record. `restore`: what it goes on from;
-        agents withdraw whatever is newer. `seats`: group ranks by node, as they are learned."""
+        """A round was formed, adopted or read from the record. `restore`: what it restores; agents
+        discard everything newer. `seats`: group ranks by node, as they become known."""
         self.checkpoints.goes_on_from(restore)
         self.points.begin_round(name, world_size, restore)
         self._replicas.begin_round(seats)
@@ -65,19 +64,19 @@ class Snapshots:
         self.proceed(now)
 
     def not_replicated(self, node: str, report: m.NotReplicated, now: float) -> None:
-        """A node could not copy what it was told to."""
+        """A node could not copy what it was ordered to."""
         self._replicas.failed(node, report)
         self.proceed(now)
 
     def persisted(self, node: str, report: m.Persisted, now: float) -> None:
-        """A node has written its share of a checkpoint, or could not."""
+        """A node has written its share of a checkpoint, or failed to."""
         self.checkpoints.persisted(node, report, now)
         self.departures.saved(self.checkpoints.written)
 
     def departing(
         self, node: str, report: m.Departing | m.Missed, name: RoundName, members: tuple[str, ...]
     ) -> None:
-        """A member of the present round is to leave, or cannot save the step that was named."""
+        """A member of the current round is leaving, or cannot save the named step."""
         self.departures.begin_round(name)
         if node not in members:
             return
@@ -89,16 +88,16 @@ class Snapshots:
         self.departures.saved(self.checkpoints.written)
 
     def forget(self, node: str, now: float, *, gone: str = "", reborn: bool = False) -> None:
-        """Its stream broke: it will say again what it holds. `gone`: it will not, and why;
-        `reborn`: since a newer agent of it is there."""
+        """The node's stream broke: it will report again what it holds. `gone`: why it will not;
+        `reborn`: because a newer agent of it is present."""
         self.points.forget(node, for_good=bool(gone))
         if gone:
             self.checkpoints.node_gone(node, gone, now, reborn=reborn)
 
     def going(self, nodes: Iterable[str], now: float, *, signalled: bool = False) -> None:
-        """These nodes are to be told to go, or have said that they do (`signalled`: for a death
-        signal). If they have the only copy of something, and what ranks lose is to be written out,
-        that begins before they hear it: of nodes that depart what was not saved yet, of others as
+        """These nodes are about to be ordered to leave, or have announced it (`signalled`: on a
+        death signal). If they have the only copy of something, and what ranks lose must be written,
+        that begins before they learn it: for departing nodes what was not saved yet, for others as
         after a failure."""
         nodes = tuple(nodes)
         unsaved = self.departures.gone(nodes)
@@ -112,7 +111,7 @@ class Snapshots:
         self.points.leave({node: self.checkpoints.kept_by(node) for node in leaving})
 
     def attached(self, node: str, now: float, *, member: bool) -> None:
-        """A stream of a node stands: what it may not have been told. `member`: of the round."""
+        """A node has attached: send what it may have missed. `member`: of the round."""
         self.points.going.pop(node, None)
         self._replicas.attached(node)
         self.checkpoints.attached(node, now)
@@ -143,19 +142,19 @@ class Snapshots:
     # ------------------------------------------------------------ the record, the page
 
     def facts(self, _now: float) -> SnapshotFacts:
-        """What the next master must know."""
+        """What the next master needs."""
         points = self.points
         rejected = tuple(Rejected(*key, times) for key, times in points.rejected.items())
         written = self.checkpoints.written
         return SnapshotFacts(written, rejected, points.rewound_from, points.restore_step)
 
     def restore(self, facts: SnapshotFacts, _at: float) -> None:
-        """What the master before this one knew."""
+        """Restore what the previous master knew."""
         self.checkpoints.restore(facts.written)
         self.points.restore(facts)
 
     def status(self) -> str:
-        """One sentence for the status page; empty of a job without snapshots."""
+        """One sentence for the status page; "" for a job without snapshots."""
         parts = []
         newest = self.points.choose().restore
         if newest is not None:
@@ -171,18 +170,19 @@ class Snapshots:
 
 
 class Departures:
-    """Nodes that are to leave the present round, and the step that all ranks save before.
+    """Nodes that are leaving the current round, and the step that all ranks save first.
 
-    A node that departs says which step it is at, and in how many steps word comes to every rank.
-    The step that is asked for lies so far beyond the newest that is known; nodes that depart at the
-    same time are given the same one. Where a rank was past it already, or had no room, another is
-    named, twice as far beyond; after MAX_TRIES the nodes leave without."""
+    A departing node reports its current step, and within how many steps a message reaches every
+    rank. The requested step is that far beyond the newest known one; nodes that depart at the same
+    time get the same one. If a rank was past it already, or had no room, another is named, twice as
+    far beyond; after MAX_TRIES the nodes leave without.
+    """
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self._round: RoundName | None = None
         self._nodes: dict[str, m.Departing] = {}
-        self._step = -1  # that is asked for; -1: none
+        self._step = -1  # the requested step; -1: none
         self._margin = 0
         self._tries = 0
         self._is_saved = False
@@ -198,8 +198,8 @@ class Departures:
             self._is_saved = self._is_written = False
 
     def departing(self, node: str, report: m.Departing, members: Sequence[str]) -> None:
-        """A node is to leave; said again to a new master, or when its stream broke. `members`: who
-        is told."""
+        """A node is leaving; repeated to a new master, or after its stream broke. `members`:
+        recipients of the orders."""
         if report.round != self._round:
             return
         if node not in self._nodes:
@@ -209,12 +209,12 @@ class Departures:
         if self._step < 0 or self._is_saved:
             self._is_saved = False
             asked = max(report.asked, -1)
-            fresh = asked > self._step  # the master before this one has named it
+            fresh = asked > self._step  # the previous master has named it
             step = asked if fresh else max(report.step, self._step) + self._margin
             self._name(step, self._reason(), members)
 
     def missed(self, node: str, report: m.Missed, members: Sequence[str]) -> None:
-        """A rank cannot save the step that was named."""
+        """A rank cannot save the named step."""
         if report.round != self._round or report.asked != self._step or self._is_saved:
             return
         why = f"node {node} was past step {self._step}, or had no room for it"
@@ -224,42 +224,42 @@ class Departures:
             self._margin = min(2 * self._margin, m.MAX_MARGIN)
             self._name(max(report.step, self._step) + self._margin, why, members)
         else:
-            self._is_saved = True  # nothing more is asked for
+            self._is_saved = True  # no further step is requested
             tries = f"{MAX_TRIES} steps were named"
             self._outbox.say(f"{tries}, and none could be saved by all: {why}", "warning")
-        # none may keep a slot for it; told after the new one, since it lets nodes go
+        # no node may keep a slot for it; sent after the new one, because it lets nodes leave
         over = m.PersistOver("", report.round, old, ok=False, reason=why)
         self._outbox.tell(over, *members)
 
     def saved(self, restore: m.Restore | None) -> None:
-        """This is the newest checkpoint."""
+        """`restore` is the newest checkpoint."""
         if restore is not None and restore.round == self._round and 0 <= self._step <= restore.step:
             self._is_saved = self._is_written = True
 
     def has_saved(self, name: RoundName) -> bool:
-        """Whether the step that nodes asked for before they left this round is in storage."""
+        """Whether the step that departing nodes requested in this round is in storage."""
         return self._is_written and name == self._round
 
     def gone(self, nodes: Iterable[str]) -> bool | None:
-        """These nodes go; whether what their ranks have is still to be saved. None: they were not
-        departing."""
+        """These nodes leave. Return whether what their ranks have must still be saved; None: they
+        were not departing."""
         found = [node for node in nodes if self._nodes.pop(node, None) is not None]
         return not self._is_saved if found else None
 
     @property
     def order(self) -> m.SaveAt | None:
-        """What a node of the round is to know that may not have been told."""
+        """The order that a node of the round may have missed, if any."""
         if self._round is None or self._step < 0 or self._is_saved or not self._nodes:
             return None
         return m.SaveAt(self._round, self._step, self._reason())
 
     @property
     def asked(self) -> Key | None:
-        """The round and the step that are asked for, or were last."""
+        """The round and the step that are requested, or were last."""
         return None if self._round is None or self._step < 0 else (self._round, self._step)
 
     def status(self) -> str:
-        """For the status page; empty if no node is to leave."""
+        """For the status page; "" if no node is leaving."""
         return f"{self._reason()}: all ranks save step {self._step}" if self.order else ""
 
     def _name(self, step: int, why: str, members: Sequence[str]) -> None:

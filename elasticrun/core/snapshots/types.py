@@ -1,4 +1,4 @@
-"""What the parts of `Snapshots` share: a snapshot's name, and what is to be told."""
+"""Shared by the components of `Snapshots`: a snapshot's name, and the outgoing orders."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ Key = tuple[RoundName, int]
 
 
 def key_of(restore: m.Restore) -> Key:
-    """The name of the snapshot that is restored."""
+    """The name of the restored snapshot."""
     return (restore.round, restore.step)
 
 
 def order_of(key: Key) -> tuple[int, int, int]:
-    """Snapshots in the order of time."""
+    """Orders snapshots by time."""
     return (key[0].term, key[0].number, key[1])
 
 
 class Outbox:
-    """What came of it, in order, until the caller takes it."""
+    """Orders and log lines, in order, until the caller takes them."""
 
     def __init__(self) -> None:
-        self.orders: list[tuple[tuple[str, ...], m.Order]] = []  # nodes, and what they are told
-        self.news: list[tuple[str, str]] = []  # a sentence for the operator, and its level
+        self.orders: list[tuple[tuple[str, ...], m.Order]] = []  # recipients, and the order
+        self.news: list[tuple[str, str]] = []  # a line for the operator, and its level
 
     def tell(self, order: m.Order, *nodes: str) -> None:
         """An order for these nodes."""
         self.orders.append((nodes, order))
 
     def say(self, text: str, level: str = "info") -> None:
-        """A sentence for the operator."""
+        """A line for the operator."""
         self.news.append((text, level))

@@ -1,4 +1,5 @@
-"""Hangs: quiet nodes, looks at their ranks, who waits for whom, and the verdict.
+"""Hangs: quiet nodes, looks at their ranks, which ranks wait for which, and the verdict.
 
-Forbidden here: I/O, a clock, an order about rounds; the other parts of `core/sight`, but for the
-records of the picture."""
+Forbidden here: I/O, a clock, an order about rounds; the other parts of `core/sight`, except for the
+records of the picture.
+"""

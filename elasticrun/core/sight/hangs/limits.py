@@ -1,4 +1,4 @@
-"""How long a verdict must be true before users are told, and before the round is ended for it.
+"""How long a verdict must hold before users are told, and before the round is ended for it.
 
 class     told     acted on (--on-hang=auto)
 certain   10 s     30 s
@@ -28,14 +28,14 @@ TOLD: Final[Mapping[Klass, float]] = {
 """Seconds of stillness after which users are told a verdict of this class."""
 
 CERTAIN_ENDS: Final = 30.0
-"""Seconds of stillness after which a round that certainly cannot go on is ended."""
+"""Seconds of stillness after which a round that certainly cannot continue is ended."""
 
 STILL_ENDS: Final = 900.0
-"""The same where no rank does anything or waits for another, and --on-hang=restart."""
+"""The same if no rank does anything or waits for another, with --on-hang=restart."""
 
 
 class HangLimits:
-    """See the module's head."""
+    """Decides when a verdict is shown and when it is acted on."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
@@ -43,7 +43,7 @@ class HangLimits:
         self._places.restore(ctx.waits)
 
     def learn(self, still: Still, seconds: float) -> bool:
-        """A wait has ended well after so long. Whether the record has changed."""
+        """A wait ended well after `seconds`; return whether the record has changed."""
         opinion = still.opinion
         if opinion is None or not self._places.learn(_place(opinion.impasse), seconds):
             return False
@@ -51,19 +51,19 @@ class HangLimits:
         return True
 
     def is_told(self, still: Still, opinion: Opinion, at: float) -> bool:
-        """Whether it has been true for long enough at that time."""
+        """Whether it has held long enough at time `at`."""
         klass = Klass.STRONG if opinion.impasse.held else opinion.impasse.klass
         return at + GRAIN >= _told_since(still, opinion) + TOLD[klass]
 
     def needs_stacks(self, still: Still, opinion: Opinion) -> bool:
-        """Whether users are told after a sample taken now, and what they are told needs stacks."""
+        """Whether users are told after a sample taken now, and the message needs stacks."""
         klass = opinion.impasse.klass
         due = self._ctx.now + GRAIN >= _told_since(still, opinion) + TOLD[klass]
         return due and klass is not Klass.WEAK
 
     def ends_at(self, still: Still, opinion: Opinion, *, first: bool) -> float | None:
         """When the round is ended for it; None: never. --hang-limit counts from the last movement,
-        whatever ranks were seen to do. `first`: no rank has moved since the round began."""
+        no matter what ranks were seen to do. `first`: no rank has moved since the round began."""
         watch, impasse = self._ctx.spec.watch, opinion.impasse
         if watch.on_hang not in ("auto", "restart") or impasse.held:
             return None
@@ -81,8 +81,8 @@ class HangLimits:
 
 
 def begins(still: Still, opinion: Opinion) -> float:
-    """From when the time of a verdict counts. A rank that works now and then is not idle, however
-    long nothing has moved; where no rank waits for another, what any of them does counts as a
+    """From when the duration of a verdict counts. A rank that works now and then is not idle, no
+    matter how long nothing has moved; if no rank waits for another, any activity counts as a
     movement."""
     klass = opinion.impasse.klass
     if klass is Klass.STILL and still.idle_at > still.since:

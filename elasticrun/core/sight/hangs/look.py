@@ -1,4 +1,4 @@
-"""One look at every rank of a round: who has been asked, and what has come back."""
+"""One look at every rank of a round: which nodes were asked, and their answers."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import read_ranges, write_ranges
 
 BRIEF: Final = 4.0
-"""Seconds for which a look waits for answers: a node needs 2 s for a rank that is silent."""
+"""Seconds that a look waits for answers: a node needs 2 s for a silent rank."""
 
 LONG: Final = 10.0
-"""Seconds for a look with stacks, which are taken by other programs where ranks do not answer."""
+"""Seconds for a look with stacks, which external programs take if ranks do not answer."""
 
 MOST_SAID: Final = 100
-"""Lines of the ranks' output that are shown."""
+"""Maximum number of lines of the ranks' output that are shown."""
 
 OWN_LINE: Final = re.compile(r"^\S+:\d+ .+$", re.MULTILINE)
-"""Of a stack, a line in the user's own source."""
+"""A line of a stack in the user's own source."""
 
 SLOW_STEP: Final = 5.0
-"""Seconds in which nothing of a rank moves before it is shown as one that waits."""
+"""Seconds without movement after which a rank may be shown as waiting."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """Of one node."""
+    """The answer of one node."""
 
     seen: list[Sighting] = field(default_factory=list)
     stacks: m.Stacks | None = None
 
 
 class RollCall:
-    """See the module's head. `at`, `until`: monotonic seconds; `ended`: ranks that have ended with
-    0 on nodes that are not asked any more; `final`: if it confirms the verdict, the round ends."""
+    """The answers to one look. `at`, `until`: monotonic seconds. `ended`: ranks that have exited
+    with 0 on nodes that are no longer asked. `final`: if it confirms the verdict, the round
+    ends."""
 
     def __init__(
         self,
@@ -57,12 +58,12 @@ class RollCall:
         self.answers: dict[str, _Answer] = {node: _Answer() for node in nodes}
         self._ended = tuple(ended)
         self._said: list[m.StackGroup] = []
-        self._lines: dict[int, dict[str, str]] = {}  # of the ranks that were asked for
-        self._not_whole = set(self.answers)  # nodes of whose ranks some have not been told of
+        self._lines: dict[int, dict[str, str]] = {}  # of the requested ranks
+        self._not_whole = set(self.answers)  # nodes that have not reported all of their ranks
         self._no_stacks = set(self.answers) if order.stacks else set[str]()
 
     def take(self, node: str, report: m.Inspected | m.Stacks) -> None:
-        """What a node has found."""
+        """Process a node's answer."""
         answer = self.answers.get(node)
         if answer is None:
             return
@@ -78,53 +79,54 @@ class RollCall:
 
     @property
     def whole(self) -> bool:
-        """Whether all ranks of all nodes have been told of."""
+        """Whether all ranks of all nodes are reported."""
         return not self._not_whole
 
     @property
     def done(self) -> bool:
-        """Whether nothing is to come."""
+        """Whether nothing is missing."""
         return self.whole and not self._no_stacks
 
     @property
     def sightings(self) -> list[Sighting]:
-        """Of all ranks that are known."""
+        """All ranks that are known."""
         found = list(self._ended)
         for one in self.answers.values():
             found += one.seen
         return found
 
     def folder(self, of: str) -> tuple[str, str]:
-        """Where it was written, "" for nowhere, and by which node: `of`, if that has."""
+        """Where the dump was written, "" for nowhere, and by which node: `of`, if it has."""
         told = {node: one.stacks.folder for node, one in self.answers.items() if one.stacks}
         nodes = [node for node in (of, *told) if told.get(node)]
         return (told[nodes[0]], nodes[0]) if nodes else ("", "")
 
     def missing(self) -> str:
-        """Which stacks could not be had, and why."""
+        """Which stacks are missing, and why."""
         told = [one.stacks.missing for one in self.answers.values() if one.stacks]
         silent = [node for node, one in self.answers.items() if one.stacks is None]
         parts = [text for text in told if text]
         return "; ".join([*parts, *([f"no word from {names(silent)}"] if silent else [])])
 
     def stacks(self) -> tuple[StackRow, ...]:
-        """Groups of like stacks over all nodes, the rarest first."""
+        """Groups of equal stacks over all nodes, the rarest first."""
         answers = self.answers.values()
         rows = _together(group for one in answers if one.stacks for group in one.stacks.groups)
         return tuple(sorted(rows, key=lambda row: (row.count, row.ranks)))
 
     def said(self) -> tuple[StackRow, ...]:
-        """What ranks have written last, the same of several nodes in one row; the newest last."""
+        """The last lines that ranks have written, equal lines of several nodes in one row; the
+        newest last."""
         return tuple(_together(self._said)[-MOST_SAID:])
 
     def said_by(self, rank: int) -> str:
-        """What this rank has written last, a line each."""
+        """The last lines that this rank has written."""
         return "\n".join(group.text for group in self._said if rank in _ranks(group.ranks))
 
     def lines_of(self, rank: int) -> dict[str, str]:
-        """Where the threads of a rank and its loaders are in the user's source, by what they are
-        called, the main one ""."""
-        if rank not in self._lines:  # asked at each event, and all stacks of all nodes are merged
+        """Where the threads of a rank and its loaders are in the user's source, by thread name; ""
+        is the main thread."""
+        if rank not in self._lines:  # called at each event, and merges all stacks of all nodes
             rows = [row for row in self.stacks() if rank in _ranks(row.ranks)]
             lines = {row.thread: OWN_LINE.search(row.text) for row in rows}
             found = {thread: line[0] for thread, line in lines.items() if line is not None}
@@ -132,7 +134,7 @@ class RollCall:
         return self._lines[rank]
 
     def stack_of(self, rank: int) -> str:
-        """The main thread of a rank, a line a frame; "" where it is not known."""
+        """The main thread's stack of a rank, one line per frame; "" if unknown."""
         for row in self.stacks():
             if not row.thread and rank in _ranks(row.ranks):
                 return row.text
@@ -140,7 +142,7 @@ class RollCall:
 
 
 def rows(scene: Scene, odd: Mapping[int, str]) -> tuple[RankRow, ...]:
-    """The ranks for people. `odd`: the state of those whom the verdict names."""
+    """The ranks, for display. `odd`: the state of those that the verdict names."""
     return tuple(_row(scene, one, odd) for _, one in sorted(scene.ranks.items()))
 
 
@@ -183,7 +185,7 @@ def _state(seen: m.RankSeen, odd: Mapping[int, str], *, waits: bool) -> str:
 
 
 def _together(groups: Iterable[m.StackGroup]) -> list[StackRow]:
-    """Groups of several nodes with the same key as one, in the order in which they came."""
+    """Merge groups of several nodes with the same key, in order of arrival."""
     by_key: dict[tuple[str, str], list[m.StackGroup]] = {}
     for group in groups:
         by_key.setdefault((group.key, group.thread), []).append(group)

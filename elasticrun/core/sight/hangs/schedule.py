@@ -1,7 +1,7 @@
 """When the ranks are sampled, and which samples are kept.
 
 The first two samples of a stillness are early and close together; later ones are further apart.
-There is one sample at a time, for the watch and for users alike.
+Only one sample runs at a time, for the watch and for users alike.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from elasticrun.core.sight.hangs.waiting import Sighting
 from elasticrun.wire import messages as m
 
 FIRST_LOOK: Final = 5.5
-"""Seconds of stillness before the first sample: agents report it after 5 s. With the 2.5 s at most
-that they take to see the last movement, what is certain is told 10 to 13 s after it."""
+"""Seconds of stillness before the first sample: agents report it after 5 s. They take at most 2.5 s
+to see the last movement, so users learn of a certain hang 10 to 13 s after it."""
 
 SECOND: Final = 4.5
-"""Seconds between the first sample and the one that must say the same."""
+"""Seconds between the first sample and the one that must confirm it."""
 
 EARLY_EVERY: Final = 60.0
-"""Seconds between two such early pairs: a job with slow steps is quiet in each step. Where every
-rank is in a collective there is no such delay."""
+"""Seconds between two such early pairs: a job with slow steps is quiet in each step. There is no
+such delay if every rank is in a collective."""
 
 LATER: Final = (30.0, 60.0, 65.0)
-"""Seconds of stillness at the next samples; then there is one every LATEST seconds."""
+"""Seconds of stillness at the next samples; after that there is one every LATEST seconds."""
 
 LATEST: Final = 30.0
 
 FRESH: Final = 1.0
-"""Seconds for which a sample is as good as a new one for a user: many may watch one job."""
+"""Seconds for which a user gets an existing sample instead of a new one: many may watch one job."""
 
 
 def next_look(looks: tuple[float, ...], *, early: bool, hang_limit: float) -> float:
@@ -51,7 +51,7 @@ def next_look(looks: tuple[float, ...], *, early: bool, hang_limit: float) -> fl
 
 
 class Samples:
-    """The sample that is under way, and the last one of each kind."""
+    """The running sample, and the last one of each kind."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
@@ -64,8 +64,8 @@ class Samples:
     def ask(
         self, nodes: Iterable[str], *, stacks: bool, dump: int, lines: bool, final: bool = False
     ) -> int:
-        """Ask these nodes about all their ranks; the number of the sample. `final`: the round is
-        ended if it confirms the verdict."""
+        """Ask these nodes about all their ranks; return the number of the sample. `final`: the
+        round is ended if it confirms the verdict."""
         round_, nodes = self._ctx.round, tuple(nodes)
         assert round_ is not None
         self._number += 1
@@ -75,8 +75,8 @@ class Samples:
         return self._number
 
     def ask_for_user(self, nodes: Iterable[str], *, stacks: bool) -> int:
-        """The number of a sample that a user wants: the one under way, a fresh one or a new one. 0:
-        no round runs."""
+        """The number of a sample for a user: the running one, a fresh one or a new one. 0: no round
+        runs."""
         found, last = self.under_way, self.last
         if found is None and last is not None and last.whole and self._ctx.now - last.at < FRESH:
             found = last
@@ -88,7 +88,7 @@ class Samples:
         return self.ask(nodes, stacks=stacks, dump=0, lines=True)
 
     def take(self, node: str, report: m.Inspected | m.Stacks) -> bool:
-        """A node's answer; whether the sample is complete."""
+        """A node's answer; return whether the sample is complete."""
         look = self.under_way
         if look is None or report.number != look.order.number:
             return False

@@ -33,8 +33,8 @@ GRAIN: Final = 0.001
 """Seconds by which a sample may be early because of rounding."""
 
 TORCH: Final = 0.8
-"""Stacks are taken when this part of torch's own limit for a collective is over: at its end torch
-kills the ranks, and their stacks are lost."""
+"""Stacks are taken when this fraction of torch's own limit for a collective has passed: at its end
+torch kills the ranks, and their stacks are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +55,19 @@ class Opinion:
 
 @dataclass(frozen=True, slots=True)
 class Unjudged:
-    """No sample yet, or the last one says nothing."""
+    """No sample yet, or the last one shows no impasse."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspected:
-    """One sample says this."""
+    """One sample shows this."""
 
     opinion: Opinion
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Two successive samples say this."""
+    """Two successive samples show this."""
 
     opinion: Opinion
 
@@ -91,7 +91,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Acted:
-    """The round is being ended for what was told."""
+    """The round is being ended for the reported verdict."""
 
     reported: Reported
 
@@ -141,7 +141,7 @@ class Still:
         return None
 
     def judge(self, look: RollCall, sightings: list[Sighting], away: float) -> None:
-        """Take in a sample of every rank."""
+        """Process a sample of every rank."""
         seconds = self.seconds(look.at)
         scene = Scene(sightings, seconds)
         impasse, before = judge(scene), self.opinion

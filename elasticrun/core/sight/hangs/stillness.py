@@ -1,7 +1,7 @@
-"""For how long nothing has moved, and how long a place in the user's source may be waited for.
+"""How long a rank may be waited for at a place in the user's source.
 
-A place is a file and a function, with the library that it has called. What a wait there took that
-ended well is remembered, so a checkpoint that takes ten minutes is known after the first.
+A place is a file and a function, with the library that it has called. The durations of waits that
+ended well are remembered, so a checkpoint that takes ten minutes is known after the first.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ Place = NewType("Place", str)
 """File, function and library: "train.py load_shard torch.utils.data"."""
 
 FACTOR: Final = 5.0
-"""A place may be waited for this many times as long as the longest wait there that ended well."""
+"""A place may take this many times the longest wait there that ended well."""
 
 SHORTEST: Final = 60.0
-"""Seconds that any place may be waited for: a strong verdict needs looks that agree that long."""
+"""Minimum limit of any place in seconds: a strong verdict needs looks that agree for that long."""
 
 LONGEST: Final = 3600.0
-"""And at most: what has taken an hour is worth a person's look."""
+"""Maximum limit in seconds: a person should look at anything that has taken an hour."""
 
 USERS_OWN: Final = 300.0
-"""Seconds for a line of the user's source at which nobody has waited yet: it may ask a service."""
+"""Limit in seconds for a line of the user's source without known waits: it may call a service."""
 
 FIRST: Final = 1800.0
-"""Seconds for whatever is waited for before the first collective or step of a life: it loads data,
-compiles, fetches a model."""
+"""Limit in seconds before the first collective or step of a round: the rank loads data, compiles,
+or fetches a model."""
 
 PRIORS: Final = (
     (("_inductor", "_dynamo", "triton"), 1800.0),
     (("torch.serialization", "distributed.checkpoint", "safetensors"), 1800.0),
     (("init_process_group", "TCPStore", "_create_c10d_store", "rendezvous"), 600.0),
 )
-"""Seconds for libraries that are known to take their time: compilers, storage, the rendezvous of
-torch, whose own limits are as long."""
+"""Limits in seconds for libraries that are known to be slow: compilers, storage, and torch's
+rendezvous, whose own limits are as long."""
 
 MOST: Final = 256
-"""Places that are remembered; the one that was seen longest ago is forgotten first."""
+"""Maximum number of places; the one seen longest ago is dropped first."""
 
 WORTH: Final = 5.0
-"""Seconds below which a wait teaches nothing: every step has such."""
+"""Waits shorter than this many seconds are not remembered: every step has some."""
 
 
 NEWS: Final = 1.2
-"""Times the longest wait that is known from which a longer one is written down at once."""
+"""A wait this many times longer than the longest known one is recorded at once."""
 
 
 def place_of(line: str, library: str) -> Place:
-    """The place of "train.py:88 load_shard" and a library: the number of the line counts not."""
+    """The place of "train.py:88 load_shard" and a library, without the line number."""
     head, _, function = line.partition(" ")
     file = head.rpartition(":")[0] or head
     return Place(" ".join(part for part in (file, function, library) if part))
@@ -63,8 +63,8 @@ class Places:
         self._longest: dict[Place, float] = {}
 
     def learn(self, place: Place, seconds: float) -> bool:
-        """A wait at this place has ended well after so many seconds. Whether that is news which is
-        worth a record."""
+        """A wait at this place ended well after `seconds`. Return whether that should be
+        recorded."""
         if not place or seconds < WORTH:
             return False
         before = self._longest.pop(place, 0.0)
@@ -74,17 +74,17 @@ class Places:
         return seconds > NEWS * before
 
     def limit(self, place: Place, *, first: bool) -> float:
-        """Seconds that may be waited for a rank there. `first`: no rank has moved in this life."""
+        """Seconds that a rank may be waited for there. `first`: no rank has moved in this round."""
         known = self._longest.get(place)
         found = _prior(place) if known is None else min(max(FACTOR * known, SHORTEST), LONGEST)
         return max(found, FIRST) if first else found
 
     def record(self) -> tuple[LongWait, ...]:
-        """What the next master is to know."""
+        """What the next master needs."""
         return tuple(LongWait(place, seconds) for place, seconds in self._longest.items())
 
     def restore(self, waits: Iterable[LongWait]) -> None:
-        """What a master before this one knew."""
+        """Restore what the previous master knew."""
         for one in waits:
             self.learn(Place(one.place), one.seconds)
 

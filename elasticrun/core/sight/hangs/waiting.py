@@ -1,9 +1,9 @@
-"""Who waits for whom, and why nobody goes on: what one look at every rank of a job says.
+"""The wait-for graph of one look: which ranks wait for which, and why none makes progress.
 
 In a process group a rank that has entered more collectives than it has completed is *in* the first
-of these, number s, and waits for every member that has entered fewer than s. Followed from group to
-group, that leads to ranks for which others wait and which wait for nobody (the odd ones), or round
-in a circle. O(ranks), with no table of pairs: in a group it is enough to know who is last.
+of these, number s, and waits for every member that has entered fewer than s. Following this from
+group to group leads either to ranks that others wait for and that wait for nobody (the odd ones),
+or to a cycle. O(ranks), without a table of pairs: in a group it is enough to know the last member.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from elasticrun.wire.messages import Being, GroupSeen, Position, RankSeen
 from elasticrun.wire.types import read_ranges, write_ranges
 
 CPU_STILL: Final = 0.02
-"""Cores below which a rank does nothing: the threads of an idle torch use a third of that."""
+"""Cores below which a rank is idle: the threads of an idle torch use a third of that."""
 
 IO_STILL: Final = 16 * 1024
-"""Bytes a second below which a rank reads and writes nothing worth the name."""
+"""Bytes per second below which a rank's I/O is negligible."""
 
 GPU_STILL: Final = 5
 """Percent below which a device is idle."""
 
 IDLE_GRAIN: Final = 5.0
-"""Seconds by which one rank must have been idle longer than others to be the first of them."""
+"""Seconds by which one rank must have been idle longer than others to be named first."""
 
 EDGES_NAMED: Final = 8
-"""Ranks of a circle that a sentence names."""
+"""Maximum number of ranks of a cycle that a sentence names."""
 
 SIZED: Final = frozenset({"all_reduce", "allreduce", "broadcast", "barrier"})
 """Collectives in which all ranks have buffers of one size; in the others they may differ."""
 
 FAMILIES: Final = ("allgather", "allreduce", "alltoall", "reducescatter")
-"""Collectives that torch has several calls for: ranks that take different ones understand each
-other."""
+"""Collectives with several calls in torch: ranks in different calls of one family match."""
 
 WHOLE: Final = (*FAMILIES, "barrier")
 """Collectives that no rank can complete before all others have entered them."""
@@ -58,22 +57,21 @@ DEBUGGERS: Final = ("pdb", "bdb", "debugpy", "pydevd", "IPython", "ipdb")
 
 
 SAID: Final = "said"
-"""The kind of a verdict about a rank that does something long on purpose, as its script has said:
-no hang."""
+"""The kind of a verdict about a rank in a long operation that its script has declared: no hang."""
 
 
 class Klass(StrEnum):
-    """How sure a verdict is."""
+    """How certain a verdict is."""
 
-    CERTAIN = "certain"  # it cannot go on
-    STRONG = "strong"  # all evidence says so
-    WEAK = "weak"  # one is waited for, and works, or a person is at work on it
-    STILL = "still"  # nobody does anything, and nobody waits for a rank
+    CERTAIN = "certain"  # it cannot continue
+    STRONG = "strong"  # all evidence suggests so
+    WEAK = "weak"  # an awaited rank works, or a person is debugging it
+    STILL = "still"  # no rank does anything, and none waits for another
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One rank at one look, where it lives, and the groups that its positions speak of."""
+    """One rank at one look: its node, its state, and the groups that its positions refer to."""
 
     node: str
     seen: RankSeen
@@ -82,11 +80,12 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Impasse:
-    """What one look says. Two that are `alike` and between which nothing has moved are a verdict.
+    """What one look shows. Two that are alike (`is_like`) without movement between are a verdict.
 
-    `odd`: the ranks that it is about, the first of them named in the sentence; `waiting`: who waits
-    for them. `of_node`: the node whose fault it is, "" for the script's. `place`, `library`: where
-    the first odd rank is, in the user's source and below. `said`: the sentence in pieces."""
+    `odd`: the ranks concerned, the first of them named in the sentence; `waiting`: ranks that wait
+    for them. `of_node`: the node at fault, "" for the script. `place`, `library`: where the first
+    odd rank is, in the user's source and below. `said`: the sentence in pieces.
+    """
 
     klass: Klass
     kind: str
@@ -99,8 +98,8 @@ class Impasse:
     of_node: str = ""
     place: str = ""
     library: str = ""
-    held: bool = False  # by a debugger or a person, or said: it is told and never ended
-    says: str = ""  # what a rank is in on purpose
+    held: bool = False  # by a debugger or a person, or declared: shown but never ended
+    says: str = ""  # the long operation that a rank has declared
 
     @property
     def sentence(self) -> str:
@@ -129,19 +128,19 @@ class _At:
 
 @dataclass(slots=True)
 class _Group:
-    """A process group, of the members that can be told of."""
+    """A process group, with the members whose state is known."""
 
     name: str
     title: str
     at: dict[int, _At] = field(default_factory=dict)  # by rank
-    whole: bool = True  # it is known where every member is
-    least: int = 0  # collectives that the last of them has entered
-    laggard: int = -1  # who that is
-    unbegun: int = -1  # the rank whose device is behind, where all have entered; -1: none
+    whole: bool = True  # the position of every member is known
+    least: int = 0  # collectives that the last member has entered
+    laggard: int = -1  # the last member
+    unbegun: int = -1  # the rank whose device is behind, if all have entered; -1: none
     unbegun_at: int = 0
 
     def close(self) -> None:
-        """All members are known."""
+        """Call once all members are known."""
         self.laggard = min(self.at, key=lambda rank: (self.at[rank].entered, rank), default=-1)
         self.least = self.at[self.laggard].entered if self.at else 0
         told = [(one.started, rank) for rank, one in self.at.items() if one.started >= 0]
@@ -149,7 +148,7 @@ class _Group:
             self.unbegun_at, self.unbegun = min(told)
 
     def blocker(self, rank: int) -> int:
-        """A member for which this one waits; -1: none that is known."""
+        """A member that this one waits for; -1: none known."""
         one = self.at[rank]
         if not one.is_in or is_paired(one.call):
             return -1
@@ -170,7 +169,7 @@ class _Group:
 
 
 class Scene:
-    """All ranks of one look, with the questions that are asked of them."""
+    """All ranks of one look, with the queries on them."""
 
     def __init__(self, sightings: Iterable[Sighting], seconds: float) -> None:
         """`seconds`: since anything moved."""
@@ -178,10 +177,10 @@ class Scene:
         self.seconds = seconds
         idle = [one.seen.idle for one in self.living]
         self.idle = min([seconds, *idle]) if all(idle) else seconds
-        """Seconds since any rank has done anything, whatever is counted."""
+        """Seconds since any rank has done anything at all."""
         self.groups = _gather(self.ranks)
-        self._waits: dict[int, tuple[_Group, int]] = {}  # rank -> where, and for whom
-        self._engaged: set[int] = set()  # in a call, and for whom they wait there is not known
+        self._waits: dict[int, tuple[_Group, int]] = {}  # rank -> the group, and the awaited rank
+        self._engaged: set[int] = set()  # in a call, but the awaited rank is unknown
         self._open: dict[int, int] = defaultdict(int)  # groups in which a rank is in a call
         awaited: dict[int, _Group] = {}
         for group in self.groups:
@@ -201,16 +200,16 @@ class Scene:
 
     @property
     def living(self) -> list[Sighting]:
-        """The ranks that have not ended."""
+        """The ranks that have not exited."""
         return [one for one in self.ranks.values() if one.seen.being is not Being.ENDED]
 
     def waits_for(self, rank: int) -> tuple[_Group, int] | None:
-        """In which group it waits, and for which rank (there may be more); None: for nobody."""
+        """In which group it waits, and for which rank (there may be more); None: for none."""
         return self._waits.get(rank)
 
     def is_blocked(self, rank: int) -> bool:
-        """Whether its main thread is in the one call that it is in, so that nothing else of it can
-        go on before that ends; a thread of its own may be in a collective while the rank works."""
+        """Whether its main thread is in its only open call, so it can do nothing else before that
+        ends; a separate thread may be in a collective while the rank works."""
         seen = self.ranks[rank].seen
         alone = self._open[rank] == 1 and not seen.partial
         return alone and seen.library.startswith(COLLECTIVES) and seen.io < IO_STILL
@@ -231,13 +230,13 @@ class Scene:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Who waits for another rank."""
+        """The ranks that wait for another rank."""
         return tuple(self._waits)
 
     @property
     def odd(self) -> tuple[int, ...]:
-        """Who is waited for and waits for nobody; one that has ended only if there is no other. One
-        that is in a call in which nobody is known to be behind is none: it waits for something."""
+        """The ranks that others wait for and that wait for none; exited ones only if there is no
+        other. A rank in a call without a known laggard is none of them: it waits for something."""
         found = [
             rank
             for rank in self.awaited
@@ -248,19 +247,19 @@ class Scene:
         return tuple(sorted(living or found))
 
     def name(self, rank: int) -> str:
-        """With its node, where there is another."""
+        """The rank with its node, if there is more than one."""
         node = self.ranks[rank].node
         alone = all(one.node == node for one in self.ranks.values())
         return f"rank {rank}" if alone else f"rank {rank} (node {node})"
 
     def at(self, rank: int) -> str:
-        """Where in the user's source it is: " at train.py:88 step"; "" where nobody knows."""
+        """Where in the user's source it is: " at train.py:88 step"; "" if unknown."""
         place = self.ranks[rank].seen.place
         return f" at {place}" if place else ""
 
 
 def fingerprint(sightings: Iterable[Sighting]) -> tuple[object, ...]:
-    """All counters and steps of a look: the same at two looks where nothing has moved."""
+    """All counters and steps of a look: equal at two looks if nothing has moved."""
     return tuple(
         sorted(
             (
@@ -274,12 +273,12 @@ def fingerprint(sightings: Iterable[Sighting]) -> tuple[object, ...]:
 
 
 def is_busy(seen: RankSeen) -> bool:
-    """Whether it works: CPU, I/O or its device."""
+    """Whether it uses CPU, I/O or its device."""
     return seen.cpu >= CPU_STILL or seen.io >= IO_STILL or seen.gpu >= GPU_STILL
 
 
 def is_held(seen: RankSeen) -> bool:
-    """Whether a person is at work on it, by a debugger."""
+    """Whether a person is debugging it."""
     return seen.being is Being.TRACED or seen.library.partition(".")[0] in DEBUGGERS
 
 
@@ -290,7 +289,7 @@ def is_paired(call: str) -> bool:
 
 
 def judge(scene: Scene) -> Impasse | None:
-    """What keeps the job from going on; None: nothing that could be told."""
+    """What blocks the job; None: nothing recognisable."""
     sure = _mismatch(scene) or _odd_ones(scene) or _circle(scene)
     return sure or _on_purpose(scene, _fabric(scene) or _halted(scene) or _still(scene))
 
@@ -314,8 +313,8 @@ def _mismatch(scene: Scene) -> Impasse | None:
 def _say_mismatch(
     scene: Scene, group: _Group, number: int, parties: Mapping[str, list[int]]
 ) -> Impasse:
-    """The fewer deviate. A rank that has done it already cannot have been in one that all must
-    enter first: where one other is known, it was in that."""
+    """The minority deviates. A rank that has completed this number cannot have been in a collective
+    that all must enter first: if only one other is known, it was in that."""
     past = [rank for rank, at in group.at.items() if at.done >= number]
     partial = [signature for signature in parties if not signature.startswith(WHOLE)]
     more = {partial[0]: past} if len(partial) == 1 and past else {}
@@ -382,7 +381,7 @@ def _odd_ones(scene: Scene) -> Impasse | None:
         top,
         node=one.node,
         of_node=one.node if kind in ("disk", "frozen") else "",
-        place=one.seen.place if kind != SAID else "",  # how long that takes is no rule for others
+        place=one.seen.place if kind != SAID else "",  # its duration is no rule for others
         library=one.seen.library if kind != SAID else "",
         held=kind in ("traced", SAID),
         says=one.seen.says if kind == SAID else "",
@@ -390,8 +389,8 @@ def _odd_ones(scene: Scene) -> Impasse | None:
 
 
 class _Doing(NamedTuple):
-    """What a rank does, that others wait for: class, kind, a clause; `span`: for how long, where
-    that is known; and what stands behind that."""
+    """What an awaited rank does: class, kind, a clause; `span`: for how long, if known; and the
+    text after it."""
 
     klass: Klass
     kind: str
@@ -405,7 +404,7 @@ def _class_of(scene: Scene, rank: int) -> _Doing:
     place, span = scene.at(rank), (round(scene.seconds),)
     if is_held(seen):
         return _Doing(Klass.WEAK, "traced", f"is held by a debugger{place}", span)
-    if seen.being is Being.ENDED:  # it may have done its part of a broadcast, say, and gone
+    if seen.being is Being.ENDED:  # it may have done its part, of a broadcast say
         sure = any(_family(call).startswith(WHOLE) for call in scene.calls_with(rank))
         return _Doing(Klass.CERTAIN if sure else Klass.STRONG, "ended", "has ended with 0")
     if seen.being is Being.STOPPED:
@@ -428,7 +427,7 @@ def _class_of(scene: Scene, rank: int) -> _Doing:
 
 
 def _circle(scene: Scene) -> Impasse | None:
-    """Everyone who is waited for waits too: somewhere that closes."""
+    """Every awaited rank waits too, so the chain closes into a cycle."""
     start = min(scene.waiting, default=-1)
     if start < 0:
         return None
@@ -468,7 +467,7 @@ def _circle(scene: Scene) -> Impasse | None:
 
 
 def _fabric(scene: Scene) -> Impasse | None:
-    """All members are in, and it does not end."""
+    """All members are in a collective, and it does not end."""
     for group in scene.groups:
         number = group.top
         if not number or group.least < number or len(group.at) < 2 or not group.whole:
@@ -499,8 +498,8 @@ def _fabric(scene: Scene) -> Impasse | None:
 
 
 def _halted(scene: Scene) -> Impasse | None:
-    """Nobody tells whom it waits for, as ranks by exec do not, but the kernel says of some why they
-    do not go on. One that sleeps there may only be reading, unless nobody does anything."""
+    """No rank reports what it waits for (ranks started by exec cannot), but the kernel shows why
+    some are halted. One in uninterruptible sleep may only be reading, unless all are idle."""
     idle = not any(is_busy(one.seen) for one in scene.ranks.values())
     beings = {Being.STOPPED, Being.FROZEN, *([Being.DISK] if idle else [])}
     halted = sorted(
@@ -528,9 +527,9 @@ def _halted(scene: Scene) -> Impasse | None:
 
 
 def _still(scene: Scene) -> Impasse | None:
-    """Nobody is in a collective that is known, and nobody does anything. Where torch counts none
-    (its recorder is off, or does not know the backend), stacks tell who is in one and who may be
-    the odd one."""
+    """No rank is in a known collective, and none does anything. If torch counts no collectives (its
+    recorder is off, or does not know the backend), stacks show which ranks are in one and which may
+    be the odd one."""
     living = scene.living
     if not living or any(is_busy(one.seen) for one in living):
         return None
@@ -568,7 +567,7 @@ def _still(scene: Scene) -> Impasse | None:
 
 
 def _on_purpose(scene: Scene, found: Impasse | None) -> Impasse | None:
-    """The same, as what it is where one of these ranks has said that it does something long."""
+    """The same verdict, marked as declared if one of these ranks has declared a long operation."""
     for rank in found.odd if found is not None else ():
         seen = scene.ranks[rank].seen
         if found is not None and seen.says:
@@ -590,9 +589,9 @@ def _on_purpose(scene: Scene, found: Impasse | None) -> Impasse | None:
 
 
 def _gather(ranks: Mapping[int, Sighting]) -> list[_Group]:
-    """The groups with the positions of their members. A member that answers and does not tell of a
-    group has entered nothing there; one that does not answer is behind all others, if the kernel
-    says what holds it; else it is left out."""
+    """The groups with the positions of their members. A member that answers but does not report a
+    group has entered nothing there. One that does not answer is behind all others if the kernel
+    shows what holds it; otherwise it is left out."""
     groups: dict[tuple[str, str], _Group] = {}
     for one in ranks.values():
         for at in _positions(one):
@@ -622,7 +621,7 @@ def _members(text: str, limit: int) -> tuple[int, ...]:
 
 
 def _absent(seen: RankSeen) -> _At | None:
-    """Where a member is that has told of no place in a group; None: nobody knows."""
+    """The position of a member that has reported none in a group; None: unknown."""
     if seen.answers:
         return None if seen.partial else _At(0, 0, -1, "")
     runs_on = seen.being in (Being.RUNS, Being.SLEEPS) and not seen.forked
@@ -634,19 +633,19 @@ def _positions(one: Sighting) -> list[Position]:
 
 
 def _name(call: str) -> str:
-    """Of the collective: "nccl:all_reduce [4]" is all_reduce."""
+    """The collective's name: all_reduce for "nccl:all_reduce [4]"."""
     return call.partition(" ")[0].rpartition(":")[2]
 
 
 def _family(call: str) -> str:
-    """The name of the collective, as all calls for it have it in common."""
+    """The collective's name, common to all calls for it."""
     name = _name(call).replace("_", "")
     return next((family for family in FAMILIES if name.startswith(family)), name)
 
 
 def _signature(call: str) -> str:
-    """What must be the same on all ranks; "" where nothing must. Of sizes it is the number of
-    elements: ranks may give them different shapes."""
+    """What must be equal on all ranks; "" if nothing must. For sizes it is the number of elements:
+    ranks may use different shapes."""
     name = _name(call)
     if not name or is_paired(call):
         return ""
@@ -659,7 +658,7 @@ def _count_elements(sizes: re.Match[str]) -> str:
 
 
 def _differ(parties: Iterable[str]) -> bool:
-    """Whether these signatures cannot belong to one collective; one without sizes fits all."""
+    """Whether these signatures cannot belong to one collective; one without sizes matches all."""
     names = {one.partition(" ")[0] for one in parties}
     return len(names) > 1 or len([one for one in parties if " " in one]) > 1
 

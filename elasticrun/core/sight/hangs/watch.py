@@ -1,12 +1,12 @@
-"""The hang watch: it has the ranks sampled while they stand still, and judges what the samples say.
+"""The hang watch: samples the ranks while they stand still, and judges the samples.
 
 A node reports when none of its ranks has moved for some seconds; one that does not report trains,
 and costs nothing. When all nodes of the round are quiet, every rank is sampled, at growing
-intervals (`schedule`). What two samples in a row say, between which no counter has moved, is a
-verdict (`waiting`). Users are told once it has been true for long enough, and the round is ended
-for it later, if at all (`limits`). Before that, all stacks are written down on every node.
+intervals (`schedule`). A verdict is what two successive samples agree on, with no counter moved in
+between (`waiting`). Users are told once it has held long enough, and the round is ended for it
+later, if at all (`limits`). Before that, every node writes all stacks to files.
 
-`states` has the states and what moves the watch from one to the next.
+`states` defines the states and their transitions.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import write_ranges
 
 JITTER: Final = 2.0
-"""Seconds by which two reports of one stillness may differ, because of the way to the master."""
+"""Seconds by which two reports of one stillness may differ because of transmission delays."""
 
 STATES: Final[Mapping[Klass, str]] = {Klass.WEAK: "busy", Klass.STILL: "idle"}
-"""The state in which ranks are shown that such a verdict names; otherwise "odd"."""
+"""The displayed state of ranks that such a verdict names; otherwise "odd"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stood:
-    """The ranks of a round when it was over."""
+    """The ranks of a round when it ended."""
 
     quiet: float = 0.0  # seconds since anything moved; 0.0 while a rank works for all others
     left: float = 0.0  # of these, since users were told
-    verdict: VerdictRow | None = None  # on a hang that users were told of
+    verdict: VerdictRow | None = None  # on a hang that users were told about
     stacks: tuple[StackRow, ...] = ()  # of the last sample with stacks
-    wrote: str = ""  # what the odd rank had written last, at the sample that was written down
+    wrote: str = ""  # last output of the odd rank, at the sample that was dumped
 
 
 @dataclass(frozen=True, slots=True)
 class _QuietNode:
-    """A node none of whose ranks moves."""
+    """A node on which no rank moves."""
 
     since: float
     waiting: int = 0  # ranks in a collective
-    works_until: float = -math.inf  # when a rank last did anything; math.inf: now
+    works_until: float = -math.inf  # when a rank was last active; math.inf: now
 
 
 @dataclass(slots=True)
@@ -86,12 +86,12 @@ class _Activity:
     """What is known of the ranks since the round began."""
 
     quiet: dict[str, _QuietNode] = field(default_factory=dict)
-    has_moved: bool = False  # a collective or a step is known to have been done
+    has_moved: bool = False  # a collective or a step is known to be completed
     early_at: float = -math.inf  # when the last early sample was
 
 
 class Watch:
-    """See the module's head."""
+    """Runs the states of the hang watch."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
@@ -103,7 +103,7 @@ class Watch:
     # ------------------------------------------------------------ what happens
 
     def heard(self, node: str, report: m.Quiet | m.Inspected | m.Stacks) -> bool:
-        """Whether it is news."""
+        """Whether the report is news."""
         round_, activity = self._ctx.round, self._activity
         if round_ is None or report.round != round_.name:
             return False
@@ -122,7 +122,7 @@ class Watch:
         return news
 
     def round_begins(self) -> None:
-        """Nothing is known of its ranks."""
+        """Reset: nothing is known of its ranks."""
         if self._activity.quiet:
             self.round_over()
         self._activity = _Activity()
@@ -135,10 +135,10 @@ class Watch:
             self._samples.forget()
 
     def pursue(self) -> tuple[Wish, ...]:
-        """Ask for samples that are due, and judge. A verdict that is acted on ends the round."""
+        """Request samples that are due, and judge. A verdict that is acted on ends the round."""
         state, samples = self._state, self._samples
         if not self._activity.quiet and isinstance(state, Moving) and samples.under_way is None:
-            return ()  # all train
+            return ()  # all ranks train
         wishes = self._see_whether_it_moves()
         if (look := samples.finished()) is not None:
             wishes += self._judge(look)
@@ -154,19 +154,19 @@ class Watch:
         return None if isinstance(self._state, Moving) else self._due()
 
     def look(self, *, stacks: bool) -> int:
-        """Ask every node for a sample that a user wants; its number. 0: no round runs."""
+        """Request a sample for a user from every node; return its number. 0: no round runs."""
         return self._samples.ask_for_user(self._running(), stacks=stacks)
 
     def looked(self, number: int) -> bool:
-        """Whether all that can be had of this sample is here."""
+        """Whether no more of this sample will arrive."""
         under_way = self._samples.under_way
         return under_way is None or under_way.order.number != number
 
     # ------------------------------------------------------------ for users
 
     def quiet(self) -> float:
-        """Seconds since a counter or a step of any rank moved, or, where no rank waits for others,
-        since any did anything; 0.0 while they do."""
+        """Seconds since a counter or a step of any rank moved, or, if no rank waits for others,
+        since any was active; 0.0 while they move."""
         if isinstance(self._state, Moving):
             return 0.0
         since, nodes = self._state.since, self._activity.quiet.values()
@@ -175,7 +175,7 @@ class Watch:
         return max(0.0, self._ctx.now - since)
 
     def stood(self) -> Stood:
-        """What the record of the round's end keeps of its ranks; nothing while they move."""
+        """What the record of the round's end keeps of its ranks; empty while they move."""
         still = self._state
         if isinstance(still, Moving):
             return Stood()
@@ -191,7 +191,7 @@ class Watch:
         return Stood(quiet, left, verdict, self.stacks()[0], wrote)
 
     def verdict(self) -> VerdictRow | None:
-        """What users have been told and is still so."""
+        """What users have been told and still applies."""
         still = self._state
         if isinstance(still, Moving) or (told := still.reported) is None:
             return None
@@ -228,7 +228,7 @@ class Watch:
         impasse = told.verdict.impasse
         odd = dict.fromkeys(impasse.odd, STATES.get(impasse.klass, "odd"))
         found = rows(Scene(look.sightings, self.quiet()), odd)
-        if place := self._lines(still, impasse).get(""):  # of one that does not answer
+        if place := self._lines(still, impasse).get(""):  # of a rank that does not answer
             found = tuple(
                 replace(row, place=place) if row.rank == impasse.odd[0] and not row.place else row
                 for row in found
@@ -236,17 +236,17 @@ class Watch:
         return self._ctx.now - look.at, found
 
     def stacks(self) -> tuple[tuple[StackRow, ...], str]:
-        """Of the last sample with stacks, the rarest first; and what is missing."""
+        """Stacks of the last sample that has them, the rarest first; and what is missing."""
         look = self._samples.with_stacks
         return ((), "") if look is None else (look.stacks(), look.missing())
 
     def said(self) -> tuple[StackRow, ...]:
-        """What ranks had written last when a user asked; where they write files."""
+        """The last lines of the ranks when a user asked, if they write files."""
         look = self._samples.with_lines
         return () if look is None else look.said()
 
     def _lines(self, still: Still, impasse: Impasse) -> Mapping[str, str]:
-        """Where stacks show the threads of the rank that it is about, since nothing has moved."""
+        """Where stacks show the threads of the rank concerned, since nothing has moved."""
         if not impasse.odd or impasse.says:
             return {}
         return self._samples.lines_of(impasse.odd[0], still.since)
@@ -261,7 +261,7 @@ class Watch:
         ]
 
     def _see_whether_it_moves(self) -> tuple[Wish, ...]:
-        """Since when all members are quiet, and whether they can be judged."""
+        """Update since when all members are quiet, and whether they can be judged."""
         ctx, quiet, last = self._ctx, self._activity.quiet, self._ctx.rdzv.last
         since, running = None, self._running()
         if (
@@ -277,11 +277,11 @@ class Watch:
             still.members = tuple(running) if self._are_all_there(running) else ()
             opinion = still.opinion
             if not still.members or (opinion is not None and opinion.away != ctx.away):
-                still.belief = Unjudged()  # what was said while the master was away is old
+                still.belief = Unjudged()  # results from before the master's absence are outdated
         return wishes
 
     def _move(self, since: float | None) -> tuple[Wish, ...]:
-        """The stillness is over, and another one begins, or none."""
+        """The stillness is over; another one begins, or none."""
         now, before = self._ctx.now, self._state
         wishes: tuple[Wish, ...] = ()
         if isinstance(before, Still):
@@ -294,7 +294,7 @@ class Watch:
         return wishes
 
     def _are_all_there(self, running: list[str]) -> bool:
-        """Whether every member is well and heard: else nothing is judged."""
+        """Whether every member is healthy and connected; otherwise nothing is judged."""
         ctx, last = self._ctx, self._ctx.rdzv.last
         if ctx.rdzv.phase is not Phase.RUNNING or last.leaving or last.unseen:
             return False
@@ -326,13 +326,13 @@ class Watch:
         return earliest(due, acts, None if still.dump.taken else still.dump.due)
 
     def _all_wait(self, still: Still) -> bool:
-        """Whether every rank is in a collective, as none is that has slow steps."""
+        """Whether every rank is in a collective, which rules out slow steps."""
         quiet = (self._activity.quiet[node] for node in still.members)
         round_, waiting = self._ctx.round, sum(one.waiting for one in quiet)
         return round_ is not None and waiting == round_.facts.world_size
 
     def _sample(self) -> tuple[Wish, ...]:
-        """Ask for the sample that is due."""
+        """Request the sample that is due."""
         ctx, still = self._ctx, self._state
         assert isinstance(still, Still)
         if not still.looks and still.seconds(ctx.now) < LATER[0]:
@@ -355,7 +355,7 @@ class Watch:
     # ------------------------------------------------------------ the verdict
 
     def _judge(self, look: RollCall) -> tuple[Wish, ...]:
-        """A sample is complete: judge, tell, act."""
+        """A sample is complete: judge, report, act."""
         sightings, round_, still = look.sightings, self._ctx.round, self._state
         self._activity.has_moved = self._activity.has_moved or any(
             one.seen.step >= 0 or any(at.done > 0 for at in one.seen.at) for one in sightings
@@ -380,7 +380,7 @@ class Watch:
         return self._limits.ends_at(still, opinion, first=not self._activity.has_moved)
 
     def _tell(self, still: Still, opinion: Opinion, at: float) -> None:
-        """Show a verdict that was agreed on at that time, and write one line about each."""
+        """Show a verdict that was agreed on at time `at`, and log one line about each."""
         ctx, impasse, before = self._ctx, opinion.impasse, still.reported
         ends, dump = self._ends_at(still, opinion), still.dump
         due = self._limits.is_told(still, opinion, at) or (ends is not None and at + GRAIN >= ends)
@@ -399,7 +399,7 @@ class Watch:
             self._warn(note(said, impasse, before, then, where), level)
 
     def _warn(self, text: str, level: str) -> None:
-        """To whoever looks at the master or at a node of the round."""
+        """Log on the master and on the nodes of the round."""
         self._ctx.note(text, level, told=True)
         self._ctx.broadcast(self._running(), m.Warn(text))
 
@@ -423,7 +423,7 @@ class Watch:
             rank=rank,
             local_rank=rank - seat.first_rank if seat is not None else -1,
             pid=seen.seen.pid,
-            exitcode=-SIGTERM,  # by which it is ended
+            exitcode=-SIGTERM,  # the signal that ends it
             time_us=0,
             kind=m.FailureKind.HUNG,
             message=verdict.sentence,

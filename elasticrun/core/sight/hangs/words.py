@@ -1,4 +1,4 @@
-"""What users are told about a verdict."""
+"""Messages to users about a verdict."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from elasticrun.core.words import Lasting, lasting
 
 
 def in_words(impasse: Impasse, lines: Mapping[str, str]) -> Lasting:
-    """Its sentence, and what only stacks show: where a rank is that does not say so itself, and a
-    worker of its data loader. `lines`: by thread, the main one ""."""
+    """The verdict's sentence, plus what only stacks show: where a rank is that does not report it,
+    or a worker of its data loader. `lines`: by thread, "" is the main one."""
     if "" in lines and not impasse.place and impasse.klass is not Klass.STILL:
         return (*impasse.said, f"; it is at {lines['']}")
     loader = next((thread for thread in lines if thread.startswith("loader")), "")
@@ -29,7 +29,8 @@ def note(said: Lasting, impasse: Impasse, before: Reported | None, then: str, wh
 
 
 def where_written(look: RollCall | None, node: str, nodes: int) -> str:
-    """Where the stacks of a sample are, best on this node. `nodes`: how many the round has."""
+    """Where the stacks of a sample are, preferably on `node`. `nodes`: the number of nodes in the
+    round."""
     if look is None:
         return ""
     folder, home = look.folder(node)
