@@ -1,7 +1,7 @@
-"""THE AGENT (shell), one per node: carries out what `core.worker` decides.
+"""The agent, one process per node: carries out what `core.worker` decides (I/O, no decisions).
 
-Owns the loop, the link to the master, the conversation with the spawner, the environment of ranks,
-their logs and error files, and the processes it had to start. Forbidden here: rules about rounds,
-restarts and deaths (they are in core/), torch (but for a named plug-in, announced by a line), and
-anything that can block on a disk or a terminal in the loop: that goes to a thread.
+It owns the event loop, the link to the master, the spawner's socket, the environment, logs and
+error files of ranks, and the helper processes that it starts. Forbidden here: rules about rounds,
+restarts and failures (they are in core/), torch (except for a plug-in that the user names; a log
+line announces it), and anything in the loop that can block on a disk or a terminal: use a thread.
 """

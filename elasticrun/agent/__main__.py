@@ -1,9 +1,11 @@
 """`python -m elasticrun.agent --config-fd N [--spawner-fd M] --result-fd K`: an agent for a caller
-of the Python API (`elasticrun.launcher`), in a process of its own, so that the caller may fork
-without gRPC's threads. With `--spawner-fd` the caller starts the ranks itself.
+of the Python API (`elasticrun.launcher`).
 
-In: an AgentConfig as JSON (`wire.types`). Out, at the end: core.events.Exit as JSON on K, one end
-of a socketpair. Its EOF means that the caller has gone.
+It is a separate process, so that the caller can fork without gRPC's threads. With `--spawner-fd`
+the caller starts the ranks itself.
+
+Input: an AgentConfig as JSON (`wire.types`). Output, at the end: core.events.Exit as JSON on K, one
+end of a socketpair. EOF on K means that the caller has exited.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from elasticrun.wire.types import dumps, loads
 
 
 def main(argv: list[str]) -> int:
-    """The process; its exit code is the outcome's."""
+    """Run the agent; returns the exit code of its outcome."""
     parser = argparse.ArgumentParser(prog="python -m elasticrun.agent")
     parser.add_argument("--config-fd", type=int, required=True)
     parser.add_argument("--spawner-fd", type=int, default=-1)
@@ -55,8 +57,10 @@ def main(argv: list[str]) -> int:
 
 
 def _die_with_caller(result: socket.socket) -> None:
-    """The caller says nothing, so whatever ends this wait is its end. There is nobody left to be
-    polite for: the spawner, at EOF, kills and reaps all that is below it."""
+    """Kill this agent when the caller exits.
+
+    The caller never writes to K, so recv returns only when the caller is gone. No cleanup is
+    needed: the spawner kills and reaps its descendants at EOF."""
     with contextlib.suppress(OSError):
         result.recv(1)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,12 +1,12 @@
-"""Starts the spawner (the fork server) and tells it at once how to get ready.
+"""Starts the spawner (the fork server), sends it its configuration, and reaps child processes.
 
-Nothing heavy is imported here: this runs in the agent's first millisecond, so that torch is
-imported in the spawner while the agent imports grpc and the nodes find each other.
+This module imports nothing heavy. It runs in the agent's first millisecond, so that the spawner
+imports torch while the agent imports grpc and looks for its master.
 
-The reaper stands before the first child. The agent is a child subreaper: when its spawner dies, the
-ranks and all that they started become children of the agent, which kills and reaps them.
-Parent-death signals would not do: they are not inherited over a fork. The same reaping makes the
-agent a fair process 1 of a container.
+The reaper is installed before the first child starts. The agent is a child subreaper: when its
+spawner dies, the ranks and their descendants become children of the agent, which kills and reaps
+them. Parent-death signals are not enough because a fork does not inherit them. The same reaping
+makes the agent a correct process 1 of a container.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     import asyncio
 
 RESCAN: Final = 0.05
-"""Seconds between looks at /proc while a sweep waits: a process may fork between look and kill."""
+"""Seconds between scans of /proc during a sweep: a process may fork between scan and kill."""
 
 
 FORWARDED = ("SIGUSR1", "SIGUSR2")
-"""Passed on to the ranks' process groups without further meaning, unless they are death signals."""
+"""Forwarded to the ranks' process groups without further effect, unless they are death signals."""
 
 
 class SignalInbox:
-    """Catches the death signals and the forwarded ones, in the order in which they come."""
+    """Catches the death signals and the forwarded signals, in order of arrival."""
 
     def __init__(self, death: Iterable[str]) -> None:
         self._death: set[int] = set()
@@ -50,11 +50,11 @@ class SignalInbox:
         self._deliver: Callable[[int, bool], None] | None = None
         self._on_child: Callable[[], None] | None = None
         self.unknown: list[str] = []
-        """Names that no handler could be installed for."""
+        """Signal names for which no handler could be installed."""
         self._names = tuple(dict.fromkeys(name.strip() for name in death if name.strip()))
 
     def install(self) -> None:
-        """Catch them from now on. Only a main thread can; elsewhere nothing is caught."""
+        """Install the handlers. Only the main thread can; in any other thread this is a no-op."""
         if threading.current_thread() is not threading.main_thread():
             return
         for name in self._names:
@@ -77,9 +77,9 @@ class SignalInbox:
         self._saved[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._child)
 
     def attach(self, deliver: Callable[[int, bool], None], on_child: Callable[[], None]) -> None:
-        """Hand over what came so far and all that comes: `deliver(signum, is_death)`.
+        """Deliver the signals caught so far and all later ones: `deliver(signum, is_death)`.
 
-        Both are called in the main thread between two bytecodes, so they may only schedule."""
+        The callbacks run in the main thread between two bytecodes, so they may only schedule."""
         self._deliver, self._on_child = deliver, on_child
         early, self._early = self._early, []
         for number in early:
@@ -87,12 +87,12 @@ class SignalInbox:
         on_child()
 
     def detach(self, unheard: Iterable[int] = ()) -> None:
-        """Keep what comes from now on, and these before it, for whoever attaches next."""
+        """Queue signals from now on, after `unheard`, until the next `attach`."""
         self._deliver = self._on_child = None
         self._early[:0] = unheard
 
     def restore(self) -> None:
-        """Put back the handlers that were there before."""
+        """Restore the previous handlers."""
         for number, handler in self._saved.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._saved.clear()
@@ -111,7 +111,7 @@ class SignalInbox:
 
 @dataclass
 class SpawnerProcess:
-    """A spawner that was started, or a caller of elastic_launch that plays one (no process)."""
+    """A running spawner; without a process if a caller of elastic_launch acts as spawner."""
 
     channel: socket.socket
     process: subprocess.Popen[bytes] | WarmChild | None
@@ -126,18 +126,18 @@ class SpawnerProcess:
 
     @property
     def over(self) -> asyncio.Event | None:
-        """Set when the guard of a warm one has swept below it; None: it has no guard."""
+        """Set when the guard of a warm fork server has swept its descendants; None: no guard."""
         return self.process.over if isinstance(self.process, WarmChild) else None
 
     def watch(self, reaper: Reaper, ended: Callable[[int], None]) -> None:
-        """Call `ended(code)` when it was reaped, by us or by its guard."""
+        """Call `ended(code)` when the process has been reaped, by this agent or by its guard."""
         if isinstance(self.process, WarmChild):
             self.process.watch(ended)
         elif self.process is not None:
             reaper.watch(self.process, ended)
 
     def kill(self) -> None:
-        """SIGKILL to it alone, where it lives."""
+        """SIGKILL to the spawner only, not to its descendants."""
         if self.process is None or self.process.returncode is not None:
             return
         if isinstance(self.process, WarmChild):
@@ -147,7 +147,7 @@ class SpawnerProcess:
 
 
 def configure_message(config: AgentConfig) -> Configure:
-    """How the spawner is to get ready."""
+    """The spawner's settings as a message."""
     return Configure(
         launch=config.launch,
         preload=config.preload,
@@ -158,7 +158,7 @@ def configure_message(config: AgentConfig) -> Configure:
 
 
 def start_spawner(config: AgentConfig, ignored: tuple[int, ...]) -> SpawnerProcess:
-    """Start a spawner; `ignored` are the signals that this process was born ignoring. OSError."""
+    """Start a spawner; `ignored`: the signals that this process inherited as ignored. OSError."""
     environ = dict(os.environ)
     if config.set_omp_threads:
         # torch sizes its thread pools at import; the ranks get the same value.
@@ -168,13 +168,13 @@ def start_spawner(config: AgentConfig, ignored: tuple[int, ...]) -> SpawnerProce
     process: subprocess.Popen[bytes] | WarmChild
     warm = fork_server(environ, ignored) if can_be_warm(config) else None
     process, channel = warm or start_server(ignored=ignored, env=environ)
-    with contextlib.suppress(OSError):  # it died at once: the reading side will tell
+    with contextlib.suppress(OSError):  # it died at once: the reader sees EOF
         channel.sendall(frames.encode(configure_message(config)))
     return SpawnerProcess(channel, process)
 
 
 def misplanted() -> str:
-    """Why ELASTICRUN_FAULT cannot be read, in one sentence; "" if it can, or is not set."""
+    """Why ELASTICRUN_FAULT cannot be parsed, in one sentence; "" if it is valid or not set."""
     try:
         env.read_faults(os.environ.get(env.FAULT, ""))
     except env.BadFault as error:
@@ -183,8 +183,11 @@ def misplanted() -> str:
 
 
 def planted_in(node: str) -> dict[str, str]:
-    """What its ranks and probes are told of the faults that are planted in this node: one variable,
-    or none. Warns of every fault, and in every node of the job that there are any."""
+    """The environment variable that gives this node's ranks and probes their planted faults; empty
+    without faults here.
+
+    Logs a warning on every node if the job has planted faults, and one for each fault of this
+    node."""
     text = os.environ.get(env.FAULT, "")
     if not text:
         return {}
@@ -199,30 +202,32 @@ def _children_now() -> frozenset[int]:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return frozenset()  # the common case, without a look at every process of the machine
+        return frozenset()  # the common case; avoids a scan of all processes
     return _children()
 
 
 def _children() -> frozenset[int]:
-    """By a look at every process of the machine."""
+    """Children of this process, found by scanning all processes of the machine."""
     me = os.getpid()
     return frozenset(process.pid for process in everybody() if process.parent == me)
 
 
 class Reaper:
-    """Reaps every child of this process but those that were there before it."""
+    """Reaps every child of this process except those that existed before the reaper."""
 
     def __init__(self) -> None:
         self._foreign = _children_now()
         self._watched: dict[int, Callable[[int], None]] = {}
         self.spared: set[int] = set()
-        """Children that no sweep touches, nor what is below them, until they are reaped."""
+        """Children that no sweep kills, nor their descendants, until they are reaped."""
         self._gone: asyncio.Event | None = None
 
     def watch(self, process: subprocess.Popen[bytes], ended: Callable[[int], None]) -> None:
-        """Call `ended(code)` when this child has been reaped (negative: by that signal).
+        """Call `ended(code)` when this child has been reaped (negative code: killed by that
+        signal).
 
-        To be called in the same turn as the start of the process, or its end may be missed."""
+        Call this in the same turn of the loop that starts the process; otherwise its exit may be
+        missed."""
 
         def settle(code: int) -> None:
             process.returncode = code
@@ -231,7 +236,7 @@ class Reaper:
         self._watched[process.pid] = settle
 
     def reap(self) -> None:
-        """To be called after SIGCHLD, in the loop's thread."""
+        """Reap all exited children. Call after SIGCHLD, in the loop's thread."""
         while (pid := self._next_zombie()) is not None:
             try:
                 pid, status = os.waitpid(pid, os.WNOHANG)
@@ -255,7 +260,8 @@ class Reaper:
             return None
         if info.si_pid not in self._foreign:
             return info.si_pid
-        # A caller's own child lies in front and is the caller's to reap: look past it.
+        # The first waitable child is the caller's own, and only the caller may reap it: look
+        # further.
         for pid in sorted(_children() - self._foreign):
             try:
                 options = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -266,11 +272,10 @@ class Reaper:
         return None
 
     async def sweep(self, *, limit: float, keep: Collection[int] = ()) -> tuple[int, ...]:
-        """SIGKILL and reap every descendant but those that are `spared`, or in `keep` (and what is
-        below them).
+        """SIGKILL and reap every descendant, except `spared` and `keep` and their descendants.
 
-        Returns the pids that are still there after `limit` seconds: the kernel keeps them."""
-        import asyncio  # an agent starts its fork server before it has that
+        Returns the pids that still exist after `limit` seconds: the kernel cannot end them."""
+        import asyncio  # late: the fork server starts before this import
 
         from elasticrun.host.system.sweep import kill_group
 

@@ -1,10 +1,10 @@
-"""What is wrong with this machine (`elasticrun.host.doctor`), looked for beside the agent's start.
+"""Checks this machine (`elasticrun.host.doctor`) while the agent starts.
 
-Nothing waits for it, but with --precheck: then a failed finding ends the agent before it joins.
-What only the job's master can tell is asked much later, when nodes have joined and ranks run; it
-never ends a node: the network check is what keeps one with a bad link out.
+Nothing waits for the checks, except with --precheck: then a failed check ends the agent before it
+joins. Checks that need the master run a few seconds after it has accepted this node. They never end
+a node: the network check excludes a node with a bad link.
 
-The checks are imported late, in the thread that runs them: the agent's own start is as it was.
+The thread that runs the checks imports them, so that they do not delay the agent's start.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ if TYPE_CHECKING:
     from elasticrun.host.doctor.reach import Answer
 
 ASK_AFTER: Final = 3.0
-"""Seconds from the master's welcome to our question to it: the first round forms without us."""
+"""Seconds from the master's Welcome to our request, so that the first round forms undisturbed."""
 
 ASKERS: Final = 50
-"""Nodes of a job that ask its master in one second, spread by chance: each costs a connection."""
+"""Nodes per second that send their request to the master, at random times: each opens a
+connection."""
 
 GOES_ON: Final = "; the agent goes on"
-"""The end of a line on a failure that ends nothing."""
+"""The end of a log line about a failed check that does not end the agent."""
 
 ANSWER_LIMIT: Final = 6.0
-"""Seconds for one answer of the master, which dials us for two at most."""
+"""Seconds for one answer of the master, which dials this node for two seconds at most."""
 
 
 class Checkup:
-    """The checkup of one agent; `begin` it once, in its loop."""
+    """The checkup of one agent; call `begin` once, in the agent's loop."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
@@ -57,12 +58,12 @@ class Checkup:
         self._tasks = Tasks(logger.error)
 
     def begin(self) -> None:
-        """Look at this machine in threads, and tell what is wrong with it."""
+        """Run the checks in threads and log the findings."""
         self._findings = self._tasks.start(self._look(), "looking at this machine")
 
     async def unfit(self) -> str:
-        """Why no rank may be started here, "" if one may or nobody asked; waits for the findings
-        where it matters."""
+        """Why no rank may start on this node; "" if ranks may start. Waits for the findings only
+        with --precheck."""
         if self._config.precheck < 1 or self._findings is None:
             return ""
         failed = failures(await self._findings)
@@ -72,7 +73,7 @@ class Checkup:
         return f"--precheck found this machine unfit: {in_a_line(failed[0])}{more}"
 
     def welcomed(self, master: Endpoint) -> None:
-        """A master has let us in: have it look at us from its side, a little later."""
+        """Called when a master accepts this node: ask it later to dial this node's ports."""
         most = self._config.spec.max_nodes
         if most > 1 and self._config.rendezvous.kind != "standalone":
             delay = ASK_AFTER + random.uniform(0, most / ASKERS)
@@ -81,13 +82,13 @@ class Checkup:
             self._asking = self._tasks.start(asking, what)
 
     def close(self) -> None:
-        """Look no further; threads that hang are left to themselves."""
+        """Cancel the checks; threads that hang are abandoned."""
         self._tasks.close()
 
     async def _look(self) -> list[Finding]:
         try:
             findings = await in_thread(lambda: look(self._config), name="checkup")
-        except (OSError, RuntimeError) as wrong:  # no folder we are in; no more threads
+        except (OSError, RuntimeError) as wrong:  # no working directory; no more threads
             logger.warning("this machine was not looked at: %s", wrong)
             return []
         tell(findings, "" if self._config.precheck else f"{GOES_ON}: --precheck=1 would end it")
@@ -105,7 +106,7 @@ class Checkup:
 
 
 def look(config: AgentConfig) -> list[Finding]:
-    """What this machine shows to an agent with this configuration. Blocks, for a while at most."""
+    """Run the checks for an agent with this configuration. Blocks for a bounded time."""
     from elasticrun.host.doctor import checkup
 
     return checkup.run(checkup.checks(subject(config)))
@@ -118,7 +119,7 @@ def _judged(answers: list[Answer], dialled: str) -> list[Finding]:
 
 
 def subject(config: AgentConfig) -> Subject:
-    """What an agent with this configuration wants of its machine."""
+    """What an agent with this configuration needs from its machine."""
     from elasticrun.host.doctor import disk
     from elasticrun.host.doctor.checkup import Subject
 
@@ -136,7 +137,7 @@ def subject(config: AgentConfig) -> Subject:
 
 
 def tell(findings: Iterable[Finding], and_then: str) -> None:
-    """One line for each that is not well; `and_then` says what follows from a failure."""
+    """Log one line per finding; `and_then` is the consequence appended to a failure."""
     for finding in findings:
         if finding.state is Level.WARNING:
             logger.warning("this machine: %s", in_a_line(finding))
@@ -149,10 +150,11 @@ def tell(findings: Iterable[Finding], and_then: str) -> None:
 async def ask(
     master: Endpoint, reader: str, files: auth.Files | None, name: str = ""
 ) -> tuple[list[Answer], str]:
-    """Have the master dial some ports of this host: its answers, and its address in numbers.
+    """Ask the master to dial some ports of this host; returns its answers and its numeric address.
 
-    `reader`: a reader's token; `name`: what its certificate must bear. LinkError, TlsError;
-    OSError where no port can be opened, RuntimeError where no thread can be started."""
+    `reader`: a reader's token; `name`: the name that the master's certificate must contain. Raises
+    LinkError and TlsError; OSError if no port can be opened; RuntimeError if no thread can
+    start."""
     from elasticrun.host.doctor import reach
     from elasticrun.host.doctor.reach import Answer
 
@@ -175,7 +177,7 @@ async def ask(
 
 
 def numeric(where: Endpoint) -> str:
-    """The first address of an endpoint's host, "" if it has none. Blocks."""
+    """The first address of an endpoint's host; "" if it does not resolve. Blocks."""
     try:
         found = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -1,4 +1,4 @@
-"""What the parts of a node share, and how they take part in the life of its ranks."""
+"""What the parts of a node share, and the lifecycle callbacks of a part."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ if TYPE_CHECKING:
 
 
 class NodePart(Protocol):
-    """Hears the life of the ranks, as it happens."""
+    """A part of the node that is called when ranks start, stop and exit."""
 
     def round_began(self, start: Start) -> None:
-        """Ranks of this round are about to be started."""
+        """Called just before the ranks of this round start."""
 
     def ranks_stopping(self) -> None:
-        """They are being stopped, or the first of them has failed."""
+        """Called when the ranks are being stopped, or when the first of them has failed."""
 
     def ranks_gone(self, *, done: bool) -> None:
-        """None of them is left. `done`: all have ended with 0; the round may go on elsewhere."""
+        """Called when all ranks have exited. `done`: all with 0; the round may continue on other
+        nodes."""
 
     def close(self) -> None:
-        """The agent ends, and no process of a rank is left."""
+        """Called when the agent ends; no process of a rank is left."""
 
 
 @dataclass
 class NodeContext:
-    """What the parts of a node share. What is found out later is an attribute."""
+    """What the parts of a node share. Values known only after start are set later."""
 
     config: AgentConfig
     deliver: Callable[[fx.AgentEvent], None]
-    """Tells the node's state machine."""
+    """Sends an event to the node's state machine."""
     fatal: Callable[[str], None]
-    """Ends the node with this sentence."""
+    """Ends the node with this sentence as the reason."""
     reaper: Reaper
     writer: StderrWriter
     identity: Identity = field(default_factory=lambda: Identity("", None))
     incarnation: str = field(default_factory=mint_incarnation)
     host: str = ""
-    """This host's name for people."""
+    """The host name shown to people."""
     address: str = ""
-    """What other nodes dial."""
+    """The address that other nodes dial."""
     link: Link = field(init=False, repr=False)
     parts: list[NodePart] = field(default_factory=list)
-    """In the order in which they hear what happens."""
+    """In the order in which their callbacks run."""

@@ -1,9 +1,11 @@
-"""The end of an agent: one step after the other, whatever becomes of each, all within one bound;
-and what the user reads then: torchrun's summary, which people and tools search for, or a sentence.
+"""The end of an agent: its shutdown steps within one time limit, and the summary for the user.
 
-What is different from torchrun's is the content (docs/torchrun.md): the root cause is the whole
-job's, found by the master, not the local failure with the smallest whole second; and ranks that
-were killed because another one had failed are not listed as failures.
+A failed step does not prevent the next one. The user reads torchrun's failure summary, which people
+and tools search for, or one sentence.
+
+The content differs from torchrun's (docs/torchrun.md). The root cause is that of the whole job,
+found by the master, not the local failure with the smallest timestamp in whole seconds. Ranks that
+were killed because another rank had failed are not listed as failures.
 """
 
 from __future__ import annotations
@@ -38,43 +40,44 @@ if TYPE_CHECKING:
     from elasticrun.agent.workers.ranks import Ranks
 
 HEADLINE: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
-"""How Python shows torchrun's exception; the blank is followed by the line break below."""
+"""How Python shows torchrun's exception; a line break follows the blank."""
 
 HOW_TO_RESTART: Final = "0 is the default, as under torchrun; --max-restarts=3 allows 3 restarts"
-"""The last line of a job that fails where nobody has said how often it may restart."""
+"""The last line of a failed job whose user did not set --max-restarts."""
 
 NO_OTHERS: Final = "  <NO_OTHER_FAILURES>"
 MAX_WIDTH: Final = 60
-"""Borders are as wide as the longest line, and no wider than this."""
+"""Borders are as wide as the longest line, at most this."""
 
 FILE_LIMIT: Final = 2.0
-"""Seconds for our own error file; the disk may hang."""
+"""Seconds for writing our own error file; the disk may hang."""
 
 TELL_LIMIT: Final = 20.0
-"""Seconds that a frozen terminal may hold up the end; everything else is done by then."""
+"""Seconds that a frozen terminal may delay the exit; all other steps are done by then."""
 
 EVENTS_LIMIT: Final = 2.0
-"""Seconds for the last events, which quote error files."""
+"""Seconds for writing the last events, which quote error files."""
 
 BOUND: Final = 20.0
-"""Seconds for all steps together, but for those that others need: finished ranks' own processes get
-their grace, and output is shown as long as somebody reads it. After a death signal there are no
-such steps: whoever has sent it kills us some time later, Kubernetes after 30 s in all."""
+"""Seconds for all steps together. Excluded are waits for others: processes left by finished ranks
+get their grace period, and output is shown as long as somebody reads it. After a death signal
+nothing is excluded, because the sender will SIGKILL us (Kubernetes after 30 s in all)."""
 
 KILLED_AFTER: Final = 29.0
-"""Seconds after a death signal by which it should all be over..."""
+"""Seconds after a death signal by which shutdown should be complete..."""
 
 SIGNALLED_BOUND: Final = 4.0
-"""... but this much is taken in any case: who lets ranks take longer has to give us that on top."""
+"""... but shutdown always gets this much. A user who gives ranks a longer grace period has to add
+this to it."""
 
 LEAST: Final = 1.0
-"""Seconds that a step has in any case, when those before it have taken all."""
+"""Seconds that a step always gets, even when the steps before it have used up the limit."""
 
 SHOW_PATIENCE: Final = 5.0
-"""Seconds without a reader, or without an answer of the disk, until output is given up."""
+"""Seconds without a reader, or without a response of the disk, until output is dropped."""
 
 SHOW_LIMIT: Final = 10.0
-"""Seconds for showing output once somebody wants us gone."""
+"""Seconds for showing output after a death signal."""
 
 
 def child_failed(name: str, failures: Sequence[Failure], root: Failure) -> str:
@@ -83,8 +86,8 @@ def child_failed(name: str, failures: Sequence[Failure], root: Failure) -> str:
 
 
 def format_failures(name: str, failures: Sequence[Failure], root: Failure) -> str:
-    """What `str()` of torch's ChildFailedError gives for the same failures (it begins with a line
-    break). `root` is shown apart and may be, but need not be, among `failures`."""
+    """The same text as `str()` of torch's ChildFailedError for these failures (it starts with a
+    line break). `root` is shown separately; it may be among `failures`."""
     alike = [f for f in failures if f != root and is_alike(f, root)]
     shown = [f for f in failures if f == root or f.kind is not FailureKind.STOPPED]
     shown = [f for f in shown if f not in alike]
@@ -124,7 +127,7 @@ def _block(index: int, failure: Failure) -> str:
     signal_text = f" ({signal_name(failure.exitcode)})" if failure.exitcode < 0 else ""
     if signal_text == " (<N/A>)":
         signal_text = ""
-    when = failure.time_us // 1_000_000 or int(time.time())  # a hang, which has none, ends now
+    when = failure.time_us // 1_000_000 or int(time.time())  # a hang has no time: use now
     at = datetime.fromtimestamp(when)  # noqa: DTZ006 (for people here)
     if who := ended_before(failure):
         who += " had ended with 0 before"
@@ -147,10 +150,10 @@ def _block(index: int, failure: Failure) -> str:
 async def events(
     log: EventLog, start: Start | None, pids: Mapping[int, int], outcome: Exit
 ) -> None:
-    """The agent's last events, one for each rank of its last round and one of its own."""
+    """Write the agent's last events: one for each rank of its last round and one for the agent."""
     own = [failure for failure in outcome.failures if failure.pid in pids.values()]
     ok, now_ms, seconds = outcome.code == EXIT_OK, time.time_ns() // 10**6, log.seconds
-    # torchrun's agent fails where its run raises anything but a ChildFailedError
+    # torchrun reports a failed agent when its run raises anything but a ChildFailedError
     its_own = bool(outcome.signum) or not (ok or outcome.failures)
     why = sentence(outcome) if its_own else ""
 
@@ -172,11 +175,12 @@ async def tell(
     ran: bool,
     folder: str = "",
 ) -> None:
-    """Print the outcome and write the launcher's own error file, if it was given one; `limit`
-    seconds for a frozen terminal. `ran`: ranks were started here. `folder`: where checkpoints are,
-    "" if that is not known."""
+    """Print the outcome, and write the launcher's own error file if one is configured.
+
+    `limit`: seconds for a frozen terminal. `ran`: ranks were started here. `folder`: where
+    checkpoints are, "" if unknown."""
     if outcome.code == EXIT_OK:
-        if not ran:  # a spare; or a second job at the endpoint of the first, by mistake
+        if not ran:  # a spare node, or by mistake a second job at the first one's endpoint
             logger.warning("no rank was started here: the job ended without needing this node")
         logger.info("the job is over: %s", outcome.reason)
         writer.flush(1.0)
@@ -191,7 +195,7 @@ async def tell(
             writer.write(child_failed(config.entry.target, outcome.failures, root) + "\n")
         if outcome.reason:
             logger.error("%s", directed(outcome.reason, out_of_reach(outcome.why)))
-        if outcome.code == EXIT_FINAL and root.kind is not FailureKind.FINAL:  # who says so itself
+        if outcome.code == EXIT_FINAL and root.kind is not FailureKind.FINAL:  # it says so itself
             logger.error("exit code 93: running it again cannot help")
         by_default = not (config.called or config.spec.max_restarts)
         if by_default and outcome.code == EXIT_FAILED and "max_restarts" not in config.sources:
@@ -218,7 +222,7 @@ def sentence(outcome: Exit, folder: str = "") -> str:
 
 
 def word_of(outcome: Exit) -> LastWord:
-    """The same for programs."""
+    """The outcome for programs."""
     code = code_of_reason(outcome.why)
     if not outcome.failures:
         return LastWord(sentence(outcome), reason=code)
@@ -238,32 +242,32 @@ def _error_file(outcome: Exit) -> None:
 
 
 class Clearing:
-    """The steps of the end. One that fails or is late is told, and the next one is done."""
+    """The shutdown steps. A step that fails or times out is logged, and the next one runs."""
 
     def __init__(self) -> None:
         self._until = math.inf
         self._signalled: float | None = None
         self._hurried = False
-        self._patience: asyncio.Timeout | None = None  # of a wait for others' sake
+        self._patience: asyncio.Timeout | None = None  # of a wait for other processes
 
     @property
     def has_begun(self) -> bool:
-        """Whether the agent ends."""
+        """Whether shutdown has begun."""
         return self._until < math.inf
 
     def signalled(self) -> None:
-        """A death signal has come; the first one counts."""
+        """A death signal has arrived; only the first one counts."""
         if self._signalled is None:
             self._signalled = time.monotonic()
 
     def hurry(self) -> None:
-        """A death signal has come since the end began: waits for others' sake are over."""
+        """A death signal has arrived during shutdown: stop waiting for other processes."""
         self._hurried = True
         if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(0.0)
 
     def begin(self) -> None:
-        """The bound counts from now on."""
+        """Start the time limit."""
         now = time.monotonic()
         self._until = now + BOUND
         if self._signalled is not None:
@@ -272,18 +276,18 @@ class Clearing:
             )
 
     def left(self, limit: float) -> float:
-        """Seconds that a step which takes `limit` at most may still take."""
+        """Seconds that a step with this limit may still take."""
         return min(limit, max(LEAST, self._until - time.monotonic()))
 
     def now(self, what: str, work: Callable[[], object]) -> None:
-        """A step that does not wait."""
+        """Run a step that does not wait."""
         try:
             work()
         except Exception:
             logger.exception("%s failed", what)
 
     async def step(self, what: str, work: Awaitable[object], limit: float | None) -> None:
-        """A step that takes `limit` seconds at most; None: it has a limit of its own."""
+        """Run a step with `limit` seconds at most; None: it has its own limit."""
         limit = None if limit is None else self.left(limit)
         try:
             await asyncio.wait_for(work, limit)
@@ -293,13 +297,13 @@ class Clearing:
             logger.exception("%s failed", what)
 
     async def descendants(self, ranks: Ranks, grace: float, linger: float) -> None:
-        """What finished ranks have left may go on for `linger` seconds; then it gets SIGTERM, and
-        `grace` seconds until it is killed. `hurry` ends the wait for it."""
+        """Processes left by finished ranks may run for `linger` seconds; then they get SIGTERM, and
+        SIGKILL `grace` seconds later. `hurry` ends the wait."""
         await self._until_hurried(ranks.clear(grace, linger), linger + grace + 1.0)
 
     async def output(self, output: RankOutput, *, hurried: bool) -> None:
-        """Show what the ranks have printed, as long as somebody reads it; from a death signal on,
-        or from now on if that is past (`hurried`), for SHOW_LIMIT seconds."""
+        """Show the ranks' output as long as somebody reads it. After a death signal (`hurried`: it
+        has already arrived) this takes SHOW_LIMIT seconds at most."""
         work = in_thread(lambda: output.close(SHOW_PATIENCE), name="show")
         showing = awaited(work, "showing output")
         if not hurried:
@@ -315,21 +319,21 @@ class Clearing:
         showing.result()
 
     async def _until_hurried(self, work: Awaitable[object], limit: float | None) -> None:
-        """Wait for the work, for a death signal, or for `limit` seconds."""
+        """Wait for `work`, a death signal, or `limit` seconds."""
         patience = self._patience = asyncio.timeout(0.0 if self._hurried else limit)
         try:
             async with patience:
                 await work
         except TimeoutError:
             if not patience.expired():
-                raise  # it is the work's own
+                raise  # raised by the work
         finally:
             self._patience = None
 
 
 async def end_callers_ranks(config: AgentConfig, pids: Iterable[int], limit: float) -> None:
-    """Ranks of a caller of elastic_launch are not below us, and the caller may be dead. Returns
-    after `limit` seconds at the latest."""
+    """End the ranks of a caller of elastic_launch: they are not our descendants, and the caller may
+    be dead. Returns after `limit` seconds at the latest."""
     mark = f"{env.CALLER}={config.env.get(env.CALLER, '')}".encode()
     named = tuple(pids)
     with contextlib.suppress(TimeoutError):

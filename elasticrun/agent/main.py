@@ -1,12 +1,12 @@
-"""The agent as a process: what happens before there is a loop, and its exit code.
+"""The agent's process: the steps before the event loop, and the exit code.
 
-The order matters. Signals are caught before anything can be waited for; the spawner is started
-next, so that torch is imported while everything else goes on; then the master, where it is plain
-that it is ours; only then asyncio and grpc are imported.
+The order matters. Signal handlers come first, before anything can block. The spawner starts next,
+so that it imports torch in parallel; then the master, if this node certainly hosts it. asyncio and
+grpc are imported last.
 
-torchrun installs its handlers with the first ranks, so a SIGTERM that comes earlier ends it without
-any clean-up, and SIGUSR1 kills it while its ranks live on. Here the handlers stand before anything
-can be waited for, and USR1 and USR2 are passed on to the ranks.
+torchrun installs its handlers when it starts the first ranks: an earlier SIGTERM ends it without
+cleanup, and SIGUSR1 kills it while its ranks keep running. Here the handlers are installed before
+anything can block, and SIGUSR1 and SIGUSR2 are forwarded to the ranks.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ if TYPE_CHECKING:
 
 
 def run(config: AgentConfig) -> int:
-    """Run the node's part of a job to its end; the exit code of the launcher.
+    """Run this node's part of a job to its end; returns the launcher's exit code.
 
-    To be called in the main thread. Leaves no process and no file behind but the logs."""
+    Call it in the main thread. It leaves no processes, and no files except logs."""
     return run_agent(config, None).code
 
 
 def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
-    """The same, with the whole outcome. `channel`: our end of the conversation of `wire.spawning`
-    with a caller that starts the ranks itself (`elastic_launch`); its EOF is the caller's end."""
+    """The same, with the whole outcome. `channel`: our end of the `wire.spawning` socket to a
+    caller that starts the ranks itself (`elastic_launch`); EOF on it means that the caller has
+    exited."""
     from elasticrun.core.events import Exit
 
     fill_standard_fds()
@@ -72,8 +73,8 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
     if wrong := no_loopback():
         return _said(Exit(EXIT_FAILED, wrong, (), 0))
     config = _for_debugger(config) if debugger.follows() else config
-    # Death signals are caught here, and what is caught is back to its default in a new program.
-    # Ranks ignore what we go on ignoring.
+    # Death signals are caught here; exec resets caught signals to their default. Ranks ignore the
+    # signals that we keep ignoring.
     caught = {getattr(signal, name, None) for name in config.signals_to_handle}
     ignored = tuple(n for n in ignored_signals() if n not in caught or is_kept_ignored(n))
     inbox = SignalInbox(config.signals_to_handle)
@@ -115,7 +116,7 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
 @cache
 def _runner() -> asyncio.Runner:
     """One event loop for all agents that a process runs one after another (accelerate calls us in
-    its own process): grpc.aio may drop what belongs to a second loop once the first is closed."""
+    its own process): grpc.aio may fail in a second loop once the first is closed."""
     import asyncio
     import atexit
 
@@ -125,13 +126,13 @@ def _runner() -> asyncio.Runner:
 
 
 def _for_debugger(config: AgentConfig) -> AgentConfig:
-    """Ranks that stand at a breakpoint are no hang."""
+    """Adapt to a debugger: a rank at a breakpoint is not a hang."""
     operator_log.logger.log(
         operator_log.NOTICE,
         "a debugger is in this process: it follows into the ranks, which are exec'd for it",
     )
     watch = config.spec.watch
-    if config.spec.max_nodes == 1 and watch.on_hang == "auto":  # else all nodes have to agree
+    if config.spec.max_nodes == 1 and watch.on_hang == "auto":  # otherwise all nodes have to agree
         spec = msgspec.structs.replace(
             config.spec, watch=msgspec.structs.replace(watch, on_hang="tell")
         )
@@ -140,13 +141,13 @@ def _for_debugger(config: AgentConfig) -> AgentConfig:
 
 
 def fill_standard_fds() -> None:
-    """Open /dev/null in the place of standard streams that our caller has closed (`2>&-`): else
-    the next socket would get that number, and whoever prints would write into it."""
+    """Open /dev/null for standard streams that our caller has closed (`2>&-`). Otherwise the next
+    socket would get that number, and print would write into it."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            # The lowest free number is taken, which is this one: all below it are open by now.
+            # open() takes the lowest free number, which is this one: all below it are open by now.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 

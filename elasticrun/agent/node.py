@@ -1,5 +1,7 @@
-"""One node of a job: who it is (found out before the first dial: a name server or a disk may be
-slow), the agent's parts put together, the brain's effects, and the clean end.
+"""One node of a job: its identity, its parts, the effects of its state machine, and a clean
+shutdown.
+
+The identity is determined before the first connection, because a name server or a disk may be slow.
 """
 
 from __future__ import annotations
@@ -63,29 +65,30 @@ if TYPE_CHECKING:
     from elasticrun.agent.rendezvous.finding import FoundJob
 
 NAME_LIMIT: Final = 2.0
-"""Seconds that a name server may take to say how this host is called."""
+"""Seconds for a name server to resolve this host's name."""
 
 SLOT_LIMIT: Final = 15.0
-"""Seconds for the lock on this node's place in the job; the user's folder may be on a network."""
+"""Seconds for locking this node's slot in the job; the user's folder may be on a network file
+system."""
 
 GOODBYE: Final = 2.0
-"""Seconds for the last reports to reach the master."""
+"""Seconds for sending the last reports to the master."""
 
 QUIT_LIMIT: Final = 5.0
-"""Seconds for a spawner to kill and reap all it has; then the agent does."""
+"""Seconds for a spawner to kill and reap its descendants; then the agent does it."""
 
 REMOVE_LIMIT: Final = 12.0
-"""Seconds for giving back the memory of the snapshots; more than `segments` takes by itself."""
+"""Seconds for releasing the memory of the snapshots; more than the limit in `segments`."""
 
 LEAVE_LIMIT: Final = 10.0
-"""Seconds for leaving the rendezvous; more than a meeting takes by itself."""
+"""Seconds for leaving the rendezvous; more than the limits of its own steps."""
 
 
 def rendezvous_of(
     node: NodeContext, met: Callable[[], None], found: FoundJob | None
 ) -> C10dRendezvous | EtcdRendezvous | FileRendezvous:
-    """The way in which the nodes of this job meet. `met` is called when the master's place is known
-    and whenever one serves there anew; `found`: see `finding`. What is not needed is not
+    """The rendezvous of this job. `met` is called when the master's address is known, and whenever
+    a master starts to serve there; `found`: see `finding`. Modules of other kinds are not
     imported."""
     if found is not None:
         from elasticrun.agent.rendezvous.file import FileRendezvous
@@ -100,31 +103,31 @@ def rendezvous_of(
 
 @dataclass(frozen=True)
 class Early:
-    """What stands before there is a loop."""
+    """What exists before the event loop."""
 
     inbox: SignalInbox
     reaper: Reaper
     spawner: SpawnerProcess
     writer: StderrWriter
     ignored: tuple[int, ...]
-    """Signals that this process was born ignoring."""
+    """Signals that this process inherited as ignored."""
     master: MasterProcess | None = None
     found: FoundJob | None = None
-    """Where the job is, where that had to be found out."""
+    """Where the job is, if that had to be looked up."""
 
 
 async def run_node(config: AgentConfig, early: Early) -> fx.Exit:
-    """A node's part of a job, from the first turn to the last process gone."""
+    """Run a node's part of a job, until its last process has exited."""
     if early.master is not None:
         early.master.watch(early.reaper)
     return await NodeAgent(replace(config, env=dict(config.env)), early).run(early)
 
 
 class NodeAgent:
-    """Built once, run once, in the running loop."""
+    """The composition root: built once, run once, in the running loop."""
 
     def __init__(self, config: AgentConfig, early: Early) -> None:
-        """`config.env` is ours, to add to."""
+        """`config.env` is a copy that this node extends."""
         spec = config.spec
         brain = WorkerGroup(
             nproc=config.nproc_per_node,
@@ -133,7 +136,7 @@ class NodeAgent:
             exit_barrier_timeout=config.exit_barrier_timeout,
             departure_grace=config.departure_grace,
             master_lost_timeout=spec.master_lost_timeout,
-            host=os.uname().nodename,  # our own name may take a name server
+            host=os.uname().nodename,  # resolving our own name may be slow
         )
         self._loop = AgentLoop(brain, self)
         self._tasks = Tasks(self.fatal)
@@ -156,7 +159,7 @@ class NodeAgent:
             early.writer.write,
             run_id=spec.job_id,
             role=config.role,
-            host="",  # it is found out
+            host="",  # set once it is known
             backend=config.rendezvous.kind,
             entry_point=config.entry.target,
         )
@@ -179,10 +182,10 @@ class NodeAgent:
             *(self._messages, self._progress, self._snapshots, self._events, self._sight)
         ]
 
-    # ------------------------------------------------------------ the whole life
+    # ------------------------------------------------------------ the whole run
 
     async def run(self, early: Early) -> fx.Exit:
-        """From the first turn to the last process gone."""
+        """Run the node, until its last process has exited."""
         loop = asyncio.get_running_loop()
         early.inbox.attach(
             lambda signum, death: threadsafe(loop, self._signalled, signum, death),
@@ -206,8 +209,8 @@ class NodeAgent:
         return outcome
 
     def _uncaught(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What nobody caught in a callback of ours ends the node, as in a task of ours; what others
-        (grpc) leave is told as ever."""
+        """An uncaught exception in our own callback ends the node, as in a task. Exceptions of
+        others (grpc) go to the default handler."""
         if (error := own_defect(context)) is None:
             loop.default_exception_handler(context)
             return
@@ -215,7 +218,8 @@ class NodeAgent:
         self.fatal(f"a defect of elasticrun, please report it: {error!r}")
 
     async def _set_out(self, master: MasterProcess | None) -> None:
-        """Who we are, where the master is (`master`: one that runs already); then dial."""
+        """Determine the identity and the master's address, then connect. `master`: one that already
+        runs."""
         config = self._shared.config
         self._checkup.begin()
         where = f"--log-dir {config.logs.log_dir or '(a folder for temporary files)'}"
@@ -247,7 +251,7 @@ class NodeAgent:
             self.fatal(str(error))
 
     async def _introduce(self) -> None:
-        """This node's id, and its host's name."""
+        """Set this node's id and its host's name."""
         config, shared = self._shared.config, self._shared
         try:
             shared.identity = await in_thread(
@@ -268,7 +272,7 @@ class NodeAgent:
         shared.host = self._events.host = host
 
     def _met(self) -> None:
-        """The master's place is known (again), and with it our own address."""
+        """The master's address is known (again), and with it our own address."""
         self._shared.address = self._meeting.address
         self._stores.addressed()
         if self._shared.link.start():
@@ -276,7 +280,7 @@ class NodeAgent:
         self._shared.link.nudge()
 
     async def _first_contact(self) -> None:
-        """End with a sentence if no master is ever heard."""
+        """End the node with a sentence if no master answers within the join timeout."""
         limit = self._shared.config.spec.join_timeout
         try:
             await asyncio.wait_for(self._shared.link.connected.wait(), limit)
@@ -285,7 +289,7 @@ class NodeAgent:
         else:
             self._checkup.welcomed(self.dial)
 
-    # ------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------ events in
 
     def _signalled(self, signum: int, death: bool) -> None:
         if death:
@@ -299,13 +303,13 @@ class NodeAgent:
 
     @property
     def dial(self) -> Endpoint:
-        """Where the master is, as far as it is known."""
+        """The master's address, as far as it is known."""
         return self._meeting.dial
 
     def linked(self, event: fx.AgentEvent) -> None:
-        """What the link says."""
+        """Dispatch an event of the link."""
         self._meeting.heard(event)
-        if isinstance(event, fx.LinkBack):  # held comes before said
+        if isinstance(event, fx.LinkBack):  # holdings go before reports
             self._snapshots.attached()
             self._sight.again()
             if self._loop.brain.status().state is State.RUNNING:
@@ -313,7 +317,7 @@ class NodeAgent:
         self._loop.deliver(event)
 
     def route(self, order: m.Order) -> None:
-        """An order that changes nothing in the state machine."""
+        """Dispatch an order that changes nothing in the state machine."""
         match order:
             case m.Inspect():
                 self._sight.obey(order)
@@ -327,19 +331,19 @@ class NodeAgent:
     def _spawner_lost(self, reason: str) -> None:
         self._sight.close()
         self._ranks.all_lost()
-        self._probing.call_off()  # the brain knows, and answers for itself
+        self._probing.call_off()  # the state machine reports the failure itself
         self._loop.deliver(fx.SpawnerLost(reason, time.time_ns() // 1000))
 
     def no_master(self, reason: str) -> None:
-        """The first dial was in vain; told once."""
+        """The first connection failed; called once."""
         self._messages.no_master(reason)
 
     def fatal(self, sentence: str) -> None:
-        """End, for this reason."""
+        """End the node for this reason."""
         self._loop.end(fx.Exit(EXIT_FAILED, sentence, (), 0))
 
     def hello(self) -> m.Hello:
-        """What this node says to a master first."""
+        """The Hello of this node."""
         config, shared, brain = self._shared.config, self._shared, self._loop.brain
         return m.Hello(
             protocol=m.PROTOCOL_VERSION,
@@ -357,10 +361,10 @@ class NodeAgent:
             last_term=brain.term,
         )
 
-    # ------------------------------------------------------------ what goes out
+    # ------------------------------------------------------------ effects out
 
     def perform(self, effect: fx.AgentEffect) -> None:
-        """What the state machine wants done."""
+        """Carry out an effect of the state machine."""
         match effect:
             case fx.Say(report):
                 self._reports.say(report)
@@ -394,7 +398,7 @@ class NodeAgent:
         self._messages.looked(status)
 
     def _spawn(self, effect: fx.SpawnRanks) -> None:
-        # which the master may have told anew
+        # the master may have changed the timeout
         self._spawners.keep_alive(self._loop.brain.master_lost_timeout)
         for part in self._shared.parts:
             part.round_began(effect.start)
@@ -402,15 +406,15 @@ class NodeAgent:
         self._ranks.spawn(effect, {rank: self._own(rank) for rank in ranks}, self._sight.places)
 
     def _own(self, local_rank: int) -> dict[str, str]:
-        """Where this rank tells its steps and speaks of its snapshots, as far as it can."""
+        """The environment of this rank for reporting steps and snapshots, as far as available."""
         progress, snapshots = self._progress.place(local_rank), self._snapshots.place(local_rank)
         own = {env.PROGRESS: progress, env.SNAPSHOTS: snapshots}
         return {name: place for name, place in own.items() if place}
 
-    # ------------------------------------------------------------ the end
+    # ------------------------------------------------------------ shutdown
 
     async def _leave_nothing(self, outcome: fx.Exit | None) -> None:
-        """End every process below this one, give back what was taken, and tell the user."""
+        """End every descendant, release all resources, and print the outcome."""
         signalled = outcome is None or outcome.signum != 0
         end, config = self._clearing, self._shared.config
         end.begin()
@@ -439,7 +443,7 @@ class NodeAgent:
             ("giving this node's id back", in_thread(self._shared.identity.release), 1.0),
         ):
             await end.step(what, work, limit)
-        # It lasts as long as somebody reads: nothing else waits for it.
+        # This takes as long as somebody reads; nothing else waits for it.
         await end.step("showing output", end.output(self._output, hurried=signalled), None)
         if not signalled:
             end.begin()

@@ -1,9 +1,11 @@
-"""The agent's loop: one queue of events, one brain, and the carrying out of its effects. And what
-may not be in it: work that may block, in threads; and tasks, each with an owner.
+"""The agent's event loop: one queue of events, one state machine, and the execution of its effects.
 
-The loop sleeps until an event comes or the brain's next deadline; there is no other timer. The
-threads are daemons and nobody joins them: a file system that hangs for an hour must neither stop
-the agent's beats nor keep the agent from ending, which the executor of asyncio would do.
+Also the helpers for what must not run in the loop: threads for blocking work, and tasks with an
+owner.
+
+The loop sleeps until an event arrives or the state machine's next deadline; there is no other
+timer. The threads are daemons that nobody joins: a file system that hangs for an hour must neither
+stop the agent's heartbeats nor prevent its exit, as asyncio's executor would.
 """
 
 from __future__ import annotations
@@ -33,33 +35,33 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SLOW_DISK: Final = 5.0
-"""Seconds after which a wait for a disk is told to the operator, where a sentence is given."""
+"""Seconds of waiting for a disk after which `slow` is logged."""
 
 DISK_LIMIT: Final = 120.0
-"""Seconds that a disk may take for what a node cannot go on without: a file server that was started
-again answers within that."""
+"""Seconds for disk operations that a node cannot do without; a restarted file server answers within
+that."""
 
 THREAD_LIMIT: Final = 10.0
-"""Seconds for which the start of a thread is tried again: whoever has used up the processes of this
-container (pids.max, RLIMIT_NPROC) may be about to end, as ranks that are stopped are."""
+"""Seconds for retrying to start a thread. The processes that use up the limit of this container
+(pids.max, RLIMIT_NPROC) may be about to exit, such as ranks that are being stopped."""
 
 FIRST_TRY: Final = 0.05
-"""Seconds until the second try; twice as long until the third, and so on."""
+"""Seconds until the first retry; doubled for each further one."""
 
 PATIENCE_STEP: Final = 1.0
-"""Seconds between looks at our own clock while another process is given time to answer."""
+"""Seconds between checks of our own clock while waiting for another process."""
 
 STALLED: Final = 0.5
-"""A look that comes so many seconds late shows that this loop stood still: its step is not
+"""A check that is this many seconds late shows that this loop itself was stuck; its step is not
 counted."""
 
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 MAX_FAULTS: Final = 3
-"""So many effects that could not be carried out end the agent."""
+"""Number of failed effects that ends the agent."""
 
 AWAITED: Final = (fx.PrepareStore, fx.RunProbe, fx.SignalRanks, fx.SpawnRanks, fx.SweepRanks)
-"""Effects whose outcome the brain waits for: one that is not carried out would never come."""
+"""Effects whose result the state machine waits for: a failure of one of them would block it."""
 
 
 async def in_thread(
@@ -70,18 +72,18 @@ async def in_thread(
     slow: str = "",
     late: Callable[[T], object] | None = None,
 ) -> T:
-    """The result of `work()`, called in a thread of its own.
+    """The result of `work()`, called in its own thread.
 
-    Raises TimeoutError after `limit` seconds (None: waits as long as it takes); the thread is then
-    left to itself, and what it brings later is given to `late`, in a thread. After SLOW_DISK
-    seconds `slow` is said to the operator."""
+    Raises TimeoutError after `limit` seconds (None: no limit). The thread is then abandoned; if it
+    still returns a result, `late` is called with it in a thread. `slow` is logged after SLOW_DISK
+    seconds."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
         if done.cancelled() or done.done():
             if error is None and late is not None:
-                with contextlib.suppress(RuntimeError):  # no thread for it either: it stays
+                with contextlib.suppress(RuntimeError):  # no thread for it either: not cleaned up
                     threading.Thread(target=late, args=(result,), daemon=True).start()
         elif error is not None:
             done.set_exception(error)
@@ -93,11 +95,11 @@ async def in_thread(
         error: BaseException | None = None
         try:
             result = work()
-        except BaseException as caught:  # it is the caller's to judge, in the loop's thread
+        except BaseException as caught:  # the caller handles it, in the loop's thread
             error = caught
         try:
             loop.call_soon_threadsafe(settle, result, error)
-        except RuntimeError:  # the loop ended meanwhile: nobody waits any more
+        except RuntimeError:  # the loop has ended: nobody waits
             if error is None and late is not None:
                 late(result)  # type: ignore[arg-type]
 
@@ -113,7 +115,7 @@ async def in_thread(
 
 
 async def _started(body: Callable[[], None], name: str, limit: float) -> None:
-    """Start the thread. NoThread if that fails again and again for `limit` seconds."""
+    """Start the thread. NoThread if that keeps failing for `limit` seconds."""
     loop = asyncio.get_running_loop()
     end, wait = loop.time() + limit, FIRST_TRY
     while True:
@@ -129,21 +131,21 @@ async def _started(body: Callable[[], None], name: str, limit: float) -> None:
 
 
 def threadsafe(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
-    """Have the loop call `call(*args)`, from any thread; nothing if the loop is over."""
+    """Call `call(*args)` in the loop, from any thread; a no-op if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call, *args)
 
 
 def awaited(work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
-    """A task that its maker awaits, and whose failure it hears and tells there."""
+    """A task for a caller that awaits it, and so handles its failure."""
     return asyncio.get_running_loop().create_task(work, name=what)
 
 
 async def first_of(
     *works: Awaitable[Any], limit: float | None = None
 ) -> list[asyncio.Future[Any] | None]:
-    """Until the first of these is over, or `limit` seconds: each one that is over then, for its
-    result or failure; None in the place of the others, which are cancelled, and ended."""
+    """Wait until the first of these completes, or for `limit` seconds. Returns the completed
+    futures; None in place of the others, which are cancelled and awaited."""
     futures: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
     over: set[asyncio.Future[Any]] = set()
     try:
@@ -156,7 +158,7 @@ async def first_of(
 
 
 def keep_sending(loop: asyncio.AbstractEventLoop, connection: Connection) -> None:
-    """Write what waits there, now and whenever the peer has read some."""
+    """Write the buffered bytes, now and whenever the socket becomes writable."""
     connection.flush()
     if connection.unsent:
         loop.add_writer(connection, keep_sending, loop, connection)
@@ -165,10 +167,10 @@ def keep_sending(loop: asyncio.AbstractEventLoop, connection: Connection) -> Non
 
 
 class Tasks:
-    """The owner of tasks that nobody awaits: it hears of their ends.
+    """Owns tasks that nobody awaits, and handles their failures.
 
-    `fatal(sentence)` ends the node: what a task that failed was to do is not done by anybody, and
-    whoever waits for it would wait for ever."""
+    `fatal(sentence)` ends the node: nobody does the failed task's work, so whoever waits for its
+    result would wait forever."""
 
     def __init__(self, fatal: Callable[[str], object]) -> None:
         self._fatal = fatal
@@ -181,8 +183,8 @@ class Tasks:
         *,
         tell: Callable[[str], object] | None = None,
     ) -> asyncio.Task[T]:
-        """Start a task. If it fails the node ends, unless the sentence is for `tell`, where the
-        node can do without."""
+        """Start a task. If it fails, the node ends; with `tell`, the sentence goes there instead,
+        for tasks that the node can do without."""
         task = asyncio.get_running_loop().create_task(work, name=what)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -190,22 +192,22 @@ class Tasks:
         return task
 
     def __len__(self) -> int:
-        """How many are under way."""
+        """Number of running tasks."""
         return len(self._running)
 
     async def over(self, limit: float | None = None) -> None:
-        """Wait so many seconds (None: as long as it takes) for those that are under way."""
+        """Wait for the running tasks, `limit` seconds at most (None: no limit)."""
         if self._running:
             await asyncio.wait(self._running, timeout=limit)
 
     def close(self) -> None:
-        """Cancel all that are under way."""
+        """Cancel all running tasks."""
         for task in list(self._running):
             task.cancel()
 
 
 class Timer:
-    """One call at a later time, or none: a new one takes the place of the last."""
+    """At most one pending call; a new one replaces it."""
 
     def __init__(self) -> None:
         self._handle: asyncio.TimerHandle | None = None
@@ -215,13 +217,13 @@ class Timer:
         return self._handle is not None
 
     def after(self, seconds: float, call: Callable[..., object], *args: object) -> None:
-        """In the running loop; not at once, even for 0 seconds."""
+        """Schedule the call in the running loop; never immediate, even for 0 seconds."""
         self.cancel()
         loop = asyncio.get_running_loop()
         self._handle = loop.call_later(max(0.0, seconds), self._due, call, args)
 
     def cancel(self) -> None:
-        """Harmless where none is set."""
+        """Cancel the pending call, if any."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -232,10 +234,10 @@ class Timer:
 
 
 class Patience:
-    """The limit for an answer of another process of this host.
+    """A timeout for the answer of another process on this host.
 
-    Only seconds count in which this loop ran: where it stood still itself (Ctrl-Z, a frozen
-    machine, no processor to be had), the other process may have stood still for the same reason."""
+    It counts only time in which this loop ran: if this process was stuck (Ctrl-Z, a frozen machine,
+    no CPU), the other one may have been stuck for the same reason."""
 
     def __init__(self) -> None:
         self._timer = Timer()
@@ -246,12 +248,12 @@ class Patience:
         return self._timer.is_set
 
     def wait(self, limit: float, late: Callable[..., object], *args: object) -> None:
-        """Call `late(*args)` unless cancelled within `limit` seconds, which count anew."""
+        """Call `late(*args)` unless cancelled within `limit` seconds; restarts the timeout."""
         self._left = limit
         self._go_on(late, args)
 
     def cancel(self) -> None:
-        """The answer has come. Harmless where none is awaited."""
+        """The answer has arrived. May be called without a pending wait."""
         self._timer.cancel()
 
     def _go_on(self, late: Callable[..., object], args: tuple[object, ...]) -> None:
@@ -271,26 +273,26 @@ class Patience:
 
 
 class Once:
-    """Sentences for the operator: each once, and no more than so many."""
+    """Logs each sentence once, and `most` sentences at most."""
 
     def __init__(self, most: int = 100) -> None:
         self._most = most
         self._said: set[str] = set()
 
     def tell(self, sentence: str, level: int = logging.WARNING, *, kind: str = "") -> None:
-        """`kind`: what is told once, whatever else its sentence says; "": the sentence."""
+        """`kind`: a key that is logged once, whatever the sentence; "": the sentence itself."""
         kind = kind or sentence
         if kind not in self._said and len(self._said) < self._most:
             self._said.add(kind)
             logger.log(level, "%s", sentence)
 
     def clear(self) -> None:
-        """All may be said again."""
+        """Allow all sentences again."""
         self._said.clear()
 
 
 def own_defect(context: dict[str, Any]) -> Exception | None:
-    """What an exception handler of asyncio is told of, if a callback failed in our code."""
+    """The exception in the context of an asyncio exception handler, if our own code raised it."""
     error = context.get("exception")
     if "handle" not in context or not isinstance(error, Exception):
         return None
@@ -303,12 +305,12 @@ def own_defect(context: dict[str, Any]) -> Exception | None:
 
 
 def tell_failure(task: asyncio.Task[Any], tell: Callable[[str], object], what: str) -> None:
-    """Have the failure of a task told, so that nobody waits for it for ever."""
+    """Report a task's failure, so that nobody waits for it forever."""
 
     def look(done: asyncio.Task[Any]) -> None:
         if done.cancelled() or (error := done.exception()) is None:
             return
-        if isinstance(error, NoThread):  # no defect of ours
+        if isinstance(error, NoThread):  # not a bug of ours
             tell(f"{what} failed: {error}")
             return
         logger.error("a defect of elasticrun: %s failed", what, exc_info=error)
@@ -318,18 +320,18 @@ def tell_failure(task: asyncio.Task[Any], tell: Callable[[str], object], what: s
 
 
 class LoopOwner(Protocol):
-    """Who carries out what comes of the events."""
+    """Carries out the results of events."""
 
     def perform(self, effect: fx.AgentEffect) -> None:
-        """What the state machine wants done."""
+        """Carry out an effect of the state machine."""
 
     def route(self, order: m.Order) -> None:
-        """An order that the state machine has no part in (`core.worker.group.ROUTED`)."""
+        """Dispatch an order that bypasses the state machine (`core.worker.group.ROUTED`)."""
 
 
 class AgentLoop:
-    """Feeds events to the state machine, and routed orders to their part, in the order of
-    `deliver`, until the state machine says Exit."""
+    """Feeds events to the state machine, and routed orders to their component, in the order of
+    `deliver`, until the state machine returns Exit."""
 
     def __init__(self, brain: WorkerGroup, owner: LoopOwner) -> None:
         self.brain = brain
@@ -340,18 +342,18 @@ class AgentLoop:
         self._exit: fx.Exit | None = None
 
     def deliver(self, event: fx.AgentEvent) -> None:
-        """Queue an event; in the loop's thread."""
+        """Queue an event; call in the loop's thread."""
         self._inbox.append(event)
         self._wake.set()
 
     def end(self, outcome: fx.Exit) -> None:
-        """End without the brain: what it needs cannot be had."""
+        """End without the state machine, because something it needs is missing."""
         if self._exit is None:
             self._exit = outcome
             self._wake.set()
 
     async def run(self) -> fx.Exit:
-        """Turn after turn until the outcome is known."""
+        """Process events until the outcome is known."""
         self.deliver(fx.Tick())
         while True:
             while self._inbox and self._exit is None:
@@ -362,7 +364,7 @@ class AgentLoop:
             wait = None if deadline is None else deadline - time.monotonic()
             if wait is not None and wait <= 0:
                 self._inbox.append(fx.Tick())
-                await asyncio.sleep(0)  # events that came meanwhile are looked at as well
+                await asyncio.sleep(0)  # let other events arrive
                 continue
             self._wake.clear()
             try:
@@ -378,7 +380,8 @@ class AgentLoop:
         try:
             effects = self.brain.step(event, time.monotonic())
         except Exception as error:
-            # Never for bad input. What the brain knows may be wrong now: nothing is to follow it.
+            # Never happens for bad input. The state machine may now be wrong, so its effects are
+            # dropped.
             logger.exception("a defect of elasticrun: %s", error)
             self._end_of_defect(f"{type(event).__name__} was not understood", error)
             return
@@ -389,7 +392,8 @@ class AgentLoop:
             self._carried(effect, partial(self._owner.perform, effect))
 
     def _carried(self, what: fx.AgentEffect | m.Order, work: Callable[[], None]) -> None:
-        """A defect of ours in what the brain knows nothing of: the next effect is carried out."""
+        """Run `work`. Its failure is a bug of ours that the state machine does not see; the next
+        effect still runs."""
         try:
             work()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""How the agent reaches the master: the stream, its beats, a master that runs on this host.
+"""The agent's connection to the master: the stream, heartbeats, a master process on this host.
 
 Forbidden here: torch, the ranks.
 """

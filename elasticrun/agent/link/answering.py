@@ -1,5 +1,5 @@
-"""Who holds a port: nobody, something that speaks HTTP/2 as gRPC does, a stranger, or somebody with
-whom no trust can be had (and why not: gRPC itself only says that a handshake failed).
+"""Probes who listens on a port: nobody, an HTTP/2 server such as gRPC, another protocol, or a
+server with incompatible TLS settings (and why: gRPC only reports a failed handshake).
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ THEY_REFUSE_US: Final = (
 
 
 class PortAnswer(Enum):
-    """What came back from a port."""
+    """What a port answered."""
 
-    NOBODY = "nobody"  # no connection: refused, unreachable, no such name yet
+    NOBODY = "nobody"  # no connection: refused, unreachable, name does not resolve yet
     HTTP2 = "http2"
     FOREIGN = "foreign"  # bytes that are not HTTP/2
-    SILENT = "silent"  # a connection, but nothing on it
-    CLOSED = "closed"  # a connection that is closed at once
-    INSECURE = "insecure"  # certificates do not fit, or one side has no TLS
+    SILENT = "silent"  # connected, but no bytes
+    CLOSED = "closed"  # connected, then closed at once
+    INSECURE = "insecure"  # certificates do not match, or one side has no TLS
 
 
 Found = tuple[PortAnswer, str]
-"""What was found and, for INSECURE, the sentence why."""
+"""The answer and, for INSECURE, a sentence with the reason."""
 
 
 async def probe(
     endpoint: Endpoint, limit: float, files: auth.Files | None = None, name: str = ""
 ) -> Found:
-    """Connect, greet (in TLS, where there are `files`), and look at the first frame; `limit`
-    seconds for each. `name`: what the certificate must bear, "" for the endpoint's host."""
+    """Connect, send the HTTP/2 preface (over TLS if there are `files`), and read the first frame;
+    `limit` seconds for each. `name`: the name that the certificate must contain, "" for the
+    endpoint's host."""
     if files is None:
         answer = await _look(endpoint, limit)
         if answer is PortAnswer.CLOSED and await _speaks_tls(endpoint, limit):
@@ -65,7 +66,7 @@ async def probe(
     try:
         context = await in_thread(lambda: auth.client_context(files), limit=limit, name="tls")
         answer = await _look(endpoint, limit, context, name or endpoint.host)
-        # A server that does not like the client's certificate closes without a word.
+        # A server that rejects the client's certificate closes the connection without data.
         refused = answer is PortAnswer.CLOSED
         return (PortAnswer.INSECURE, THEY_REFUSE_US) if refused else (answer, "")
     except ssl.SSLCertVerificationError as wrong:
@@ -84,10 +85,10 @@ async def probe(
 
 
 async def _speaks_tls(endpoint: Endpoint, limit: float) -> bool:
-    """Whether a TLS handshake comes to its end there, whoever it is."""
+    """Whether a TLS handshake completes there, with any peer."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nothing is said to it: only whether it speaks
+    context.verify_mode = ssl.CERT_NONE  # no data is sent; this only tests for TLS
     context.set_alpn_protocols(["h2"])
     try:
         return await _look(endpoint, limit, context) is not PortAnswer.NOBODY
@@ -98,7 +99,7 @@ async def _speaks_tls(endpoint: Endpoint, limit: float) -> bool:
 async def _look(
     endpoint: Endpoint, limit: float, context: ssl.SSLContext | None = None, name: str = ""
 ) -> PortAnswer:
-    """One connection. SSLError where TLS fails, with what is known of the reason."""
+    """Probe with one connection. SSLError with the known reason if TLS fails."""
     try:
         opening = asyncio.open_connection(
             endpoint.host, endpoint.port, ssl=context, server_hostname=name if context else None
@@ -106,7 +107,7 @@ async def _look(
         reader, writer = await asyncio.wait_for(opening, limit)
     except ssl.SSLError:
         raise
-    except (OSError, TimeoutError, UnicodeError):  # the last: no host can be called so
+    except (OSError, TimeoutError, UnicodeError):  # UnicodeError: not a valid host name
         return PortAnswer.NOBODY
     try:
         writer.write(GREETING)

@@ -1,4 +1,4 @@
-"""Who this node is over the lives of its agent, and where others reach it."""
+"""This node's identity across restarts of its agent, and the address that other nodes dial."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from elasticrun.host.user_folder import user_folder
 from elasticrun.wire.env import CLUSTER_NODE
 
 MAX_SLOTS: Final = 4096
-"""Agents of one job on one host; beyond it something else is wrong."""
+"""Maximum number of agents of one job on one host; more than that indicates another error."""
 
 
 def host_name() -> str:
-    """The host's name for people, as torchrun's summary has it."""
+    """The host's name for people, as in torchrun's summary."""
     return socket.getfqdn()
 
 
@@ -39,10 +39,12 @@ MACHINE_ID: Final = "/etc/machine-id"
 
 
 def host_id(environ: Mapping[str, str]) -> str:
-    """A name for this host that two hosts hardly share: its host name and its machine's id. A
-    pod's host name goes on to its successor on another machine, and a machine's id that an image
-    has is the same on all of them: so there it is the kernel's, and the cluster's name of its node
-    where that is told (nodes that are containers of one machine share its kernel)."""
+    """An id for this host that is very likely unique: a hash of host name and machine id.
+
+    In Kubernetes another machine's pod may reuse the host name, and an image's machine id is the
+    same on all machines. So there the boot id of the kernel replaces the machine id, together with
+    the name of the cluster node if it is set (nodes that are containers on one machine share its
+    kernel)."""
     machine = ""
     if "KUBERNETES_SERVICE_HOST" not in environ:
         with contextlib.suppress(OSError), open(MACHINE_ID) as file:
@@ -55,22 +57,23 @@ def host_id(environ: Mapping[str, str]) -> str:
 
 @dataclass
 class Slot:
-    """The lowest free place of this host in a job, held by a file lock as long as we live."""
+    """This agent's slot number on this host (the lowest free one), held by a file lock for the
+    agent's lifetime."""
 
     number: int
     path: str
     fd: int
 
     def release(self) -> None:
-        """Give the place back and leave no file."""
+        """Release the slot and remove its file."""
         with contextlib.suppress(OSError):
-            # While the lock is held: who waits for it finds another inode, and retries.
+            # Unlink under the lock: whoever waits for it then finds another inode and retries.
             os.unlink(self.path)
         os.close(self.fd)
 
 
 def take_slot(folder: str, job_id: str) -> Slot:
-    """Lock the lowest slot of this job that no living agent holds. Raises OSError."""
+    """Lock the lowest slot of this job that no running agent holds. Raises OSError."""
     safe = re.sub(r"[^A-Za-z0-9_.-]", "_", job_id)[:64]
     safe += "-" + hashlib.sha256(job_id.encode()).hexdigest()[:8]
     places = os.path.join(folder, "slots")
@@ -103,11 +106,11 @@ def _still_there(path: str, fd: int) -> bool:
 
 @dataclass
 class Identity:
-    """This node's id in its job, and what keeps it ours."""
+    """This node's id in its job, and the slot that reserves it."""
 
     node: str
     slot: Slot | None
-    note: str = ""  # one sentence when the id will not outlast this life
+    note: str = ""  # a sentence, if the id will not survive a restart of this agent
 
     def release(self) -> None:
         if self.slot is not None:
@@ -116,20 +119,20 @@ class Identity:
 
 
 def identify(given: str, job_id: str, environ: Mapping[str, str]) -> Identity:
-    """The node id: `given`, else the host's id and a slot; blocks on the disk.
+    """The node id: `given`, or the host's id and a slot. Blocks on the disk.
 
-    Where no folder can be used the id is good for this life only, and `note` says so."""
+    If no folder is usable, the id is valid for this process only, and `note` says so."""
     if given:
         return Identity(given, None)
     try:
         slot = take_slot(str(user_folder(environ)), job_id)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
         return for_this_life(str(error), environ)
     return Identity(f"{host_id(environ)}-{slot.number}", slot)
 
 
 def for_this_life(why: str, environ: Mapping[str, str]) -> Identity:
-    """An id where no folder can be used."""
+    """A random id for when no folder is usable."""
     name = f"{host_id(environ)}-{secrets.token_hex(4)}"
     note = f"this node's id lasts only as long as this agent: no user's folder ({why})"
     return Identity(name, None, note)
@@ -139,11 +142,11 @@ def for_this_life(why: str, environ: Mapping[str, str]) -> Identity:
 
 
 def offered_address(local_addr: str | None, endpoint_host: str, master_address: str) -> str:
-    """What other nodes dial to reach a store on this node.
+    """The address that other nodes dial to reach a store on this node.
 
-    `--local-addr` if given; else the local end of the way to the master. When that is loopback
-    although the endpoint is a name that other hosts may resolve (Debian's `127.0.1.1 hostname`),
-    the default route's address is offered instead: loopback would send them to themselves."""
+    This is `--local-addr` if given, else the local address of the route to the master. If that is
+    loopback although other hosts may resolve the endpoint's name (Debian's `127.0.1.1 hostname`),
+    it is the default route's address: loopback would send other nodes to themselves."""
     if local_addr:
         return local_addr
     try:

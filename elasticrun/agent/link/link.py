@@ -1,9 +1,9 @@
-"""The session with the master: dial, say hello, carry reports and orders, beat, dial again.
+"""The link to the master: connect, Hello, reports and orders, heartbeats, reconnect.
 
-A stream that breaks is no event of the job: the link dials again, with a short jittered back-off,
-for as long as the agent lives, and the brain decides how long a silence may last. Where the master
-does not echo a beat within a second, a fresh connection is dialled beside the old one: a new SYN
-does not wait for the old stream's retransmissions, which come at ever longer intervals.
+A broken stream is not an event of the job. The link reconnects with a short jittered backoff for as
+long as the agent runs, and `core.worker` decides how long the master may be unreachable. If the
+master does not echo a heartbeat within a second, the link opens a second connection beside the old
+one: a new SYN does not wait for the old stream's retransmissions, whose intervals keep growing.
 """
 
 from __future__ import annotations
@@ -28,51 +28,52 @@ from elasticrun.wire.rpc.channel import LinkError, Unproved
 from elasticrun.wire.types import Endpoint
 
 WELCOME_LIMIT: Final = 5.0
-"""Seconds from dialling to the answer to our Hello; then the attempt is given up for a new one."""
+"""Seconds from connecting to the answer to our Hello; then a new attempt starts."""
 
 BACKOFF_FIRST: Final = 0.05
 BACKOFF_MOST: Final = 1.0
-"""Seconds between attempts, doubled each time and jittered; an agent is back within a second of a
-master's return, and ten thousand agents do not come in one instant."""
+"""Seconds between attempts, doubled each time and jittered. An agent reconnects within a second of
+a master's return, and ten thousand agents do not connect at the same instant."""
 
 TELL_AFTER: Final = 4
-"""Attempts at first contact before the operator is told that no master answers."""
+"""Attempts at first contact before the agent logs that no master answers."""
 
 STRANGER_AFTER: Final = 3
-"""That many probes in a row of a port that was never a master's, WELCOME_LIMIT apart, must find
-somebody there who does not speak our protocol before we end with a sentence."""
+"""Consecutive probes, WELCOME_LIMIT apart, that must find a process with another protocol on the
+port before the agent ends. Applies only to a port that has never been our master's."""
 
 
 class FailedDial(NamedTuple):
-    """An attempt that came to nothing: why, and the exit code where no other can come to more."""
+    """A failed attempt: the reason, and the exit code if retrying cannot help."""
 
     reason: str
     code: int | None = None
 
 
 class LinkOwner(Protocol):
-    """Whose link it is."""
+    """What a link needs from its owner."""
 
     @property
     def dial(self) -> Endpoint:
-        """Where the master is; it may change between attempts (a standalone one on a new port)."""
+        """The master's address; it may change between attempts (a standalone master on a new
+        port)."""
 
     def hello(self) -> Hello:
-        """A fresh one, before each attempt."""
+        """A new Hello for each attempt."""
 
     def linked(self, event: AgentEvent) -> None:
-        """Ordered, LinkBack or LinkLost."""
+        """Receives Ordered, LinkBack or LinkLost."""
 
     def no_master(self, reason: str) -> None:
-        """None is there at first; once."""
+        """Called once if no master answers at first."""
 
     def fatal(self, sentence: str) -> None:
         """The link itself has failed."""
 
 
 class Link:
-    """Keeps one session with the master alive, whatever becomes of connections and masters. After
-    `patience` seconds without a word a stream counts as lost."""
+    """Keeps one session with the master open across broken connections and restarted masters. A
+    stream counts as lost after `patience` seconds without a message."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Link:
         patience: float = HEARTBEAT_TIMEOUT,
         page_level: int = logging.INFO,
     ) -> None:
-        """`page_level`: at which the address of the job's page is told."""
+        """`page_level`: the log level for the address of the job's page."""
         self._owner = owner
         self._page_level = page_level
         self._patience = patience
@@ -95,50 +96,50 @@ class Link:
         self._moved = asyncio.Event()
         self._dialled: Endpoint | None = None
         self._tries = 0
-        self._goodbye: Leaving | None = None  # that no session could carry
+        self._goodbye: Leaving | None = None  # a Leaving that no session could send
         self._started = False
-        self._greets = False  # a hello is on its way, by which a master may know us already
+        self._greets = False  # a Hello has been sent, so a master may already know this node
         self.connected = asyncio.Event()
-        """Set once a master has welcomed us, for good."""
+        """Set when a master first accepts this node; never cleared."""
 
     def start(self) -> bool:
-        """Begin to dial, once; whether it is now."""
+        """Start connecting, once; returns whether this call started it."""
         began, self._started = self._started, True
         if not began:
             self._tasks.start(self._run(), "the link to the master")
         return not began
 
     def say(self, report: Report) -> None:
-        """Send a report; dropped without a session, since LinkBack makes the brain tell it all. But
-        for that it leaves: by then it may be over."""
+        """Send a report. Without a session it is dropped, because LinkBack makes the state machine
+        resend everything. Only Leaving is kept: the state machine may have ended by then."""
         if self._session is not None:
             self._session.say(report)
         elif isinstance(report, Leaving):
             self._goodbye = report
 
     def offer(self, report: Report) -> bool:
-        """Send a report that matters only while it is new; whether it was sent."""
+        """Send a report that is only useful while it is fresh; returns whether it was sent."""
         return self._session is not None and self._session.offer(report)
 
     @property
     def dialled(self) -> Endpoint | None:
-        """The master that was dialled last."""
+        """The address of the master dialled last."""
         return self._dialled
 
     @property
     def beat_interval(self) -> float:
-        """Seconds between two beats, as the master has asked for; 0.0 without a session."""
+        """Seconds between heartbeats, as the master requested; 0.0 without a session."""
         return self._session.beat_interval if self._session is not None else 0.0
 
     def nudge(self) -> None:
-        """Dial now instead of at the end of the back-off: a master is known to be up. Where that is
-        another than the one we dial or talk to, it is given up for this one."""
+        """Connect now, without waiting for the backoff: a master is known to be up. If its address
+        differs from the current one, the current attempt or session is replaced."""
         self._nudge.set()
         if self._dialled is not None and self._dialled != self._owner.dial:
             self._moved.set()
 
     async def close(self, limit: float) -> None:
-        """Deliver what was said, `limit` seconds at most, and end."""
+        """Send what is queued, for `limit` seconds at most, and stop."""
         if self._goodbye is not None and self._greets:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.connected.wait(), limit)
@@ -162,7 +163,7 @@ class Link:
             ended, self._session = self._session, None
             self._owner.linked(LinkLost(reason))
             await ended.drop()
-            # one that ends again and again just after its welcome is not dialled without a rest
+            # a session that keeps breaking just after its Welcome also gets a backoff
             lasted = loop.time() - began >= BACKOFF_MOST
             pause = BACKOFF_FIRST if lasted else await self._rest(pause)
 
@@ -181,19 +182,23 @@ class Link:
         )
 
     def _silent(self, session: Session, silent: bool) -> None:
-        """Of a pulled cable no kernel tells for a quarter of an hour. The master's fence counts on
-        it that we notice, and start to wait for a master, as soon as it does (`core.rounds`)."""
+        """Handle a silent session.
+
+        TCP reports a pulled cable only after about 15 minutes. The master's fence relies on the
+        agent noticing, and starting to wait for a master, as soon as the master does
+        (`core.rounds`)."""
         if session is not self._session:
             return
         if silent:
             self._owner.linked(LinkLost(f"nothing was heard from it for {self._patience:g} s"))
             return
-        if session.welcome is not None:  # only that says to the brain that a master is there
+        if session.welcome is not None:  # only a Welcome makes the state machine see a master
             self._owner.linked(Ordered(session.welcome))
         self._owner.linked(LinkBack())
 
     async def _hold(self) -> str:
-        """Until the session is gone for good; a stale one is replaced on the way."""
+        """Wait until the session has ended for good; replace it when it is stale or the master has
+        moved."""
         while True:
             session = self._session
             if session is None:
@@ -218,7 +223,7 @@ class Link:
                     await asyncio.wait_for(self._nudge.wait(), max(0.0, rest))
 
     async def _connect(self) -> Session | None:
-        """A welcomed session, however long it takes; None when there can never be one."""
+        """A session that the master accepted, however long it takes; None if none is possible."""
         pause = BACKOFF_FIRST
         while True:
             self._nudge.clear()
@@ -231,7 +236,7 @@ class Link:
             pause = await self._rest(pause)
 
     async def _rest(self, pause: float) -> float:
-        """So long, or until a nudge; what the next pause is."""
+        """Wait for the backoff or a nudge; returns the next backoff."""
         try:
             await asyncio.wait_for(self._nudge.wait(), pause * random.uniform(0.5, 1.0))
         except TimeoutError:
@@ -239,7 +244,7 @@ class Link:
         return BACKOFF_FIRST
 
     async def _attempt(self) -> Session | Refused | None:
-        """Dial once: a welcomed session, the end of all dialling, or None to dial again."""
+        """Connect once: an accepted session, a final refusal, or None to try again."""
         endpoint = self._dialled = self._owner.dial
         self._moved.clear()
         outcome = await self._dial(endpoint)
@@ -262,7 +267,7 @@ class Link:
         return final
 
     async def _dial(self, endpoint: Endpoint) -> Session | Refused | FailedDial:
-        """A welcomed session, or what the job's own master says in its place."""
+        """An accepted session, or the refusal of the job's own master."""
         session: Session | None = None
         kept = False
         try:
@@ -288,7 +293,7 @@ class Link:
                 await session.drop()
 
     async def _answer(self, session: Session) -> Welcome | Refused:
-        """The answer to our hello. LinkError, also when the master is known to be elsewhere."""
+        """The answer to our Hello. LinkError, also if the master has moved meanwhile."""
         opening, moved = await first_of(
             session.open(self._owner.hello()), self._moved.wait(), limit=WELCOME_LIMIT
         )
@@ -299,7 +304,7 @@ class Link:
         raise TimeoutError
 
     async def _pem(self) -> auth.Pem | None:
-        """Our certificates as they stand now. TlsError, TimeoutError."""
+        """Our certificates, read anew. TlsError, TimeoutError."""
         files = self._trust.files
         if files is None:
             return None
@@ -308,20 +313,20 @@ class Link:
     def _welcomed(self, welcome: Welcome) -> None:
         self._strange = 0
         self._warned = ""
-        page = (welcome.term, welcome.status_url.partition("?")[0])  # each welcome has a new key
+        page = (welcome.term, welcome.status_url.partition("?")[0])  # each Welcome has a new key
         if welcome.status_url and page != self._page:
             self._page = page
             logger.log(self._page_level, "the job's page: %s", welcome.status_url)
 
     def _warn(self, reason: str) -> None:
-        """A running job is not ended by whoever has taken its master's port meanwhile; told once
-        per change of the sentence."""
+        """Log a refusal, once per change of the sentence. A running job does not end because
+        another process has taken its master's port."""
         if reason != self._warned:
             self._warned = reason
             logger.warning("%s; the ranks go on, and this node dials on", reason)
 
     async def _stranger(self, endpoint: Endpoint) -> Refused | None:
-        """Whether the port belongs to somebody else, so that no patience will help."""
+        """A refusal if another program owns the port, so that retrying cannot help."""
         files, name = self._trust.files, self._trust.name
         answer, why = await probe(endpoint, WELCOME_LIMIT, files, name)
         if answer is PortAnswer.INSECURE:

@@ -1,10 +1,10 @@
-"""The job master as a process of this agent, and what keeps one alive.
+"""The job master as a child process of this agent, and the host that keeps one running.
 
-Like the port proxy it lives in a session of its own, ignores the signals that hit
-every process of a job, and ends when the agent's end of a pipe is closed, by whatever death.
+Like the port proxy it runs in its own session, ignores the signals sent to every process of a job,
+and exits when the agent's end of a pipe closes, however the agent ends.
 
-Its agent pings it on that pipe. A master that stands still (SIGSTOP, a debugger, a frozen cgroup)
-is killed, and replaced by one that loads the same record (decision 037).
+The agent pings it on that pipe. A master that makes no progress (SIGSTOP, a debugger, a frozen
+cgroup) is killed and replaced by one that loads the same record (decision 037).
 """
 
 from __future__ import annotations
@@ -41,53 +41,55 @@ if TYPE_CHECKING:
 PACKAGE_ROOT: Final = str(Path(__file__).resolve().parents[3])
 
 NAMED_KINDS: Final = ("elastic", "file", "open")
-"""Rendezvous of which other nodes know the master's port."""
+"""Kinds of rendezvous in which other nodes know the master's port."""
 
 SHARED_KINDS: Final = (*NAMED_KINDS, "etcd")
-"""Rendezvous whose master may serve other nodes when its agent has gone."""
+"""Kinds of rendezvous in which a master may keep serving other nodes after its agent has exited."""
 
 RELAY_BYTES: Final = 64 * 1024
 
 RESTARTS: Final = (0.0, 0.0, 0.1, 0.3, 1.0)
-"""Seconds before a helper that died is started again, the last one from the fifth time on."""
+"""Seconds before a process that died is restarted; the last value applies from the fifth time
+on."""
 
 MAX_STILLBORN: Final = 4
-"""Masters that died before the first one served; then the installation is broken, not the luck."""
+"""Masters that may die before one has ever served; more than that means a broken installation."""
 
 MAX_TAKEN: Final = 10
-"""Deaths and takings in a row after which a port that is taken is another master's for good."""
+"""Consecutive failures, including a taken port, after which the port counts as another master's."""
 
 HEALTHY_AFTER: Final = 10.0
-"""A helper that lived this long starts again at once."""
+"""Seconds after which a process counts as healthy: it is restarted without delay."""
 
 PING_EVERY: Final = 5.0
 """Seconds between a master's answer and the next ping."""
 
 ANSWER_LIMIT: Final = 20.0
-"""Seconds for a master to answer a ping. One that uses no processor time meanwhile stands still and
-is replaced."""
+"""Seconds for a master to answer a ping. One that uses no CPU time meanwhile is stuck and is
+replaced."""
 
 BUSY_LIMIT: Final = 60.0
-"""Seconds for one that uses some: thousands of nodes may keep it busy, or a slow machine."""
+"""Seconds for a master that uses CPU time: thousands of nodes or a slow machine may keep it
+busy."""
 
 RECORD_WAIT: Final = 15.0
-"""Seconds for making the folder of the record, which may be on a network."""
+"""Seconds for creating the record's folder, which may be on a network file system."""
 
 OVER_LIMIT: Final = 3.0
-"""Seconds for a hosted master to end when the job is over: then its port is free again when the
-command returns."""
+"""Seconds for the master on this host to exit when the job is over, so that its port is free when
+the command returns."""
 
 LEAVE_LIMIT: Final = 1.0
-"""The same when only this node leaves: the master may live on for the others."""
+"""The same when only this node leaves: the master may keep running for other nodes."""
 
 RECORD_LIMIT: Final = 5.0
-"""Seconds that the removal of a record may take at the end; else the next run's sweep does it."""
+"""Seconds for removing a record at the end; after that the next run's sweep removes it."""
 
 
 @contextlib.contextmanager
 def shielded() -> Iterator[None]:
-    """Block the shielded signals in this thread: a child started inside cannot die of one before
-    it has said that it ignores them."""
+    """Block the shielded signals in this thread, so that a child started inside cannot die of one
+    before it ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
     try:
         yield
@@ -96,8 +98,8 @@ def shielded() -> Iterator[None]:
 
 
 def new_record() -> LaunchFolder | None:
-    """A folder for the record of this launch's masters; None, with one line, where there can be
-    none. Blocks, for RECORD_WAIT seconds at most."""
+    """A folder for the record of this launch's masters; None, with a log line, if none can be
+    created. Blocks for RECORD_WAIT seconds at most."""
     made: list[LaunchFolder | OSError] = []
     given_up = threading.Event()
 
@@ -127,7 +129,7 @@ def new_record() -> LaunchFolder | None:
 
 
 def sweep_records() -> None:
-    """Remove, in a thread, what launches have left that were killed together with their masters."""
+    """Remove, in a thread, the records of launches that were killed together with their masters."""
     environ = dict(os.environ)
     with contextlib.suppress(NoThread):  # the next launch does it
         start_thread(user_folder.sweep, "sweep", (environ,))
@@ -135,14 +137,14 @@ def sweep_records() -> None:
 
 @dataclass(frozen=True, slots=True)
 class InEtcd:
-    """What a master whose leadership is in etcd says of itself there."""
+    """What a master whose leadership is in etcd publishes about itself."""
 
-    holder: str  # the life of the agent that starts it
-    advertise: str  # where other nodes dial it, which may not be where it listens
+    holder: str  # the incarnation of the agent that starts it
+    advertise: str  # where other nodes dial it; may differ from where it listens
 
 
 class MasterProcess:
-    """One process of the job master, from its start to its ready line."""
+    """One process of the job master, with its pipes."""
 
     def __init__(
         self,
@@ -153,16 +155,17 @@ class MasterProcess:
         *,
         replaces: str = "",
     ) -> None:
-        """Starts it; needs no loop, so that it can be done before asyncio is imported. To be called
-        in the main thread, at whose end the kernel wakes a stopped master. `replaces`: what
-        became of the one that has served here before it. OSError."""
+        """Start it. This needs no loop, so it can run before asyncio is imported.
+
+        Call it in the main thread: the kernel wakes a stopped master when that thread ends.
+        `replaces`: how the previous master here ended. OSError."""
         self.record = record
         self._code: int | None = None
         self._heard: Callable[[int], None] | None = None
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
 
             def pipe(*, read: bool) -> tuple[int, int]:
-                """Our end, which we read or write, and the master's."""
+                """Our end and the master's. `read`: we read from ours; else we write."""
                 ends = os.pipe() if read else os.pipe()[::-1]
                 ours.callback(os.close, ends[0])
                 theirs.callback(os.close, ends[1])
@@ -194,11 +197,11 @@ class MasterProcess:
             config_pipe.write(dumps(master).encode())
 
     def watch(self, reaper: Reaper) -> None:
-        """Remember how it ends; before anything is reaped, or its end is missed."""
+        """Record its exit code. Call before anything is reaped; otherwise its exit is missed."""
         reaper.watch(self.process, self._end)
 
     def on_end(self, heard: Callable[[int], None]) -> None:
-        """Call `heard(code)` when it has ended, at once if that is so already."""
+        """Call `heard(code)` when it has exited, at once if it already has."""
         self._heard = heard
         if self._code is not None:
             heard(self._code)
@@ -209,11 +212,11 @@ class MasterProcess:
             self._heard(code)
 
     def end_lifeline(self) -> None:
-        """It ends now, or when no agent is left."""
+        """Close the lifeline: the master exits now, or when its last agent has left."""
         self._close_end("lifeline_fd")
 
     def close(self) -> None:
-        """The same, and nothing more is heard of it."""
+        """Close the lifeline and stop reading from it."""
         for name in ("lifeline_fd", "ready_fd", "output_fd"):
             self._close_end(name)
 
@@ -249,25 +252,25 @@ def _master_config(
 
 
 def _environment() -> dict[str, str]:
-    """The variables of a master."""
+    """The environment of a master."""
     environ = dict(os.environ)
-    # -P keeps the working directory off the path: a folder grpc/ in it would be imported.
-    # Where we are not installed our own folder has to be named.
+    # -P keeps the working directory off sys.path: a folder grpc/ there would be imported. So if
+    # elasticrun is not installed, its own folder has to be named.
     paths = filter(None, [environ.get("PYTHONPATH", ""), PACKAGE_ROOT])
     environ["PYTHONPATH"] = os.pathsep.join(paths)
-    environ.pop("PYTHONINSPECT", None)  # meant for scripts; no program ends with a 0 under it
+    environ.pop("PYTHONINSPECT", None)  # meant for scripts; makes no program exit with 0
     return environ
 
 
 def _log_dir(config: AgentConfig) -> str:
-    """Where the master writes what people read; "" where nobody has named a folder."""
+    """Where the master writes files for people; "" if no folder is configured."""
     named = config.logs.log_dir
     return os.path.abspath(named) if named and named != os.devnull else ""
 
 
 def early_master(config: AgentConfig) -> MasterProcess | None:
-    """Start the master where no name has to be asked to know that it is ours: then it is ready
-    when this process has imported grpc. None where that is not plain, or it fails for now."""
+    """Start the master if this node is its host without any name lookup, so that it is ready when
+    this process has imported grpc. None if that is not certain, or if starting fails."""
     kind = config.rendezvous.kind
     if kind == "standalone" or (kind == "static" and config.node_rank <= 0):
         with contextlib.suppress(OSError):
@@ -276,17 +279,18 @@ def early_master(config: AgentConfig) -> MasterProcess | None:
 
 
 class MasterOwner(Protocol):
-    """Who has a master hosted."""
+    """What a hosted master needs from its owner."""
 
     def master_serves(self, endpoint: Endpoint) -> None:
-        """One serves there, for the first time or again."""
+        """A master serves there, for the first time or again."""
 
     def master_taken(self, sentence: str) -> None:
-        """Its port is another process's, so that this agent is not the host after all."""
+        """Another process has the master's port, so this agent is not the host."""
 
 
 class MasterHost:
-    """Keeps a master alive at one place: starts it, hears it, starts it again when it dies."""
+    """Keeps a master running at one address: starts it, reads its output, restarts it when it
+    dies."""
 
     def __init__(
         self,
@@ -296,14 +300,14 @@ class MasterHost:
         record: LaunchFolder | None,
         in_etcd: InEtcd | None = None,
     ) -> None:
-        """`record`: what this launch's masters remember; it is removed when the last one ends."""
+        """`record`: the state of this launch's masters, removed when the last one exits."""
         self._node = node
         self._config = node.config
         self._owner = owner
         self._bind = bind
         self._record = record
         self._in_etcd = in_etcd
-        import asyncio  # the first master is started before it
+        import asyncio  # late: the first master starts before this import
 
         from elasticrun.agent.runtime import Once, Patience, Timer
 
@@ -317,23 +321,23 @@ class MasterHost:
         self._gone = asyncio.Event()
         self._gone.set()
         self._served = False
-        self._fate = ""  # what became of the last one that has served
+        self._fate = ""  # how the last master that served ended
         self._told = Once()
         self._ping = Timer()
         self._patience = Patience()
 
     @property
     def lives(self) -> bool:
-        """Whether a process of the master has not been reaped yet."""
+        """Whether a master process exists that has not been reaped."""
         return self._master is not None
 
     @property
     def serves(self) -> bool:
-        """Whether a master runs here and has said that it serves."""
+        """Whether a master runs here and has reported that it serves."""
         return self._master is not None and "port" in self._answer
 
     def start(self, first: MasterProcess | None = None) -> None:
-        """Start a master, or take over one that was started (and is watched) already."""
+        """Start a master, or adopt one that was already started (and is watched)."""
         self._timer = None
         if first is not None:
             self._record = first.record
@@ -361,12 +365,12 @@ class MasterHost:
         master.on_end(lambda code: self._ended(master, code))
 
     async def close(self, *, job_over: bool) -> None:
-        """Let the master go, and wait a moment for its end. One that nobody else can need is killed
-        then; another may have nodes yet and lives on for them."""
+        """Close the lifeline and wait briefly for the master to exit. If no other node can need it,
+        it is then killed; otherwise it may keep running for them."""
         await self.close_within(OVER_LIMIT if job_over else LEAVE_LIMIT)
 
     async def close_within(self, limit: float) -> None:
-        """The same, with so many seconds for its end."""
+        """The same with `limit` seconds for its exit."""
         import asyncio
 
         self._closing = True
@@ -377,7 +381,7 @@ class MasterHost:
             self._patience.cancel()
             self._master.end_lifeline()
             if not self._answer:
-                self.kill()  # it does not even serve yet
+                self.kill()  # not even serving yet
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), limit)
         alone = self._config.spec.max_nodes == 1
@@ -387,13 +391,13 @@ class MasterHost:
             self._let_go(self._master)
         if self._master is not None and not alone:
             if self._record is not None:
-                self._record.release()  # it removes the folder itself: it has seen our end
+                self._record.release()  # the master removes the folder itself
         elif (removed := self._forget()) is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(removed.wait(), RECORD_LIMIT)
 
     def _forget(self) -> asyncio.Event | None:
-        """Remove the record, in a thread; the event is set when that is done."""
+        """Remove the record in a thread; the event is set when that is done."""
         import asyncio
 
         record, self._record = self._record, None
@@ -403,7 +407,7 @@ class MasterHost:
 
         def work() -> None:
             record.remove()
-            with contextlib.suppress(RuntimeError):  # the loop did not wait for it
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(removed.set)
 
         try:
@@ -413,12 +417,12 @@ class MasterHost:
         return removed
 
     def kill(self) -> None:
-        """End the master that runs here, whatever state it is in."""
+        """SIGKILL the master that runs here, whatever its state."""
         if self._master is not None:
             sandbox.kill(self._master.process.pid)
 
     def _answered(self, master: MasterProcess) -> None:
-        """It serves, or cannot; later: it has answered a ping."""
+        """Read the ready line (it serves, or cannot) or, later, the answer to a ping."""
         if not (said := self._read(master, "ready_fd")):
             return
         if self._answer:
@@ -427,7 +431,7 @@ class MasterHost:
         try:
             answer = json.loads(said)
         except ValueError:
-            return  # it died before it served; its end is told apart
+            return  # it died before it served; its exit is handled elsewhere
         self._answer = answer if isinstance(answer, dict) else {}
         port = self._answer.get("port")
         if isinstance(port, int):
@@ -440,7 +444,7 @@ class MasterHost:
             self._owner.master_serves(Endpoint(host, port))
 
     def _read(self, master: MasterProcess, name: str) -> bytes:
-        """What has come from one of its pipes; nothing more is expected after the end of it."""
+        """The bytes available on one of its pipes; at EOF, stop reading it."""
         fd = getattr(master, name)
         if fd < 0:
             return b""
@@ -452,23 +456,23 @@ class MasterHost:
             self._loop.remove_reader(fd)
         return said
 
-    # ------------------------------------------------------------ one that stands still
+    # ------------------------------------------------------------ a master that is stuck
 
     def _ask_later(self, master: MasterProcess) -> None:
-        """It has answered. One that we have let go of may live on for others."""
+        """It has answered: schedule the next ping, unless we have released it."""
         self._patience.cancel()
         if not self._closing:
             self._ping.after(PING_EVERY, self._ask, master)
 
     def _ask(self, master: MasterProcess) -> None:
-        """See whether its loop runs."""
-        with contextlib.suppress(OSError):  # it is about to end, which is told apart
+        """Ping it, to see whether its loop runs."""
+        with contextlib.suppress(OSError):  # it is about to exit, which is handled elsewhere
             os.write(master.lifeline_fd, b"\n")
         used = cpu_ticks(master.process.pid)
         self._patience.wait(ANSWER_LIMIT, self._silent, master, used)
 
     def _silent(self, master: MasterProcess, used: int | None) -> None:
-        """`used`: its processor time when it was asked; None: it was given more time since."""
+        """`used`: its CPU time at the ping; None: the limit has already been extended."""
         pid = master.process.pid
         if used is not None and cpu_ticks(pid) != used and not is_stopped(pid):
             self._patience.wait(BUSY_LIMIT - ANSWER_LIMIT, self._silent, master, None)
@@ -476,7 +480,7 @@ class MasterHost:
             self._give_up(master, ANSWER_LIMIT if used is not None else BUSY_LIMIT)
 
     def _not_ready(self, master: MasterProcess) -> None:
-        """A slow disk may keep it from serving for long; SIGSTOP must not."""
+        """A slow disk may delay it for long; a stopped process is killed."""
         if is_stopped(master.process.pid):
             self._give_up(master, ANSWER_LIMIT)
         else:
@@ -489,7 +493,7 @@ class MasterHost:
         self.kill()
 
     def _relay(self, master: MasterProcess) -> None:
-        # By way of us, so that a master which outlives us does not hold the user's pipe open.
+        # Relayed by us, so that a master that outlives us does not hold the user's pipe open.
         if text := self._read(master, "output_fd"):
             self._node.writer.write(text.decode(errors="replace"))
 
@@ -503,12 +507,12 @@ class MasterHost:
         self._relay(master)
         self._let_go(master)
         self._master = None
-        self._node.reaper.spared.discard(master.process.pid)  # the early one may be reaped before
+        self._node.reaper.spared.discard(master.process.pid)  # it may be reaped before
         self._gone.set()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         self._fate = self._fate or how
         if self._closing or code == 0:
-            return  # the job is over, or we are
+            return  # the job is over, or this agent ends
         if EXIT_NOT_LEADING in (code, self._answer.get("exit_code")):
             self._forget()
             self._owner.master_taken(
@@ -528,8 +532,8 @@ class MasterHost:
         self._again()
 
     def _cannot_serve(self, sentence: str) -> None:
-        """Something is in its way. At the job's start that ends this node. Later ranks run: it may
-        pass, and they go on for `master_lost_timeout`."""
+        """The master cannot serve. At the job's start this ends the node. Later, ranks are running
+        and the cause may pass, so it is retried; ranks continue for `master_lost_timeout`."""
         if not self._served:
             self._node.fatal(sentence)
             return
@@ -538,18 +542,18 @@ class MasterHost:
 
     def _port_taken(self) -> None:
         if self._config.rendezvous.kind not in NAMED_KINDS and self._served:
-            # On loopback only we know the port: any other does as well.
+            # On loopback only we know the port, so any other port works as well.
             self._bind = Endpoint(self._bind.host, 0)
             self._again()
         elif self._served and (self._deaths < MAX_TAKEN or self._alone_hosts):
-            self._again()  # the kernel may not have given it back yet
+            self._again()  # the kernel may not have released the port yet
         else:
             self._forget()
             self._owner.master_taken(str(self._answer.get("error", "its port is taken")))
 
     @property
     def _alone_hosts(self) -> bool:
-        """Whether no other agent can start a master in the place of ours."""
+        """Whether no other agent can start a master in place of ours."""
         where = self._config.rendezvous
         return where.kind == "elastic" and where.is_host is True
 

@@ -1,21 +1,21 @@
-"""The port proxy: one port of the user's, behind which the master and the current store both live.
+"""The port proxy: shares the user's master port between the job master and the current store.
 
-Where a user names a master port, ranks see exactly that MASTER_PORT, as under torchrun, and agents
-dial the same port for the job master (decision 008). It holds it and reads the first bytes of
-each connection: what begins as HTTP/2 or TLS does goes to the master, all else to the store of the
-current round. When the agent names another store, connections to the older one are closed. While
-there is no store, or no master yet, connections wait.
+If the user names a master port, ranks get exactly that MASTER_PORT, as under torchrun, and agents
+connect to the same port for the job master (decision 008). The proxy listens on it and reads the
+first bytes of each connection: HTTP/2 and TLS go to the master, everything else to the store of the
+current round. When the agent sets another store, connections to the old one are closed. Connections
+wait while there is no store or no master.
 
-A process of its own, so that a busy agent delays nobody's store; standard library alone. The agent
-binds the port, starts `command(...)` in a new session with both descriptors inherited, and writes
-one JSON object per line to the control descriptor (a pipe or socket):
+It is a separate process, so that a busy agent delays no store; it imports the standard library
+only. The agent binds the port, starts `command(...)` in a new session with both descriptors
+inherited, and writes one JSON object per line to the control descriptor (a pipe or socket):
 
     {"master": "127.0.0.1:43117"}     where the job master listens
     {"store": "10.0.0.7:51234"}       the store of the round that starts now
-    {"store": null}                   that round is over; hold what comes
+    {"store": null}                   the round is over; hold new connections
 
-The end of the control stream ends the proxy. Hosts are addresses; a name is looked up when it is
-told, which holds up the proxy for as long as that takes.
+EOF on the control descriptor ends the proxy. Hosts should be addresses; a name is resolved when it
+arrives, which blocks the proxy meanwhile.
 """
 
 from __future__ import annotations
@@ -35,51 +35,54 @@ import time
 from collections.abc import Callable
 
 PREFACE = b"PRI * HTTP/2.0"
-"""How every HTTP/2 connection begins (RFC 9113, 3.4); no request of a TCPStore does."""
+"""The first bytes of every HTTP/2 connection (RFC 9113, 3.4); no TCPStore request starts like
+this."""
 
 CLIENT_HELLO = b"\x16\x03"
-"""How every TLS connection begins (RFC 8446, 5.1); no TCPStore speaks TLS, its clients begin with a
-zero."""
+"""The first bytes of every TLS connection (RFC 8446, 5.1); TCPStore does not use TLS, and its
+clients send a zero byte first."""
 
 HEAD_LIMIT = 30.0
-"""Seconds within which a connection must show what it is."""
+"""Seconds within which a client must send enough bytes to be classified."""
 
 DIAL_LIMIT = 10.0
-"""Seconds that a connection to the master or the store may take to stand."""
+"""Seconds for connecting to the master or the store."""
 
 BUFFER = 256 * 1024
-"""Bytes held per direction for a slow reader; then its peer is no longer read."""
+"""Bytes buffered per direction for a slow reader; when full, the proxy stops reading from its
+peer."""
 
 CHUNK = 64 * 1024
 """Bytes moved at a time, so that connections take turns."""
 
 MAX_CONNECTIONS = 32_768
-"""Connections passed at a time, fewer where the limit of open files is lower; others wait in the
-kernel's queue."""
+"""Maximum number of simultaneous connections; less if the limit of open files is lower. Others wait
+in the kernel's backlog."""
 
 ACCEPT_AGAIN = 1.0
-"""Seconds until a connection is accepted again after there was no descriptor for one: the kernel
-would report those that wait again and again."""
+"""Seconds to stop accepting after running out of file descriptors; otherwise epoll would report the
+waiting connections in a busy loop."""
 
 MAX_LINE = 4096
 """Bytes of one control line; a longer one is dropped."""
 
 PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that the kernel sends us at our parent's death."""
+"""prctl(2): the signal that the kernel sends us when our parent dies."""
 
 _READ, _WRITE, _HUNG, _HALF = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP, select.EPOLLRDHUP
 
 Address = tuple[int, tuple[object, ...]]
-"""Socket family and address as `connect` takes it."""
+"""Socket family and address, as `connect` takes it."""
 
 
 def command(listen_fd: int, control_fd: int, python: str = sys.executable) -> list[str]:
-    """The command line of a proxy that serves the listening socket `listen_fd`."""
+    """The command line of a proxy for the listening socket `listen_fd`."""
     return [python, "-I", "-S", os.path.abspath(__file__), str(listen_fd), str(control_fd)]
 
 
 def parse_address(text: str) -> Address:
-    """`host:port`, IPv6 in brackets; ValueError or OSError if it cannot be dialled."""
+    """Parse `host:port`, IPv6 in brackets; ValueError or OSError if it is invalid or does not
+    resolve."""
     host, _, port = text.rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     family, _, _, _, address = found[0]
@@ -87,32 +90,32 @@ def parse_address(text: str) -> Address:
 
 
 class ProxiedConnection:
-    """One connection through the proxy: the visitor's socket and, once dialled, the one behind."""
+    """One proxied connection: the client's socket (front) and the socket to the target (back)."""
 
     __slots__ = ("back", "dialling", "ended", "front", "held", "open", "target", "to_back")
 
     def __init__(self, front: socket.socket) -> None:
         self.front = front
         self.back: socket.socket | None = None
-        self.target = ""  # "master" or "store", once the first bytes have said so
+        self.target = ""  # "master" or "store", once the first bytes are known
         self.dialling = False
         self.open = True
-        self.to_back = bytearray()  # on its way to `back`; the first bytes lie here until then
-        self.held = bytearray()  # on its way to `front`
-        self.ended: dict[str, bool] = {}  # side -> its end was passed on ("front", "back")
+        self.to_back = bytearray()  # bytes waiting for `back`, including the first ones
+        self.held = bytearray()  # bytes waiting for `front`
+        self.ended: dict[str, bool] = {}  # side ("front", "back") -> whether its EOF was forwarded
 
     def pending(self, side: str) -> bytearray:
-        """What was read from `side` and not yet written to the other one."""
+        """Bytes read from `side` and not yet written to the other one."""
         return self.to_back if side == "front" else self.held
 
     def sides(self) -> list[tuple[str, socket.socket]]:
-        """The sockets there are, with their names."""
+        """The open sockets with their names."""
         sides = [("front", self.front)]
         return sides if self.back is None else [*sides, ("back", self.back)]
 
 
 class Proxy:
-    """The event loop: one epoll, no thread, no timer but the nearest limit."""
+    """The event loop: one epoll, no threads, one timer for the next timeout."""
 
     def __init__(self, listener: socket.socket, control_fd: int, most: int) -> None:
         self._listener = listener
@@ -122,7 +125,7 @@ class Proxy:
         self._told: dict[str, str | None] = {"master": None, "store": None}
         self._where: dict[str, Address | None] = {"master": None, "store": None}
         self._links: dict[int, tuple[ProxiedConnection, str]] = {}  # fd -> link and side
-        self._masks: dict[int, int] = {}  # fd -> what epoll watches it for
+        self._masks: dict[int, int] = {}  # fd -> its epoll events
         self._limits: list[tuple[float, int, ProxiedConnection, Callable[[], bool]]] = []
         self._limit_count = 0
         self._count = 0
@@ -132,7 +135,7 @@ class Proxy:
         self._epoll = select.epoll()
 
     def run(self) -> None:
-        """Serve until the control stream ends."""
+        """Serve until EOF on the control descriptor."""
         os.set_blocking(self._control, False)
         self._listener.setblocking(False)
         self._watch(self._control, _READ)
@@ -171,7 +174,7 @@ class Proxy:
                     self._retarget(target, said[target])
 
     def _retarget(self, target: str, told: object) -> None:
-        """A new address for the master or the store."""
+        """Set a new address for the master or the store."""
         if told == self._told[target]:
             return
         where: Address | None = None
@@ -184,7 +187,7 @@ class Proxy:
             if link.target != target:
                 continue
             if link.back is not None:
-                self._close(link)  # of the round before, or to a master that has gone
+                self._close(link)  # to the previous round's store, or to a master that has exited
             elif where is not None:
                 self._dial(link)
 
@@ -199,7 +202,7 @@ class Proxy:
     def _visited(self) -> None:
         try:
             front, _ = self._listener.accept()
-        except OSError as error:  # it has gone again, unless nothing is left for it
+        except OSError as error:  # the client is gone, unless this process is out of resources
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 self._short_until = time.monotonic() + ACCEPT_AGAIN
                 self._accept_more()
@@ -213,7 +216,7 @@ class Proxy:
         self._accept_more()
 
     def _sort(self, link: ProxiedConnection) -> None:
-        """Say where a connection belongs, as soon as its first bytes tell."""
+        """Classify a connection as soon as its first bytes suffice, and connect to its target."""
         head = bytes(link.to_back[: len(PREFACE)])
         for start in (PREFACE, CLIENT_HELLO):
             if start.startswith(head) and len(head) < len(start):
@@ -228,7 +231,7 @@ class Proxy:
         family, address = where
         try:
             back = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:  # no descriptor is free
+        except OSError:  # no free descriptor
             self._close(link)
             return
         _prepare(back)
@@ -247,10 +250,10 @@ class Proxy:
     # ------------------------------------------------------------ bytes
 
     def _moved(self, link: ProxiedConnection, side: str, events: int) -> None:
-        """Something happened to one socket of a link."""
+        """Handle epoll events of one socket of a connection."""
         try:
             if link.back is None and events & (_HUNG | _HALF) and link.target:
-                self._close(link)  # it left while it was held
+                self._close(link)  # the client left while waiting
                 return
             if side == "back" and link.dialling:
                 wrong = link.back.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if link.back else 0
@@ -283,7 +286,7 @@ class Proxy:
             link.ended.setdefault(side, False)
 
     def _give(self, link: ProxiedConnection) -> None:
-        """Pass on what lies here, and the end of a side once all of it has been passed on."""
+        """Forward buffered bytes, and the EOF of a side once all its bytes are forwarded."""
         if link.back is None or link.dialling or not link.open:
             return
         for side, target in (("front", link.back), ("back", link.front)):
@@ -299,29 +302,29 @@ class Proxy:
             self._close(link)
 
     def _wants(self, link: ProxiedConnection, side: str) -> bool:
-        """Whether this side is to be read now."""
+        """Whether to read from this side now."""
         if side in link.ended or (side == "back" and link.dialling):
             return False
         if side == "front" and link.target and (link.back is None or link.dialling):
-            return False  # the first bytes are enough until there is somebody to give them to
+            return False  # the first bytes suffice until the target is connected
         return len(link.pending(side)) < BUFFER
 
     def _refresh(self, link: ProxiedConnection) -> None:
-        """Watch each socket for what can be done with it now, and for nothing else."""
+        """Watch each socket for exactly the events that can be handled now."""
         for side, sock in link.sides():
             mask = _READ if self._wants(link, side) else 0
             other = "back" if side == "front" else "front"
             if link.pending(other) or (side == "back" and link.dialling):
                 mask |= _WRITE
             if link.target and link.back is None:
-                mask = _HALF  # held: only its departure matters
+                mask = _HALF  # waiting: only a disconnect matters
             self._watch(sock.fileno(), mask)
 
     # ------------------------------------------------------------ housekeeping
 
     def _watch(self, fd: int, mask: int) -> None:
-        """Tell epoll; a descriptor watched for nothing is taken out, as epoll reports a hung-up
-        one again and again whatever it is watched for."""
+        """Update epoll. A descriptor without events is unregistered, because epoll reports EPOLLHUP
+        whatever the mask."""
         before = self._masks.get(fd, 0)
         if mask == before:
             return
@@ -347,7 +350,7 @@ class Proxy:
         self._accept_more()
 
     def _limit(self, after: float, link: ProxiedConnection, still: Callable[[], bool]) -> None:
-        """Close the link `after` seconds from now if `still` says yes then."""
+        """Close the connection in `after` seconds if `still()` is true then."""
         self._limit_count += 1
         heapq.heappush(self._limits, (time.monotonic() + after, self._limit_count, link, still))
 
@@ -371,14 +374,14 @@ class Proxy:
 def _prepare(sock: socket.socket) -> None:
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A visitor whose host has vanished is noticed within some minutes.
+    # Keepalive detects a vanished client host within some minutes.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 20)
 
 
 def _most_connections() -> int:
-    """As many as the limit of open files allows, which is raised as far as it may be."""
+    """The maximum that the limit of open files allows, after raising it to the hard limit."""
     limit = 1024
     with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
         limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -388,12 +391,12 @@ def _most_connections() -> int:
 
 
 def main(listen_fd: int, control_fd: int) -> int:
-    """The process: signals that go to every process of a job are not for the proxy."""
+    """Run the proxy; it ignores signals that are sent to every process of a job."""
     for word in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, word), signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # the agent has given us a session already
+    with contextlib.suppress(OSError):  # the agent has already started a session for us
         os.setsid()
-    # A stopped proxy does not read the end of its control stream.
+    # A stopped proxy does not read the EOF on its control descriptor.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     most = _most_connections()
     Proxy(socket.socket(fileno=listen_fd), control_fd, most).run()

@@ -1,4 +1,4 @@
-"""Reporter of the state machine on their way to the master, with what other parts know of them."""
+"""Sends the state machine's reports to the master, and adds what other parts know."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """What ended ranks have come to: their newest step, and what they wrote last."""
+    """Adds the newest step and the last output of failed ranks to reports."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Reporter:
         self._tasks = Tasks(node.fatal)
 
     def say(self, report: m.Report) -> None:
-        """Send it, if there is a master."""
+        """Send a report, if there is a session."""
         if isinstance(report, m.RanksFailed | m.Stopped):
             report = structs.replace(report, newest=self._newest())
         self._link.say(report)
@@ -48,12 +48,13 @@ class Reporter:
         self._tasks.close()
 
     def _newest(self) -> int:
-        """The newest step that a rank of this life has come to, as far as it is known."""
+        """The newest known step that a rank of this incarnation has reached."""
         self._progress.last_words()
         return max(self._progress.newest, self._snapshots.drain.generation.newest())
 
     async def _say_last_lines(self, report: m.RanksFailed) -> None:
-        """For the master's record of it; nothing waits for this."""
+        """Send the last output of the failed rank, for the master's record. Nothing waits for
+        it."""
         cause = root_cause(report.failures)
         if cause is None or cause.kind in ECHOES:
             return

@@ -1,4 +1,4 @@
-"""One stream to the master: the proof of the token, our hello, reports out and orders in, beats."""
+"""One stream to the master: token proof, Hello, reports out, orders in, heartbeats."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from elasticrun.wire.rpc.channel import Attendance, LinkError, attend, open_chan
 from elasticrun.wire.types import Endpoint, WireError
 
 ECHO_LIMIT: Final = 1.0
-"""Seconds after a beat without an echo at which a second connection is dialled; half of the beat
-interval where that is longer. In a large job a master that was away for a moment must not find
-thousands of new connections, each of which costs it more than the echo that was late."""
+"""Seconds without an echo of a heartbeat until the link opens a second connection; half of the
+heartbeat interval if that is longer. In a large job, a master that was briefly away must not get
+thousands of new connections: each costs it more than the late echo."""
 
 OUTBOX_MOST: Final = 1000
-"""Reports that wait for a full transport; beyond it the stream is given up and state told anew."""
+"""Maximum number of queued reports; beyond it the stream ends, and a new one resends all state."""
 
 MOST_TOLD: Final = 32
-"""Sentences of one session about reports that could not be sent."""
+"""Maximum number of log lines per session about reports that could not be sent."""
 
 
 class Session:
-    """One stream on one channel of its own, from the proof of the token to its end."""
+    """One stream on its own channel, from the token proof to its end."""
 
     def __init__(self, endpoint: Endpoint, trust: Trust, pem: auth.Pem | None) -> None:
         self.endpoint = endpoint
@@ -42,9 +42,9 @@ class Session:
         self._closing = False
         self._tasks = Tasks(self._end)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done when the stream is gone, with the reason."""
+        """Done when the stream has ended, with the reason."""
         self.stale = asyncio.Event()
-        """Set while a beat has waited `echo_limit` for its echo."""
+        """Set while a heartbeat has waited `echo_limit` seconds for its echo."""
         self.welcome: Welcome | None = None
         self.beat_interval, self.echo_limit = 1.0, ECHO_LIMIT
         self._echo = asyncio.Event()
@@ -53,7 +53,7 @@ class Session:
         self._silent: Callable[[bool], None] = lambda silent: None
 
     async def open(self, hello: Hello) -> Welcome | Refused:
-        """Prove the token, say hello and hear the answer. LinkError."""
+        """Prove the token, send Hello and return the answer. LinkError."""
         answer = await self._stream.enter(hello, self._token)
         if isinstance(answer, Welcome):
             self.welcome = answer
@@ -65,20 +65,21 @@ class Session:
         raise LinkError(f"it answered our hello with {said}")
 
     def _pace(self, interval: float) -> None:
-        """Beat this often from now on."""
+        """Set the heartbeat interval."""
         self.beat_interval = max(0.1, interval)
         self.echo_limit = max(ECHO_LIMIT, interval / 2)
 
     @property
     def proved(self) -> bool:
-        """Whether what we heard came from the job's own master, as far as that can be known."""
+        """Whether the peer has proved to be the job's own master, as far as that can be known."""
         return self._stream.proved or not self._token
 
     def carry(
         self, heard: Callable[[Order], None], silent: Callable[[bool], None], patience: float
     ) -> None:
-        """Begin to exchange reports and orders; to be called after a Welcome. `silent(True)` when
-        nothing was heard for `patience` seconds, `silent(False)` when that is over."""
+        """Start exchanging reports and orders; call after a Welcome. Calls `silent(True)` when
+        nothing has arrived for `patience` seconds, and `silent(False)` when messages arrive
+        again."""
         self._silent, self._patience = silent, patience
         for body in (self._read(heard), self._write(), self._beat()):
             self._tasks.start(body, "the session with the master")
@@ -91,15 +92,15 @@ class Session:
         self._more.set()
 
     def offer(self, report: Report) -> bool:
-        """Send a report that matters only while it is new, unless something waits to be sent;
-        whether it was."""
+        """Send a report that is only useful while fresh, unless others are queued; returns whether
+        it was sent."""
         if self._outbox:
             return False
         self.say(report)
         return True
 
     async def close(self, limit: float) -> None:
-        """Send what is queued, leave in good order, then drop everything."""
+        """Send what is queued, close the stream in order, then drop the connection."""
         if self._tasks and not self.ended.done():
             self._closing = True
             self._more.set()
@@ -107,7 +108,7 @@ class Session:
         await self.drop()
 
     async def drop(self) -> None:
-        """Cut the connection, in whatever state it is."""
+        """Cut the connection, whatever its state."""
         self._end("closed")
         self._tasks.close()
         await self._tasks.over()
@@ -147,8 +148,8 @@ class Session:
             self._end(str(error))
 
     async def _send(self, report: Report) -> None:
-        """LinkError. What cannot be encoded is a defect of ours, which a new session would meet
-        again at once."""
+        """LinkError. A report that cannot be encoded is our own bug; a new session would only
+        repeat it, so it is logged."""
         try:
             await self._stream.send(report)
         except WireError as error:
@@ -157,7 +158,7 @@ class Session:
     async def _beat(self) -> None:
         number = 0
         while True:
-            # Jittered: nodes that attached in one moment would beat in one moment for ever.
+            # Jittered: otherwise nodes that connect at the same moment would always beat together.
             await asyncio.sleep(self.beat_interval * random.uniform(0.75, 1.25))
             number += 1
             self.say(Beat(number))
@@ -172,7 +173,7 @@ class Session:
             self.stale.clear()
 
     async def _echo_of(self, number: int, limit: float | None) -> bool:
-        """Whether the answer to this beat comes within `limit` seconds."""
+        """Whether the echo of this heartbeat arrives within `limit` seconds."""
         try:
             async with asyncio.timeout(None if limit is None else max(0.0, limit)):
                 while self._echoed < number:

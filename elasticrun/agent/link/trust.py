@@ -1,4 +1,4 @@
-"""By what this node and its job's master know each other: the token, and the files of TLS."""
+"""How this node and its job's master authenticate each other: the token and the TLS files."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ if TYPE_CHECKING:
 
 
 FOUND_KINDS: Final = ("etcd", "file", "open")
-"""Rendezvous whose master's host no user has named."""
+"""Kinds of rendezvous in which the user does not name the master's host."""
 
 TOKEN_BYTES: Final = 32
-"""Random bytes of a token that we mint: nobody guesses it."""
+"""Random bytes in a generated token; too many to guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What the link needs to enter and to know whom it has met."""
+    """What the link needs to authenticate itself and the master."""
 
     token: str = field(default="", repr=False)
     files: Files | None = None
-    """Of TLS; None for plain TCP. They are read before each connection."""
+    """TLS files, read before each connection; None for plain TCP."""
     name: str = ""
-    """Host name or address that the master's certificate must bear; "": the one that is dialled."""
+    """The host name or address that the master's certificate must contain; "": the dialled one."""
 
 
 NO_TRUST: Final = Trust()
-"""Anybody is followed, over plain TCP."""
+"""No authentication, plain TCP."""
 
 
 def trust_of(config: AgentConfig) -> Trust:
-    """The name that the master's certificate must bear is the one that the user gave for it, also
-    where we dial it on loopback; a master that etcd or a file named is checked by what we dial."""
+    """The trust settings of this configuration. The certificate must contain the host name that the
+    user gave, even when we dial loopback. A master found through etcd or a file is checked by the
+    dialled address."""
     where = config.rendezvous
     return Trust(config.token, config.tls, where.host if where.kind not in FOUND_KINDS else "")
 
 
 def with_trust(config: AgentConfig) -> AgentConfig:
-    """The configuration with a token of its own where no other node has to know it: such a job's
-    master is a child of this process and is told by an inherited descriptor. On loopback there is
-    no TLS: no certificate names it."""
+    """The configuration, with a generated token if no other node has to know it: such a master is
+    our child and gets the token through an inherited descriptor. A standalone job uses no TLS,
+    because it runs on loopback and no certificate contains that."""
     kind, token = config.rendezvous.kind, config.token
     tls = None if kind == "standalone" else config.tls
     alone = kind == "standalone" or (kind == "static" and config.spec.max_nodes == 1)
@@ -57,8 +58,8 @@ def with_trust(config: AgentConfig) -> AgentConfig:
 
 
 def unusable(files: Files) -> str:
-    """Why TLS is not to be had with these files, "" if it is. Blocks."""
-    from elasticrun.wire import auth  # which imports ssl: most jobs need none of it so early
+    """Why TLS cannot be used with these files; "" if it can. Blocks."""
+    from elasticrun.wire import auth  # late: it imports ssl, which most jobs do not need
 
     try:
         auth.read_pem(files)

@@ -1,4 +1,4 @@
-"""What the ranks print: files, tails, the terminal.
+"""The output of the ranks: files, tails, the terminal.
 
 Forbidden here: torch, grpc.
 """

@@ -1,9 +1,10 @@
-"""The console copy of what ranks print: one thread that may block, and a queue that may not grow.
+"""The console copy of the ranks' output: a thread that may block, and a bounded queue.
 
-Ctrl-S, tmux's copy mode or `| less` stop whoever writes to a terminal. Here that is a thread of its
-own, which nothing waits for: ranks write to their files, the agent beats, and lines that the
-terminal does not take are dropped and counted, by file. A console that is merely slow loses
-nothing, because the reader of the files waits for it as long as somebody reads.
+Ctrl-S, tmux's copy mode or `| less` block whoever writes to a terminal. Here only a dedicated
+thread blocks, and nothing waits for it: ranks write to their files and the agent keeps sending
+heartbeats. Lines that a frozen terminal does not take are dropped and counted per file. A console
+that is merely slow loses nothing, because the thread that reads the files waits for it as long as
+somebody reads it.
 """
 
 from __future__ import annotations
@@ -26,42 +27,43 @@ from elasticrun.config import CONSOLE_QUEUE_LINES
 from elasticrun.host.log import columns_of, cut_to, open_line
 
 QUEUE_BYTES: Final = 8 * 1024 * 1024
-"""The queue holds no more than this either, however long the lines are."""
+"""Limit of the queue in bytes, in addition to the limit in lines."""
 
 FROZEN_AFTER: Final = 5.0
-"""Seconds without a byte taken after which a console is frozen and lines are dropped instead of
-waited with. Raise it and a pager may be left alone longer; the filtered copies wait as well."""
+"""Seconds without progress after which a console counts as frozen and lines are dropped. A higher
+value allows longer pauses in a pager; the filtered copies wait as well."""
 
 LOOKS: Final = 8
-"""How often within that time the kernel is asked whether somebody has read: others may write to the
-same terminal, which hides a reader from a single look."""
+"""How often per FROZEN_AFTER the kernel is asked whether somebody has read. Other writers to the
+same terminal can hide a reader from a single query."""
 
 CHUNK_BYTES: Final = 4096
-"""One write holds whole lines of no more than this (unless a single line is longer): a pipe takes
-so much in one piece, so lines of ranks and of others that share the terminal do not mix."""
+"""Maximum bytes per write, in whole lines (a longer line is written alone). A pipe takes this much
+atomically, so lines of ranks and of other writers do not mix."""
 
 
 class Text(Enum):
-    """What a text in the queue is."""
+    """The kind of a queued text."""
 
     LINE = "line"  # with a line break
-    PARTIAL = "partial"  # the beginning of a line, of which more may come
-    BAR = "bar"  # a state of a progress bar, in whose place the next one is written
+    PARTIAL = "partial"  # the beginning of a line; more may follow
+    BAR = "bar"  # a state of a progress bar; the next state overwrites it
 
 
 class Source(Protocol):
-    """The file that lines come from, and what was written before each of them."""
+    """The file that lines come from, and the prefix written before each line."""
 
     path: str
     prefix: bytes
 
     @property
     def owner(self) -> object:
-        """Whose line it is: what comes next from the same one goes on with it, or replaces it."""
+        """Identifies the writer of a line: the next text of the same owner continues or overwrites
+        it."""
 
 
 class ConsoleWriter:
-    """Writes lines to a file descriptor from a thread; `put` is for one other thread."""
+    """Writes lines to a file descriptor from a thread; only one other thread may call `put`."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class ConsoleWriter:
         self._bytes = 0
         self._changed = threading.Condition()
         self._progress = time.monotonic()
-        self._unread = 0  # bytes that the kernel held for the reader when we looked last
+        self._unread = 0  # bytes in the kernel's buffer at the last query
         self._writing = False
         self._held = False
         self._awaited = False
@@ -92,36 +94,36 @@ class ConsoleWriter:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether people read it, and no program."""
+        """Whether the console is a terminal."""
         return os.isatty(self._fd)
 
     @property
     def dropped(self) -> int:
-        """Lines that were never written to the console, so far."""
+        """Number of lines dropped so far."""
         with self._changed:
             return self._dropped
 
     @property
     def lost(self) -> dict[str, int]:
-        """Bytes that were never shown, by the path of the file that has them."""
+        """Bytes that were never shown, by path of their file."""
         with self._changed:
             return dict(self._lost)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a `put` waits for room, as long as its patience lasts."""
+        """Whether a `put` is waiting for space in the queue."""
         with self._changed:
             return self._awaited
 
     @property
     def is_over(self) -> bool:
-        """Nothing more is shown: nobody reads it any more, or its time is up."""
+        """Whether output has stopped for good: the console is closed, or the time is up."""
         with self._changed:
             return self._gone or self._is_late()
 
     @property
     def why_over(self) -> str:
-        """Why something was not shown, in words for people."""
+        """Why output was not shown, as text."""
         if self._gone:
             return "the console was closed"
         if self._over_at is not None:
@@ -129,7 +131,7 @@ class ConsoleWriter:
         return f"nobody read the console for {self._patience:g} s"
 
     def start(self) -> None:
-        """Start the thread. RuntimeError where no thread can be started."""
+        """Start the thread. RuntimeError if no thread can start."""
         if self._thread is None:
             thread = threading.Thread(
                 target=self._run, name=f"elasticrun-console-{self._fd}", daemon=True
@@ -138,8 +140,8 @@ class ConsoleWriter:
             self._thread = thread
 
     def put(self, lines: Iterable[bytes], source: Source | None = None) -> None:
-        """Queue whole lines. Waits while the queue is full and somebody reads, drops the line
-        when nobody has read for `patience` seconds."""
+        """Queue whole lines. Waits while the queue is full and somebody reads; drops a line if
+        nobody has read for `patience` seconds."""
         with self._changed:
             for line in lines:
                 if self._closing or self._gone or not self._await_room(len(line)):
@@ -149,8 +151,8 @@ class ConsoleWriter:
                     self._push(line, source)
 
     def show(self, text: bytes, source: Source, kind: Text) -> None:
-        """Queue the beginning of a line, or a state of a progress bar. It is left out where the
-        console does not keep up, or nobody reads: the whole line comes later."""
+        """Queue the beginning of a line, or a state of a progress bar. It is skipped if the queue
+        is full or nobody reads, because the whole line comes later."""
         with self._changed:
             if self._lines and self._lines[-1][1:] == (source, kind):
                 self._bytes -= len(self._lines.pop()[0])
@@ -158,27 +160,27 @@ class ConsoleWriter:
                 self._push(text, source, kind)
 
     def lose(self, path: str, count: int) -> None:
-        """So many bytes of a file are not even read."""
+        """Count bytes of a file that are not even read."""
         with self._changed:
             self._lost[path] += count
 
     def hold(self, held: bool) -> None:
-        """Write nothing while another console of the same terminal has precedence."""
+        """Pause output while another console of the same terminal has precedence."""
         with self._changed:
             self._held = held
             self._progress = time.monotonic()
             self._changed.notify_all()
 
     def hurry(self, until: float) -> None:
-        """What is not shown then, on the monotonic clock, is dropped."""
+        """Drop what is not shown by this time of the monotonic clock."""
         with self._changed:
             self._over_at = until
             self._changed.notify_all()
 
     def close(self, timeout: float) -> int:
-        """Write what is queued, giving up when nobody reads for `timeout` seconds.
+        """Write what is queued; give up when nobody reads for `timeout` seconds.
 
-        Returns how many lines were dropped in all. Calling it again changes nothing."""
+        Returns the total number of dropped lines. May be called again."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -218,8 +220,8 @@ class ConsoleWriter:
         return True
 
     def _look(self) -> None:
-        """See whether the reader has taken something since the last look, be it less than a write
-        waits for: a slow reader may need minutes for the room that one write takes in a pipe."""
+        """Check whether the reader has read since the last check, even less than a whole write: a
+        slow reader may need minutes to free the space of one write in a pipe."""
         before, self._unread = self._unread, _unread(self._fd)
         if self._unread < before:
             self._progress = time.monotonic()
@@ -241,7 +243,7 @@ class ConsoleWriter:
 
     def _push(self, line: bytes, source: Source | None, kind: Text = Text.LINE) -> None:
         if not self._lines and not self._writing:
-            self._progress = time.monotonic()  # an idle console is not a frozen one
+            self._progress = time.monotonic()  # an idle console is not frozen
             self._unread = _unread(self._fd)
         if self._untold:
             notice = b"elasticrun: %d lines were not shown: the console was frozen\n" % self._untold
@@ -270,7 +272,7 @@ class ConsoleWriter:
                 self._changed.notify_all()
             try:
                 self._write(chunk)
-            except OSError:  # nobody reads it any more; the job does not depend on it
+            except OSError:  # nobody reads any more; the job does not depend on it
                 with self._changed:
                     self._gone, self._writing = True, False
                     self._drop_queue()
@@ -278,7 +280,7 @@ class ConsoleWriter:
                 return
 
     def _take(self) -> bytes:
-        """Whole lines of one write; called with the lock held and a line in the queue."""
+        """Take whole lines for one write; needs the lock and a non-empty queue."""
         columns, size = columns_of(self._fd), 0
         chunk: list[bytes] = []
         while self._lines and (not chunk or size + len(self._lines[0][0]) <= CHUNK_BYTES):
@@ -292,7 +294,7 @@ class ConsoleWriter:
         return b"".join(chunk)
 
     def _end_line(self) -> None:
-        """What comes next is not the ranks': it begins on a line of its own."""
+        """End an open line, so that the next writer starts on a new one."""
         with contextlib.suppress(OSError):
             self._write(self._open_line.then(self, b""))
 
@@ -301,7 +303,7 @@ class ConsoleWriter:
         while rest:
             try:
                 taken = os.write(self._fd, rest)
-            except BlockingIOError:  # somebody made the shared terminal non-blocking
+            except BlockingIOError:  # another process made the shared terminal non-blocking
                 poller = select.poll()
                 poller.register(self._fd, select.POLLOUT)
                 poller.poll()
@@ -313,8 +315,7 @@ class ConsoleWriter:
 
 
 def _unread(fd: int) -> int:
-    """Bytes that were written to a pipe or a terminal and that nobody has read yet; 0 where the
-    kernel does not tell."""
+    """Bytes in a pipe or terminal that nobody has read yet; 0 if the kernel cannot tell."""
     count = array.array("i", [0])
     try:
         asks = termios.FIONREAD if stat.S_ISFIFO(os.fstat(fd).st_mode) else termios.TIOCOUTQ

@@ -1,13 +1,13 @@
-"""Lines that several ranks say are told once, with who said them: `[0-5,7] step ~100`.
+"""Folds equal lines of several ranks into one, with the ranks that wrote it: `[0-5,7] step ~100`.
 
-Pure: lines come in with the time, what is to be told comes out. The lines that are held stand in
-one queue. A rank's line joins a line of the queue that is the same but for its numbers, and that
-stands behind whatever this rank has said before; else it goes to the end. Lines are told from the
-front, so what one rank says is never told in another order than it was said.
+This module is pure: lines come in with the time, lines to show come out. Lines are held in one
+queue. A rank's line joins a queued line if both differ only in their numbers and the queued one is
+later in the queue than the rank's previous line; otherwise it is appended. Lines are shown from the
+front, so the lines of one rank keep their order.
 
-A line waits WINDOW seconds at most, and less where nobody can join it any more (every rank has said
-it, or something later). A rank that says alone what nobody else says is not waited with the next
-time. Errors and warnings are told at once; the same words from others follow within the window.
+A line waits WINDOW seconds at most, and less if no rank can join it any more (every rank has
+written it, or something later). If only one rank writes a kind of line, the next such line is not
+held. Errors and warnings are shown at once; other ranks' copies follow within the window.
 """
 
 from __future__ import annotations
@@ -24,58 +24,58 @@ from elasticrun.agent.logs import masks
 from elasticrun.agent.logs.unit import Unit
 
 WINDOW: Final = 1.0
-"""Seconds that a line is held for others who say the same. Raise it where ranks drift further
-apart; the terminal then comes later by as much."""
+"""Seconds that a line is held for other ranks. Raise it if ranks drift further apart; the terminal
+is delayed by as much."""
 
 BAR_WINDOW: Final = 0.4
-"""Seconds between two states of a progress bar that are told."""
+"""Seconds between two shown states of a progress bar."""
 
 SOON: Final = 0.2
-"""Seconds after which a line that was never common is told if only a minority has said it."""
+"""Seconds that a line not yet known as common is held if only a minority has written it."""
 
 MINORITY: Final = 10
-"""One of so many ranks, or fewer, is a minority; a single rank always is."""
+"""Fewer than one in this many ranks is a minority; a single rank always is."""
 
 MOST_LINES: Final = 8192
-"""Lines in the queue; beyond it the oldest are told with who has said them so far."""
+"""Lines in the queue; beyond it the oldest are shown with the ranks known so far."""
 
 MOST_BYTES: Final = 4 * 1024 * 1024
-"""Their text, likewise."""
+"""The same limit in bytes of their text."""
 
 MOST_KEYS: Final = 2048
-"""Lines of which is remembered whether they are common."""
+"""Number of line keys remembered as common or not."""
 
 MOST_A_SECOND: Final = 20_000
-"""Lines of all ranks that are compared in a second. Of a faster flood nobody reads anything, and it
-is passed on as it comes until a second had fewer."""
+"""Lines of all ranks per second that are compared. Nobody can read a faster flood; it passes
+through uncompared until a second has fewer lines."""
 
 LONGEST: Final = 2048
-"""Longer lines are not compared but told at once."""
+"""Longer lines are shown at once, without comparison."""
 
 COMMON: Final = -1
 
 TRACE_WINDOW: Final = 10.0
-"""Seconds in which a rank that raises what another has raised is told in a line."""
+"""Seconds in which another rank's identical traceback is shown as a one-line reference."""
 
 _number = attrgetter("number")
 
 
 class Told(NamedTuple):
-    """What is to be shown."""
+    """Lines to show."""
 
     who: int
-    """Who said it, as bits of the ranks' places."""
+    """The ranks that wrote it, as a bit mask of their places."""
     lines: list[bytes]
-    """A traceback is one of many lines."""
+    """A traceback is one item of many lines."""
     is_bar: bool = False
-    """A state of a progress bar, which the next one replaces."""
+    """A state of a progress bar, which the next one overwrites."""
     same_as: int = -1
-    """The place of the rank that has just raised the same, to which its traceback refers."""
+    """The place of a rank that has just shown the same traceback; -1: none."""
 
 
 @dataclass(slots=True, eq=False)
 class SharedLine:
-    """A line in the queue, as the first rank said it."""
+    """A queued line, with the text of the first rank."""
 
     number: int
     key: bytes
@@ -87,11 +87,11 @@ class SharedLine:
 
     @property
     def is_bar(self) -> bool:
-        """Whether it is a state of a progress bar, and has waited before it came here."""
+        """Whether it is a state of a progress bar; it has waited before it was queued."""
         return self.key.startswith(b"\r")
 
     def join(self, place: int, text: bytes) -> None:
-        """One more rank says it."""
+        """Add a rank that wrote the same line."""
         self.who |= 1 << place
         if text == self.text:
             return
@@ -102,38 +102,38 @@ class SharedLine:
                 self.differing.add(i)
 
     def words(self) -> bytes:
-        """What is printed behind the ranks."""
+        """The text to print after the ranks."""
         if self.who & (self.who - 1):
             return masks.told_as_one(self.text, self.differing)
         return self.text
 
 
 class Fold:
-    """One stream of the ranks of one agent, known by their places 0, 1, 2, ..."""
+    """One stream of one agent's ranks, which are identified by their places 0, 1, 2, ..."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._queue: dict[int, SharedLine] = {}  # by number, in order
         self._by_key: dict[bytes, list[SharedLine]] = {}
-        self._times: list[tuple[float, int]] = []  # heap: when due, which; some have been told
+        self._times: list[tuple[float, int]] = []  # heap: due time, number; some are already shown
         self._bytes = 0
         self._number = 0
-        self._last = [0] * ranks  # number of what each rank has said last
+        self._last = [0] * ranks  # number of each rank's last line
         self._alive = set(range(ranks))
-        self._known: dict[bytes, int] = {}  # COMMON, or the place of the only rank that says it
-        self._alarms: dict[bytes, tuple[float, int]] = {}  # told at once: when, and whose
+        self._known: dict[bytes, int] = {}  # COMMON, or the place of the only rank that writes it
+        self._alarms: dict[bytes, tuple[float, int]] = {}  # alarms shown at once: time and place
         self._units: dict[int, Unit] = {}
-        self._traces: dict[bytes, tuple[float, int]] = {}  # told whole: when, and whose
-        self._states: dict[int, bytes] = {}  # the newest of each rank's progress bar
+        self._traces: dict[bytes, tuple[float, int]] = {}  # shown in full: time, place
+        self._states: dict[int, bytes] = {}  # the newest state of each rank's progress bar
         self._states_due = 0.0
-        self._second = 0.0  # when the present second of the count began
+        self._second = 0.0  # when the current second of the count began
         self._count = 0
         self._flooded = False
         self._out: list[Told] = []
 
     def said(self, place: int, lines: Sequence[tuple[bytes, bool]], now: float) -> list[Told]:
-        """A rank has said lines (without their ends; True: ended by a carriage return, so a state
-        of a bar); what is to be told by now."""
+        """Add a rank's lines (without their ends; True: ended by a carriage return, so a state of a
+        bar); returns the lines to show now."""
         if self._is_flood(len(lines), now):
             self._settle(place, now)
             self._at_once(place, *(line for line, _ in lines))
@@ -153,7 +153,7 @@ class Fold:
         return self._flooded or self._count > MOST_A_SECOND
 
     def due(self) -> float | None:
-        """When `tick` has something to tell, if nothing is said before."""
+        """When to call `tick` if no more lines arrive before."""
         while self._times and self._times[0][1] not in self._queue:
             heapq.heappop(self._times)
         times = [self._times[0][0]] if self._times else []
@@ -163,7 +163,7 @@ class Fold:
         return min(times, default=None)
 
     def tick(self, now: float) -> list[Told]:
-        """What is to be told now."""
+        """The lines to show now."""
         for place, unit in list(self._units.items()):
             if unit.due() <= now:
                 self._tell_unit(place, unit, now)
@@ -178,26 +178,26 @@ class Fold:
         return out
 
     def release(self, place: int, now: float) -> list[Told]:
-        """All that this rank has said so far, since the beginning of its next line is shown."""
+        """Show all of this rank's lines, because the beginning of its next line is shown."""
         if place in self._units:
             self._tell_unit(place, self._units[place], now)
         self._release(1 << place)
         return self.tick(now)
 
     def ended(self, place: int, now: float) -> list[Told]:
-        """Nothing more comes of this rank: others do not wait for it."""
+        """This rank has ended: other lines no longer wait for it."""
         self._alive.discard(place)
         self._settle(place, now)
         return self.tick(now)
 
     def flush(self, now: float) -> list[Told]:
-        """Everything that is held, since nothing more comes of anybody."""
+        """Show all held lines; all ranks have ended."""
         for place in range(self._ranks):
             self._alive.discard(place)
             self._settle(place, now)
         return self.tick(now)
 
-    # ---------------------------------------------------------------- what is said
+    # ---------------------------------------------------------------- lines in
 
     def _line(self, place: int, line: bytes, now: float) -> None:
         unit = self._units.get(place)
@@ -209,7 +209,7 @@ class Fold:
             self._tell_unit(place, unit, now, ends=True)
         if place in self._states:
             if masks.bar_key(self._states[place]) == masks.bar_key(line):
-                del self._states[place]  # the last state of the bar, with an end
+                del self._states[place]  # the last state of the bar, with a line end
             else:
                 self._hold_bar(place, now)
         if Unit.begins(line):
@@ -223,7 +223,8 @@ class Fold:
             self._ordinary(place, line, now)
 
     def _alarm(self, place: int, line: bytes, now: float) -> None:
-        """An error or a warning: only what is the same to the letter is held for company."""
+        """An error or a warning: shown at once, unless another rank has just shown the identical
+        line; then it is held for more ranks."""
         before = self._alarms.get(line)
         if before is not None and before[1] != place and now - before[0] < WINDOW:
             self._hold(place, line, line, now, now + WINDOW)
@@ -246,7 +247,7 @@ class Fold:
         self._hold(place, key, line, now, now + WINDOW)
 
     def _holds(self, place: int) -> bool:
-        """Whether something this rank said may still be in the queue."""
+        """Whether a line of this rank may still be queued."""
         return bool(self._queue) and self._last[place] >= next(iter(self._queue))
 
     def _hold(self, place: int, key: bytes, line: bytes, now: float, due: float) -> None:
@@ -281,18 +282,18 @@ class Fold:
         self._states[place] = state
 
     def _settle(self, place: int, now: float) -> None:
-        """Nothing more comes of this rank that could belong to what it has begun."""
+        """End this rank's open traceback and progress bar: no more lines belong to them."""
         if place in self._units:
             self._tell_unit(place, self._units[place], now, ends=True)
         if place in self._states:
             self._hold_bar(place, now)
 
     def _hold_bar(self, place: int, now: float) -> None:
-        """The newest state takes its place among the lines, and does not wait there."""
+        """Queue the newest state of a bar, due immediately."""
         state = self._states.pop(place)
         self._hold(place, masks.bar_key(state), state, now, now)
 
-    # ---------------------------------------------------------------- what is told
+    # ---------------------------------------------------------------- lines out
 
     def _at_once(self, place: int, *lines: bytes, same_as: int = -1) -> None:
         self._release(1 << place)
@@ -310,7 +311,7 @@ class Fold:
             del self._units[place]
 
     def _trace(self, place: int, text: bytes, now: float) -> None:
-        """A whole traceback: what another rank has just raised is only referred to."""
+        """Show a whole traceback, or a reference if another rank has just shown the same one."""
         same = b"\n".join(masks.body(line) for line in text.split(b"\n"))
         key = hashlib.sha256(same).digest()
         at, first = self._traces.get(key, (-TRACE_WINDOW, place))
@@ -323,7 +324,7 @@ class Fold:
         self._at_once(place, same_as=first)
 
     def _tell_closed(self) -> None:
-        """Tell what nobody can join any more."""
+        """Show lines that no rank can join any more."""
         passed = min((self._last[place] for place in self._alive), default=self._number)
         while self._queue:
             held = next(iter(self._queue.values()))
@@ -333,7 +334,7 @@ class Fold:
             self._tell(held)
 
     def _tell_due(self, now: float) -> None:
-        """Tell what has waited long enough, and before it whatever the same ranks said before."""
+        """Show lines that have waited long enough, after all earlier lines of the same ranks."""
         which: set[int] = set()
         while self._times and self._times[0][0] <= now:
             due, number = heapq.heappop(self._times)
@@ -350,7 +351,8 @@ class Fold:
             self._release(0, which)
 
     def _release(self, who: int, numbers: Iterable[int] = ()) -> None:
-        """Tell what these ranks have said, and these lines, and all that must come before."""
+        """Show all lines of the ranks `who`, the lines `numbers`, and all that must precede
+        them."""
         which = frozenset(numbers)
         last = max(which, default=0)
         for place in range(self._ranks):
@@ -383,7 +385,7 @@ class Fold:
         return count == 1 or count * MINORITY < self._ranks
 
     def _learn(self, held: SharedLine) -> None:
-        """Who says such a line, for the next time."""
+        """Remember for next time which ranks write such a line."""
         if held.is_bar:
             return
         self._known.pop(held.key, None)

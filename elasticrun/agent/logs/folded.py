@@ -1,4 +1,5 @@
-"""A terminal on which the lines of several ranks are folded: between the tails and its console."""
+"""A console on which lines of several ranks are folded; it sits between the tails and the
+terminal."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ from elasticrun.agent.logs.fold import Fold, SharedLine, Told
 from elasticrun.wire.types import runs
 
 MOST_OF_A_RANK = 8
-"""Lines of each rank that `fold_texts` takes."""
+"""Lines per rank that `fold_texts` uses."""
 
 
 @dataclass(slots=True)
 class Speakers:
-    """Who said a line: the file of the first of them, and what is written before it."""
+    """The ranks of a line: the file of the first one, and the prefix with all of them."""
 
     path: str
     prefix: bytes
     bar: bytes = b""
-    """What the states of their progress bar have in common: one line of the terminal has the newest
-    of them, whichever ranks' it is."""
+    """The key of their progress bar: one line of the terminal shows its newest state, whichever
+    ranks it is from."""
 
     @property
     def owner(self) -> object:
@@ -34,24 +35,24 @@ class Speakers:
 
 
 class FoldedConsole:
-    """One stream of one attempt. Used by the thread that reads the files, and by no other."""
+    """One stream of one attempt. Used only by the thread that reads the files."""
 
     def __init__(self, console: ConsoleWriter, ranks: Mapping[int, int], paths: Mapping[int, str]):
-        """`ranks` are the job's ranks by local rank, `paths` the files that are read."""
+        """`ranks`: global ranks by local rank; `paths`: the files that are read, by local rank."""
         self.console = console
         self._places = {local_rank: place for place, local_rank in enumerate(sorted(paths))}
         self._ranks = [ranks[local_rank] for local_rank in sorted(paths)]
         self._paths = [paths[local_rank] for local_rank in sorted(paths)]
         self._fold = Fold(len(self._places))
-        self._bar = b""  # what the bar is known by that was told last
+        self._bar = b""  # key of the bar shown last
         self._speakers = lru_cache(maxsize=1024)(self._name)
 
     def said(self, local_rank: int, lines: Sequence[tuple[bytes, bool]]) -> None:
-        """Lines of one rank, without their ends; True: a carriage return ended it."""
+        """Add lines of one rank, without their ends; True: ended by a carriage return."""
         self._tell(self._fold.said(self._places[local_rank], lines, time.monotonic()))
 
     def begun(self, local_rank: int, text: bytes, *, is_bar: bool) -> None:
-        """The beginning of a line that a rank has not ended, or the newest state of its bar."""
+        """Add the beginning of an unfinished line, or the newest state of a bar."""
         place, now = self._places[local_rank], time.monotonic()
         if is_bar:
             self._tell(self._fold.said(place, [(text, True)], now))
@@ -61,19 +62,19 @@ class FoldedConsole:
         self.console.show(speakers.prefix + text, speakers, Text.PARTIAL)
 
     def due(self) -> float | None:
-        """When `tick` is to be called, on the monotonic clock."""
+        """When to call `tick`, on the monotonic clock."""
         return self._fold.due()
 
     def tick(self) -> None:
-        """Tell what has waited long enough."""
+        """Show lines that have waited long enough."""
         self._tell(self._fold.tick(time.monotonic()))
 
     def ended(self, local_rank: int) -> None:
-        """The file of this rank is read no more."""
+        """The file of this rank is no longer read."""
         self._tell(self._fold.ended(self._places[local_rank], time.monotonic()))
 
     def flush(self) -> None:
-        """Tell everything: no file is read any more."""
+        """Show everything: no file is read any more."""
         self._tell(self._fold.flush(time.monotonic()))
 
     def _tell(self, told: list[Told]) -> None:
@@ -100,8 +101,8 @@ class FoldedConsole:
 
 
 def fold_texts(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """What ranks have written last, in order: each line once, with all who say it of the same
-    moment. Of a progress bar its newest state."""
+    """The last lines of ranks, in order: each line once, with all ranks that wrote it at the same
+    moment of training. A progress bar appears with its newest state."""
     ranks = sorted(texts)
     order: list[tuple[bytes, int]] = []
     held: dict[tuple[bytes, int], SharedLine] = {}
@@ -129,5 +130,5 @@ def fold_texts(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
 
 
 def ranges(ranks: Iterable[int]) -> str:
-    """`0-5,7`."""
+    """Ranks as text, such as `0-5,7`."""
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs(ranks))

@@ -1,4 +1,4 @@
-"""The last lines that a rank wrote, from its files: for the record of what it died of."""
+"""The last lines that a rank wrote to its files, for the record of its failure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Final
 
 MOST_LINES: Final = 50
 MOST_BYTES: Final = 4096
-"""Of all files of one rank together."""
+"""For all files of one rank together."""
 
 LIMIT: Final = 0.5
-"""Seconds that reading them may take; a slower disk tells nothing."""
+"""Seconds for reading them; from a slower disk nothing is reported."""
 
 
 def last_lines(paths: Iterable[str]) -> str:
-    """The ends of these files, each in its turn; "" where there are none. Blocks."""
+    """The ends of these files, one after the other; "" if there are none. Blocks."""
     files = [path for path in dict.fromkeys(paths) if path and path != os.devnull]
     if not files:
         return ""
@@ -28,7 +28,7 @@ def last_lines(paths: Iterable[str]) -> str:
 
 def _end(path: str, most: int) -> str:
     with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO would block
         with open(fd, "rb") as file:
             about = os.fstat(fd)
             if stat.S_ISREG(about.st_mode):

@@ -1,7 +1,7 @@
-"""What makes two lines the same: their text without its numbers, and how several are told as one.
+"""Compares lines by their text without numbers, and marks differing numbers in a folded line.
 
-A number may stand inside a word (`loss=2.31`, `shard0017.tar`); colours (escape sequences) are no
-numbers. A line without a single letter is nothing but its numbers, so there they count.
+A number may be part of a word (`loss=2.31`, `shard0017.tar`); color escape sequences are not
+numbers. A line without a letter consists of numbers only, so there the numbers are compared.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 DIFFERS: Final = b"~"
-"""Stands before a value that is the first speaker's and not that of all."""
+"""Precedes a number that comes from the first rank and differs on other ranks."""
 
 _VALUE: Final = rb"(?:(?<![\w.)])[+-])?(?:0[xX][0-9a-fA-F]+|\d+(?:\.\d+)*(?:[eE][+-]?\d+)?)"
 _NUMBER: Final = re.compile(_VALUE)
@@ -23,19 +23,19 @@ _BAR: Final = re.compile(rb"\|[^|]*\|")
 
 
 def body(line: bytes) -> bytes:
-    """The line without the `[rank3]:` that torch puts before some of them."""
+    """The line without the `[rank3]:` that torch puts before some lines."""
     if line.startswith(b"[rank") and (found := _OWN_PREFIX.match(line)):
         return line[found.end() :]
     return line
 
 
 def bare(line: bytes) -> bytes:
-    """The line without colours."""
+    """The line without colors."""
     return _ESCAPE.sub(b"", line)
 
 
 def key_of(line: bytes) -> bytes:
-    """What the line shares with others that differ in their numbers only."""
+    """A key that is equal for lines that differ only in their numbers."""
     text = body(line)
     key = _masked(text)
     bare = _ESCAPE.sub(b"", key) if b"\x1b" in key else key
@@ -43,14 +43,15 @@ def key_of(line: bytes) -> bytes:
 
 
 def moment_of(line: bytes) -> bytes:
-    """What the line shares with others of the same moment: only what was measured (`loss=2.31`) may
-    differ, and not what counts steps or items."""
+    """A key for lines of the same moment of training: measured values (`loss=2.31`) may differ;
+    counts of steps or items may not."""
     text = bare(body(line))
     return _NUMBER.sub(lambda one: b"\0" if b"." in one[0] else one[0], text)
 
 
 def bar_key(line: bytes) -> bytes:
-    """What a bar's states have in common: all but numbers and what is drawn between two `|`."""
+    """A key that is equal for all states of a bar: without numbers and the drawing between two
+    `|`."""
     return b"\r" + _masked(_BAR.sub(b"|\0|", body(line)))
 
 
@@ -65,15 +66,15 @@ def _mask_piece(piece: re.Match[bytes]) -> bytes:
 
 
 def numbers(line: bytes) -> list[bytes]:
-    """The values that `key_of` masks, in order."""
+    """The numbers that `key_of` masks, in order."""
     if b"\x1b" not in line:
         return _NUMBER.findall(body(line))
     return [piece[1] for piece in _PIECES.finditer(body(line)) if piece[1] is not None]
 
 
 def told_as_one(line: bytes, differing: Iterable[int]) -> bytes:
-    """The line of whoever spoke first, with a mark before each number (by its place in `numbers`)
-    that others said otherwise."""
+    """The first rank's line, with a mark before each number (by index in `numbers`) that differs on
+    another rank."""
     marked, place = frozenset(differing), -1
 
     def mark(piece: re.Match[bytes]) -> bytes:

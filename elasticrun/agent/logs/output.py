@@ -1,12 +1,12 @@
-"""Where the output of ranks goes: torchrun's tree of files, and the copy of tee'd streams.
+"""The output of ranks: torchrun's tree of log files, and the console copy of tee'd streams.
 
 `<log_dir>/<run_id>_<8 random>/attempt_<N>/<local_rank>/{stdout.log,stderr.log,error.json}`. Ranks
-write their files themselves (the spawner opens them), so nothing here is on their way. Earlier
-attempts are never removed: what a world printed before it ended is what one wants to read.
+write their files themselves (the spawner opens them), so this module does not delay them. Earlier
+attempts are never removed: the user wants to read what ranks printed before they failed.
 
-A run that named no folder has one under $TMPDIR. Its owner holds the lock of a file in it for as
-long as it lives; what is there without the file is torchrun's, or was kept on purpose, and is
-nobody's to remove.
+A run without --log-dir gets a folder under $TMPDIR. Its agent holds a file lock in it for its
+lifetime. Folders without the lock file belong to torchrun or were kept on purpose, and are never
+removed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ PREFIX: Final = "torchelastic_"
 LOCK: Final = ".owner"
 
 KEPT_FOR: Final = 24 * 3600.0
-"""Seconds since its last line for which output is kept whose owner was killed: people read the
-logs of a run that has ended so, and a scheduler starts the next run at once."""
+"""Seconds since its last line for which the output of a killed run is kept: people read it, and a
+scheduler starts the next run at once."""
 
 MOST: Final = 4096
-"""Entries of the folder for temporary files that are looked at."""
+"""Entries of the temporary folder that a sweep looks at."""
 
 STDOUT = 1
 
@@ -63,8 +63,8 @@ PLUGINS: Final = "torchrun.logs_specs"
 
 @dataclass(slots=True)
 class Destinations:
-    """The shape of torch's LogsDest: by local rank the file of each stream ("" is the launcher's
-    own stream), which of them are copied to the console, and where errors are described."""
+    """The fields of torch's LogsDest: by local rank the file of each stream ("" is the launcher's
+    own stream), the streams copied to the console, and the error files."""
 
     stdouts: dict[int, str] = field(default_factory=dict)
     stderrs: dict[int, str] = field(default_factory=dict)
@@ -76,9 +76,11 @@ class Destinations:
 
 
 class LogsPlugin:
-    """The user's LogsSpecs, named by --logs-specs. Its contract is torch's (`LogsSpecs.reify(envs)
-    -> LogsDest`), so torch is loaded here, late, in the agent; a line says so because it costs
-    memory and time. Raises what the plug-in raises; ValueError if there is none."""
+    """The user's LogsSpecs, named by --logs-specs.
+
+    Its interface is torch's (`LogsSpecs.reify(envs) -> LogsDest`), so the agent imports torch here,
+    late. A log line says so, because that costs memory and time. Raises what the plug-in raises;
+    ValueError if there is no such plug-in."""
 
     def __init__(self, plan: LogPlan, nproc: int) -> None:
         name = plan.logs_specs or ""
@@ -101,8 +103,8 @@ class LogsPlugin:
         )
 
     def reify(self, envs: Mapping[int, dict[str, str]]) -> Destinations:
-        """Ask the plug-in; it may change `envs` too (torch's own sets the error file there). What a
-        LogsDest of its version does not have is empty."""
+        """Call the plug-in; it may also change `envs` (torch's own sets the error file there).
+        Fields that its torch version's LogsDest lacks stay empty."""
         dest, ours = self._specs.reify(dict(envs)), Destinations()
         for name in ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files"):
             files = getattr(dest, name, None) or {}
@@ -113,19 +115,20 @@ class LogsPlugin:
 
 
 class LogFolder:
-    """`torchelastic_XXXX`, ours until the process ends. Raises OSError if it cannot be made."""
+    """`torchelastic_XXXX`, locked until the process ends. Raises OSError if it cannot be
+    created."""
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix=PREFIX)
         lock = os.path.join(self.path, LOCK)
         self._fd = os.open(lock + ".new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # a file system without locks; then it is never swept
+        with contextlib.suppress(OSError):  # a file system without locks: never swept
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.rename(lock + ".new", lock)  # locked before anybody can see it
+            os.rename(lock + ".new", lock)  # locked before it is visible
 
     def leave(self, superfluous: Iterable[str]) -> None:
-        """At the end of the run: remove the files of these names, and what is empty then. The rest
-        is kept on purpose."""
+        """At the end of the run: remove the files with these names, and folders that are then
+        empty. The rest is kept."""
         names = {LOCK, LOCK + ".new", *superfluous}
         for folder, _, files in os.walk(self.path, topdown=False):
             for file in files:
@@ -139,8 +142,8 @@ class LogFolder:
 
 
 def sweep(now: float | None = None) -> None:
-    """Remove the folders of this user's runs that were killed: what nothing was written into at
-    once, output KEPT_FOR seconds after its last line."""
+    """Remove the folders of this user's killed runs: those without output at once, others KEPT_FOR
+    seconds after their last line."""
     now = time.time() if now is None else now
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for _, entry in zip(range(MOST), entries, strict=False):
@@ -165,7 +168,7 @@ def _sweep_one(entry: os.DirEntry[str], now: float) -> None:
 
 
 def _last_written(path: str) -> Iterator[float]:
-    """The times of the files in which there is something."""
+    """The modification times of the non-empty files."""
     for folder, _, files in os.walk(path):
         for file in files:
             about = os.lstat(os.path.join(folder, file))
@@ -174,23 +177,23 @@ def _last_written(path: str) -> Iterator[float]:
 
 
 class LogsUnusable(Exception):
-    """Log files cannot be written as asked; the text is one sentence for the user."""
+    """Log files cannot be written as requested; the text is one sentence for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankLogs:
-    """Where one rank writes, in the words of `wire.spawning.SpawnRank`."""
+    """The output paths of one rank, as in `wire.spawning.SpawnRank`."""
 
-    stdout: str  # "": the launcher's own; "/dev/null": nowhere
+    stdout: str  # "": the launcher's own; "/dev/null": discarded
     stderr: str
-    error_file: str  # "": nowhere
+    error_file: str  # "": none
 
 
 class RankOutput:
-    """The output of all local ranks over all their lives.
+    """The output of all local ranks over all attempts.
 
-    `prepare`, `open_attempt`, `close` and `tidy` touch the disk and may block: call them in a
-    thread. `rank_exited` returns at once.
+    `prepare`, `open_attempt`, `close` and `tidy` use the disk and may block: call them in a thread.
+    `rank_exited` returns at once.
     """
 
     def __init__(
@@ -208,7 +211,7 @@ class RankOutput:
         self._run_id = run_id
         self._role = role
         self._nproc = nproc
-        # Each stream has a reader of its own: a stdout that nobody reads holds no stderr up.
+        # Each stream has its own reader, so that an unread stdout does not delay stderr.
         told: set[str] = set()
         self._readers = {STDERR: Reader(told=told), STDOUT: Reader(told=told)}
         self._consoles = {
@@ -222,10 +225,10 @@ class RankOutput:
         self._logs: dict[int, RankLogs] = {}
         self._folder: LogFolder | None = None
         self._only_copy = False
-        """Whether the files have what was not shown on the console."""
+        """Whether the files contain output that was not shown on the console."""
         self._warned_filters = False
         self.notes: LogNotes | None = None
-        """Where the files are is noted there, for people who look for them."""
+        """Records where the files are, for `elasticrun logs`."""
 
     @property
     def run_dir(self) -> str:
@@ -234,20 +237,20 @@ class RankOutput:
 
     @property
     def has_files(self) -> bool:
-        """Whether the output of some rank goes to files in `run_dir`."""
+        """Whether the output of any rank goes to files in `run_dir`."""
         plan = self._plan
         some = plan.redirects_all | plan.tee_all | any(plan.redirects.values())
         return bool(self._run_dir) and bool(some | any(plan.tee.values()))
 
     @property
     def is_kept(self) -> bool:
-        """Whether `run_dir` is there when the job has ended: a person has named it, or it has the
-        output of a rank."""
+        """Whether `run_dir` still exists after the job: the user named it, or it has output of a
+        rank."""
         return self.has_files or (bool(self._run_dir) and self._plan.log_dir is not None)
 
     def prepare(self) -> None:
-        """Make the folder of this run, or load the plug-in. Raises LogsUnusable; may be called
-        early, so that a wrong --log-dir ends the launcher before anything is started."""
+        """Create the folder of this run, or load the plug-in. Raises LogsUnusable. May be called
+        early, so that a wrong --log-dir ends the launcher before anything starts."""
         if self._run_dir or self._plugin is not None or self._plan.log_dir == DEV_NULL:
             return
         if self._plan.logs_specs is not None:
@@ -261,7 +264,7 @@ class RankOutput:
         base = self._plan.log_dir
         if base is not None and os.path.isfile(base):
             raise LogsUnusable(f"--log-dir {base} is a file; it must be a folder")
-        # What a folder's name cannot hold, or would make several folders of.
+        # Replace characters that a folder's name cannot contain.
         name = re.sub(r"[/\0]", "_", self._run_id)[:128]
         try:
             if base is None:
@@ -276,9 +279,9 @@ class RankOutput:
         logger.info("log directory set to: %s", self._run_dir)
 
     def open_attempt(self, attempt: int, envs: Mapping[int, dict[str, str]]) -> dict[int, RankLogs]:
-        """Make the files of one life of all local ranks and follow those that are tee'd.
+        """Create the files of one attempt of all local ranks, and follow the tee'd ones.
 
-        `envs` are the ranks' variables by local rank: prefixes and plug-ins read them, and each
+        `envs` are the ranks' variables by local rank. Prefixes and plug-ins read them, and each
         gets its TORCHELASTIC_ERROR_FILE here, as under torchrun. Raises LogsUnusable.
         """
         self.prepare()
@@ -299,7 +302,7 @@ class RankOutput:
             error_file = places.error_files.get(local_rank, "")
             if self._plugin is None:
                 variables[env.ERROR_FILE] = error_file
-            else:  # the plug-in may have chosen to name another file, or none
+            else:  # the plug-in may have set another file, or none
                 error_file = variables.setdefault(env.ERROR_FILE, error_file)
             logs[local_rank] = RankLogs(
                 places.stdouts.get(local_rank, ""), places.stderrs.get(local_rank, ""), error_file
@@ -308,18 +311,18 @@ class RankOutput:
         return logs
 
     def last_lines(self, local_rank: int) -> str:
-        """What this rank has written last, where it has files; blocks."""
+        """The last lines that this rank wrote to its files, if any. Blocks."""
         logs = self._logs.get(local_rank)
         return "" if logs is None else last_lines((logs.stdout, logs.stderr))
 
     def rank_exited(self, local_rank: int) -> None:
-        """The rank has been reaped: its files are read for LOG_DRAIN seconds more."""
+        """Call when the rank has been reaped: its files are read for another LOG_DRAIN seconds."""
         for reader in self._readers.values():
             reader.rank_gone(local_rank)
 
     def hurry(self, seconds: float) -> None:
-        """`close` is to end within so many seconds: first stderr is shown, then, in what is left of
-        them, stdout. From any thread."""
+        """Limit `close` to this many seconds: first stderr is shown, then stdout in the remaining
+        time. Callable from any thread."""
         until = time.monotonic() + seconds
         with self._order:
             self._consoles[STDOUT].hold(not self._stderr_shown)
@@ -327,9 +330,10 @@ class RankOutput:
             console.hurry(until)
 
     def close(self, timeout: float) -> int:
-        """Show what there is to the end, however long that takes, as long as somebody reads. Gives
-        a console up that nobody reads, and a disk that gives nothing, for `timeout` seconds. Says
-        what was not shown; returns its bytes."""
+        """Show all output, however long that takes, as long as somebody reads it.
+
+        Gives up on a console that nobody reads, and on a disk that returns nothing, for `timeout`
+        seconds. Logs what was not shown and returns its size in bytes."""
         for reader in self._readers.values():
             reader.end()
         for stream, reader in self._readers.items():
@@ -345,7 +349,7 @@ class RankOutput:
         return cut
 
     def _tell_cut(self) -> int:
-        """Name the files that have what was not shown, those with the most of it first."""
+        """Log the files with output that was not shown, those with the most first."""
         total = 0
         for stream, name in ((STDERR, "stderr"), (STDOUT, "stdout")):
             console = self._consoles[stream]
@@ -362,9 +366,11 @@ class RankOutput:
         return total
 
     def tidy(self, *, ended_well: bool = False) -> None:
-        """After `close`: of the folder under $TMPDIR that nobody asked for, only what may still be
-        wanted is kept: anything if the job failed, files of the ranks' own, output that was not
-        shown. What killed runs have left goes too."""
+        """Call after `close`: clean up the folder under $TMPDIR, and folders that killed runs have
+        left.
+
+        Kept are all files of a failed job, files that ranks created, and output that was not
+        shown."""
         if self._folder is not None:
             useless = ended_well and not self._only_copy
             self._folder.leave(("stdout.log", "stderr.log", "error.json") if useless else ())
@@ -374,7 +380,7 @@ class RankOutput:
     # ---------------------------------------------------------------- one attempt
 
     def shows_stderr(self, local_rank: int) -> bool:
-        """Whether what this rank writes to stderr is on the terminal for certain."""
+        """Whether this rank's stderr certainly appears on the terminal."""
         plan = self._plan
         tee = plan.tee.get(local_rank, plan.tee_all)
         hidden = plan.redirects.get(local_rank, plan.redirects_all) & ~tee & STDERR
@@ -408,7 +414,7 @@ class RankOutput:
                     files[local_rank] = "" if shown else DEV_NULL
             places.error_files[local_rank] = os.path.join(own, "error.json")
         if self.notes is not None and self.has_files:
-            with contextlib.suppress(OSError):  # a convenience
+            with contextlib.suppress(OSError):  # only a convenience
                 ranks = {local_rank: int(envs[local_rank][env.RANK]) for local_rank in envs}
                 self.notes.add(folder, attempt, ranks)
         return places
@@ -423,7 +429,7 @@ class RankOutput:
             for local_rank, file in sorted(tees.items()):
                 if not file or file == DEV_NULL:
                     continue
-                with open(file, "wb"):  # it must be there, and empty, before it can be watched
+                with open(file, "wb"):  # it must exist and be empty before it can be watched
                     pass
                 prefix = self._prefix(local_rank, envs[local_rank])
                 tails.append(Tail(local_rank, file, prefix, self._consoles[stream], copy))
@@ -432,7 +438,8 @@ class RankOutput:
                 self._readers[stream].add(tails, () if copy is None else (copy,))
 
     def _fold(self, stream: int, tails: list[Tail], envs: Mapping[int, dict[str, str]]) -> None:
-        """Several ranks on a terminal are folded. A prefix of the user's own names one rank."""
+        """Fold the lines of several ranks on a terminal. Not with a user-defined prefix, which
+        names one rank."""
         plan, console = self._plan, self._consoles[stream]
         if not plan.fold or plan.prefix_template or len(tails) < 2 or not console.is_terminal:
             return
@@ -449,7 +456,7 @@ class RankOutput:
                 logger.warning("--duplicate-*-filters does nothing: there is no log folder")
                 self._warned_filters = True
             return None
-        self._only_copy = True  # not literally; it was asked for
+        self._only_copy = True  # the user asked for these files
         return LineFilter(path, needles)
 
     def _prefix(self, local_rank: int, variables: Mapping[str, str]) -> bytes:
@@ -469,8 +476,8 @@ def _amount(count: int) -> str:
 
 
 def _nowhere(envs: Mapping[int, dict[str, str]]) -> Destinations:
-    """--log-dir /dev/null: no file at all; as under torchrun streams then go to the console even
-    where a redirect was asked for."""
+    """--log-dir /dev/null: no files. As under torchrun, all streams then go to the console, even
+    with --redirects."""
     return Destinations(
         stdouts=dict.fromkeys(envs, ""),
         stderrs=dict.fromkeys(envs, ""),
@@ -479,7 +486,7 @@ def _nowhere(envs: Mapping[int, dict[str, str]]) -> Destinations:
 
 
 def _fresh_folder(path: str) -> str:
-    """Make `path`, or `path.1`, `path.2`, ... if an earlier life has left one of that name."""
+    """Create `path`, or `path.1`, `path.2`, ... if an earlier attempt has left one of that name."""
     candidate = path
     for number in range(1, 1_000_000):
         try:

@@ -1,9 +1,9 @@
 """Reads the log files of tee'd streams while ranks write them: one thread, woken by inotify.
 
-The files are the truth and ranks write them themselves; what is done here is the copy for people
-(console, filtered files). Lines come in file order. The beginning of a line that does not end (a
-prompt, a progress bar) is shown on the console after a moment, and written out whole once it ends.
-As under torchrun a carriage return ends a line as well; on a terminal the next one takes its place.
+Ranks write their files themselves; this module only makes the copies for people (console, filtered
+files). Lines keep the order of the file. The beginning of an unfinished line (a prompt, a progress
+bar) is shown on the console after a moment, and written out whole once it ends. As under torchrun a
+carriage return also ends a line; on a terminal the next line overwrites it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from elasticrun.host.log import logger
 from elasticrun.host.system.inotify import Inotify
 
 MAX_LINE_BYTES: Final = 64 * 1024
-"""No more of a line that has not ended is held; what is there is passed on as a line of its own."""
+"""Maximum bytes held of an unfinished line; when it is longer, they are passed on as a line."""
 
 READ_BYTES: Final = 256 * 1024
-"""One read; a chatty rank gets this much before the next file has its turn."""
+"""Bytes per read; a rank with much output gets this much before the next file's turn."""
 
 BATCH_SECONDS: Final = 0.01
-"""After a look at the files the next one waits this long: a rank that prints a thousand short lines
-costs some wake-ups, not a thousand. Raise it to save CPU; the copy comes later by as much."""
+"""Seconds to wait between two reads of the files, so that a rank that prints a thousand short lines
+costs a few wake-ups. Raise it to save CPU; the copy is delayed by as much."""
 
 SHOW_AFTER: Final = 0.3
-"""Seconds after which the beginning of a line is shown that has not ended."""
+"""Seconds after which the beginning of an unfinished line is shown."""
 
 TIMER_SECONDS: Final = 0.1
-"""How often files are looked at where the kernel gives no inotify (torchrun's interval)."""
+"""Seconds between reads of the files without inotify (torchrun's interval)."""
 
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
@@ -53,7 +53,7 @@ class LineFilter:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed with its attempt)
 
     def pass_on(self, lines: list[bytes]) -> None:
-        """Write those that match; a full disk ends the copy, not the thread."""
+        """Write the matching lines; a full disk ends this copy, not the thread."""
         hits = [line for line in lines if any(needle in line for needle in self._needles)]
         if hits:
             try:
@@ -69,7 +69,7 @@ class LineFilter:
 
 @dataclass(slots=True)
 class Tail:
-    """One stream of one rank of one attempt: the file, and where its lines go."""
+    """One stream of one rank in one attempt: its file and the destinations of its lines."""
 
     local_rank: int
     path: str
@@ -77,15 +77,15 @@ class Tail:
     console: ConsoleWriter
     filter: LineFilter | None = None
     folded: FoldedConsole | None = None
-    """Where the lines go instead of to the console as they are."""
+    """If set, lines go here instead of directly to the console."""
     fd: int = -1
     watch: int = -1
-    held: bytes = b""  # the beginning of a line that has not ended yet
+    held: bytes = b""  # the beginning of an unfinished line
     drain_until: float | None = None
     show_at: float | None = None
-    """When what is held is to be shown."""
+    """When to show `held`."""
     in_bar: bool = False
-    """Whether the last line ended in a carriage return, so that what follows takes its place."""
+    """Whether the last line ended in a carriage return, so that the next one overwrites it."""
 
     @property
     def owner(self) -> object:
@@ -93,10 +93,10 @@ class Tail:
         return self.path
 
     def turn(self) -> int:
-        """Read what is there, once, and pass complete lines on; the number of bytes read."""
+        """Read once and pass complete lines on; returns the number of bytes read."""
         data = os.read(self.fd, READ_BYTES)
         if not data and os.fstat(self.fd).st_size < os.lseek(self.fd, 0, os.SEEK_CUR):
-            os.lseek(self.fd, 0, os.SEEK_SET)  # the script has cut its log: start over, as tail -F
+            os.lseek(self.fd, 0, os.SEEK_SET)  # the script truncated its log: as tail -F
             data = os.read(self.fd, READ_BYTES)
         text = self.held + data
         lines: list[tuple[bytes, bool]] = []
@@ -120,7 +120,7 @@ class Tail:
         return now if anew or self.show_at is None else self.show_at
 
     def show(self) -> None:
-        """Show the beginning of a line; its end is written behind it, or in its place."""
+        """Show the beginning of a line; its end is later appended, or overwrites it."""
         self.show_at = None
         text = self.held.rstrip(b"\r")
         if not text:
@@ -132,9 +132,9 @@ class Tail:
             self.console.show(self.prefix + text, self, kind)
 
     def finish(self, got: Callable[[int], None]) -> None:
-        """Read to where the file ends now, however long somebody goes on writing; then the rest of
-        a line that has no end. `got` is told the bytes of each turn. What nobody would see or keep
-        is not read but counted."""
+        """Read up to the current end of the file, even if somebody keeps writing; then pass on an
+        unfinished last line. Calls `got` with the bytes of each turn. Bytes that would be neither
+        shown nor kept are counted, not read."""
         size = os.fstat(self.fd).st_size
         while os.lseek(self.fd, 0, os.SEEK_CUR) < size:
             if self.console.is_over and self.filter is None:
@@ -148,13 +148,13 @@ class Tail:
             self.held = b""
 
     def skip(self) -> None:
-        """The rest of the file is not shown."""
+        """Count the rest of the file as not shown."""
         rest = os.fstat(self.fd).st_size - os.lseek(self.fd, 0, os.SEEK_CUR)
         self.console.lose(self.path, max(0, rest))
         os.lseek(self.fd, 0, os.SEEK_END)
 
     def _pass_on(self, said: list[tuple[bytes, bool]]) -> None:
-        """Lines, and whether each of them ended as a state of a progress bar does."""
+        """Pass lines on; the flag tells whether a line is a state of a progress bar."""
         if not said:
             return
         if self.filter is not None or self.folded is None:
@@ -167,7 +167,7 @@ class Tail:
             self.folded.said(self.local_rank, said)
 
     def _put(self, lines: list[bytes], said: list[tuple[bytes, bool]]) -> None:
-        """On a terminal the states of a progress bar are written over each other."""
+        """Write to the console; on a terminal the states of a progress bar overwrite each other."""
         if not self.console.is_terminal:
             self.console.put(lines, self)
             return
@@ -180,13 +180,14 @@ class Tail:
 
 @dataclass(slots=True)
 class Reader:
-    """The thread. Every method may be called from any other thread and returns at once."""
+    """The reader thread. Its public methods return at once, except `ended`; any other thread may
+    call them."""
 
     make_inotify: Callable[[], Inotify] = Inotify
     told: set[str] = field(default_factory=set)
-    """Warnings that were given, by this reader or by another one that shares the set."""
+    """Warnings already logged, by this reader or another one that shares the set."""
     _inbox: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
-    """What the thread is to do; None: end."""
+    """Work for the thread; None: stop."""
     _tails: list[Tail] = field(default_factory=list)
     _filters: list[LineFilter] = field(default_factory=list)
     _inotify: Inotify | None = None
@@ -195,30 +196,31 @@ class Reader:
     _thread: threading.Thread | None = None
     _ending: bool = False
     progress: int = 0
-    """Bytes read so far: grows while the reader gets on."""
+    """Bytes read so far; grows while the reader makes progress."""
 
     def add(self, tails: Collection[Tail], filters: Iterable[LineFilter] = ()) -> None:
-        """Follow these files from now on. Files of an earlier attempt are finished first, so that
-        the lines of two lives do not mix. RuntimeError where no thread can be started."""
+        """Follow these files. Files of an earlier attempt are finished first, so that lines of two
+        attempts do not mix. RuntimeError if no thread can start."""
         self._start()
         for tail in tails:
             tail.console.start()
         self._send(partial(self._follow, tuple(tails), tuple(filters)))
 
     def rank_gone(self, local_rank: int) -> None:
-        """The rank has been reaped. What it left behind may write for LOG_DRAIN seconds more."""
+        """Call when the rank has been reaped. Its leftover processes may write for another
+        LOG_DRAIN seconds."""
         if self._thread is not None:
             self._send(partial(self._drain, local_rank, time.monotonic() + LOG_DRAIN))
 
     def end(self) -> None:
-        """Read everything that is there now and end; `ended` waits for that."""
+        """Read all that the files contain now and stop; `ended` waits for that."""
         if self._thread is not None and not self._ending:
             self._ending = True
             self._send(None)
 
     def ended(self, timeout: float, console: ConsoleWriter) -> bool:
-        """Whether the reader came to its end. False if for `timeout` seconds it could not get on (a
-        disk that hangs), not for its console's sake either; the thread is then left to itself."""
+        """Wait for the reader to stop. Returns False if it made no progress for `timeout` seconds
+        (a disk that hangs) and was not waiting for its console; the thread is then abandoned."""
         thread = self._thread
         if thread is None:
             return True
@@ -229,7 +231,7 @@ class Reader:
         return not thread.is_alive()
 
     def _start(self) -> None:
-        """RuntimeError where no thread can be started."""
+        """RuntimeError if no thread can start."""
         if self._thread is not None:
             return
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -248,7 +250,7 @@ class Reader:
     # ---------------------------------------------------------------- in the thread
 
     def _watch(self) -> None:
-        """The body; a defect of ours ends the copy, not the job, and is told."""
+        """The thread's body. A bug of ours is logged and ends the copy, not the job."""
         try:
             self._run()
         except Exception:
@@ -285,7 +287,7 @@ class Reader:
         return {tail.folded for tail in self._tails if tail.folded is not None}
 
     def _batch(self) -> None:
-        """Let writes add up for a moment; a message ends it."""
+        """Let writes accumulate briefly; a message ends the wait."""
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         poller.poll(BATCH_SECONDS * 1000)
@@ -301,7 +303,7 @@ class Reader:
         return max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1
 
     def _obey(self) -> bool:
-        """Do what others want; false when that is to end."""
+        """Run the queued work; false on the request to stop."""
         while not self._inbox.empty():
             work = self._inbox.get()
             if work is None:
@@ -333,10 +335,10 @@ class Reader:
                 tail.watch = self._inotify.watch(tail.path)
             except OSError as error:
                 self._fall_back(error)
-        self._read_all([tail])  # what stood there before the watch makes no event of its own
+        self._read_all([tail])  # content from before the watch causes no event
 
     def _fall_back(self, error: OSError) -> None:
-        """Say which slower way is taken, and take it."""
+        """Log the slower method and use it."""
         words = f"no inotify for log files ({error.strerror or error}): they are looked at every "
         words += f"{TIMER_SECONDS:g} s instead"
         if words not in self.told:
@@ -358,7 +360,7 @@ class Reader:
         self._read_all(due)
 
     def _read_all(self, due: list[Tail]) -> None:
-        while due:  # in turns, so that a flood in one file does not hold the others up
+        while due:  # in turns, so that much output in one file does not delay the others
             due = [tail for tail in due if self._read(tail) == READ_BYTES]
 
     def _read(self, tail: Tail) -> int:
@@ -388,7 +390,7 @@ class Reader:
         folded = self._folded()
         for tail in list(tails):
             try:
-                tail.finish(self._got)  # at each turn: `stop` would take a long rest for a hang
+                tail.finish(self._got)  # per turn: `ended` would take a long read for a hang
             except OSError as error:
                 logger.warning("cannot read %s: %s", tail.path, error.strerror)
             self.progress += 1

@@ -1,4 +1,4 @@
-"""A traceback while it comes: its lines belong together and are told together."""
+"""A traceback while it arrives: its lines are shown together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from elasticrun.agent.logs import masks
 BEGINNING: Final = b"Traceback (most recent call last)"
 
 SETTLED: Final = 0.1
-"""Seconds without a further line after which a traceback that may have ended is told."""
+"""Seconds without a further line after which a traceback that may be complete is shown."""
 
 LONGEST_WAIT: Final = 1.0
-"""Seconds after which one that is still coming is told as far as it is there."""
+"""Seconds after which the lines so far are shown, even if more are arriving."""
 
 MOST_LINES: Final = 1000
 
@@ -25,10 +25,10 @@ _JOINTS: Final = (
 
 
 class Unit:
-    """The lines of one traceback of one rank, chained ones with it.
+    """The lines of one rank's traceback, including chained ones.
 
-    Its end shows only in what follows: a line at the margin after the exception's own. Where torch
-    has put `[rank3]:` before every line, a message of many lines belongs to it too.
+    Its end shows only in the following line: one without indentation after the exception's own
+    line. If torch has put `[rank3]:` before every line, a multi-line message also belongs to it.
     """
 
     def __init__(self, line: bytes, now: float) -> None:
@@ -38,7 +38,7 @@ class Unit:
         self._since = now
         self._newest = now
         self.is_over = False
-        """Whether the exception's own line has come and nothing after it for a while."""
+        """Whether the exception's own line has arrived, and nothing after it for a while."""
         self._done = False
         self.add(line, now)
 
@@ -48,14 +48,14 @@ class Unit:
         return BEGINNING in line
 
     def takes(self, line: bytes) -> bool:
-        """Whether the line belongs to it."""
+        """Whether the line belongs to this traceback."""
         text = masks.body(line)
         if not self._done or (self._prefixed and text is not line):
             return True
         return not text.strip() or text[:1] in b" \t" or text.startswith((*_JOINTS, BEGINNING))
 
     def add(self, line: bytes, now: float) -> bool:
-        """One more line; true if it is as long as it may get and must be told."""
+        """Add a line; true if the traceback has reached its maximum size and must be shown."""
         if not self._lines:
             self._since = now
         text = masks.body(line)
@@ -69,13 +69,13 @@ class Unit:
         return len(self._lines) >= MOST_LINES or self._size >= MOST_BYTES
 
     def due(self) -> float:
-        """When it is to be told if no line comes."""
+        """When to show it if no further line arrives."""
         if self._done:
             return min(self._newest + SETTLED, self._since + LONGEST_WAIT)
         return self._since + LONGEST_WAIT
 
     def take(self, now: float) -> bytes:
-        """What is there, to be told."""
+        """Take the lines so far, to be shown."""
         text = b"\n".join(self._lines)
         self.is_over = now >= self._newest + SETTLED and (self._done or not self._lines)
         self._lines, self._size = [], 0

@@ -1,6 +1,8 @@
-"""Where the log files of this user's jobs are: a small file for each agent's run, for `elasticrun
-logs`: in `logs/` of the user's folder on this host, and, of a job with --run-dir, in `agents/` of
-its run folder, which other hosts may see too. No job needs it to run."""
+"""Records where the log files of this user's jobs are, for `elasticrun logs`: one small file per
+agent run.
+
+The file is in `logs/` of the user's folder on this host. A job with --run-dir has another one in
+`agents/` of its run folder, which other hosts may see too. No job needs these files to run."""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from elasticrun.wire.messages import MAX_NODES
 from elasticrun.wire.types import dumps, loads
 
 MOST_RUNS: Final = 100
-"""Runs that are remembered; a new one takes the place of the oldest."""
+"""Runs that are remembered; a new one replaces the oldest."""
 
 MOST_LIVES: Final = 1000
-"""Lives of one run, the newest."""
+"""Attempts remembered per run, the newest."""
 
 MAX_BYTES: Final = 4 * 1024 * 1024
 """A longer file is not one of ours."""
@@ -31,47 +33,47 @@ MAX_BYTES: Final = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class LoggedLife:
-    """One life of an agent's ranks."""
+    """The log folder of one attempt of an agent's ranks."""
 
     folder: str  # below the run's: attempt_0, attempt_0.1, attempt_1, ...
     attempt: int
     began: float  # seconds since 1970
-    ranks: dict[int, int]  # the job's ranks by local rank
+    ranks: dict[int, int]  # global ranks by local rank
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """What one agent's ranks have written."""
+    """The log folders of one agent's ranks."""
 
     job_id: str
     path: str
     agent: ProcessId
     began: float  # seconds since 1970
     lives: tuple[LoggedLife, ...] = ()
-    node: str = ""  # the agent's, in the job
+    node: str = ""  # the agent's node in the job
 
     def first_rank(self) -> int:
-        """Of the newest life's ranks the first; many where there is none."""
+        """The first rank of the newest attempt; MAX_NODES without an attempt."""
         return min(self.lives[-1].ranks.values(), default=MAX_NODES) if self.lives else MAX_NODES
 
     @property
     def host(self) -> str:
-        """The name of its agent's host."""
+        """The name of the agent's host."""
         return self.agent.host
 
     @property
     def is_seen(self) -> bool:
-        """Whether its agent runs, and that is known from here."""
+        """Whether this host can see that the agent runs."""
         return self.agent.is_alive() is True
 
     @property
     def is_alive(self) -> bool:
-        """Whether more may come; of an agent that cannot be seen from here it may."""
+        """Whether more output may come; also true for an agent that this host cannot see."""
         return self.agent.is_alive() is not False
 
 
 class LogNotes:
-    """One agent's file, in each of the two places. Blocks on a disk."""
+    """One agent's file in each of the two places. Blocks on a disk."""
 
     def __init__(self, environ: Mapping[str, str], job_id: str, run_dir: str = "") -> None:
         self.node = ""
@@ -80,7 +82,7 @@ class LogNotes:
         self._run = LoggedRun(job_id, "", ProcessId.own(), time.time())
 
     def add(self, folder: str, attempt: int, ranks: Mapping[int, int]) -> None:
-        """One more life, whose files are in this folder. OSError."""
+        """Record an attempt whose files are in this folder. OSError."""
         path, name = os.path.split(os.path.abspath(folder))
         life = LoggedLife(name, attempt, time.time(), dict(ranks))
         lives = (*self._run.lives, life)[-MOST_LIVES:]
@@ -101,7 +103,8 @@ class LogNotes:
 
 
 def one_of(known: Sequence[LoggedRun], word: str) -> LoggedRun | None:
-    """The agent of the node that a person means: by its name, its host's, or its index."""
+    """The agent that a user means: by its node's name, its host's name, or the index of the
+    node."""
     for one in known:
         if word in (one.node, one.host):
             return one
@@ -111,18 +114,18 @@ def one_of(known: Sequence[LoggedRun], word: str) -> LoggedRun | None:
 
 
 def no_node(word: str, known: Sequence[LoggedRun]) -> str:
-    """The sentence where there is none."""
+    """The error sentence if no node matches."""
     found = sorted({one.node or one.host for one in known})
     return f"there is no node {word}{nearest(word, found)}: there is {names(found)}"
 
 
 def runs(environ: Mapping[str, str]) -> list[LoggedRun]:
-    """All whose files are there yet, the newest first. OSError without such a folder."""
+    """All runs whose files still exist, the newest first. OSError without such a folder."""
     return _runs(user_folder(environ) / "logs")
 
 
 def runs_of(run_dir: Path) -> list[LoggedRun]:
-    """The same, of the agents of the job in one run folder."""
+    """The same for the agents of the job in one run folder."""
     return _runs(run_dir / AGENTS)
 
 

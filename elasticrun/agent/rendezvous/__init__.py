@@ -1,4 +1,4 @@
-"""How nodes find their master: by endpoint (c10d), by etcd, by a shared folder.
+"""How nodes find their master: by endpoint (c10d), in etcd, in a shared folder.
 
 Forbidden here: torch, the ranks.
 """

@@ -1,10 +1,11 @@
-"""Where the job's master is, and whether this agent is the one to start it (decision 021).
+"""The rendezvous by endpoint: the master's address, and whether this agent starts it (decision
+021).
 
-standalone  we start one on loopback, on a free port
-elastic     the agent that can bind the very address which the endpoint's name resolves to starts
-            it; to whom the address is another host's, or taken, the master is somebody else's
+standalone  this agent starts it on loopback, on a free port
+elastic     the agent that can bind the address that the endpoint's name resolves to starts it; if
+            the address is another host's, or taken, another agent starts it
 static      node rank 0 starts it behind a proxy on the port that the user named (decision 008)
-external    somebody has started it
+external    somebody else has started it
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ from elasticrun.agent.rendezvous.place import (
 )
 
 HEIR_AFTER: Final = 3.0
-"""Seconds without a master after which an agent of its host starts one: the agent to which it
-belonged, if it lives, has done so long before."""
+"""Seconds without a master after which an agent of its host starts one. The agent that started the
+old one, if it runs, does so long before."""
 
 
 class PortProxy:
-    """The port proxy of a static job as a process that its agent keeps alive (decision 008): the
-    listening socket itself is ours."""
+    """The port proxy of a static job, as a process that its agent keeps running (decision 008). The
+    agent owns the listening socket."""
 
     def __init__(self, listener: socket.socket, reaper: Reaper) -> None:
         self._listener = listener
@@ -74,16 +75,16 @@ class PortProxy:
         self._start()
 
     def say(self, target: str, where: Endpoint | None) -> None:
-        """Name the `master` or the `store` behind it."""
+        """Set the address of the `master` or the `store` behind the proxy."""
         self._said[target] = None if where is None else str(where)
         self._tell({target: self._said[target]})
 
     def round_began(self, start: Start) -> None:
-        """Its store is behind the port from now on."""
+        """Forward the port to this round's store."""
         self.say("store", start.store)
 
     def ranks_stopping(self) -> None:
-        """They may still need their store."""
+        """No-op: ranks may still need their store."""
 
     def ranks_gone(self, *, done: bool) -> None:
         """Between two rounds there is no store."""
@@ -91,11 +92,11 @@ class PortProxy:
             self.say("store", None)
 
     def close(self) -> None:
-        """Start no other one; `end` gives the port back, when the master has said goodbye."""
+        """Stop restarting it. `end` releases the port, after the master has been closed."""
         self._closing = True
 
     async def end(self, limit: float) -> None:
-        """Give the port back, and wait a moment for its end."""
+        """Release the port, and wait briefly for the proxy to exit."""
         self._closing = True
         self._listener.close()
         if self._control is not None:
@@ -128,7 +129,7 @@ class PortProxy:
 
     def _tell(self, what: dict[str, str | None]) -> None:
         if self._control is not None and what:
-            with contextlib.suppress(OSError):  # it has died; its successor is told everything
+            with contextlib.suppress(OSError):  # it has exited; its successor gets everything
                 self._control.send(json.dumps(what).encode() + b"\n")
 
     def _ended(self, code: int) -> None:
@@ -148,13 +149,12 @@ class PortProxy:
 
 
 class C10dRendezvous:
-    """By way of an endpoint that every node was given.
+    """The rendezvous by an endpoint that every node is given.
 
-    An agent that found the endpoint of its own host taken attaches to the master there. Should that
-    one end while nobody starts it again (the agent it belonged to is gone), or should it be no
-    master at all (a connection of somebody's holds the port for a moment), this agent is the next
-    that can: it tries to take the endpoint whenever no master has answered for HEIR_AFTER
-    seconds."""
+    An agent that finds its own host's endpoint taken connects to the master there. It may have to
+    take over: that master may exit and not be restarted, because its agent has exited, or it may be
+    no master at all (another connection briefly holds the port). So this agent tries to bind the
+    endpoint whenever no master has answered for HEIR_AFTER seconds."""
 
     def __init__(self, node: NodeContext, met: Callable[[], None]) -> None:
         self._node = node
@@ -166,13 +166,13 @@ class C10dRendezvous:
         self._heir: asyncio.Task[None] | None = None
         self._over = False
         self.dial = Endpoint(self._config.rendezvous.host, self._config.rendezvous.port)
-        """What the link dials."""
+        """The address that the link dials."""
         self.address = ""
-        """What other nodes dial to reach a store here, or a master; "" until settled."""
+        """The address at which other nodes reach a store or a master here; "" until settled."""
 
     async def settle(self, early: MasterProcess | None) -> None:
-        """Find the place, and start what is ours; `early` is a master that already runs. HostError
-        with a sentence when the endpoint can never be met."""
+        """Determine the master's address, and start the processes that this agent hosts. `early` is
+        a master that already runs. HostError with a sentence if the endpoint can never work."""
         place = await self._place()
         where = self._config.rendezvous
         self.address = offered_address(
@@ -192,7 +192,7 @@ class C10dRendezvous:
             self._node.parts.append(self._proxy)
         if place.bind is None:
             self._met()
-            # No master has answered us yet, so none that we know of has ended the job.
+            # No master has answered yet, so none known to us has ended the job.
             self._look_after(may_succeed=True)
             return
         await self._host(place.bind, early)
@@ -204,7 +204,7 @@ class C10dRendezvous:
         self._master.start(early)
 
     def heard(self, event: AgentEvent) -> None:
-        """What the link says."""
+        """Handle an event of the link."""
         if isinstance(event, LinkLost):
             self._look_after(may_succeed=False)
         elif isinstance(event, LinkBack):
@@ -220,11 +220,13 @@ class C10dRendezvous:
             self._heir = self._tasks.start(work, "looking after the job master")
 
     async def _succeed(self, may_succeed: bool) -> None:
-        """Host the master, once its place on this host is free and nobody else has taken it. One
-        that ended by itself had seen the end of the job, which must not begin again: so a free
-        place is taken only where one was killed, or with `may_succeed`: none has served us."""
+        """Host the master once its address on this host is free and nobody else has taken it.
+
+        A master that exited by itself had seen the end of the job, which must not start again. So
+        this takes a free address only if the previous master was killed, or with `may_succeed`: no
+        master has served us."""
         while True:
-            # At once, too: whoever lists the masters of this host removes what shows it.
+            # Check before sleeping, too: listing this host's masters removes the evidence.
             may_succeed = may_succeed or await in_thread(self._was_killed, name="resolve")
             await asyncio.sleep(HEIR_AFTER * random.uniform(1.0, 1.5))
             may_succeed = may_succeed or await in_thread(self._was_killed, name="resolve")
@@ -239,11 +241,11 @@ class C10dRendezvous:
         try:
             folder = user_folder.user_folder(os.environ)
             return user_folder.was_killed(folder, self._config.spec.job_id, self.dial.port)
-        except (OSError, RuntimeError):  # RuntimeError: nobody knows our home
+        except (OSError, RuntimeError):  # RuntimeError: no home directory
             return False
 
     def _free_place(self) -> Endpoint | None:
-        """The endpoint, where it is this host's and nobody listens there."""
+        """The endpoint, if it is this host's and nobody listens there."""
         try:
             return settle(self._config).bind
         except (NotYet, HostError):
@@ -255,7 +257,7 @@ class C10dRendezvous:
             self._heir = None
 
     async def close(self, *, job_over: bool) -> None:
-        """Let the master go and give the port back."""
+        """Release the master and the port."""
         self._over = True
         self._forget_heir()
         if self._master is not None:
@@ -277,11 +279,12 @@ class C10dRendezvous:
                 tries += 1
                 if tries == 1:
                     logger.warning("%s; trying again until it does", error)
-            # No event tells of a new name. Not all pods of a job ask in the same moment.
+            # No event announces a new name. Jittered, so that a job's pods do not ask at the same
+            # time.
             wait = resolve_again(tries) * random.uniform(0.75, 1.25)
             await asyncio.sleep(min(wait, max(0.0, end - loop.time())))
 
-    # ------------------------------------------------------------ the master that is hosted
+    # ------------------------------------------------------------ callbacks of the hosted master
 
     def master_serves(self, endpoint: Endpoint) -> None:
         self.dial = endpoint
@@ -291,7 +294,7 @@ class C10dRendezvous:
 
     def master_taken(self, sentence: str) -> None:
         if self._config.rendezvous.kind == "elastic" and self._config.rendezvous.is_host is None:
-            # Another agent of this host was faster: the master there is the job's.
+            # Another agent of this host was faster: its master is the job's.
             logger.info("%s; the job master is looked for there", sentence)
             self._master = None
             self._met()

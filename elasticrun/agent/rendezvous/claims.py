@@ -1,19 +1,19 @@
-"""A file by which one of several machines that share a folder says: this is mine (decision 029).
+"""A claim file: one of several machines that share a folder claims a role with it (decision 029).
 
-Everything rests on link(2), which is atomic on network file systems too, and refuses where the name
-is there; no flock is used, no time of a file is believed and no clocks of two hosts are compared.
+It relies on link(2) only, which is atomic on network file systems too and fails if the name exists.
+It uses no flock, trusts no file time, and compares no clocks of two hosts.
 
-A claim is written whole into a draft and appears by link. Its last line is a count that its holder
-raises in place, through the descriptor of the very file that was linked: it cannot write into the
-claim of a successor. Who reads opens the file afresh, which is when NFS asks its server. That a
-claim is not renewed is seen by looking at it again and again: the count stayed the same so often.
+A claim is written completely into a draft and published by link. Its last line is a counter that
+the holder increments in place, through the descriptor of the linked file, so that it can never
+write into a successor's claim. Readers open the file anew, which makes NFS ask its server. A claim
+counts as not renewed after many reads in a row with the same counter.
 
-To take the place of claim X, `NAME.after.X` is linked: of all who want to succeed X one can. It is
-the claim from then on, for everybody who reads X, and is renamed over NAME, which removes X. X is
-the life of a holder and is never used twice, so what was decided about X is never true of another.
+To replace claim X, a candidate links `NAME.after.X`; only one candidate can. From then on every
+reader of X takes that file as the claim, and it is then renamed over NAME, which removes X. X is
+the random id of a holder and is never reused, so a decision about X never applies to another claim.
 
-By such a file nodes find their job's master (`finding`, `file`), and by one in the folder of
-checkpoints it is settled whose that is (`FolderClaim`).
+Nodes use such a file to find their job's master (`finding`, `file`). One in the checkpoint folder
+decides which job may write there (`FolderClaim`).
 """
 
 from __future__ import annotations
@@ -49,35 +49,35 @@ MAX_BYTES: Final = 64 * 1024
 """A longer file is not one of ours."""
 
 MAX_CHAIN: Final = 64
-"""Claims that succeeded each other without one of them being renamed into its place."""
+"""Maximum number of claims that replaced each other without one being renamed to NAME."""
 
 RENEW_EVERY: Final = 2.0
 """Seconds between two renewals."""
 
 LOOK_EVERY: Final = 1.0
-"""Seconds between two looks at a claim whose holder does not answer."""
+"""Seconds between two reads of a claim whose holder does not answer."""
 
 STALE_LOOKS: Final = 10
-"""So many looks in a row that find the same count make a claim one that nobody renews. A look that
-took longer than LOOK_EVERY is none: the file system stood still, and the holder's may have too."""
+"""Reads in a row with the same counter after which a claim is stale. A read that took longer than
+LOOK_EVERY does not count: the file system was stuck, perhaps for the holder too."""
 
 CLOSE_LIMIT: Final = 2.0
-"""Seconds for a renewal that is under way."""
+"""Seconds to wait for a renewal in progress."""
 
 NAME: Final = "elasticrun.claim"
-"""The file in a folder of checkpoints."""
+"""The claim file in a checkpoint folder."""
 
 FILE_LIMIT: Final = 30.0
-"""Seconds for one look at a shared folder, or one change of it, until it is said to hang."""
+"""Seconds for one read or change of a shared folder; after that it counts as hung."""
 
 FOLDER_CLOSE_LIMIT: Final = 5.0
-"""The same at the end."""
+"""The same at shutdown."""
 
 PATIENCE: Final = 3.0 * STALE_LOOKS * LOOK_EVERY
-"""Seconds that a checkpoint waits until it is known whether another job still has the folder."""
+"""Seconds that a checkpoint waits to find out whether another job still claims the folder."""
 
 MOST_TERMS: Final = 64
-"""Masters before the present one that a claim names."""
+"""Maximum number of earlier master terms that a claim lists."""
 
 _HOLDER: Final = re.compile(r"[0-9a-f]{16}\Z")
 _LITTER: Final = re.compile(r"\.[0-9a-f]{16}(\.new)?\Z")
@@ -85,46 +85,47 @@ _KEPT, _LEFT = "kept", "left"
 
 
 class ClaimError(Exception):
-    """A claim can neither be read nor made; the text is a sentence."""
+    """A claim can neither be read nor created; the text is a sentence."""
 
 
 class NotWritable(ClaimError):
-    """Nothing can be made in its folder, be it a claim or anything else."""
+    """No file can be created in the claim's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What stands in the file. `holder`: the life of whoever made it. `words`: what it says.
-    `left`: its holder has gone, and somebody else may still need what it says."""
+    """The content of a claim file. `holder`: the random id of its holder. `words`: its data.
+    `left`: its holder has exited, and others may still need the data."""
 
     holder: str
-    words: Mapping[str, Any] = field(repr=False)  # the job's token among them
+    words: Mapping[str, Any] = field(repr=False)  # includes the job's token
     count: int = 0
     left: bool = False
 
     def text(self, name: str) -> str:
-        """A word of it, "" for none."""
+        """A string from `words`; "" if missing."""
         value = self.words.get(name, "")
         return value if isinstance(value, str) else ""
 
     def is_of(self, holder: str, term: int) -> bool:
-        """Whether this holder made it under the master of this term."""
+        """Whether this holder created it under the master of this term."""
         return (self.holder, self.number("term")) == (holder, term)
 
     def number(self, name: str) -> int:
-        """A number of it, 0 for none."""
+        """An integer from `words`; 0 if missing."""
         value = self.words.get(name, 0)
         return value if type(value) is int else 0
 
 
 def fresh(words: Mapping[str, Any]) -> Claim:
-    """A claim of a new holder, which is this process."""
+    """A claim with a new holder id, held by this process."""
     return Claim(secrets.token_hex(8), {**words, "process": msgspec.to_builtins(ProcessId.own())})
 
 
 def died_here(claim: Claim) -> bool:
-    """Whether its holder is known to have ended: nobody needs to wait for it. One of another boot
-    may be another machine's of the same host name, and two masters would be worse than a wait."""
+    """Whether its holder is known to have exited, so that nobody needs to wait for it. A holder
+    from another boot does not count: it may run on another machine with the same host name, and two
+    masters are worse than a wait."""
     try:
         holder = msgspec.convert(claim.words.get("process"), ProcessId)
     except msgspec.ValidationError:
@@ -133,10 +134,10 @@ def died_here(claim: Claim) -> bool:
 
 
 class SharedFiles:
-    """The calls on the shared folder, in one object: a test can make them those of a slow one."""
+    """The calls on the shared folder, in one object: tests replace it with a slow one."""
 
     def read(self, path: str) -> tuple[bytes, os.stat_result]:
-        """The file as the server has it now: opened afresh. OSError."""
+        """The file as the server has it now, opened anew. OSError."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         with open(fd, "rb", buffering=0) as file:
             return file.read(MAX_BYTES + 1), os.fstat(fd)
@@ -159,10 +160,10 @@ class SharedFiles:
 
 
 class ClaimFile:
-    """The file at `path`, as this process sees it. Methods block, and raise ClaimError.
+    """The claim file at `path`, as this process sees it. Methods block, and raise ClaimError.
 
-    `private`: nobody else may read it, and it is believed only if it is of the same owner as what
-    we make there."""
+    `private`: nobody else may read it, and it is trusted only if its owner is the owner of the
+    files that we create there."""
 
     def __init__(
         self, path: str, *, private: bool = True, files: SharedFiles | None = None
@@ -170,18 +171,19 @@ class ClaimFile:
         self.path = path
         self._private = private
         self._files = files or SharedFiles()
-        self._owner = -1  # as this file system shows our files: it may map users
-        # What we have linked. A file object: closed by an end that did not wait for a renewer's
-        # thread which hangs, it is written to no more, and its number may be another file's.
+        self._owner = -1  # our uid on this file system, which may map users
+        # The file that we linked. It is a file object because shutdown does not wait for a renewer
+        # thread that hangs: once closed, it rejects the thread's write, while a plain descriptor
+        # number might be reused for another file.
         self._held: io.FileIO | None = None
         self._at = 0
         self.mine: Claim | None = None
-        """What we have claimed, and not let go since."""
+        """The claim that we hold."""
 
     # ------------------------------------------------------------ reading
 
     def read(self) -> Claim | None:
-        """The claim that counts, None if there is none."""
+        """The valid claim; None if there is none."""
         found, path = self._read(self.path), self.path
         for _ in range(MAX_CHAIN):
             if found is None:
@@ -200,7 +202,7 @@ class ClaimFile:
         try:
             data, found = self._files.read(path)
         except OSError as error:
-            # ESTALE: it was removed on another host while we opened it
+            # ESTALE: removed on another host while we opened it
             if error.errno in (errno.ENOENT, errno.ESTALE):
                 return None
             raise ClaimError(f"{path} cannot be read: {error.strerror}") from None
@@ -220,7 +222,7 @@ class ClaimFile:
             ) from None
 
     def _check_private(self, path: str, found: os.stat_result) -> None:
-        """Who could have written it could have this node join a job of theirs."""
+        """Whoever can write the file could make this node join a job of theirs."""
         if self._owner < 0:
             draft, fd = self._draft(b"")
             os.close(fd)
@@ -236,8 +238,8 @@ class ClaimFile:
     # ------------------------------------------------------------ claiming
 
     def take(self, claim: Claim, instead: Claim | None = None) -> bool:
-        """Make this the claim that counts: where there is none, or in the place of `instead`.
-        False if somebody was faster, or `instead` counts no more."""
+        """Publish this claim: where there is none, or in place of `instead`. False if somebody was
+        faster, or if `instead` is no longer valid."""
         body = json.dumps({"holder": claim.holder, "words": dict(claim.words)}) + "\n"
         data = (body + _line(0, _KEPT)).encode()
         name = self.path if instead is None else self._after(instead)
@@ -257,8 +259,8 @@ class ClaimFile:
         return True
 
     def _succeed(self, name: str, claim: Claim, instead: Claim) -> bool:
-        """Put the file `name` in the place of the claim before. What we saw of that may be old: it
-        is looked at again, after a change of ours to the folder."""
+        """Rename the file `name` over the old claim. Our view of that may be outdated, so it is
+        read again after a change of ours to the folder."""
         try:
             current = self.read()
             if current is None or current.holder != claim.holder:
@@ -274,12 +276,12 @@ class ClaimFile:
             ) from None
 
     def _draft(self, data: bytes) -> tuple[str, int]:
-        """A file of ours with this in it, on the server's disk."""
+        """Create a draft file with this content, synced to the server's disk."""
         draft = f"{self.path}.{secrets.token_hex(8)}.new"
         try:
             fd = self._files.create(draft, 0o600 if self._private else 0o666)
         except FileNotFoundError:
-            # It is not made: where a mount is missing, every machine would have one of its own.
+            # The folder is not created: with a missing mount every machine would have its own.
             raise ClaimError(
                 f"there is no folder {os.path.dirname(self.path)} here: make it, or mount it"
             ) from None
@@ -314,11 +316,11 @@ class ClaimFile:
             self._files.link(draft, name)
             return True
         except FileExistsError:
-            # Of a request that NFS has sent twice the second answer is this one: the number of
-            # names says what the first one did.
+            # NFS may send a request twice; the second reply is then EEXIST. The link count tells
+            # whether the first one succeeded.
             return os.fstat(fd).st_nlink == 2
         except FileNotFoundError:
-            return False  # whoever has removed the claim has swept our draft away too
+            return False  # whoever removed the claim also removed our draft
         except OSError as error:
             raise ClaimError(
                 f"the file system of {self.path} has no hard links ({error.strerror}), by which "
@@ -328,8 +330,8 @@ class ClaimFile:
     # ------------------------------------------------------------ holding
 
     def renew(self) -> Claim | None:
-        """Raise the count of our claim; None then. Where another claim counts by now, that one. One
-        that was removed by somebody is made again."""
+        """Increment the counter of our claim; returns None, or another claim that is now valid. A
+        claim that somebody removed is created again."""
         mine = self.mine
         if mine is None:
             return None
@@ -343,13 +345,13 @@ class ClaimFile:
         return None
 
     def leave(self) -> None:
-        """Say that nobody renews our claim any more, and that it may still be needed."""
+        """Mark our claim as no longer renewed, but perhaps still needed."""
         self._write(0, _LEFT)
         self.let_go()
 
     def remove(self, holder: str = "") -> None:
-        """Remove our claim, or that of this holder, if it is still the one that counts, and what
-        was left beside it by those who were killed while they claimed."""
+        """Remove our claim, or this holder's, if it is still valid. Also removes files left by
+        processes that were killed while claiming."""
         wanted = holder or (self.mine.holder if self.mine is not None else "")
         folder, name = os.path.split(self.path)
         with contextlib.suppress(ClaimError, OSError):
@@ -362,7 +364,7 @@ class ClaimFile:
         self.let_go()
 
     def let_go(self) -> None:
-        """Write into it no more."""
+        """Stop writing to our claim."""
         held, self._held = self._held, None
         self.mine = None
         if held is not None:
@@ -387,17 +389,17 @@ def _line(count: int, word: str) -> str:
 
 
 class Looks:
-    """Looks at a claim whose holder does not answer: whether it is renewed."""
+    """Reads a claim whose holder does not answer, to see whether it is renewed."""
 
     def __init__(self) -> None:
         self._seen: tuple[str, int] = ("", 0)
         self.same = 0
-        """Looks in a row that found no renewal."""
+        """Reads in a row without a renewal."""
         self.renewed = False
-        """Whether the present holder was seen to renew it."""
+        """Whether the current holder has renewed it while we watched."""
 
     def look(self, claim: Claim, took: float) -> None:
-        """`took`: seconds that the reading took."""
+        """`took`: seconds that the read took."""
         seen = (claim.holder, claim.count)
         if seen != self._seen:
             self.renewed = seen[0] == self._seen[0]
@@ -406,14 +408,15 @@ class Looks:
             self.same += 1
 
     def is_stale(self, claim: Claim) -> bool:
-        """Whether nobody holds it any more, as far as its file can say."""
+        """Whether nobody holds it any more, as far as the file shows."""
         return claim.left or died_here(claim) or self.same >= STALE_LOOKS
 
 
 class ClaimRenewer:
-    """Renews a claim in a thread of its own until it is closed. Who attaches is told, in that
-    thread, once or twice: `lost(claim)` when another one has taken its place, `trouble(sentence)`
-    when it cannot be renewed, with "" when it can again."""
+    """Renews a claim in its own thread until it is closed.
+
+    The callbacks run in that thread: `lost(claim)` when another claim has replaced it,
+    `trouble(sentence)` when renewing fails, and `trouble("")` when it works again."""
 
     def __init__(self, file: ClaimFile) -> None:
         self._file = file
@@ -424,20 +427,20 @@ class ClaimRenewer:
         self._thread = start_thread(self._keep, "claim")
 
     def attach(self, lost: Callable[[Claim], None], trouble: Callable[[str], None]) -> None:
-        """Be told from now on, and what has happened before."""
+        """Set the callbacks; a loss that has already happened is reported at once."""
         self._lost, self._trouble = lost, trouble
-        if self._other is not None:  # the thread does it the other way round: one of us tells
+        if self._other is not None:  # set before _lost is read, so one of us calls it
             lost(self._other)
 
     def close(self) -> None:
-        """Renew no more. Blocks, CLOSE_LIMIT at most: what is renewed in this moment would make a
-        claim again that is removed."""
+        """Stop renewing. Blocks for CLOSE_LIMIT at most: a renewal in progress would re-create a
+        claim that is being removed."""
         self._over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_LIMIT)
 
     def remove(self) -> None:
-        """The same, and the claim is removed."""
+        """Stop renewing and remove the claim."""
         self.close()
         self._file.remove()
 
@@ -462,7 +465,7 @@ class ClaimRenewer:
 
 
 def timed(file: ClaimFile) -> tuple[Claim | None, float]:
-    """A look at the file, and how many seconds it took."""
+    """Read the file; returns the claim and the seconds that the read took."""
     began = time.monotonic()
     return file.read(), time.monotonic() - began
 
@@ -477,38 +480,37 @@ class NotOurs(Exception):
 
 
 class FolderClaim:
-    """This node's claim of the folder of checkpoints, if it has one: that is one job's, and of that
-    job one master's. Belongs to the loop's thread.
+    """This node's claim on the checkpoint folder, if it has one. The folder belongs to one job, and
+    within that job to one master. Used in the loop's thread only.
 
-    Two jobs that name one folder, or the halves of a job that has split, would remove and replace
-    each other's checkpoints. So the node of rank 0 claims the folder when its ranks have said which
-    it is, and a node that has a marker written makes sure of the claim before.
+    Two jobs with the same folder, or two halves of a partitioned job, would remove and replace each
+    other's checkpoints. So the node of rank 0 claims the folder when its ranks have reported it,
+    and a node verifies the claim before it has a marker written.
 
         the claim there      what this node does
-        none, or nobody      takes it
-        renews it
-        of this job          takes it, unless its own master has been succeeded: the claim names the
+        none, or stale       takes it
+        of this job          takes it, unless its own master has been replaced: the claim lists the
                              terms of all masters before the one that took it last
-        of another job that  writes nothing there, says by whom it is claimed, and looks again
+        of another job that  writes nothing there, reports who claims it, and checks again
         renews it
     """
 
     def __init__(self, job_id: str, term: Callable[[], int]) -> None:
-        """`term`: of the master that this node follows."""
+        """`term`: returns the term of the master that this node follows."""
         self._job_id = job_id
         self._term = term
         self._path = ""
         self._file: ClaimFile | None = None
         self._renewer: ClaimRenewer | None = None
         self._looks = Looks()
-        self._why = ""  # why it is not ours, as far as that is settled
+        self._why = ""  # why the folder is not ours, once that is certain
         self._told = Once(MOST_TERMS)
         self._tasks = Tasks(logger.error)
         self._looking: asyncio.Task[bool] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     def want(self, url: str) -> None:
-        """The ranks of this node, rank 0 among them, have their checkpoints there."""
+        """The ranks of this node, including rank 0, have their checkpoints there."""
         if self._watch is None or self._watch.done():
             self._watch = self._tasks.start(self._hold(url), "claiming the folder of checkpoints")
 
@@ -521,7 +523,7 @@ class FolderClaim:
             await asyncio.sleep(LOOK_EVERY)
 
     async def close(self) -> None:
-        """Nothing is written any more."""
+        """Release the claim: nothing is written any more."""
         if self._watch is not None:
             self._watch.cancel()
         if self._looking is not None and not self._looking.done():
@@ -533,7 +535,7 @@ class FolderClaim:
             logger.warning("%s was not removed: its file system does not answer", path)
 
     async def _leave(self, limit: float) -> None:
-        """Renew and keep our claim no more. TimeoutError."""
+        """Stop renewing our claim and remove it. TimeoutError."""
         renewer, self._renewer = self._renewer, None
         if renewer is not None:
             await in_thread(renewer.remove, limit=limit, name="claim")
@@ -541,15 +543,15 @@ class FolderClaim:
     # ------------------------------------------------------------ looking
 
     async def _hold(self, url: str) -> None:
-        """Until it is ours; what is in the way is said as soon as it is known."""
+        """Check until the folder is ours; log an obstacle as soon as it is known."""
         while not await self._look(url):
             if self._why:
                 self._told.tell(f"no checkpoint is written: {self._why}")
             await asyncio.sleep(LOOK_EVERY * random.uniform(1.0, 1.25))
 
     async def _look(self, url: str) -> bool:
-        """Whether it is ours, or nobody's to claim. One look at a time, each to its end: a claim
-        that was made has to be renewed, whoever waits for it no more."""
+        """Whether the folder is ours, or needs no claim. Only one check runs at a time, and it is
+        never cancelled: a new claim has to be renewed even if nobody waits for it any more."""
         while self._looking is not None and not self._looking.done():
             await asyncio.wait({self._looking})
         self._looking = self._tasks.start(self._look_once(url), "looking at a folder's claim")
@@ -576,7 +578,7 @@ class FolderClaim:
 
     async def _try(self, path: str) -> bool:
         if self._file is None or self._path != path:
-            await self._leave(FILE_LIMIT)  # another folder is named now
+            await self._leave(FILE_LIMIT)  # the ranks use another folder now
             self._path, self._looks = path, Looks()
             self._file = ClaimFile(os.path.join(path, NAME), private=False)
         file = self._file
@@ -626,7 +628,8 @@ class FolderClaim:
         return True
 
     def _lost(self, other: Claim) -> None:
-        """Another node of this job has it now, which is as it should be; or another job."""
+        """The claim was taken over: by another node of this job, which is normal, or by another
+        job."""
         self._renewer = None
         if other.words.get("job") != self._job_id:
             self._told.tell(
@@ -636,7 +639,7 @@ class FolderClaim:
 
 
 def _local(url: str) -> str | None:
-    """The path of a folder in a file system; None for what only fsspec reaches."""
+    """The path of a folder in a file system; None for URLs that only fsspec can open."""
     if "://" not in url:
         return url
     return url.removeprefix("file://") if url.startswith("file:///") else None

@@ -1,11 +1,12 @@
-"""Where this node meets a job whose mastership is in etcd (`--master-store`).
+"""The rendezvous of a job whose master is elected in etcd (`--master-store`).
 
-No host is named in advance: whoever leads has written its endpoint into etcd, and every agent
-follows that key. Where nobody leads, one agent at a time *stands*: it takes the candidate key for
-CANDIDATE_TTL seconds and starts a master, which campaigns. That key only spares hosts the
-starting of masters that would lose; who leads is decided by the master's own transaction.
+No host is named in advance: the leader has written its endpoint into etcd, and every agent watches
+that key. If there is no leader, one agent at a time takes the candidate key for CANDIDATE_TTL
+seconds and starts a master, which campaigns. The candidate key only avoids starting masters that
+would lose; the master's own transaction decides who leads.
 
-A host that vanishes costs the lease (LEADER_TTL), the start of a process, and a dial.
+When the leader's host fails, recovery takes its lease (LEADER_TTL), the start of a process, and a
+connection.
 """
 
 from __future__ import annotations
@@ -45,30 +46,31 @@ from elasticrun.wire.rpc.etcd_place import Keys, leader_from_bytes, parse_place
 from elasticrun.wire.types import Endpoint, WireError, mint_incarnation
 
 STAND_AFTER: Final = (0.05, 0.2)
-"""Least and most seconds without a leader before this agent stands, drawn anew each time: a master
-that its own agent starts again is back by then, and a thousand agents do not ask at one instant."""
+"""Minimum and maximum seconds without a leader before this agent becomes a candidate, drawn anew
+each time. A master restarted by its own agent is back by then, and a thousand agents do not ask
+etcd at the same instant."""
 
 TELL_AFTER: Final = 3.0
-"""Seconds that etcd may be silent before the user is told."""
+"""Seconds without an answer of etcd before the user is warned."""
 
 DEPOSED_LIMIT: Final = 3.0
-"""Seconds in which a master that has lost its key ends by itself; one that does not stands still,
-and its agent, which may need to start another, ends it."""
+"""Seconds for a master that has lost its key to exit. After that it is stuck, and its agent kills
+it, because the agent may have to start another one."""
 
 CLOSE_LIMIT: Final = 1.0
-"""Seconds to give the candidate key back at the end."""
+"""Seconds for releasing the candidate key at the end."""
 
 
 class EtcdRendezvous:
-    """As `c10d.C10dRendezvous`, by way of etcd. The brain is told the End of a job that is over
-    already."""
+    """Like `c10d.C10dRendezvous`, but through etcd. If the job is already over, the state machine
+    gets its End."""
 
     def __init__(self, node: NodeContext, met: Callable[[], None]) -> None:
         self._node = node
         self._met = met
         self._config = config = node.config
         self._tasks = Tasks(node.fatal)
-        self._chores = Tasks(logger.error)  # nobody waits for them before the end
+        self._chores = Tasks(logger.error)  # nothing waits for them before shutdown
         self._master: MasterHost | None = None
         self._keys = Keys(config.spec.job_id)
         self._me = mint_incarnation()
@@ -85,17 +87,17 @@ class EtcdRendezvous:
         self._deposed = Timer()
         self._silence = Timer()
         self._asks_in_vain = False  # etcd does not answer
-        self._silent = False  # and the user was told so
+        self._silent = False  # and the user was warned
         self.dial = Endpoint("", 0)
-        """What the link dials: whoever led last."""
+        """The address that the link dials: the last leader's."""
         self.address = ""
-        """What other nodes dial to reach a store here, or a master; "" until settled."""
+        """The address at which other nodes reach a store or a master here; "" until settled."""
 
     # ------------------------------------------------------------ what the node calls
 
     async def settle(self, early: MasterProcess | None) -> None:
-        """Find whoever leads, or start a master. HostError when etcd cannot be used or names
-        nobody within `join_timeout`."""
+        """Find the leader, or start a master. HostError if etcd cannot be used or names no leader
+        within `join_timeout`."""
         tls = self._config.tls or Tls()
         try:
             place = parse_place(self._config.master_store)
@@ -117,10 +119,10 @@ class EtcdRendezvous:
             raise HostError(f"{place} {why}, for {limit:g} s") from None
 
     def heard(self, event: AgentEvent) -> None:
-        """What the link says matters to others: who leads is known from etcd."""
+        """No-op: the leader is known from etcd, not from the link."""
 
     async def close(self, *, job_over: bool) -> None:
-        """Follow no more, and let the master go."""
+        """Stop watching and release the master."""
         for task in (self._following, self._standing):
             if task is not None:
                 task.cancel()
@@ -138,8 +140,8 @@ class EtcdRendezvous:
     # ------------------------------------------------------------ following
 
     async def _own_address(self, servers: tuple[Endpoint, ...]) -> tuple[str, str]:
-        """This node's address on its way to etcd, or what --local-addr says; and where a master
-        here listens: there, or everywhere if the address is not this host's (NAT)."""
+        """This node's address on the route to etcd, or --local-addr; and the address on which a
+        master here listens: the same, or all addresses if it is not this host's (NAT)."""
         told = False
         while True:
             for server in servers:
@@ -167,11 +169,11 @@ class EtcdRendezvous:
             self._node.fatal(str(refused))
 
     def _look(self) -> None:
-        """Act on what etcd says now."""
+        """Act on the current state in etcd."""
         item = self._there.get(self._keys.master)
         leader = None if item is None else leader_from_bytes(item.value)
         if leader is not None and leader.holder == self._me and self._master is not None:
-            self._watch_deposed(leading=True)  # where it is dialled it tells us itself
+            self._watch_deposed(leading=True)  # its address comes from `master_serves`
         elif leader is not None and leader.holder != self._me:
             self._watch_deposed(leading=False)
             self._lead_is_at(leader.endpoint)
@@ -180,7 +182,7 @@ class EtcdRendezvous:
         elif self._master is not None:
             self._watch_deposed(leading=False)  # it campaigns, or has lost its key
         elif self._keys.candidate not in self._there and self._standing is None:
-            # Nobody leads, or a master of ours that has ended since.
+            # There is no leader, or the leader was our own master, which has exited since.
             self._standing = self._tasks.start(self._stand(), "standing for job master")
             self._standing.add_done_callback(self._stood)
 
@@ -191,7 +193,7 @@ class EtcdRendezvous:
             self._met()
 
     def _is_over(self, item: etcd.KeyValue) -> None:
-        """The job has ended, and so has its master."""
+        """The job and its master have ended."""
         if self._told_end:
             return
         self._told_end = True
@@ -213,7 +215,7 @@ class EtcdRendezvous:
         self._node.deliver(Ordered(end))
 
     def _trouble(self, sentence: str) -> None:
-        """etcd does not answer; "": it does again."""
+        """etcd does not answer; "": it answers again."""
         if not sentence:
             self._silence.cancel()
             self._asks_in_vain = False
@@ -232,10 +234,11 @@ class EtcdRendezvous:
             sentence += f"; this node asks for {self._config.spec.join_timeout:g} s in all"
         logger.warning("%s", sentence)
 
-    # ------------------------------------------------------------ standing
+    # ------------------------------------------------------------ candidacy
 
     async def _stand(self) -> None:
-        """Take the candidate key and start a master, unless somebody leads or stands meanwhile."""
+        """Take the candidate key and start a master, unless there is a leader or another candidate
+        by then."""
         await asyncio.sleep(random.uniform(*STAND_AFTER))
         if self._failed_once:
             await asyncio.sleep(CANDIDATE_TTL)  # the others first
@@ -256,14 +259,14 @@ class EtcdRendezvous:
                 if (await client.txn(free, (claim,))).succeeded:
                     break
                 await self._give_up_candidacy()
-                return  # the change that we have not seen yet is on its way
+                return  # the change that we have not seen yet will arrive
             except etcd.EtcdSilent:
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(etcd.BACKOFF_MOST, 2 * pause)
             except etcd.EtcdRefused as refused:
                 self._node.fatal(str(refused))
                 return
-        # For its trace; its record is in etcd.
+        # For its trace only; its record is in etcd.
         folder = await in_thread(new_record, name="record")
         bind = Endpoint(self._listen_at, self._config.rendezvous.port)
         here = InEtcd(self._me, self.address)
@@ -281,7 +284,7 @@ class EtcdRendezvous:
             await self._client.revoke(lease)
 
     def master_serves(self, endpoint: Endpoint) -> None:
-        """Our master leads, and serves (again)."""
+        """Our master leads and serves (again)."""
         self._served = True
         self._failed_once = False
         self.dial = endpoint
@@ -290,7 +293,7 @@ class EtcdRendezvous:
         self._release_later()
 
     def master_taken(self, sentence: str) -> None:
-        """Our master has ended because it does not lead, or could not listen."""
+        """Our master has exited because it does not lead, or could not listen."""
         logger.info("%s", sentence)
         if self._master is not None:
             self._chores.start(self._master.close_within(0.0), "telling etcd")
@@ -302,7 +305,7 @@ class EtcdRendezvous:
         self._look()
 
     def _release_later(self) -> None:
-        """Give the candidate key back without waiting for it; its lease is short in any case."""
+        """Release the candidate key without waiting; its lease is short anyway."""
 
         async def release() -> None:
             with contextlib.suppress(etcd.EtcdError):
@@ -312,7 +315,7 @@ class EtcdRendezvous:
             self._chores.start(release(), "telling etcd")
 
     def _watch_deposed(self, *, leading: bool) -> None:
-        """End a master of ours that stands still while its key is gone."""
+        """Schedule the end of our master if it is stuck after losing its key."""
         if leading or self._master is None:
             self._deposed.cancel()
         elif not self._deposed.is_set and self._master.serves:

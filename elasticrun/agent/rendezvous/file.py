@@ -1,11 +1,13 @@
-"""Where this node meets a job that has no endpoint: the first node hosts its master, and says where
-in a rendezvous file (`--rdzv-endpoint=file://...`), or to people ("open").
+"""The rendezvous of a job without an endpoint: the first node hosts the master.
 
-Whoever holds the claim renews it. Where the master is gone and nobody renews the claim, one of the
-job's agents takes it over and starts the next master, which adopts the round that the agents
-report; all follow the file to it. A holder whose claim was taken over lets its own master go and
-follows too. The claim is removed with the job's end; where its holder leaves before, the file says
-so, and whoever is there at the end removes it.
+It publishes the master's address in a rendezvous file (`--rdzv-endpoint=file://...`), or prints it
+for people ("open").
+
+The holder renews its claim. If the master is gone and nobody renews the claim, one of the job's
+agents takes it over and starts the next master, which adopts the round that the agents report; all
+agents follow the file to it. A holder whose claim was taken over stops its own master and follows
+too. The claim is removed when the job ends. If its holder leaves earlier, it marks the claim so,
+and whichever node is there at the end removes it.
 """
 
 from __future__ import annotations
@@ -50,22 +52,22 @@ from elasticrun.wire.messages import End, Refused
 from elasticrun.wire.types import Endpoint
 
 CLOSE_LIMIT: Final = 5.0
-"""Seconds to leave the file as it should be left."""
+"""Seconds for updating or removing the file at the end."""
 
 TOKEN_NAME: Final = "token"
-"""File with the job's token in the folder of this launch, from where people copy it."""
+"""The file with the job's token in this launch's folder; users copy it from there."""
 
 
 class FileRendezvous:
-    """As `c10d.C10dRendezvous`, for what was found. A job without a file has a holder and no
-    claim."""
+    """Like `c10d.C10dRendezvous`, for the result of `finding`. A job without a file has a host and
+    no claim."""
 
     def __init__(self, node: NodeContext, met: Callable[[], None], found: FoundJob) -> None:
         self._node = node
         self._met = met
         self._config = config = node.config
         self._tasks = Tasks(node.fatal)
-        self._chores = Tasks(node.fatal)  # that the end waits for
+        self._chores = Tasks(node.fatal)  # shutdown waits for these
         self._master: MasterHost | None = None
         self._record: LaunchFolder | None = None
         self._found = found
@@ -78,14 +80,14 @@ class FileRendezvous:
         self._said = ""
         self._following: asyncio.Task[None] | None = None
         self.dial = Endpoint(config.rendezvous.host, config.rendezvous.port)
-        """What the link dials."""
+        """The address that the link dials."""
         self.address = ""
-        """What other nodes dial to reach a store here, or a master; "" until settled."""
+        """The address at which other nodes reach a store or a master here; "" until settled."""
 
     async def settle(self, early: MasterProcess | None) -> None:
-        """Host the master where that is ours, else follow the claim. HostError."""
+        """Host the master if the claim is ours, else follow the claim. HostError."""
         if self._found.interrupted:
-            await asyncio.get_running_loop().create_future()  # the brain has heard the signal
+            await asyncio.get_running_loop().create_future()  # the state machine handles the signal
         if self._found.wrong:
             raise HostError(self._found.wrong)
         where = self._config.rendezvous
@@ -100,7 +102,7 @@ class FileRendezvous:
     # ------------------------------------------------------------ hosting
 
     async def _begin(self, port: int) -> None:
-        """Start a master here, at this port or the next one that is free."""
+        """Start a master here, at this port or the next free one."""
         sweep_records()
         if self._renewer is not None:
             loop = asyncio.get_running_loop()
@@ -122,7 +124,7 @@ class FileRendezvous:
         self._met()
 
     def master_taken(self, sentence: str) -> None:
-        """Somebody was faster at that port: the next one."""
+        """The port is taken: use the next free one."""
         logger.info("%s; the next free port is taken", sentence)
         self._master = None
         port = self.dial.port or self._config.rendezvous.port
@@ -139,7 +141,7 @@ class FileRendezvous:
         await self._begin(free)
 
     async def _take(self, port: int, instead: Claim | None) -> bool:
-        """Make the claim that counts ours, with this port."""
+        """Publish our claim with this port."""
         assert self._file is not None
         file, renewer = self._file, self._renewer
         mine = finding.claim_of(self._config, self._own, port, given=self._found.given)
@@ -151,7 +153,7 @@ class FileRendezvous:
         return True
 
     async def _tell(self, endpoint: Endpoint) -> None:
-        """How others join. The token itself is never printed."""
+        """Print how others join. The token itself is never printed."""
         spec = self._config.spec
         target = self._config.entry.target
         by_api = JoinCommand((f"--nnodes={spec.min_nodes}:{spec.max_nodes}", target), 1, "")
@@ -173,7 +175,7 @@ class FileRendezvous:
         code = join_code(self._config.token, time.time())
         minutes = JOIN_CODE_LIFE // 60
         self._say(f"to add a machine, run this on it within {minutes} minutes:")
-        # A line of its own, so that it can be copied whole.
+        # On its own line, so that it can be copied whole.
         self._node.writer.write(f"    elasticrun join {endpoint} {code}\n")
         logger.info("or, with the job's token (%s) on it: %s", path or "as given here", by_hand)
 
@@ -199,7 +201,7 @@ class FileRendezvous:
             logger.warning("the rendezvous file is renewed again")
 
     def _deposed(self, claim: Claim) -> None:
-        """Another host has taken the job over, having seen nothing of us."""
+        """Another host has taken the job over, because it saw no renewal of ours."""
         if self._over or self._file is None or self._renewer is None:
             return
         logger.warning(
@@ -219,7 +221,7 @@ class FileRendezvous:
     # ------------------------------------------------------------ following one
 
     def heard(self, event: AgentEvent) -> None:
-        """What the link says."""
+        """Handle an event of the link."""
         if isinstance(event, LinkLost):
             self._follow()
         elif isinstance(event, LinkBack):
@@ -240,7 +242,7 @@ class FileRendezvous:
             self._following = None
 
     async def _look_after(self, looks: Looks) -> None:
-        """Until the link is back: go where the file says, or be the one whom it names."""
+        """Until the link is back: follow the file to another master, or take over."""
         assert self._file is not None
         while not self._over:
             await asyncio.sleep(LOOK_EVERY * random.uniform(1.0, 1.25))
@@ -265,7 +267,7 @@ class FileRendezvous:
             logger.warning("%s; this node dials on", sentence)
 
     def _turn_to(self, claim: Claim) -> None:
-        """Its master is the job's, if it is of this job."""
+        """Follow this claim's master, if it is of this job."""
         token = claim.text("token")
         mine = claim.text("job") == self._config.spec.job_id
         if not mine or (token and token != self._config.token):
@@ -276,7 +278,8 @@ class FileRendezvous:
         self._met()
 
     async def _succeed(self, claim: Claim) -> bool:
-        """Take over what nobody renews and where nobody answers; whether it is ours now."""
+        """Take over a claim that nobody renews, if its master does not answer; returns whether it
+        is ours."""
         where = self._config.rendezvous
         if where.is_host is False or await finding.answers(claim, self._config):
             return False
@@ -296,7 +299,7 @@ class FileRendezvous:
             "no job master is left at %s, and nobody renews %s: this agent starts one",
             place_of(claim), self._file.path if self._file else "",
         )  # fmt: skip
-        self._following = None  # we are it; the link's return must not cancel what follows
+        self._following = None  # we host it now: the link's return must not cancel what follows
         self._told = True
         await self._begin(port)
         return True
@@ -304,7 +307,7 @@ class FileRendezvous:
     # ------------------------------------------------------------ the end
 
     async def close(self, *, job_over: bool) -> None:
-        """Let the master go, and leave the file as it should be left."""
+        """Release the master, and update or remove the claim."""
         self._over = True
         self._follow_no_more()
         if self._renewer is not None:

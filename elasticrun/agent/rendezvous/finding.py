@@ -1,9 +1,9 @@
-"""Where a job is that nobody has named a host for: at this node, or where a rendezvous file says.
+"""Finds a job whose host nobody has named: in the rendezvous file, or this node starts it.
 
-It comes before the node's parts are built, since what the file has, the job's name and its token,
-is what they are built with. A claim counts as long as the master at its address proves itself, or
-its holder renews it; one for which neither is true is taken over, with the job's name and token:
-nodes that look for their master find the next one then. What goes on later is `file`'s.
+This runs before the node's parts are built, because they need the job's name and token from the
+file. A claim is valid as long as the master at its address proves itself, or its holder renews it.
+If neither is true, this node takes it over with the job's name and token; nodes that look for their
+master then find the new one. `file` handles everything after that.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from elasticrun.wire.types import Endpoint
 FORMAT: Final = 1
 
 ASK_LIMIT: Final = 3.0
-"""Seconds for a master to answer whether it is there."""
+"""Seconds for a master to answer."""
 
 MOST_PORTS: Final = 200
-"""Ports that are tried from the first one on."""
+"""Ports to try, starting at the first one."""
 
 
 @dataclass
 class FoundJob:
-    """What came of it. `file` and `renewer`: our claim; `claim`: whose the job is; `wrong`: why it
-    cannot be met, in a sentence; `interrupted`: a signal came first."""
+    """The result. `file` and `renewer`: our claim; `claim`: the claim of the job; `wrong`: why the
+    job cannot be found, in a sentence; `interrupted`: a signal came first."""
 
     file: ClaimFile | None = None
     renewer: ClaimRenewer | None = None
     claim: Claim | None = None
     wrong: str = ""
     interrupted: bool = False
-    given: bool = False  # the token is the user's
+    given: bool = False  # the user has given the token
 
     @property
     def ours(self) -> bool:
@@ -73,14 +73,14 @@ class FoundJob:
         return self.file is None or self.file.mine is not None
 
     def close(self) -> None:
-        """Let go of a claim that nobody has let go of."""
+        """Remove our claim, unless it has been released."""
         if self.renewer is not None and self.file is not None and self.file.mine is not None:
             self.renewer.remove()
 
 
 async def find(config: AgentConfig, inbox: SignalInbox) -> tuple[AgentConfig, FoundJob]:
-    """The configuration with the master's place, the job's name and its token. A death signal ends
-    the search; it is heard again by whoever attaches to the inbox next."""
+    """The configuration with the master's address, the job's name and its token. A death signal
+    ends the search; the inbox delivers it again to the next `attach`."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
@@ -112,7 +112,7 @@ async def _find(config: AgentConfig) -> tuple[AgentConfig, FoundJob]:
         except ClaimError as wrong:
             if not where.found:
                 raise
-            # Nobody has named this file: what it was for is still to be had.
+            # The user has not named this file, so the job works without it.
             logger.warning("%s; this job begins here, and others join it by its address", wrong)
             where = dataclasses.replace(where, kind="open", path="", found="")
     if is_loopback(address) and config.spec.max_nodes > 1:
@@ -125,7 +125,7 @@ async def _find(config: AgentConfig) -> tuple[AgentConfig, FoundJob]:
 
 
 class _Search:
-    """Looks at the file until the job is found there, or it is ours to begin."""
+    """Reads the file until it names a job, or this node may start one."""
 
     def __init__(self, config: AgentConfig, file: ClaimFile, address: str) -> None:
         self._config = config
@@ -180,7 +180,8 @@ class _Search:
     def _tell(
         self, sentence: str, *, unanswered: Endpoint | None = None, at_once: bool = False
     ) -> None:
-        """`unanswered`: a master that does not answer. `at_once`: it will not pass by itself."""
+        """`unanswered`: a master that does not answer. `at_once`: the problem will not pass by
+        itself."""
         if sentence != self._told:
             self._told = sentence
             if self._looks.same > 2 or at_once:
@@ -213,11 +214,12 @@ class _Search:
         )
 
 
-# ---------------------------------------------------------------- what a claim says
+# ---------------------------------------------------------------- the content of a claim
 
 
 def claim_of(config: AgentConfig, address: str, port: int, *, given: bool) -> Claim:
-    """A new claim of a master there; a token that the user gave is no affair of the file's."""
+    """A new claim for a master at this address; a token that the user gave is not stored in the
+    file."""
     words = {
         "format": FORMAT,
         "job": config.spec.job_id,
@@ -231,8 +233,8 @@ def claim_of(config: AgentConfig, address: str, port: int, *, given: bool) -> Cl
 
 
 def inherit(config: AgentConfig, claim: Claim | None) -> AgentConfig:
-    """The configuration with the name and the token of the job that a claim is of; with a token of
-    its own where there is none."""
+    """The configuration with the name and token of the claim's job; without any token, with a new
+    one."""
     token = config.token or (claim.text("token") if claim is not None else "")
     token = token or secrets.token_hex(TOKEN_BYTES)
     spec = config.spec
@@ -242,13 +244,13 @@ def inherit(config: AgentConfig, claim: Claim | None) -> AgentConfig:
 
 
 def place_of(claim: Claim) -> Endpoint:
-    """Where its master is."""
+    """The address of its master."""
     return Endpoint(claim.text("address"), claim.number("port"))
 
 
 def check(claim: Claim, file: ClaimFile, config: AgentConfig) -> None:
-    """Raises HostError for a claim that no release like this one has made, or whose token is to be
-    given by hand and was not."""
+    """Raises HostError for a claim of an incompatible release, or if the user must give the token
+    and has not."""
     where = place_of(claim)
     named = bool(claim.text("job") and where.host and 0 < where.port < 65536)
     if claim.number("format") != FORMAT or not named:
@@ -263,7 +265,7 @@ def check(claim: Claim, file: ClaimFile, config: AgentConfig) -> None:
 
 
 def check_job(claim: Claim, file: ClaimFile, config: AgentConfig) -> None:
-    """Raises HostError where another job runs there than the user wants."""
+    """Raises HostError if the job there is not the one that the user wants."""
     if config.rendezvous.named and claim.text("job") != config.spec.job_id:
         raise HostError(
             f"{file.path} is of job {claim.text('job')}, which runs at {place_of(claim)}, and "
@@ -272,7 +274,7 @@ def check_job(claim: Claim, file: ClaimFile, config: AgentConfig) -> None:
 
 
 async def answers(claim: Claim, config: AgentConfig) -> bool:
-    """Whether the master of this very job is at its address, which it proves."""
+    """Whether the master of this job answers at the claim's address and proves itself."""
     pem = None
     if config.tls is not None:
         files = config.tls
@@ -289,8 +291,8 @@ async def answers(claim: Claim, config: AgentConfig) -> bool:
 
 
 def own_address(given: str | None) -> str:
-    """The address of this host for others, in numbers: what --local-addr says, else the one of its
-    default route, else the first that is not loopback, else loopback. NotYet, HostError. Blocks."""
+    """The numeric address of this host for others: --local-addr, else that of its default route,
+    else the first one that is not loopback, else loopback. NotYet, HostError. Blocks."""
     if given:
         try:
             return resolve(given, 0)[0]
@@ -313,7 +315,7 @@ def _useless(address: str) -> bool:
 
 
 def free_port(address: str, first: int) -> int:
-    """The first port from `first` on where nobody listens at this address. HostError. Blocks."""
+    """The first port from `first` on that is free at this address. HostError. Blocks."""
     for port in range(first, min(first + MOST_PORTS, 65536)):
         there = bind_test(address, port)
         if there is Bind.OURS:
@@ -330,7 +332,7 @@ def free_port(address: str, first: int) -> int:
 
 
 async def on_file(work: Callable[[], Any], file: ClaimFile) -> Any:
-    """The result of work on the shared folder. ClaimError, also where it takes too long."""
+    """The result of work on the shared folder. ClaimError, also if it takes too long."""
     try:
         return await on_disk(work)
     except TimeoutError:

@@ -1,8 +1,9 @@
-"""Which addresses are this host's, and where the job's master is to be as far as that shows here.
+"""Which addresses are this host's, and where the job's master belongs, as far as this host can
+tell.
 
 standalone  on loopback, on a free port
-elastic     on the host that can bind the very address which the endpoint's name resolves to
-static      with node rank 0, behind a proxy on the port that the user named (decision 008)
+elastic     on the host that can bind the address that the endpoint's name resolves to
+static      on node rank 0, behind a proxy on the port that the user named (decision 008)
 external    where the user says
 """
 
@@ -32,16 +33,15 @@ LOOPBACK: Final = "127.0.0.1"
 ANYWHERE: Final = ("::", "0.0.0.0")
 
 DIAL_LIMIT: Final = 2.0
-"""Seconds for a dial to an address of our own, which takes microseconds."""
+"""Seconds for connecting to an address of our own, which takes microseconds."""
 
 NONCE_BYTES: Final = 16
 
 RESOLVE_AGAIN: Final = 1.0
-"""Seconds until a name that is needed to meet is tried again for the first time: pods get theirs
-late."""
+"""Seconds before the first retry of a name that does not resolve: pods get their names late."""
 
 RESOLVE_CAP: Final = 5.0
-"""The longest such wait: name servers remember for some seconds that a name was not there."""
+"""Maximum seconds between retries: name servers cache a missing name for some seconds."""
 
 
 class HostError(Exception):
@@ -53,7 +53,7 @@ class NotYet(Exception):
 
 
 class Bind(Enum):
-    """What came of binding an address."""
+    """The result of binding an address."""
 
     OURS = "ours"
     TAKEN = "taken"
@@ -62,11 +62,11 @@ class Bind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SettledPlace:
-    """Where the master is to be.
+    """The place of the master.
 
-    `dial`: what this agent dials, `address` the same in numbers (for the choice of our own
-    address). `bind`: where to start it, None if that is not our part. `proxy`: where the static
-    job's port proxy listens, None without one."""
+    `dial`: what this agent dials; `address`: the same as a number, for choosing our own address.
+    `bind`: where to start the master, None if another node does. `proxy`: where the static job's
+    port proxy listens, None without a proxy."""
 
     dial: Endpoint
     address: str
@@ -75,7 +75,7 @@ class SettledPlace:
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a name in numbers, IPv4 loopback before IPv6's. NotYet. Blocks."""
+    """The numeric addresses of a name, IPv4 loopback before IPv6 loopback. NotYet. Blocks."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -87,9 +87,10 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 def bind_test(address: str, port: int) -> Bind:
-    """Whether this host may listen at exactly this address and port. HostError if it must not.
+    """Whether this host can listen at exactly this address and port. HostError if it is not
+    permitted.
 
-    No SO_REUSEPORT, and no wildcard: both would succeed anywhere and prove nothing."""
+    Without SO_REUSEPORT and wildcard: both would succeed on any host and prove nothing."""
     try:  # a port in TIME_WAIT is free; a listening one is not
         _listen(address, port, backlog=1).close()
     except OSError as error:
@@ -99,14 +100,15 @@ def bind_test(address: str, port: int) -> Bind:
             return Bind.ELSEWHERE
         where = Endpoint(address, port)
         raise HostError(f"cannot listen on {where}: {os.strerror(error.errno or 0)}") from None
-    # `ip_nonlocal_bind` lets any address be bound.
+    # With `ip_nonlocal_bind` any address can be bound.
     return Bind.OURS if is_ours(address) and leads_here(address) else Bind.ELSEWHERE
 
 
 def leads_here(address: str) -> bool:
-    """Whether a dial to this address comes out at this host: what answers shows our own nonce.
+    """Whether a connection to this address reaches this host: the answer must be our own nonce.
 
-    On a port that nobody else knows: at the endpoint's, other nodes may be dialling already."""
+    It uses a port that nobody else knows: at the endpoint's port other nodes may already
+    connect."""
     if is_loopback(address):
         return True
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -134,7 +136,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _listen(address: str, port: int, backlog: int) -> socket.socket:
-    """OSError. One of IPv6 is for IPv4 as well, as a master's is: `::`, or `::ffff:10.0.0.1`."""
+    """OSError. An IPv6 socket also accepts IPv4, as a master's does: `::`, or `::ffff:10.0.0.1`."""
     both = ":" in address and socket.has_dualstack_ipv6()
     return socket.create_server(
         (address, port), family=_family(address), backlog=backlog, dualstack_ipv6=both
@@ -142,7 +144,7 @@ def _listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def settle(config: AgentConfig) -> SettledPlace:
-    """Where the master is to be, as far as this host can say now. NotYet, HostError. Blocks."""
+    """The place of the master, as far as this host can tell now. NotYet, HostError. Blocks."""
     where = config.rendezvous
     if where.kind == "standalone":
         return SettledPlace(Endpoint(LOOPBACK, 0), LOOPBACK, bind=Endpoint(LOOPBACK, 0))
@@ -159,13 +161,13 @@ def settle(config: AgentConfig) -> SettledPlace:
 
 
 def _elastic(config: AgentConfig, addresses: list[str]) -> SettledPlace | None:
-    """Our part of the bind test; None if the master is another host's."""
+    """The bind test on this host; None if the master belongs to another host."""
     where = config.rendezvous
     several = config.spec.max_nodes > 1 and not names_this_host_only(where.host)
     for address in addresses:
         at = address
         if several and is_loopback(address):
-            # Debian's `127.0.1.1 hostname`: it proves that the name is ours, but nobody else
+            # Debian's `127.0.1.1 hostname`: it proves that the name is ours, but no other host
             # could reach a master there.
             at = routed_address() or address
         result = bind_test(at, where.port)
@@ -175,7 +177,7 @@ def _elastic(config: AgentConfig, addresses: list[str]) -> SettledPlace | None:
         if result is Bind.TAKEN:
             return SettledPlace(Endpoint(at, where.port), at)
     if where.is_host:
-        # The user says so although no address is ours: behind NAT, or a Service of Kubernetes.
+        # The user says so although no address is ours: behind NAT, or a Kubernetes Service.
         return SettledPlace(
             Endpoint(LOOPBACK, where.port), addresses[0], bind=Endpoint("::", where.port)
         )
@@ -183,8 +185,8 @@ def _elastic(config: AgentConfig, addresses: list[str]) -> SettledPlace | None:
 
 
 def _proxy_address(host: str, addresses: list[str]) -> str:
-    """The address at which node rank 0 of a static job listens: the named one where it is ours,
-    else all of them, as torchrun does."""
+    """The address at which node rank 0 of a static job listens: the named one if it is ours, else
+    all addresses, as under torchrun."""
     if names_this_host_only(host):
         return addresses[0]
     local = [a for a in addresses if not is_loopback(a) and is_ours(a)]
@@ -192,12 +194,12 @@ def _proxy_address(host: str, addresses: list[str]) -> str:
 
 
 def everywhere() -> str:
-    """The address at which one listens on all of this host's."""
+    """The wildcard address."""
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
 def listen_proxy(where: Endpoint) -> socket.socket:
-    """The port proxy's listening socket. HostError with a sentence when the port is taken."""
+    """The port proxy's listening socket. HostError with a sentence if the port is taken."""
     try:
         return _listen(where.host, where.port, backlog=1024)
     except OSError as error:
@@ -212,5 +214,5 @@ def listen_proxy(where: Endpoint) -> socket.socket:
 
 
 def resolve_again(tries: int) -> float:
-    """Seconds until a name that did not resolve is tried again, after so many tries."""
+    """Seconds before the next retry of a name that did not resolve, after `tries` tries."""
     return float(min(RESOLVE_CAP, RESOLVE_AGAIN * 2.0 ** min(tries - 1, 10)))

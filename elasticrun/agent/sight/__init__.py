@@ -1,3 +1,3 @@
-"""What this node's ranks are doing: asked of them, read from /proc, told to the master.
+"""What this node's ranks are doing: queried from them, read from /proc, reported to the master.
 
-Forbidden here: a decision about the job, and anything that could harm a rank which is well."""
+Forbidden here: a decision about the job, and anything that could harm a healthy rank."""

@@ -1,5 +1,6 @@
-"""What the kernel knows of a rank and of all that runs below it: work done so far, and how the rank
-itself stands. Read without a privilege; where something cannot be read it counts as nothing.
+"""What the kernel knows of a rank and its descendants: CPU time, I/O, memory, process state.
+
+Needs no privilege; a value that cannot be read counts as zero.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from elasticrun.host.system import processes
 from elasticrun.wire.messages import Being
 
 POLLERS: Final = frozenset({"gloo_tcp_loop"})
-"""Threads of libraries that wake up all the time and do nothing."""
+"""Threads of libraries that wake up all the time without doing work."""
 
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 PAGE: Final = os.sysconf("SC_PAGE_SIZE")
@@ -23,33 +24,33 @@ _BEINGS: Final = {"T": Being.STOPPED, "t": Being.TRACED, "D": Being.DISK, "R": B
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """As of one look. `cpu` and `io` grow with the work that is done."""
+    """One sample. `cpu` and `io` are counters."""
 
     being: Being
-    cpu: float = 0.0  # seconds, pollers left out
-    io: int = 0  # bytes, read and written, files and pipes alike
-    own: int = 0  # of these, by main threads
+    cpu: float = 0.0  # seconds, without pollers
+    io: int = 0  # bytes read and written, files and pipes
+    own: int = 0  # the part of it by main threads
     rss: int = 0  # bytes
-    kernel: str = ""  # where the rank's main thread sleeps
+    kernel: str = ""  # kernel function in which the rank's main thread sleeps
 
     @property
     def may_answer(self) -> bool:
-        """Whether a thread of it could, if it got at the interpreter."""
+        """Whether one of its threads could answer if it got the interpreter lock."""
         return self.being in (Being.RUNS, Being.SLEEPS)
 
 
 class Activities:
-    """Reads the trees of processes. It remembers which threads are pollers."""
+    """Samples process trees. It caches which threads are pollers."""
 
     def __init__(self) -> None:
-        self._named: dict[tuple[int, int], bool] = {}  # process, thread -> is a poller
+        self._named: dict[tuple[int, int], bool] = {}  # (process, thread) -> is a poller
 
     def look(self, pids: Collection[int]) -> dict[int, Activity]:
-        """Of each of these ranks; it may take some milliseconds a rank. In any thread, and in
-        several at a time."""
+        """A sample of each of these ranks; takes up to some milliseconds per rank. May run in
+        several threads at the same time."""
         seen: set[tuple[int, int]] = set()
         found = {pid: self._tree(pid, seen) for pid in pids}
-        known = self._named.copy()  # at once: others add to it meanwhile
+        known = self._named.copy()  # atomic copy: other threads add to it
         self._named = {thread: name for thread, name in known.items() if thread in seen}
         return found
 
@@ -63,7 +64,7 @@ class Activities:
                 fields = processes.stat_fields(pid)
             except OSError:
                 continue
-            ticks = sum(map(int, fields[11:15]))  # its own, and of children that were waited for
+            ticks = sum(map(int, fields[11:15]))  # its own, and of reaped children
             cpu += (ticks - self._polled(pid, seen)) / TICKS
             io += _io(pid, "io")
             own += _io(pid, f"task/{pid}/io")
@@ -72,7 +73,7 @@ class Activities:
         return Activity(being, max(0.0, cpu), io, own, rss, kernel)
 
     def _polled(self, pid: int, seen: set[tuple[int, int]]) -> int:
-        """Ticks of the threads that only poll."""
+        """CPU ticks of the threads that only poll."""
         ticks = 0
         try:
             threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
@@ -93,7 +94,7 @@ class Activities:
         if known is None:
             name = processes.text_of(pid, f"task/{thread}/comm")
             known = name in POLLERS
-            # a thread has its maker's name until it is given its own
+            # a thread has its creator's name until it gets its own
             if known or name != maker:
                 self._named[pid, thread] = known
         return known

@@ -1,7 +1,8 @@
-"""Questions to the answering threads of the local ranks (`training.monitor`), and their answers.
+"""Queries to the answering threads of the local ranks (`training.monitor`), and their answers.
 
-One socket for each life of the ranks. Whose answer it is, the address tells that it comes from: a
-name of that life, of a process of this user. What comes too late has no question any more.
+There is one socket per round. The sender's address identifies the rank: it is a random name of that
+round, and credentials prove that the sender is of this user. A late answer matches no pending query
+and is dropped.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from elasticrun.wire.progress import (
 )
 
 MOST_AT_ONCE: Final = 64
-"""Answers that are read in one turn of the loop: one of each rank of a large node."""
+"""Answers read per turn of the loop: one from each rank of a large node."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A question under way."""
+    """A pending query."""
 
     missing: set[int]
     over: asyncio.Future[None]
@@ -39,7 +40,7 @@ class _Asked:
 
 
 class Asking:
-    """The agent's end."""
+    """The agent's end of the queries."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -49,8 +50,8 @@ class Asking:
         self._number = 0
 
     def begin(self, nproc: int) -> Mapping[int, str]:
-        """A new life of the ranks: where each is to answer; nowhere, if there is no socket for it.
-        In the running loop."""
+        """Start a round: returns the address at which each rank answers; empty if no socket can be
+        created. Call in the running loop."""
         self.end()
         try:
             found = self._socket = hearing_at(mint_name())
@@ -62,8 +63,7 @@ class Asking:
         return self._places
 
     def end(self) -> None:
-        """Nobody is asked any more; who waits for answers has those that came. Harmless where that
-        is so already."""
+        """Stop querying; pending queries return the answers so far. May be called again."""
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
@@ -75,8 +75,8 @@ class Asking:
     async def ask(
         self, ranks: Collection[int], limit: float, *, full: bool = False, stacks: bool = False
     ) -> dict[int, RankSays | None]:
-        """The answers of these local ranks, as far as they come within `limit` seconds; None of one
-        that is silent. Those that have no thread which answers are left out."""
+        """The answers of these local ranks that arrive within `limit` seconds; None for a silent
+        rank. Ranks without an answering thread are left out."""
         self._number = (self._number + 1) % 2**32
         number = self._number
         asked = _Asked(set(), asyncio.get_running_loop().create_future())
@@ -95,7 +95,8 @@ class Asking:
         return asked.answers
 
     def _sent(self, question: bytes, rank: int) -> bool:
-        """Whether it was, or a silent rank has many unread; it may not be there yet, or gone."""
+        """Whether the query was sent, or the rank is silent with a full queue. False if the rank's
+        thread does not exist yet, or has exited."""
         if self._socket is None or rank not in self._places:
             return False
         try:

@@ -1,4 +1,4 @@
-"""What is known of ranks that hang, in files for people: `hang-N/rank-R.txt`."""
+"""Writes what is known of hanging ranks into files for people: `hang-N/rank-R.txt`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint
 
 MAX_DUMP: Final = 256 * 1024
-"""Bytes of one rank's file; the stacks come first after the rank's own lines."""
+"""Bytes of one rank's file; its own lines come first, then its stacks."""
 
 
 def write(parent: str, number: int, texts: Mapping[int, str]) -> str:
-    """The folder of these ranks' texts, below `parent`; "" where nothing could be written, or
-    `parent` is "". It blocks, as a disk does."""
+    """Write these ranks' texts; returns their folder below `parent`, or "" if nothing could be
+    written or `parent` is "". Blocks on the disk."""
     if not parent or not texts:
         return ""
     folder = Path(parent) / f"hang-{number}"
@@ -37,8 +37,8 @@ def write(parent: str, number: int, texts: Mapping[int, str]) -> str:
 
 
 def run_logs(environ: Mapping[str, str], job_id: str, master: Endpoint | None) -> str:
-    """The folder for logs of the job's run folder, where its master is on this host; else "". It
-    blocks, as a disk does."""
+    """The log folder in the job's run folder if its master is on this host; else "". Blocks on the
+    disk."""
     with contextlib.suppress(OSError):
         for one in published(user_folder(environ)):
             if master and one.run and (one.job_id, one.port) == (job_id, master.port):
@@ -53,7 +53,7 @@ def describe(
     facts: Iterable[str],
     why: str = "",
 ) -> str:
-    """All that is known of one rank; `why` its stacks are not, "" where they are here."""
+    """All that is known of one rank; `why`: the reason for missing stacks, "" if they are here."""
     return "\n".join(_lines(seen, groups, threads, facts, why)) + "\n"
 
 

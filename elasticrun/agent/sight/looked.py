@@ -1,4 +1,4 @@
-"""What one look at the ranks has found, in the words of the wire."""
+"""Converts a sample of the ranks into wire messages."""
 
 from __future__ import annotations
 
@@ -28,50 +28,51 @@ _Group = tuple[str, str]
 """Name and members of a process group."""
 
 MOST_OF_A_LINE = 200
-"""Characters of a line of the ranks' output that are told."""
+"""Characters of a line of the ranks' output that are sent."""
 
 ROOM = m.MAX_MESSAGE_BYTES * 3 // 4
-"""Bytes of all stacks in one message, which has names besides; the most common groups are left out
-before."""
+"""Bytes for all stacks in one message, which also contains names. The most common groups are
+dropped when they do not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLook:
-    """One rank at one look, with all that is known of it here."""
+    """One rank in one sample, with all that this node knows of it."""
 
-    rank: int  # of the job
+    rank: int  # global
     pid: int
     forked: bool
-    asked: bool  # its thread is there and could be asked
-    said: RankSays | None  # None: it was silent
+    asked: bool  # its answering thread exists and was queried
+    said: RankSays | None  # None: no answer
     activity: Activity
     beat: RankBeat  # of the last pulse
     quiet: float
     idle: float  # as in RankSeen
-    progress: tuple[int, float]  # newest step, seconds of it
+    progress: tuple[int, float]  # newest step, and its seconds
     word: tuple[str, float] = ("", 0.0)  # what it says it is in, and for how much longer at most
-    device: Load = UNKNOWN_LOAD  # of the one that it computes on
-    outside: Threads = field(default_factory=dict)  # stacks that it has not told itself
+    device: Load = UNKNOWN_LOAD  # load of the device that it computes on
+    outside: Threads = field(default_factory=dict)  # stacks read from outside the process
     unread: str = ""  # why they could not be read from outside
 
     @property
     def threads(self) -> Mapping[str, Sequence[Frame]]:
-        """All stacks that are known of it."""
+        """All stacks known of it."""
         return {**(_threads(self.said) if self.said is not None else {}), **self.outside}
 
     @property
     def waits(self) -> bool:
-        """Whether it says that it is in a collective."""
+        """Whether it reports that it is in a collective."""
         return self.said is not None and any(at.entered > at.done for at in self.said.groups)
 
     @property
     def holds(self) -> bool:
-        """Whether C code keeps its thread from answering: nothing else does."""
+        """Whether C code holds the interpreter lock, so that its thread cannot answer: nothing else
+        prevents an answer."""
         return self.asked and self.said is None and self.activity.may_answer
 
 
 def rates(before: Activity | None, now: Activity, seconds: float) -> tuple[float, float]:
-    """Cores and bytes a second between two looks."""
+    """Cores, and bytes per second, between two samples."""
     if before is None or seconds <= 0.0:
         return 0.0, 0.0
     cpu, io = now.cpu - before.cpu, now.io - before.io
@@ -84,7 +85,7 @@ def reports(
     found: Sequence[RankLook],
     lines: Sequence[m.StackGroup] = (),
 ) -> Iterator[m.Inspected]:
-    """As many as it takes; one where there is no rank. `lines` go with the last."""
+    """Inspected messages, as many as needed, at least one. The last one has `lines`."""
     for first in range(0, max(1, len(found)), m.MAX_INSPECTED):
         part = found[first : first + m.MAX_INSPECTED]
         groups = _groups(part)
@@ -95,8 +96,9 @@ def reports(
 
 
 def said(texts: Mapping[int, str]) -> tuple[m.StackGroup, ...]:
-    """What these ranks have written last. A line's key is its text without what was measured,
-    and how many of that key have come after it: so those of a moment come together from all nodes.
+    """What these ranks have written last. The key of a line is its text without measured values,
+    and the number of later lines with that key. So lines of the same moment of training match
+    across nodes.
     """
     after: Counter[str] = Counter()
     rows = []
@@ -112,7 +114,7 @@ def said(texts: Mapping[int, str]) -> tuple[m.StackGroup, ...]:
 def stacks(
     round_name: RoundName, number: int, found: Sequence[RankLook], folder: str = ""
 ) -> m.Stacks:
-    """Those of all threads, grouped."""
+    """The stacks of all threads, grouped."""
     by_rank = {one.rank: one.threads for one in found}
     missing: dict[str, list[int]] = {}
     for one in found:
@@ -129,8 +131,8 @@ def stacks(
 
 
 def from_outside(found: Sequence[RankLook], limit: float) -> list[RankLook]:
-    """The same, with the stacks of those that did not answer, and of what those have started that
-    wait for no other rank. It blocks, for about `limit` seconds at most."""
+    """The same, plus stacks read from outside: of ranks that did not answer, and of the children of
+    ranks that wait for no other rank. Blocks for about `limit` seconds at most."""
     end = time.monotonic() + limit
     rows = []
     for one in sorted(found, key=lambda one: one.said is not None):
@@ -146,7 +148,7 @@ def from_outside(found: Sequence[RankLook], limit: float) -> list[RankLook]:
 
 
 def write_down(parent: str, number: int, found: Sequence[RankLook]) -> str:
-    """All of it, in files; see `dump.write`."""
+    """Write everything into files; see `dump.write`."""
     groups = _groups(found)
     texts = {}
     for one in found:
@@ -167,7 +169,7 @@ def _why(one: RankLook) -> str:
 
 
 def _threads(said: RankSays) -> dict[str, Sequence[Frame]]:
-    """By name; several may have the same."""
+    """By name; a repeated name gets a number."""
     found: dict[str, Sequence[Frame]] = {}
     for thread in said.threads:
         name = "" if thread.name == "main" else thread.name

@@ -1,10 +1,9 @@
-"""Stacks of a process that does not answer itself: a rank whose interpreter C code holds, one that
-is stopped, one that was started by exec, a data loader's worker.
+"""Stacks of a process that does not answer: C code holds its interpreter lock, it is stopped, or it
+has no answering thread (started by exec, or a data loader worker).
 
-They are read by py-spy, where it is on PATH, and always without stopping the process: a reader that
-is killed in the middle would leave the rank stopped. No signal is sent: one that faulthandler
-handles can kill an interpreter that runs. Without py-spy, or where the kernel forbids it, there is
-what /proc says.
+py-spy reads them, if it is on PATH, always without stopping the process: a reader killed in the
+middle would leave the rank stopped. No signal is sent, because one that faulthandler handles can
+crash a running interpreter. Without py-spy, or if the kernel forbids it, only /proc is used.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ from elasticrun.agent.sight.stacks import Frame
 from elasticrun.host.system import processes
 
 TRIES: Final = 3
-"""A process that runs Python changes its stack while it is read: then it is read again."""
+"""Tries: a process that runs Python changes its stack during a read, which then fails."""
 
 MAX_OUTPUT: Final = 4 * 1024 * 1024
 MAX_THREADS: Final = 64
 MAX_CHILDREN: Final = 16
-"""Processes below a rank that are looked at; the first that it has started."""
+"""Descendants of a rank that are read; the first ones it started."""
 
 Threads = dict[str, tuple[Frame, ...]]
-"""Frames by the thread's name, innermost first; "" is the main one."""
+"""Frames by thread name, innermost first; "" is the main thread."""
 
 
 def stacks_of(pid: int, limit: float) -> tuple[Threads, str]:
-    """Of this process, within `limit` seconds, or why not, in a clause. It blocks."""
+    """The stacks of this process, read within `limit` seconds, or a clause with the reason for
+    none. Blocks."""
     reader = shutil.which("py-spy")
     if reader is None:
         return {}, "py-spy, which could read it from outside, is not on PATH"
@@ -51,8 +51,8 @@ def stacks_of(pid: int, limit: float) -> tuple[Threads, str]:
 
 
 def stacks_below(pid: int, limit: float) -> Threads:
-    """The main threads of the Python processes that a rank has started, as "loader 1" and so on, in
-    the order of their start; none where they cannot be read. It blocks."""
+    """The main-thread stacks of the Python processes that a rank has started, as "loader 1" and so
+    on in order of start; empty if they cannot be read. Blocks."""
     found: Threads = {}
     if shutil.which("py-spy") is None:
         return found
@@ -67,7 +67,7 @@ def stacks_below(pid: int, limit: float) -> Threads:
 
 
 def facts(pid: int) -> Iterator[str]:
-    """What the kernel says of a process and of each of its threads, a line each."""
+    """What the kernel reports of each thread of a process, one line each."""
     try:
         threads = sorted(os.listdir(f"/proc/{pid}/task"), key=int)
     except OSError:

@@ -1,7 +1,7 @@
-"""Whether anything moves on this node: what the beats of its ranks are folded into.
+"""Detects whether any rank of this node makes progress, from samples every PULSE_EVERY seconds.
 
-A rank moves when a counter of its collectives or its step is another one than at the last beat. The
-node says so when that changes, and nothing while it trains.
+A rank makes progress when its step or a counter of its collectives has changed since the last
+sample. The node reports only changes of this state, so nothing during normal training.
 """
 
 from __future__ import annotations
@@ -15,51 +15,51 @@ from elasticrun.wire.progress import GroupSays
 from elasticrun.wire.types import RoundName
 
 PULSE_EVERY: Final = 2.5
-"""Seconds between two looks at the local ranks."""
+"""Seconds between two samples of the local ranks."""
 
 QUIET_AFTER: Final = 1.6 * PULSE_EVERY
-"""Seconds without a move after which the master is told: at the second look that sees none, and no
-later where that one comes some milliseconds early."""
+"""Seconds without progress after which the master is notified: at the second sample without
+progress, even if that one comes some milliseconds early."""
 
 BUSY_CPU: Final = 0.02
-"""Cores that a rank uses, itself and all below it, from which it is at work ..."""
+"""Cores that a busy rank uses at least, with its descendants ..."""
 
 BUSY_IO: Final = 64 * 1024 / PULSE_EVERY
-"""... or bytes a second that it reads and writes."""
+"""... or bytes per second that it reads and writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankBeat:
-    """A rank at one look. `groups`: None where it has not answered."""
+    """A rank in one sample. `groups`: None if it has not answered."""
 
     groups: tuple[GroupSays, ...] | None = None
     step: int = -1
-    cpu: float = 0.0  # cores, since the last look
-    io: float = 0.0  # bytes a second
-    acts: bool = False  # a main thread, of it or of a process below, has read or written at all
+    cpu: float = 0.0  # cores, since the last sample
+    io: float = 0.0  # bytes per second
+    acts: bool = False  # a main thread of it or of a descendant has done any I/O
 
     @property
     def waits(self) -> bool:
-        """Whether it is in a collective that is not complete."""
+        """Whether it is in an incomplete collective."""
         return any(row.entered > row.done for row in self.groups or ())
 
     @property
     def works(self) -> bool:
-        """Whether it does anything worth the name."""
+        """Whether it does any significant work."""
         return self.acts or self.cpu >= BUSY_CPU or self.io >= BUSY_IO
 
 
 @dataclass(slots=True)
 class _Known:
-    """Of a rank."""
+    """The last known state of a rank."""
 
-    moved: float  # when it did, or the life began
+    moved: float  # time of its last progress, or the start of the round
     counted: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     step: int = -1
 
 
 class LocalQuiet:
-    """One life of the ranks. Times are seconds on the clock of `now`."""
+    """The ranks of one round. Times are in seconds on the clock of `now`."""
 
     def __init__(self, round_name: RoundName, ranks: Iterable[int], now: float) -> None:
         self._round = round_name
@@ -67,15 +67,15 @@ class LocalQuiet:
         self._ranks = {rank: _Known(now) for rank in ranks}
         self._looked = now
         self._first = 0.0
-        self._moves = False  # any has ever
+        self._moves = False  # any rank has ever made progress
         self._counted = False
         self._now: tuple[bool, int, bool] = (False, 0, False)  # quiet, waiting, busy
         self._said: tuple[bool, int, bool] | None = (False, 0, False)
         self._tells_first = False
 
     def beat(self, beats: Mapping[int, RankBeat], now: float) -> None:
-        """A look at all ranks. One that comes late is the first of a new window: what was not
-        looked at is not counted as quiet."""
+        """Process a sample of all ranks. A late sample starts a new window, because unsampled time
+        does not count as quiet."""
         lost = now - self._looked - PULSE_EVERY
         if lost > PULSE_EVERY:
             for known in self._ranks.values():
@@ -93,13 +93,15 @@ class LocalQuiet:
             self._now = (True, waiting, any(beat.works for beat in beats.values()))
 
     def _moved(self, rank: int, beat: RankBeat, before: float) -> bool:
-        """Since the look before, which was then. One that is done and no other that is begun, right
-        after a move, is no news: torch counts the last one late, and the next look knows better."""
+        """Whether the rank has made progress since `before`, the time of the last sample.
+
+        Right after progress, a completed collective without a new one does not count: torch counts
+        the last completion late, and the next sample is more accurate."""
         known = self._ranks[rank]
         counted = {row.key: (row.entered, row.started, row.done) for row in beat.groups or ()}
         if (beat.groups is None or counted == known.counted) and beat.step <= known.step:
             return False
-        # a group that has just been made is no move: nobody has got further by it
+        # a new group is not progress
         was = {key: known.counted.get(key, (0, -1, 0)) for key in counted}
         what = 2 if known.moved == before else 3
         news = any(was[key][:what] != row[:what] for key, row in counted.items())
@@ -112,15 +114,15 @@ class LocalQuiet:
         return news
 
     def seconds(self, now: float) -> float:
-        """Since any rank moved; since the life began, where none has."""
+        """Seconds since any rank made progress, or since the start of the round."""
         return max(0.0, now - max((one.moved for one in self._ranks.values()), default=now))
 
     def rank_seconds(self, rank: int, now: float) -> float:
-        """Since this one moved."""
+        """Seconds since this rank made progress."""
         return max(0.0, now - self._ranks[rank].moved)
 
     def news(self, now: float) -> Quiet | None:
-        """What the master is to hear; None while that is what it has heard."""
+        """A report for the master; None if the state has not changed since the last one."""
         if self._now == self._said and not self._tells_first:
             return None
         quiet, waiting, busy = self._now
@@ -129,9 +131,9 @@ class LocalQuiet:
         return Quiet(self._round, seconds, first, self._counted, waiting, busy)
 
     def told(self) -> None:
-        """The master has been sent that."""
+        """The report has been sent."""
         self._said, self._tells_first = self._now, False
 
     def again(self) -> None:
-        """The master may not know what it was told."""
+        """The master may have lost the last report: send it again."""
         self._said, self._tells_first = None, self._moves

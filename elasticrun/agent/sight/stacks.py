@@ -1,8 +1,8 @@
-"""Stacks of a node's ranks: which line is the user's own, and which threads are at the same place.
+"""Stacks of a node's ranks: finds the user's own line, and groups threads with equal stacks.
 
-A frame is (file, line, function); a stack is its frames, innermost first. Lines of the user's own
-source are kept with their numbers, libraries are named by module and function, and what torch's
-collectives do inside is left out, so that ranks of different hosts that do the same look the same.
+A frame is (file, line, function); a stack is its frames, innermost first. Frames of the user's
+source keep their line numbers, and library frames become module and function. The inside of torch's
+collectives is left out. So ranks on different hosts that do the same have equal stacks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Frame = tuple[str, int, str]
 """File, line, function."""
 
 MAIN: Final = ("", "main", "MainThread")
-"""How the main thread is called by the wire, by ranks, and by Python."""
+"""Names of the main thread: on the wire, from ranks, and in Python."""
 
 MAX_FRAMES: Final = 20
-"""Frames of a group that are told; the innermost."""
+"""Maximum frames shown per group, the innermost."""
 
 MAX_LINE: Final = 200
-"""Characters of one of them."""
+"""Maximum characters of a frame."""
 
 _OURS: Final = str(Path(__file__).resolve().parents[2]) + "/"
 _STANDARD: Final = tuple(
@@ -38,7 +38,7 @@ _STANDARD: Final = tuple(
 _PACKAGES: Final = re.compile(r"/(?:site|dist)-packages/(.+)")
 _ANY_STANDARD: Final = re.compile(r"/(?:lib|lib64)/python3\.\d+t?/(.+)")
 _TYPED: Final = ("<string>", "<stdin>", "<ipython", "<console>")
-"""Sources without a file that a person has written all the same."""
+"""Sources without a file that are still the user's."""
 
 _TELLING: Final = (
     "torch._dynamo",
@@ -49,15 +49,15 @@ _TELLING: Final = (
     "safetensors",
     "torch.utils.data",
 )
-"""Libraries by which it is known how long a call may take; named before those that call them."""
+"""Libraries that tell how long a call may take; listed before their callers."""
 
 _JOINING: Final = frozenset({"init_process_group", "new_group", "_create_c10d_store", "rendezvous"})
-"""Functions of torch.distributed that wait for other processes to come."""
+"""Functions of torch.distributed that wait for other processes to join."""
 
 _WRAPPERS: Final = frozenset(
     {"contextlib", "functools", "torch.utils._contextlib", "torch.distributed.c10d_logger"}
 )
-"""Modules whose frames only pass a call on."""
+"""Modules whose frames only forward a call."""
 
 _IDLE: Final = frozenset(
     {
@@ -69,15 +69,15 @@ _IDLE: Final = frozenset(
         "threading",
     }
 )
-"""Modules in which a helper thread stands that has nothing to do."""
+"""Modules in which idle helper threads wait."""
 
 _DIGITS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def place_of(frames: Sequence[Frame]) -> tuple[str, str]:
-    """The innermost line of the user's own source, "train.py:88 load_shard", and the library that
-    this line has called, "torch.serialization": the outermost of those below it that tell how long
-    it may take, else the outermost. "" for what is not known."""
+    """The innermost line of the user's source, such as "train.py:88 load_shard", and the library
+    that it has called, such as "torch.serialization". That is the outermost called library that
+    tells how long the call may take, else the outermost. "" if unknown."""
     at = _own(frames)
     if at is None:
         return "", ""
@@ -87,12 +87,13 @@ def place_of(frames: Sequence[Frame]) -> tuple[str, str]:
 def group_stacks(
     by_rank: Mapping[int, Mapping[str, Sequence[Frame]]],
 ) -> tuple[m.StackGroup, ...]:
-    """The groups of like threads among these ranks' stacks, which are by the thread's name (one of
-    MAIN for the main one): main threads first, among each the rarest first, MAX_STACKS at most.
-    Threads of libraries that wait for work are left out.
+    """The groups of equal threads among these ranks' stacks.
 
-    A key depends on the frames and the thread's masked name alone: who has the groups of several
-    nodes merges them by it, `ranks` and `count` together, and has the job's groups."""
+    `by_rank` has stacks by thread name (a name in MAIN for the main thread). Main threads come
+    first, then the rarest; MAX_STACKS groups at most. Idle threads of libraries are left out.
+
+    A key depends only on the frames and the masked thread name. So groups of several nodes can be
+    merged by key (`ranks` and `count`) into the job's groups."""
     found: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for rank, threads in by_rank.items():
         for name, frames in threads.items():
@@ -120,7 +121,7 @@ def _group(masked: str, text: str, who: list[tuple[int, str]]) -> m.StackGroup:
 
 
 def _lines(frames: Sequence[Frame]) -> list[str]:
-    """What is told of a stack, and by which stacks are alike."""
+    """The shown lines of a stack; stacks with the same lines are equal."""
     shown = list(frames[_first(frames) :])
     while shown and (
         _ours(shown[-1][0]) or _module(shown[-1][0]) == "runpy"
@@ -140,8 +141,8 @@ def _lines(frames: Sequence[Frame]) -> list[str]:
 
 
 def _first(frames: Sequence[Frame]) -> int:
-    """Index of the innermost frame that is told: where torch.distributed was called, if the user's
-    own line has led there."""
+    """Index of the innermost frame shown: the call into torch.distributed, if the user's line has
+    led there."""
     own = _own(frames)
     below = range(len(frames) if own is None else own)
     calls = [at for at in below if _of_collectives(frames[at])]
@@ -154,8 +155,8 @@ def _of_collectives(frame: Frame) -> bool:
 
 
 def _own(frames: Sequence[Frame]) -> int | None:
-    """Index of the innermost frame of the user's source. A training that is installed as a package
-    has none: then it is that package, if the outermost frame says so."""
+    """Index of the innermost frame of the user's source. Training code that is installed as a
+    package has none; then it is that package, if the outermost frame belongs to it."""
     for at, (file, _, _) in enumerate(frames):
         if not _module(file) and not _ours(file):
             return at
@@ -165,13 +166,13 @@ def _own(frames: Sequence[Frame]) -> int | None:
 
 
 def _top(file: str) -> str:
-    """The installed package that a file is of; "" for others."""
+    """The installed package of a file; "" if none."""
     found = _PACKAGES.search(file)
     return found[1].split("/")[0].removesuffix(".py") if found and not _ours(file) else ""
 
 
 def _library(below: Sequence[Frame]) -> str:
-    """See `place_of`."""
+    """The library for `place_of`."""
     modules = [_module(file) for file, _, _ in reversed(below)]
     for module, (_, _, function) in zip(modules, reversed(below), strict=True):
         for known in _TELLING:
@@ -202,7 +203,7 @@ def _line(frame: Frame) -> str:
 
 
 def _module(file: str) -> str:
-    """The dotted name of a library's module; "" for the user's own source and for ours."""
+    """The dotted name of a library's module; "" for the user's source and for ours."""
     if file.startswith("<frozen "):
         return file[8:].rstrip(">")
     if "/torchinductor_" in file or file.startswith("<eval_with_key"):

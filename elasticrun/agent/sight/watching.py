@@ -1,7 +1,7 @@
-"""This node's ranks, looked at every PULSE_EVERY seconds, and in full where the master asks.
+"""Samples this node's ranks every PULSE_EVERY seconds, and in full when the master asks.
 
-A look asks each rank's own thread and reads what the kernel knows of it. What comes of it goes to
-the master as Quiet, Inspected and Stacks; nothing is decided here and no rank is touched.
+A sample queries each rank's answering thread and reads /proc. The results go to the master as
+Quiet, Inspected and Stacks. This module makes no decision and does not touch the ranks.
 """
 
 from __future__ import annotations
@@ -28,39 +28,40 @@ from elasticrun.host.system.sandbox import NoThread
 from elasticrun.wire import messages as m
 
 PULSE_LIMIT: Final = 1.0
-"""Seconds for the answer to a pulse."""
+"""Seconds for the answers to a pulse."""
 
 LOOK_LIMIT: Final = 2.0
-"""Seconds for a full answer; who is silent for so long does not get at its interpreter."""
+"""Seconds for full answers; a rank that is silent this long does not get the interpreter lock."""
 
 DEVICES_LIMIT: Final = 1.5
-"""Seconds for asking how busy the devices are; a driver that takes longer is not waited for."""
+"""Seconds for querying the load of devices; a slower driver is not waited for."""
 
 OUTSIDE_LIMIT: Final = 4.0
-"""Seconds for reading the stacks of ranks that are silent, in all."""
+"""Seconds for reading the stacks of silent ranks, in total."""
 
 WRITE_LIMIT: Final = 2.0
-"""Seconds for writing them down: together they end before the master waits no more."""
+"""Seconds for writing them to files. The sum of these limits is less than the master's timeout."""
 
 MAX_LOOKS: Final = 4
-"""Full looks under way at a time; a master asks for one after the other. Of looks at /proc too."""
+"""Maximum number of concurrent full samples, and of reads of /proc; the master asks for one sample
+at a time."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    """One life of the ranks."""
+    """The ranks of one round."""
 
     start: m.Start
     quiet: LocalQuiet
     tells: bool = True  # its ranks are not being stopped
     looked: float = 0.0
-    seen: Mapping[int, Activity] = field(default_factory=dict)  # by pid, at the last look
-    beats: dict[int, RankBeat] = field(default_factory=dict)  # by local rank, without its groups
-    acted: dict[int, float] = field(default_factory=dict)  # when it did anything, by local rank
+    seen: Mapping[int, Activity] = field(default_factory=dict)  # by pid, from the last sample
+    beats: dict[int, RankBeat] = field(default_factory=dict)  # by local rank, without groups
+    acted: dict[int, float] = field(default_factory=dict)  # time of its last work, by local rank
 
 
 class LocalSight:
-    """See the module's head."""
+    """Watches the ranks of this node; see the module's docstring."""
 
     def __init__(self, node: NodeContext, ranks: Ranks, progress: Progress) -> None:
         self._node = node
@@ -70,12 +71,13 @@ class LocalSight:
         self._activities = Activities()
         self._life: _Watched | None = None
         self.places: Mapping[int, str] = {}
-        """Where each local rank of the present life is to answer, as far as they are to."""
+        """The address at which each local rank of this round answers; empty if they are not
+        queried."""
         self._tasks = Tasks(node.fatal)
         self._told = Once()
-        self._under_way: set[object] = set()  # looks that threads have not come back from
+        self._under_way: set[object] = set()  # threads that have not returned
 
-    # ------------------------------------------------------------ a life of the ranks
+    # ------------------------------------------------------------ a round of the ranks
 
     def round_began(self, start: m.Start) -> None:
         self.close()
@@ -90,7 +92,7 @@ class LocalSight:
         self._tasks.start(self._watch(life), "watching the ranks", tell=logger.warning)
 
     def ranks_stopping(self) -> None:
-        """That they do not get on is no news."""
+        """Ranks being stopped make no progress: do not report that."""
         if self._life is not None:
             self._life.tells = False
 
@@ -98,19 +100,19 @@ class LocalSight:
         self.close()
 
     def close(self) -> None:
-        """Look no more. Harmless where that is so already."""
+        """Stop watching. May be called again."""
         self._life = None
         self._tasks.close()
         self._asking.end()
 
     def again(self) -> None:
-        """The link is back: the master is told anew."""
+        """The link is back: send the state to the master again."""
         if self._life is not None:
             self._life.quiet.again()
             self._tell(self._life)
 
     def obey(self, order: m.Inspect) -> None:
-        """Look at every rank, and report; nothing if the order is of another round."""
+        """Sample every rank in full and report; a no-op if the order is for another round."""
         life = self._life
         if life is None or order.round != life.start.round or len(self._tasks) > MAX_LOOKS:
             return
@@ -127,7 +129,7 @@ class LocalSight:
             try:
                 await self._beat(life)
                 self._tell(life)
-            except Exception as error:  # one beat; a node that is never quiet would hide every hang
+            except Exception as error:  # only one sample failed; ending the watch would hide hangs
                 self._told.tell(f"a look at the ranks failed: {error!r}", kind="beat")
 
     async def _beat(self, life: _Watched) -> None:
@@ -143,7 +145,8 @@ class LocalSight:
         life.quiet.beat(beats, asyncio.get_running_loop().time())
 
     async def _look(self, life: _Watched, *, measure: bool = True) -> Mapping[int, Activity]:
-        """What the kernel says now, by local rank; rates since the last look are kept."""
+        """Activity by local rank, as the kernel reports it now; keeps the rates since the last
+        sample."""
         pids, this = dict(self._ranks.pids), object()
         if len(self._under_way) > MAX_LOOKS:  # /proc does not answer, and threads wait for it
             return {}
@@ -181,7 +184,7 @@ class LocalSight:
         if news is not None and life.tells and self._node.link.offer(news):
             life.quiet.told()
 
-    # ------------------------------------------------------------ a full look
+    # ------------------------------------------------------------ a full sample
 
     async def _inspect(self, life: _Watched, order: m.Inspect) -> None:
         forked = self._ranks.forked
@@ -217,8 +220,8 @@ class LocalSight:
             self._node.link.say(looked.stacks(order.round, order.number, found, folder))
 
     async def _devices(self) -> tuple[Load, ...]:
-        """How busy the devices of this node are; local rank r is taken to compute on the r-th that
-        it sees, as nearly all scripts have it."""
+        """The load of this node's devices; assumes that local rank r computes on the r-th visible
+        device, as nearly all scripts do."""
         word = self._node.config.accelerator
         try:
             return await in_thread(
@@ -230,7 +233,7 @@ class LocalSight:
             return ()
 
     async def _from_outside(self, found: list[looked.RankLook]) -> list[looked.RankLook]:
-        """With what other programs can read of ranks that did not answer."""
+        """Add what other programs can read of ranks that did not answer."""
         try:
             return await in_thread(
                 lambda: looked.from_outside(found, OUTSIDE_LIMIT), limit=OUTSIDE_LIMIT + 1.0
@@ -239,7 +242,7 @@ class LocalSight:
             return found
 
     async def _lines(self, first_rank: int) -> tuple[m.StackGroup, ...]:
-        """What the ranks have written last; nothing where the disk does not answer."""
+        """The last output of the ranks; empty if the disk does not answer."""
 
         def work() -> tuple[m.StackGroup, ...]:
             texts = self._ranks.last_lines()
@@ -251,7 +254,7 @@ class LocalSight:
             return ()
 
     async def _write_down(self, number: int, found: list[looked.RankLook]) -> str:
-        """The folder; "" where the disk does not answer, or there is none for logs and no run
+        """The folder of the dump; "" if the disk does not answer, or without a log folder and a run
         folder here."""
         folder, job_id = self._ranks.log_folder, self._node.config.spec.job_id
         master = self._node.link.dialled

@@ -1,5 +1,5 @@
-"""This node's snapshots: shared memory, what is held, the checkpoint writer, copies from other
+"""This node's snapshots: shared memory, the inventory, the checkpoint writer, copies from other
 nodes.
 
-Forbidden here: torch, and deciding: what is restored or written the master says.
+Forbidden here: torch, and decisions: the master decides what is restored or written.
 """

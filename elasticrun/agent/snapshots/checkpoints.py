@@ -1,8 +1,8 @@
-"""This node's share of checkpoints that are being written: an attempt from its order to its end.
+"""This node's share of checkpoints in progress: each attempt from its order to its end.
 
-What is written is pinned for as long, compared with its hashes first, and handed to the saver. What
-came of it is said to the master, and said again to one that may not have heard it. When the time of
-an attempt is over it is given up here, whatever the master says, or never says.
+The snapshots are pinned for that time, first compared with their hashes, and then handed to the
+saver. The result goes to the master, and again to a master that may have missed it. After the
+attempt's time limit this node gives it up, whatever the master says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elasticrun.wire.snapshots import PartOf, PersistParts
 
 
 class CannotPersist(Exception):
-    """This node's share cannot be written; a sentence."""
+    """This node's share cannot be written; the text is a sentence."""
 
 
 @dataclass(eq=False)
@@ -38,16 +38,16 @@ class _Attempt:
 
     @property
     def name(self) -> str:
-        """What slots are pinned for."""
+        """The name under which slots are pinned."""
         return f"attempt {self.order.attempt}"
 
     def failed(self, reason: str) -> Persisted:
-        """What is said of it, or of its marker, when it came to nothing."""
+        """The report that the attempt, or its marker, has failed."""
         return Persisted(self.order.attempt, False, self.committing, reason, 0, 0.0)
 
 
 class Persisting:
-    """All attempts under way."""
+    """All attempts in progress."""
 
     def __init__(self, store: SnapshotStore, shards: Shards, claim: FolderClaim) -> None:
         self._store = store
@@ -56,13 +56,13 @@ class Persisting:
         self._attempts: dict[str, _Attempt] = {}
 
     def pins(self) -> set[str]:
-        """What slots are pinned for by attempts under way."""
+        """Names of the attempts that pin slots."""
         return {attempt.name for attempt in self._attempts.values()}
 
     # ------------------------------------------------------------ orders
 
     def begin(self, order: Persist) -> None:
-        """Write this node's share; the same order again is answered again."""
+        """Write this node's share; a repeated order gets the same answer again."""
         known = self._attempts.get(order.attempt)
         if known is not None:
             self._say_again(known)
@@ -72,7 +72,7 @@ class Persisting:
         attempt.tasks.start(self._write(attempt), attempt.name)
 
     def commit(self, order: CommitCheckpoint) -> None:
-        """Every part of it is written: have the marker written."""
+        """All parts are written: have the marker written."""
         attempt = self._attempts.get(order.attempt)
         if attempt is None:
             why = "this node does not know that attempt any more"
@@ -84,7 +84,7 @@ class Persisting:
             self._say_again(attempt, committed=True)
 
     def over(self, order: PersistOver) -> None:
-        """It was committed or given up."""
+        """The attempt was committed or given up."""
         attempt = self._attempts.get(order.attempt)
         if attempt is not None:
             self._close(attempt, ok=order.ok)
@@ -92,12 +92,12 @@ class Persisting:
                 logger.info("the checkpoint of step %d is written", order.step)
 
     def say_again(self) -> None:
-        """To a master that may not have heard it."""
+        """Repeat all results for a master that may have missed them."""
         for attempt in self._attempts.values():
             self._say_again(attempt)
 
     def close(self) -> None:
-        """The agent ends."""
+        """Close all attempts, because the agent ends."""
         for attempt in list(self._attempts.values()):
             self._close(attempt, ok=True)
 
@@ -140,7 +140,7 @@ class Persisting:
         return found
 
     async def _compare(self, order: Persist, found: list[tuple[Held, Snapshot, int]]) -> None:
-        """With the hashes that were made when they were committed."""
+        """Compare the snapshots with the hashes from their commit."""
         answers = await asyncio.gather(*(self._store.savers.check(h, s) for h, s, _ in found))
         for answer, (_, _, rank) in zip(answers, found, strict=True):
             if not answer.ok:
@@ -175,8 +175,8 @@ class Persisting:
         )
 
     def _keep(self, order: Persist, last: int) -> tuple[int, tuple[int, ...]]:
-        """How many checkpoints are kept (0: all), and which besides: a rank may still be reading
-        the one that it goes on from, unless each has taken a snapshot since."""
+        """How many checkpoints to keep (0: all), and which besides. A rank may still be reading the
+        checkpoint that it restores from, unless every rank has taken a snapshot since."""
         present, reading = self._store.inventory.present, self._store.inventory.reading
         is_present = present is not None and present.name == order.round
         if is_present and order.writers >= order.world_size:
@@ -185,23 +185,23 @@ class Persisting:
             return 0, ()
         return last, (reading,) if reading >= 0 else ()
 
-    # ------------------------------------------------------------ small change
+    # ------------------------------------------------------------ reports
 
     def _say_again(self, attempt: _Attempt, *, committed: bool = False) -> None:
-        """`committed`: only what came of its marker."""
+        """`committed`: only the result of its marker."""
         for report in attempt.said:
             if report.committed or not committed:
                 self._store.link.say(report)
 
     def _tell(self, attempt: _Attempt, report: Persisted) -> None:
-        if not report.ok:  # the master warns, with what follows
+        if not report.ok:  # the master logs the warning, with its consequence
             logger.info("step %d is not written: %s", attempt.order.step, report.reason)
         report = structs.replace(report, reason=report.reason[:MAX_REASON])
         attempt.said.append(report)
         self._store.link.say(report)
 
     def _late(self, attempt: _Attempt) -> None:
-        """Its time is over, and no master has said what came of it."""
+        """Its time limit has passed, and no master has ended it."""
         in_storage = any(report.ok and report.committed for report in attempt.said)
         self._close(attempt, ok=in_storage)
         if not in_storage:
