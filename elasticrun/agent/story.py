@@ -1,9 +1,10 @@
-"""What the user of this node reads while the job runs: who came, what was lost, what it cost, what
-is waited for and for how long, and what looks for the cause where somebody cannot be reached.
+"""What the user of this node reads while the job runs: joins, losses, restarts and long waits.
 
-A restart is a line when all ranks run again and one when training goes on (where nodes came or went
-the cause is a line before them). Its seconds and repeated steps are the master's, so they are those
-of its incident. What is not known is left out.
+A wait is logged with its reason and time limit, and with the command that finds the cause if
+somebody cannot be reached. A restart is one line when all ranks run again, and another when
+training continues; if nodes were lost or joined, the cause is a line before. Its seconds and
+repeated steps come from the master, so they equal those of the incident. Unknown values are left
+out.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from elasticrun.wire.messages import Recovery, Start
 from elasticrun.wire.types import Endpoint
 
 NOTHING: Final = "nothing"
-"""What a rank says that goes on from no step at all (wire.snapshots.Restored)."""
+"""The source that a rank reports if it restored nothing (wire.snapshots.Restored)."""
 
 LEAVING: Final = 1.0
-"""Seconds after which it is told that a node that is to leave waits for its ranks to save a step: a
-Ctrl-C whose step is saved sooner is one line, that of the end."""
+"""Seconds after which the log says that a leaving node waits for its ranks to save a step. A Ctrl-C
+whose step is saved sooner causes a single line, at the end."""
 
 SOON: Final = 3.0
-"""Seconds after which a wait for other nodes, or for ranks to end, is told."""
+"""Seconds after which a wait for other nodes, or for ranks to exit, is logged."""
 
 LATE: Final = 10.0
 """The same for every other wait."""
 
 AGAIN: Final = 60.0
-"""Seconds after which it is told again, if it lasts."""
+"""Seconds after which a lasting wait is logged again."""
 
 _ENDS: Final = (State.STOPPING, State.ENDING)
 
@@ -55,9 +56,9 @@ _WAITS: Final = (State.PREPARING, State.JOINED, *_ENDS)
 
 
 def directed(sentence: str, whom: Whom, dial: object = "") -> str:
-    """The sentence, with what looks for the cause at its end if it is about somebody who cannot be
-    reached (`core.reasons.out_of_reach`). `dial`: where the master is looked for, if that is not
-    known to the reader."""
+    """The sentence; if it is about somebody unreachable (`core.reasons.out_of_reach`), with the
+    command that finds the cause appended. `dial`: the master's address, if the reader does not know
+    it."""
     if whom == "master":
         where = f" --rdzv-endpoint={dial}" if dial else ""
         return f"{sentence}; to find out why, run here: elasticrun doctor{where}"
@@ -67,8 +68,7 @@ def directed(sentence: str, whom: Whom, dial: object = "") -> str:
 
 
 class Story:
-    """Call its methods as things happen; `say` gets each line. `most`: restarts that the user has
-    given the job."""
+    """Turns events into log lines through `say`. `most`: --max-restarts."""
 
     def __init__(self, *, most: int, several: bool, say: Callable[[str], None]) -> None:
         self._most = most
@@ -76,12 +76,12 @@ class Story:
         self._say = say
         self._last: Start | None = None
         self._again = False  # ranks of this node have run before
-        self._words = ""  # what a restart costs, for the line that is told when the ranks run
-        self._runs = self._trains = False  # what the master has told of this life
-        self._resumed = ""  # from where a rank goes on, if that is not told yet
+        self._words = ""  # the cost of a restart, for the line when ranks run
+        self._runs = self._trains = False  # already logged for this round
+        self._resumed = ""  # where a rank resumed, if not logged yet
 
     def starts(self, start: Start) -> None:
-        """Ranks of this round are about to be started."""
+        """Ranks of this round are about to start."""
         last, self._last = self._last, start
         size = f"{some(start.group_world_size, 'node')}, world size {start.world_size}"
         self._words, self._resumed = "", ""
@@ -102,7 +102,8 @@ class Story:
             self._say(directed(told, out_of_reach(ended)))
 
     def recovered(self, order: Recovery) -> None:
-        """The master counts how long training stands still: for all nodes, and for its record."""
+        """The master reports how long training was interrupted, measured for all nodes and for its
+        record."""
         if not self._again or self._last is None or order.round != self._last.round:
             return
         if not self._runs:
@@ -117,14 +118,14 @@ class Story:
             self._say(", ".join(parts))
 
     def linked_again(self) -> None:
-        """The ranks run, and a master is there again: another one cannot tell for how long training
-        stood still, so what the restart cost is told without that."""
+        """Connected to a master again while ranks run. A new master does not know how long training
+        was interrupted, so the restart is logged without that."""
         if self._words and not self._runs:
             self._runs = True
             self._say(f"restarted{self._words}")
 
     def resumed(self, step: int, source: str) -> None:
-        """A rank goes on from this step; the first one counts."""
+        """A rank has resumed at this step; only the first one counts."""
         if self._resumed or (source == NOTHING and not self._again):
             return
         self._resumed = "from the beginning" if source == NOTHING else f"resumed at step {step}"
@@ -133,9 +134,9 @@ class Story:
 
 
 class LongWaits:
-    """One line per reason that has stood for a while, and one a minute from then on: `say` gets
-    the newest picture then, for `in_words`. That no master answers is told once it has stayed away
-    for SOON, since one that was killed has a successor in a moment."""
+    """One line per reason that has lasted for a while, then one per minute: `say` gets the newest
+    status, for `in_words`. A missing master is logged only after SOON seconds, because a killed one
+    is usually replaced sooner."""
 
     def __init__(self, say: Callable[[GroupStatus], None]) -> None:
         self._say = say
@@ -145,7 +146,7 @@ class LongWaits:
         self._timer = Timer()
 
     def look(self, status: GroupStatus) -> None:
-        """To be called with the brain's picture whenever it may have changed."""
+        """Call with the state machine's status whenever it may have changed."""
         self._status = status
         if not status.master_lost:
             self._absence.cancel()
@@ -160,7 +161,8 @@ class LongWaits:
             self._timer.after(SOON if quick else LATE, self._tell)
 
     def noted(self, note: Note, status: GroupStatus, tell: Callable[[Note], None]) -> None:
-        """`tell` it, now or later; now where this node is about to end for it."""
+        """Log the note with `tell`, now or later; now if this node is about to end because of
+        it."""
         if isinstance(note.why, NoMaster) and status.state not in ENDINGS:
             self._absence.after(SOON, tell, note)
         else:
@@ -172,22 +174,22 @@ class LongWaits:
         self._timer.after(AGAIN, self._tell)
 
     def close(self) -> None:
-        """Say no more."""
+        """Stop logging."""
         self._timer.cancel()
         self._absence.cancel()
 
 
 class Dialling(Protocol):
-    """Who knows where the master is."""
+    """Knows the master's address."""
 
     @property
     def dial(self) -> Endpoint:
-        """As far as it is known."""
+        """The address, as far as it is known."""
 
 
 class OperatorMessages:
-    """What the operator reads of a node while its job runs. What concerns the master names where it
-    is looked for. The state machine's own sentences stand in traces and on pages as they are."""
+    """What the operator reads of a node while its job runs. Lines about the master name its
+    address. The state machine's own sentences appear unchanged in traces and on pages."""
 
     def __init__(self, config: AgentConfig, rendezvous: Dialling) -> None:
         self._config = config
@@ -197,29 +199,29 @@ class OperatorMessages:
             most=config.spec.max_restarts, several=config.spec.max_nodes > 1, say=notice
         )
 
-    # ------------------------------------------------------------ the life of the ranks
+    # ------------------------------------------------------------ the lifecycle of ranks
 
     def round_began(self, start: Start) -> None:
         self._story.starts(start)
 
     def ranks_stopping(self) -> None:
-        """The state machine notes why."""
+        """No-op: the state machine notes why."""
 
     def ranks_gone(self, *, done: bool) -> None:
-        """The state machine notes what follows."""
+        """No-op: the state machine notes what follows."""
 
     def close(self) -> None:
-        """No more of waits."""
+        """Stop logging waits."""
         self._waits.close()
 
-    # ------------------------------------------------------------ what else happens
+    # ------------------------------------------------------------ other events
 
     def looked(self, status: GroupStatus) -> None:
-        """To be called with the state machine's picture whenever it may have changed."""
+        """Call with the state machine's status whenever it may have changed."""
         self._waits.look(status)
 
     def noted(self, note: Note, status: GroupStatus) -> None:
-        """A sentence of the state machine."""
+        """Handle a sentence of the state machine."""
         self._waits.noted(note, status, self._tell)
 
     def recovered(self, order: Recovery) -> None:
@@ -232,7 +234,7 @@ class OperatorMessages:
         self._story.linked_again()
 
     def no_master(self, reason: str) -> None:
-        """The first dial was in vain; told once."""
+        """The first connection failed; called once."""
         dial = self._rendezvous.dial
         unmet = MasterUnmet(str(dial), self._config.spec.join_timeout, reason)
         logger.warning("%s", directed(text(unmet), out_of_reach(unmet), dial))
@@ -241,7 +243,7 @@ class OperatorMessages:
         logger.log(LEVELS.get(note.level, 20), "%s", self.directed(note))
 
     def directed(self, note: Note) -> str:
-        """For people."""
+        """The note's text for people."""
         whom = "" if note.level == "info" else out_of_reach(note.why)
         return directed(note.text, whom, self._rendezvous.dial)
 
@@ -253,17 +255,17 @@ class OperatorMessages:
 
 
 def notice(text: str) -> None:
-    """For the operator, whatever the level of our log."""
+    """Log for the operator, whatever our log level."""
     logger.log(NOTICE, "%s", text)
 
 
 def _leaves(status: GroupStatus) -> bool:
-    """It runs on only until its ranks have saved a step."""
+    """Whether this node leaves, and its ranks run only until they have saved a step."""
     return status.state is State.RUNNING and status.wait_ends is not None
 
 
 def in_words(status: GroupStatus, place: str, now: float) -> str:
-    """What is said of a wait at `now`."""
+    """The text about a wait at time `now`."""
     left = 0.0 if status.wait_ends is None else status.wait_ends - now
     if _leaves(status):
         lost = f"{status.master_lost}; this node leaves"

@@ -1,13 +1,14 @@
-"""Asks a warm process for a fork server: in milliseconds instead of the time that torch takes.
+"""Gets a fork server from a warm process: in milliseconds, instead of the time that importing torch
+takes.
 
-A warm process (`forkserver.warm`) has torch imported and forks fork servers for launchers of its
-own user. Its socket lies in the user's folder, which is the user's alone; its name is made of
-what decides which launchers it can serve at all: the interpreter, its environment folder and our
-package, then the cgroup and the namespaces. The rest is compared at each request, by the warm
-process, which says what differs.
+A warm process (`forkserver.warm`) has torch imported and forks fork servers for launchers of the
+same user. Its socket is in the user's folder, to which only the user has access. The socket's name
+is a hash of what decides which launchers it can serve at all: the interpreter, its environment
+folder and our package, then the cgroup and the namespaces. The warm process compares everything
+else at each request, and reports a difference.
 
-Where there is none, or it must not be used, the caller starts a fork server as ever; why one that
-is there is not used is said in one line. Nothing heavy is imported here.
+If there is none, or it must not be used, the caller starts a fork server itself; one log line gives
+the reason why an existing one is not used. This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ if TYPE_CHECKING:
     from elasticrun.config import AgentConfig
 
 IDLE: Final = 1800.0
-"""Seconds without a job after which a warm process ends."""
+"""Seconds without a job after which a warm process exits."""
 
 HELD_UP: Final = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID")
-"""Where one of these is set, a step or a pod is over when its last process is."""
+"""If one of these is set, a job step or pod ends only when its last process exits."""
 
 ANSWER_LIMIT: Final = 2.0
 """Seconds for a warm process to fork; it takes some hundredths."""
 
 OWN_END: Final = 5.0
-"""Seconds that a fork server whose guard was killed has to sweep for itself."""
+"""Seconds that a fork server whose guard was killed has to kill its descendants itself."""
 
 OFF: Final = "off"
-"""Value of ELASTICRUN_WARM_SERVER by which no warm process is looked for."""
+"""The value of ELASTICRUN_WARM_SERVER that disables warm processes."""
 
 FREE_THREADS: Final = ".free"
-"""Behind the name of a socket: of the one that has OMP_NUM_THREADS unset, where there are two."""
+"""Suffix of the socket of the process with OMP_NUM_THREADS unset, if there are two processes."""
 
 REMEDY: Final = "`elasticrun warm --stop`, then `elasticrun warm` here, makes one that fits"
 
@@ -60,11 +61,11 @@ PACKAGE: Final = Path(__file__).resolve().parent.parent
 
 
 class WarmChild:
-    """A fork server that a warm process has forked for us: what is known of a child by its parent.
+    """A fork server forked for us by a warm process: the interface of a child process.
 
-    Its guard is its parent. `returncode` is None until all below the guard is gone, then as in
-    `subprocess`; it is -SIGKILL where the guard itself was killed: then the fork server, which
-    hears of that, sweeps and ends."""
+    Its guard is its parent. `returncode` is None until the guard has swept all descendants, then as
+    in `subprocess`. It is -SIGKILL if the guard itself was killed: the fork server sees that, kills
+    its descendants and exits."""
 
     def __init__(self, pid: int, guard: socket.socket) -> None:
         self.pid = pid
@@ -78,19 +79,21 @@ class WarmChild:
 
     @property
     def watched(self) -> bool:
-        """Whether its guard is still heard."""
+        """Whether its guard is still connected."""
         return self._guard.fileno() >= 0
 
     def watch(self, ended: Callable[[int], None]) -> None:
-        """Call `ended(code)` once, in the running loop, when it and all below it are gone."""
-        import asyncio  # while a fork server is asked for, it is not there yet
+        """Call `ended(code)` once, in the running loop, when it and all its descendants have
+        exited."""
+        import asyncio  # late: asyncio is not imported when a fork server is requested
 
         self.over = asyncio.Event()
         self._guard.setblocking(False)
         asyncio.get_running_loop().add_reader(self._guard, self._hear, ended)
 
     def wait(self, limit: float) -> int:
-        """Its code when it and all below it are gone. TimeoutError after `limit` seconds."""
+        """Wait for it and all its descendants to exit; returns its exit code. TimeoutError after
+        `limit` seconds."""
         self._guard.settimeout(limit)
         said = hear(self._guard)
         if not isinstance(said, spawning.Over):
@@ -99,11 +102,11 @@ class WarmChild:
         return said.code
 
     def abandon(self) -> None:
-        """Have nothing more to do with it, as if we were killed: it ends."""
+        """Close the connection, as if this process were killed: the fork server exits."""
         self._guard.close()
 
     def kill(self) -> None:
-        """SIGKILL to the fork server alone; its guard ends the rest."""
+        """SIGKILL to the fork server only; its guard kills the rest."""
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
@@ -116,7 +119,7 @@ class WarmChild:
             return
         except OSError:
             data = b""
-        if not data:  # it was killed
+        if not data:  # the guard was killed
             self._fends_for_itself(ended)
             return
         words = list(self._said.feed(data))
@@ -158,8 +161,8 @@ class WarmChild:
 def fork_server(
     environ: Mapping[str, str], ignored: Iterable[int]
 ) -> tuple[WarmChild, socket.socket] | None:
-    """A fork server with these variables, and our end of the conversation; None if it has to be
-    started instead."""
+    """A fork server with this environment, and our end of its socket; None if the caller has to
+    start one."""
     with contextlib.suppress(OSError):
         path = find(environ)
         if path is not None and (path.is_socket() or environ.get(env.WARM_SERVER)):
@@ -172,7 +175,7 @@ def fork_server(
 def ask(
     path: Path, environ: Mapping[str, str], ignored: Iterable[int]
 ) -> tuple[WarmChild, socket.socket] | None:
-    """The same of the warm process that listens at `path`."""
+    """The same from the warm process at `path`."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     request = spawning.Ask(dict(environ), tuple(ignored), tuple(sorted(int(s) for s in blocked)))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -188,7 +191,7 @@ def ask(
             raise
         guard.close()
     except (FileNotFoundError, ConnectionRefusedError):
-        if environ.get(env.WARM_SERVER):  # else it has ended since
+        if environ.get(env.WARM_SERVER):  # else it has exited since
             logger.log(NOTICE, "there is no warm process at %s", path)
     except (OSError, frames.FrameError) as error:
         _not_used(environ.get(env.WARM_SERVER, ""), _words(error))
@@ -216,7 +219,7 @@ def _ask(
 
 
 def hear(conn: socket.socket) -> spawning.FromWarm:
-    """The next word. OSError where none comes, FrameError where it is not understood."""
+    """The next message. OSError if none arrives, FrameError if it is invalid."""
     buffer = frames.FrameBuffer(spawning.FromWarm)
     while data := conn.recv(4096):
         for message in buffer.feed(data):
@@ -225,14 +228,14 @@ def hear(conn: socket.socket) -> spawning.FromWarm:
 
 
 def can_be_warm(config: AgentConfig) -> bool:
-    """Whether a fork of another process may serve: not where ranks are never forked, and not for
-    another interpreter than ours."""
+    """Whether a warm process can serve this job: not if ranks are never forked, nor with another
+    interpreter than ours."""
     return config.launch != "exec" and config.python_exec in (None, "", sys.executable)
 
 
 def leave_behind(config: AgentConfig) -> None:
-    """See that there is a warm process for jobs like this one in this place; one that is started
-    now gets ready by itself."""
+    """Start a warm process for later jobs like this one, unless there is one; it initializes in the
+    background."""
     held = next((name for name in HELD_UP if os.environ.get(name)), "")
     why = ""
     if held or os.getpid() == 1:
@@ -259,9 +262,8 @@ def leave_behind(config: AgentConfig) -> None:
 def start(
     path: Path, idle: float, environ: Mapping[str, str], *, wait: bool = True
 ) -> tuple[str, int]:
-    """Start a warm process that listens at `path`, with these variables; what it says of itself
-    ("ok 2.13.0", "no ..." or nothing), and its process id. It is in a session of its own and
-    outlives us."""
+    """Start a warm process that listens at `path`, with this environment. Returns its answer ("ok
+    2.13.0", "no ..." or nothing) and its pid. It runs in its own session and outlives us."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     silent = None if wait else subprocess.DEVNULL
     try:
@@ -279,13 +281,13 @@ def start(
             answer = told.read()
     if wait and not answer.startswith("ok"):
         process.wait()
-    process.returncode = 0  # Popen is not to wait for it
+    process.returncode = 0  # keeps Popen from waiting for it
     return answer.strip(), process.pid
 
 
 def refusal(path: Path, environ: Mapping[str, str]) -> str:
-    """Why the warm process at `path` would not fork for a job of this process with these variables;
-    empty if it would. It ends where what it has imported is not what is installed now."""
+    """Why the warm process at `path` would not fork for this process with this environment; empty
+    if it would. The warm process exits if its imported packages differ from the installed ones."""
     try:
         with connect(path, ANSWER_LIMIT) as conn:
             conn.sendall(frames.encode(spawning.Ask(dict(environ), (), ())))
@@ -301,36 +303,36 @@ def _words(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-@functools.cache  # once: every fork server that is started would say it again
+@functools.cache  # once per process: every started fork server would repeat it
 def _not_used(named: str, reason: str) -> None:
-    """Shown by default: nothing else tells that starts are slow. Who `named` the warm process, as
-    our pytest plugin does, has to ask."""
+    """Visible by default, because nothing else explains slow starts. If the user has named the warm
+    process (`named`), as our pytest plugin does, it is only visible with --log-level info."""
     logger.log(logging.INFO if named else NOTICE, "the warm process is not used: %s", reason)
 
 
-# ---------------------------------------------------------------- where it listens
+# ---------------------------------------------------------------- socket paths
 
 
 def environment_name() -> str:
-    """Which interpreter with which packages; what only such a process can serve."""
+    """A hash of the interpreter and its packages, which must match."""
     python = os.path.realpath(sys.executable)
     words = (python, sys.prefix, sys.base_prefix, str(PACKAGE), sys.version)
     return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:12]
 
 
 def _place_of(pid: int | str) -> dict[str, str]:
-    """The cgroup and the namespaces of a process, of which none may be left by a fork."""
+    """The cgroup and the namespaces of a process; a fork cannot leave any of them."""
     found = {"cgroup": Path(f"/proc/{pid}/cgroup").read_text()}
     for name in spawning.NAMESPACES:
         try:
             found[f"{name} namespace"] = os.readlink(f"/proc/{pid}/ns/{name}")
-        except FileNotFoundError:  # an older kernel's
+        except FileNotFoundError:  # an older kernel
             found[f"{name} namespace"] = ""
     return found
 
 
 def _threads_of(pid: int) -> str:
-    """The OMP_NUM_THREADS that a process was started with, in words. OSError."""
+    """The OMP_NUM_THREADS that a process was started with, as text. OSError."""
     name = f"{env.OMP_NUM_THREADS}=".encode()
     words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     found = next((word for word in words if word.startswith(name)), b"")
@@ -338,8 +340,8 @@ def _threads_of(pid: int) -> str:
 
 
 def _elsewhere(path: Path, environ: Mapping[str, str]) -> str:
-    """How the warm process of this environment differs, that none listens at `path`, and what
-    starts one that does not; empty where there is none."""
+    """If no warm process listens at `path`: how another one of this environment differs, and the
+    command that starts a matching one. Empty if there is no other."""
     here, found = _place_of("self"), ""
     threads = environ.get(env.OMP_NUM_THREADS, "")
     for other in path.parent.glob(f"warm-{environment_name()}-{_machine()}-*.sock"):
@@ -348,7 +350,7 @@ def _elsewhere(path: Path, environ: Mapping[str, str]) -> str:
             differs = ((words, value) for words, value in _place_of(pid).items()
                        if value != here[words])  # fmt: skip
             words, value = next(differs, ("", ""))
-            if not words:  # then it can only have been started for another number of threads
+            if not words:  # so it was started with another OMP_NUM_THREADS
                 start = "`elasticrun warm`" if threads else "`elasticrun warm --one-rank`"
                 return (
                     f"{env.OMP_NUM_THREADS} {threads or 'not set'} here, {_threads_of(pid)} in "
@@ -362,9 +364,11 @@ def _elsewhere(path: Path, environ: Mapping[str, str]) -> str:
 
 
 def socket_path(environ: Mapping[str, str]) -> Path:
-    """Where the warm process of this process' user and surroundings listens, if there is one.
-    OSError where there is no folder that is the user's alone. torch sizes its thread pools at its
-    import, so jobs of one rank, for which OMP_NUM_THREADS is not set, have a process of their own.
+    """The socket of the warm process for this process's user, cgroup and namespaces. OSError if no
+    folder is private to the user.
+
+    torch sizes its thread pools at import, so jobs with one rank, for which OMP_NUM_THREADS is not
+    set, use a separate warm process.
     """
     words = [*_place_of("self").values(), environ.get(env.OMP_NUM_THREADS, "")]
     place = hashlib.sha256("\0".join(words).encode()).hexdigest()[:12]
@@ -372,8 +376,8 @@ def socket_path(environ: Mapping[str, str]) -> Path:
 
 
 def _machine() -> str:
-    """Names this host and its boot. Hosts may share the user's folder, and a socket in it reaches
-    nobody but the kernel that bound it."""
+    """A hash of this host and its boot. Hosts may share the user's folder, but a socket works only
+    on the kernel that bound it."""
     return f"{_digest(os.uname().nodename)}-{_digest(boot_id())}"
 
 
@@ -382,14 +386,14 @@ def _digest(word: str) -> str:
 
 
 def may_remove(path: Path) -> bool:
-    """Whether a socket that refuses connections is this host's: another host's process may well be
-    listening to its own."""
+    """Whether a socket that refuses connections belongs to this host: another host's process may be
+    listening on its own."""
     words = path.name.split("-")
     return words[0] != "warm" or words[2:3] == [_digest(os.uname().nodename)]
 
 
 def find(environ: Mapping[str, str]) -> Path | None:
-    """Where a warm process that may serve us listens, if there is one; None: none may."""
+    """The socket of a warm process that may serve us; None if warm processes are disabled."""
     named = environ.get(env.WARM_SERVER, "")
     if named == OFF:
         return None
@@ -400,7 +404,7 @@ def find(environ: Mapping[str, str]) -> Path | None:
 
 
 def connect(path: Path, limit: float) -> socket.socket:
-    """A connection to the process that listens there, if it is of our own user. OSError if not."""
+    """Connect to the process at `path` if it is of our own user. OSError if not."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     conn = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

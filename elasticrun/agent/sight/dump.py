@@ -33,7 +33,7 @@ def write(parent: str, number: int, texts: Mapping[int, str]) -> str:
             os.replace(partial, folder / f"rank-{rank}.txt")
     except OSError:
         return ""
-    return str(folder.absolute())  # who reads of it is in another directory, or on another host
+    return str(folder.absolute())  # readers may be in another directory or host
 
 
 def run_logs(environ: Mapping[str, str], job_id: str, master: Endpoint | None) -> str:

@@ -49,7 +49,7 @@ class RankLook:
     quiet: float
     idle: float  # as in RankSeen
     progress: tuple[int, float]  # newest step, and its seconds
-    word: tuple[str, float] = ("", 0.0)  # what it says it is in, and for how much longer at most
+    word: tuple[str, float] = ("", 0.0)  # the phase it reports, and its seconds left
     device: Load = UNKNOWN_LOAD  # load of the device that it computes on
     outside: Threads = field(default_factory=dict)  # stacks read from outside the process
     unread: str = ""  # why they could not be read from outside

@@ -1,16 +1,15 @@
-"""Snapshots of other nodes: shards that ranks go on from, and replicas that are kept.
+"""Snapshots from other nodes: shards from which ranks restore, and replicas that this node keeps.
 
-Shards: of the snapshot that the master has chosen, from this node's segments or fetched from
-another node, and whether they are what was written. Comparing begins with the generation itself,
-while its ranks are still being born; they ask for the answer when they have copied the shard.
+Shards belong to the snapshot that the master has chosen. They come from this node's segments or
+from another node, and are compared with their hashes. The comparison starts with the generation,
+while its ranks are still starting; ranks ask for the result when they have copied the shard.
 
-Replicas: what another node's ranks hold, copied into this node's memory, so that either may be
-lost. The master says what to copy and from whom; the saver copies it, a process of its own, so that
-nothing of it passes through this loop. A replica lies in a segment like a rank's own: two slots,
-one that is whole and one that is written, a commit word, hashes; and it is told to the master,
-served, restored from, persisted and taken over by a later agent like one. One order is carried out
-at a time, and of several the newest. There is no limit to the traffic but what two connections can
-carry.
+Replicas are copies of another node's snapshots in this node's memory, so that either node may be
+lost. The master decides what to copy and from whom. The saver process copies it, so that no data
+passes through this loop. A replica is a segment like a rank's own: two slots (one complete, one
+being written), a commit word, hashes. It is also reported, served, restored from, persisted and
+adopted by a later agent in the same way. Orders run one at a time; orders for an older step are
+dropped. Traffic is limited only by the bandwidth of two connections.
 """
 
 from __future__ import annotations
@@ -31,33 +30,35 @@ from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import RoundName
 
 WHERE_LIMIT: Final = 60.0
-"""Seconds for the master to say who holds a shard; it may be on its way back."""
+"""Seconds for the master to answer who holds a shard; the holder may be reconnecting."""
 
 FETCH_LIMIT: Final = 900.0
-"""Seconds for a copy from another node: a terabyte at a gigabyte a second, nearly."""
+"""Seconds for a copy from another node: almost a terabyte at 1 GB/s."""
 
 CHECK_LIMIT: Final = 300.0
-"""Seconds for the saver to compare a shard: more than a terabyte takes, and less than a rank waits
-for the answer."""
+"""Seconds for the saver to compare a shard: enough for more than a terabyte, and less than the time
+that a rank waits for the answer."""
 
 MAX_ASKED: Final = 16384
-"""Shards that one generation asks for; each local rank needs those of a few others at most."""
+"""Shards that one generation may request; each local rank needs those of a few other ranks at
+most."""
 
 MAX_REASON: Final = 1000
-"""Characters of a reason that the master is told."""
+"""Maximum characters of a reason sent to the master."""
 
 MAX_ORDERS: Final = 64
-"""To replicate, that wait; each names another node, and of another step than theirs none waits."""
+"""Maximum number of pending Replicate orders. Each names another node; all are for the same
+step."""
 
 _NOTHING: Final = (-1, -1, -1)
 
 
 class Absent(Exception):
-    """A shard cannot be had; a sentence."""
+    """A shard is not available; the text is a sentence."""
 
 
 class Shards:
-    """Of the present generation."""
+    """The shards of the current generation."""
 
     def __init__(self, store: SnapshotStore) -> None:
         self._store = store
@@ -71,7 +72,7 @@ class Shards:
         self.restore: m.Restore | None = None
 
     def begin(self, start: m.Start) -> None:
-        """A new generation; what was asked for by the last one is of no use."""
+        """Start a new generation; requests of the last one are dropped."""
         self.end()
         self.restore = start.restore
         self._bad.clear()
@@ -80,7 +81,7 @@ class Shards:
             self.compare()
 
     def end(self) -> None:
-        """Nobody asks any more."""
+        """The ranks have exited: drop all requests."""
         self._questions.close()
         self._work.close()
         self._checks.clear()
@@ -88,7 +89,7 @@ class Shards:
         self.let_copies_go()
 
     def let_copies_go(self) -> None:
-        """What was fetched is not needed any more."""
+        """Drop fetched copies that are no longer needed."""
         for task in self._copies.values():
             task.cancel()
         self._copies.clear()
@@ -96,15 +97,15 @@ class Shards:
             self._store.drop(held)
 
     def compare(self) -> None:
-        """Have all that lies here of the chosen snapshot compared with its hashes."""
+        """Compare all local shards of the chosen snapshot with their hashes."""
         if self.restore is not None:
             name, step = self.restore.round, self.restore.step
             for held, snapshot, _ in self._store.inventory.all_of(name, step):
-                if held.replica < 0:  # of those only what is asked for
+                if held.replica < 0:  # replicas are only compared on request
                     self._check(held, snapshot)
 
     def ask_again(self) -> None:
-        """To a master that may not have heard it."""
+        """Repeat open queries to a master that may have missed them."""
         for rank, answer in self._holders.items():
             if not answer.done():
                 self._where(rank)
@@ -112,19 +113,19 @@ class Shards:
     # ------------------------------------------------------------ what ranks ask
 
     def is_here(self, rank: int) -> bool:
-        """Whether this rank's own shard lies on this node."""
+        """Whether this rank's own shard is on this node."""
         return self._find_here(rank) is not None
 
     def want(self, peer: Peer, rank: int) -> None:
-        """WantShard; answered with ShardHere."""
+        """Handle WantShard; the answer is ShardHere."""
         self._spawn(peer, self._bring(peer, rank))
 
     def is_whole(self, peer: Peer, rank: int) -> None:
-        """IsWhole; answered with Whole."""
+        """Handle IsWhole; the answer is Whole."""
         self._spawn(peer, self._answer_whole(peer, rank))
 
     def cannot(self, rank: int, reason: str) -> None:
-        """CannotRestore: this shard does not count any more, for us and for the master."""
+        """Handle CannotRestore: neither we nor the master use this shard any more."""
         if self.restore is None or rank in self._bad or len(self._bad) >= MAX_ASKED:
             return
         self._bad.add(rank)
@@ -132,7 +133,7 @@ class Shards:
         self.bad(self.restore.round, self.restore.step, whose, reason)
 
     def bad(self, round: RoundName, step: int, rank: int, reason: str) -> None:
-        """A shard is not what was written, or cannot be had."""
+        """A shard is corrupt or unavailable: withdraw it and notify the master."""
         logger.warning("step %d of rank %d cannot be used: %s", step, rank, one_line(reason))
         mine = self._store.inventory.find(round, step, rank)
         if mine is not None:
@@ -141,7 +142,7 @@ class Shards:
         self._store.link.say(m.ShardBad(round, step, rank, reason[:MAX_REASON]))
 
     def holder(self, order: m.Holder) -> None:
-        """The master's answer to WhereIs."""
+        """Handle the master's answer to WhereIs."""
         answer, restore = self._holders.get(order.rank), self.restore
         if answer is None or answer.done() or restore is None:
             return
@@ -185,7 +186,7 @@ class Shards:
         return held, snapshot, order.holds
 
     async def _ask(self, rank: int) -> m.Holder:
-        """Who holds it, as the master says. Absent."""
+        """Ask the master who holds it. Absent."""
         if rank not in self._holders:
             if len(self._holders) >= MAX_ASKED:
                 raise Absent(f"more than {MAX_ASKED} shards were asked for")
@@ -203,7 +204,7 @@ class Shards:
             self._store.link.say(m.WhereIs(self.restore.round, self.restore.step, rank))
 
     async def _fetch(self, order: m.Holder) -> Held | str:
-        """A copy in memory of its own, or why there is none."""
+        """A copy in a new segment, or the reason for none."""
         assert order.saver is not None
         segments, savers = self._store.segments, self._store.savers
         key = segments.new_key()
@@ -232,7 +233,7 @@ class Shards:
         given = self._given.get(rank)
         if given is None:
             peer.send(s.Whole(rank, False, f"rank {rank}'s shard was not given"))
-        elif given[0].passing:  # it was compared on its way
+        elif given[0].passing:  # it was compared during the transfer
             peer.send(s.Whole(rank, True, ""))
         else:
             ok, reason = await asyncio.shield(self._check(given[0], given[1]))
@@ -253,7 +254,7 @@ class Shards:
             text = f"nothing was compared: {why}"
             logger.warning("step %d goes unverified: %s", snapshot.step, one_line(text))
             return True, text
-        if answer.ok and answer.reason:  # it was not hashed before its ranks died
+        if answer.ok and answer.reason:  # its ranks died before it was hashed
             logger.info("step %d goes unverified: %s", snapshot.step, one_line(answer.reason))
         return answer.ok, answer.reason
 
@@ -274,22 +275,22 @@ class Shards:
 
 
 class Replicator:
-    """Those of this node."""
+    """The replicas on this node."""
 
     def __init__(self, store: SnapshotStore) -> None:
         self._store = store
         self._tasks = Tasks(logger.error)
         self._known: set[tuple[RoundName, int | None]] = set()
         self._orders: list[m.Replicate] = []
-        self._ranks: set[int] = set()  # that the newest orders name
+        self._ranks: set[int] = set()  # ranks in the newest orders
         self._newest: tuple[RoundName, int] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._untidy = False  # a copy was under way when something could have gone
+        self._untidy = False  # tidy was called during a copy
         self.wanted = False
-        """Whether the ranks of this node want them."""
+        """Whether the ranks of this node want replicas."""
 
     def begin(self, start: m.Start) -> None:
-        """A new generation of the ranks: orders of the last one are of no use."""
+        """A new generation of ranks: drop orders of the last one."""
         self._known = {(start.round, None)}
         if start.restore is not None:
             self._known.add((start.restore.round, start.restore.step))
@@ -299,12 +300,12 @@ class Replicator:
         self._untidy = False  # this generation has no whole step yet
 
     def close(self) -> None:
-        """The agent ends."""
+        """The agent ends: stop copying."""
         self._orders.clear()
         self._tasks.close()
 
     def obey(self, order: m.Replicate) -> None:
-        """Copy what is not here yet; the same order again is answered again."""
+        """Copy what is not here yet; a repeated order gets the same answer again."""
         name = (order.round, order.step)
         if not self._is_known(*name):
             self._store.link.say(m.NotReplicated(*name, "its ranks are of another round"))
@@ -313,7 +314,7 @@ class Replicator:
             self._newest = name
             self._orders.clear()
             self._ranks.clear()
-            self._untidy = False  # what older orders have copied stays until this step counts
+            self._untidy = False  # older replicas stay until this step is whole
         self._ranks.update(order.ranks)
         if len(self._orders) < MAX_ORDERS and order not in self._orders:
             self._orders.append(order)
@@ -321,14 +322,15 @@ class Replicator:
             self._task = self._tasks.start(self._work(), "copying from another node")
 
     def tidy(self) -> None:
-        """The present generation has a whole step of its own: what no order names any more can go,
-        and what a rank had before its state was laid out anew. While a copy is under way nothing
-        does: it goes at the end of that."""
+        """Drop replicas that are no longer needed, once the current generation has a whole step.
+
+        These are replicas that no order names any more, and those of a rank whose state has a new
+        layout since. During a copy this is postponed to its end."""
         self._untidy = self._task is not None
         if self._untidy:
             return
         held = [one for one in self._store.segments.held if one.replica >= 0]
-        newest: dict[int, tuple[int, int, int]] = {}  # by the rank that it is of
+        newest: dict[int, tuple[int, int, int]] = {}  # by rank
         for one in held:
             newest[one.replica] = max(_newest(one), newest.get(one.replica, _NOTHING))
         gone = [
@@ -354,7 +356,7 @@ class Replicator:
             self.tidy()
 
     async def _copy(self, order: m.Replicate) -> None:
-        """All that it names."""
+        """Copy all ranks that the order names."""
         self._store.inventory.learn(order.round, order.world_size)
         rows = zip(order.ranks, order.contents, strict=True)
         reasons = await asyncio.gather(*(self._copy_one(order, *row) for row in rows))
@@ -365,7 +367,7 @@ class Replicator:
         self._store.report.changed()
 
     async def _copy_one(self, order: m.Replicate, rank: int, content: int) -> str:
-        """What one rank has; why it could not be copied, "" if it was or is here already."""
+        """Copy one rank's snapshot; returns why that failed, "" if it is here."""
         segments, savers = self._store.segments, self._store.savers
         if self._store.inventory.find(order.round, order.step, rank) is not None:
             return ""
@@ -391,18 +393,18 @@ class Replicator:
         if held.gone:
             return "it was dropped meanwhile"
         if done.ok and not self._is_known(order.round, order.step):
-            held.segment.withdraw(slot)  # of a step that a later generation has gone back behind
+            held.segment.withdraw(slot)  # a later generation has restored from an earlier step
         held.written = held.written or done.ok
         self._store.report.changed()
         return "" if done.ok else done.reason
 
     def _is_known(self, name: RoundName, step: int) -> bool:
-        """Whether the present generation knows this step: its own, or what it goes on from."""
+        """Whether this step belongs to the current generation, or is the one it restores from."""
         return bool(self._known & {(name, None), (name, step)})
 
 
 def _slot(held: Held) -> int | None:
-    """Where the next snapshot goes: never over the newest one, nor over one that is needed."""
+    """The slot for the next snapshot: never that of the newest one, nor a pinned one."""
     found = sorted(held.snapshots(), key=_age)
     taken = {snapshot.slot for snapshot in found}
     empty = [slot for slot in range(held.segment.slots) if slot not in taken]
@@ -413,7 +415,7 @@ def _slot(held: Held) -> int | None:
 
 
 def _newest(held: Held) -> tuple[int, int, int]:
-    """The age of what was copied there last."""
+    """The age key of the newest snapshot there."""
     return max(map(_age, held.snapshots()), default=_NOTHING)
 
 

@@ -1,10 +1,10 @@
-"""The folder on a tmpfs where a node keeps its segments, and who may touch it. All of it blocks.
+"""The folder on a tmpfs that contains a node's segments, with its ownership. All functions block.
 
-Its name says whose it is: user, job, node. An agent holds its lock (flock) for as long as it lives,
-so a folder whose lock is free has lost its agent: the next agent of the same node adopts what lies
-there. Agents of other jobs mark it when they find it so, and remove it some time later: at once if
-the machine was started anew since, for what is not on a tmpfs may be torn then. Nothing here is at
-a path that two jobs share.
+Its name contains the user, job and node. An agent holds its flock for its lifetime, so a folder
+with a free lock has lost its agent, and the next agent of the same node adopts the content. Agents
+of other jobs mark such a folder and remove it some time later. They remove it at once if the
+machine has rebooted since, because files that are not on a tmpfs may then be torn. No two jobs
+share a path.
 """
 
 from __future__ import annotations
@@ -31,49 +31,50 @@ from elasticrun.wire.types import RoundName, typed
 DEFAULT_BASE: Final = "/dev/shm"
 
 MOST_ALIKE: Final = 8
-"""Folders of one node that are tried; another agent that calls itself the same holds the others."""
+"""Folders per node that are tried; the others are held by agents with the same node name."""
 
 MAX_LIVES: Final = 256
-"""Rounds of which snapshots may lie here; each local rank has a few slots."""
+"""Rounds whose snapshots may be here; each local rank has a few slots."""
 
 MAX_LIVES_BYTES: Final = 4 * 1024 * 1024
 
 LOOK_LIMIT: Final = 60.0
-"""Seconds for one look at what others have left; the kernel takes a while to free gigabytes."""
+"""Seconds for one scan for leftovers of other agents; the kernel takes a while to free
+gigabytes."""
 
 MAX_FILES: Final = 65536
-"""Entries that are looked at in one folder."""
+"""Maximum number of entries scanned per folder."""
 
 LOCK: Final = "lock"
 LIVES: Final = "lives.json"
 ORPHAN: Final = "orphan"
-"""Its time is when another agent found that this folder had lost its own."""
+"""Its mtime is the time when another agent found that the folder had lost its agent."""
 
 _OR_NONE: Final = ("from_step", "rewound_from", "base")
-"""Fields of a `LocalRound` of which -1 says that there is none."""
+"""Fields of a `LocalRound` in which -1 means none."""
 
 _NAME: Final = re.compile(r"(r?)(\d{1,7})-([0-9a-f]{16})-(\d{1,9})")
 
 
 class NotOurFolder(OSError):
-    """There is something at that path, and it is not a folder of this user; a sentence."""
+    """The path exists, and is not a folder of this user; the text is a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentFile:
-    """A file of a segment."""
+    """A segment's file."""
 
     path: str
-    local_rank: int  # -1: another node's rank
-    replica: int  # that rank; -1: none
+    local_rank: int  # -1: a replica
+    replica: int  # the rank that it replicates; -1: none
     layout: int  # Layout.key
     serial: int
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRound:
-    """What a snapshot's record does not say of its round: one generation of the local ranks, its
-    place in the round, where its checkpoints go, and what it had gone on from."""
+    """What a snapshot's record does not say about its round: a generation of the local ranks, its
+    place in the round, its checkpoint folder, and the snapshot that it restored from."""
 
     term: int
     number: int
@@ -81,20 +82,20 @@ class LocalRound:
     first_rank: int
     world_size: int
     nproc: int
-    folder: str = ""  # an absolute path or a URL; "" until a rank has said it
+    folder: str = ""  # an absolute path or a URL; "" until a rank has reported it
     keep_last: int = 0
     keep_every: int = 0
-    from_term: int = 0  # the round of the snapshot that it had gone on from
+    from_term: int = 0  # the round of the snapshot that it restored from
     from_number: int = 0
     from_nonce: str = ""
-    from_step: int = -1  # -1: it had gone on from none
+    from_step: int = -1  # -1: it restored from none
     from_world_size: int = 0
     rewound_from: int = -1  # as in LastRound
-    base: int = -1  # the step that its ranks went on from, wherever they found it; -1: not known
+    base: int = -1  # the step its ranks restored from, from any source; -1: unknown
 
     @classmethod
     def of(cls, start: Start, nproc: int) -> LocalRound:
-        """That of ranks which are about to start."""
+        """The record for ranks that are about to start."""
         name = start.round
         life = cls(name.term, name.number, name.nonce, start.first_rank, start.world_size, nproc)
         if (on := start.restore) is not None:
@@ -110,7 +111,7 @@ class LocalRound:
 
     @property
     def restore(self) -> Restore | None:
-        """The snapshot that it had gone on from."""
+        """The snapshot that it restored from."""
         if self.from_step < 0:
             return None
         name = RoundName(self.from_term, self.from_number, self.from_nonce)
@@ -126,13 +127,13 @@ class LocalRound:
 
 
 class SegmentFolder:
-    """One node's folder, locked. Made by `take`."""
+    """One node's folder, locked. Created by `take`."""
 
     def __init__(self, path: str, lock: int, prefix: str) -> None:
         self.path = path
         self._lock = lock
-        self._prefix = prefix  # of the folders of this job's other nodes
-        self.torn = False  # what lay here was of before this machine's last start
+        self._prefix = prefix  # prefix of the folders of this job's other nodes
+        self.torn = False  # the content was from before the last reboot
         if _is_of_another_boot(lock):
             self.torn = True
             _clear(path)
@@ -141,12 +142,12 @@ class SegmentFolder:
             os.unlink(os.path.join(path, ORPHAN))
 
     def file(self, local_rank: int, layout: int, serial: int, replica: int = -1) -> str:
-        """The path of a segment; `replica`: the rank of another node that it is for."""
+        """The path of a segment; `replica`: the rank of another node that it copies."""
         whose = f"r{replica}" if replica >= 0 else str(local_rank)
         return os.path.join(self.path, f"{whose}-{layout:016x}-{serial}")
 
     def files(self) -> Iterator[SegmentFile]:
-        """Each segment that lies here."""
+        """All segments in this folder."""
         for name in sorted(os.listdir(self.path))[:MAX_FILES]:
             if found := _NAME.fullmatch(name):
                 rank, layout = int(found[2]), int(found[3], 16)
@@ -154,7 +155,7 @@ class SegmentFolder:
                 yield SegmentFile(os.path.join(self.path, name), *whose, layout, int(found[4]))
 
     def lives(self) -> list[LocalRound]:
-        """The rounds that the last agent has noted; [] where nothing can be read."""
+        """The rounds that the previous agent has noted; [] if they cannot be read."""
         try:
             with open(os.path.join(self.path, LIVES), "rb") as file:
                 rows = json.loads(file.read(MAX_LIVES_BYTES))
@@ -163,7 +164,7 @@ class SegmentFolder:
             return []
 
     def note(self, lives: list[LocalRound]) -> None:
-        """Keep the newest rounds for an agent that comes after us. OSError."""
+        """Store the newest rounds for the next agent. OSError."""
         text = json.dumps([asdict(life) for life in lives[-MAX_LIVES:]])
         path = os.path.join(self.path, LIVES)
         with open(path + ".new", "w") as file:
@@ -171,12 +172,12 @@ class SegmentFolder:
         os.rename(path + ".new", path)
 
     def leave(self) -> None:
-        """Let another agent have it, as it is."""
+        """Release the folder with its content, for another agent."""
         os.close(self._lock)
 
     def remove(self, *, job_over: bool) -> None:
-        """Give it back; with the job over, also those of its nodes on this host whose agents were
-        killed and never came again."""
+        """Remove the folder. If the job is over, also remove the folders of its other nodes on this
+        host whose agents were killed and did not return."""
         _remove(self.path)
         os.close(self._lock)
         if job_over:
@@ -185,8 +186,8 @@ class SegmentFolder:
 
 
 def take(base: str, job_id: str, node: str, *, make: bool) -> SegmentFolder | None:
-    """The locked folder of this node; without `make` only one that its last agent has left, None if
-    there is none. A name that somebody else has taken is passed over. OSError."""
+    """Lock the folder of this node. Without `make`, only one that its last agent has left; None if
+    there is none. A path that belongs to another user is skipped. OSError."""
     ours = _ours(job_id)
     taken: list[NotOurFolder] = []
     for number in range(MOST_ALIKE):
@@ -209,15 +210,15 @@ def take(base: str, job_id: str, node: str, *, make: bool) -> SegmentFolder | No
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """Folders that were removed, and the seconds until the next one may be; None: there is none."""
+    """The number of removed folders, and seconds until the next may be removed; None: no other."""
 
     removed: int
     due: float | None
 
 
 def clean(base: str, job_id: str, grace: float, now: float) -> Cleaned:
-    """Remove what agents of other jobs of this user have left that were killed, once one of us has
-    found it `grace` seconds ago. `now`: by the clock of files."""
+    """Remove what killed agents of this user's other jobs have left, once an agent has marked it
+    for `grace` seconds. `now`: by the clock of the file system."""
     mine, ours = f"elasticrun-{os.getuid()}-", _ours(job_id)
     waits: list[float] = []
 
@@ -234,11 +235,11 @@ def clean(base: str, job_id: str, grace: float, now: float) -> Cleaned:
 
 
 def _orphaned_for(path: str, now: float) -> float:
-    """Seconds since one of us found that this folder had lost its agent; 0.0: it is found now."""
+    """Seconds since an agent marked this folder as orphaned; 0.0: it is marked now."""
     mark = os.path.join(path, ORPHAN)
     with contextlib.suppress(OSError):
         age = now - os.stat(mark, follow_symlinks=False).st_mtime
-        if age >= 0:  # else the clock was set back meanwhile
+        if age >= 0:  # otherwise the clock was set back
             return age
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.suppress(OSError):
@@ -248,7 +249,7 @@ def _orphaned_for(path: str, now: float) -> float:
 
 
 def _boot() -> bytes:
-    """Names the time since this machine's last start; b"" where the kernel does not say."""
+    """The machine's boot id; b"" if unknown."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
         return file.read(64).strip()
     return b""
@@ -268,9 +269,9 @@ def _is_of_another_boot(lock: int) -> bool:
 
 
 def _lock(path: str) -> int | None:
-    """The lock of this folder, made where there was none; None if another agent holds it. OSError,
-    also where the folder is somebody else's."""
-    for _ in range(3):  # its remover may have been quicker than us, though not for ever
+    """Lock this folder, and create it if necessary; None if another agent holds it. OSError, also
+    if another user owns the folder."""
+    for _ in range(3):  # another agent may be removing it, but not forever
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         found = os.lstat(path)
@@ -300,8 +301,8 @@ def _remove_free(
     wanted: Callable[[str], bool],
     is_over: Callable[[str, int], bool] = lambda path, lock: True,
 ) -> int:
-    """Remove the folders here that are `wanted(name)`, that no agent holds, and that `is_over(path,
-    lock)`; how many that was."""
+    """Remove the folders for which `wanted(name)` and `is_over(path, lock)` hold and which no agent
+    holds; returns how many."""
     removed = 0
     pattern = re.compile(rf"elasticrun-{os.getuid()}-[0-9a-f]{{12}}-[0-9a-f]{{12}}\.\d")
     with contextlib.suppress(OSError):
@@ -322,7 +323,7 @@ def _remove_free(
 
 
 def _clear(path: str) -> None:
-    """Remove all that lies there but the lock."""
+    """Remove everything except the lock."""
     for name in os.listdir(path):
         if name != LOCK:
             with contextlib.suppress(OSError):
@@ -330,7 +331,8 @@ def _clear(path: str) -> None:
 
 
 def _remove(path: str) -> None:
-    """While its lock is held; the lock goes last, so that who waits for it finds another one."""
+    """Remove the folder under its lock. The lock file goes last, so that a waiter then finds
+    another inode."""
     with contextlib.suppress(OSError):
         _clear(path)
     with contextlib.suppress(OSError):
@@ -356,9 +358,10 @@ def _hash(text: str) -> str:
 
 
 class Orphans:
-    """What killed agents of other jobs of this user have left in the folder `base`: looked at when
-    this agent starts, and again when the time of the next one is over (`config.ORPHAN_GRACE`).
-    Belongs to the loop's thread, but for `look`."""
+    """What killed agents of this user's other jobs have left in the folder `base`.
+
+    It is scanned when this agent starts, and again when the grace period of the next folder has
+    passed (`config.ORPHAN_GRACE`). Used in the loop's thread, except `look`."""
 
     def __init__(self, base: str, job_id: str) -> None:
         self._base = base
@@ -367,19 +370,19 @@ class Orphans:
         self._tasks = Tasks(logger.error)
 
     def look(self, grace: float | None = None) -> Cleaned:
-        """Remove those whose time is over; blocks."""
+        """Remove folders whose grace period has passed; blocks."""
         grace = config.ORPHAN_GRACE if grace is None else grace
         return clean(self._base, self._job_id, grace, time.time())
 
     def again(self, due: float | None) -> None:
-        """Look again in so many seconds; None: there is nothing to look for."""
+        """Scan again in `due` seconds; None: nothing is left."""
         self._timer.cancel()
         if due is not None:
             what = "looking for killed agents' snapshots"
             self._timer.after(due, lambda: self._tasks.start(self._look_again(), what))
 
     async def make_room(self) -> bool:
-        """There is no room without what they have left: whether there was any of it."""
+        """Remove orphans at once because there is no space; returns whether there were any."""
         try:
             found = await in_thread(lambda: self.look(0.0), limit=LOOK_LIMIT, name="orphans")
         except (OSError, TimeoutError):
@@ -392,7 +395,7 @@ class Orphans:
         return found.removed > 0
 
     def close(self) -> None:
-        """This agent ends; the next one looks."""
+        """This agent ends; the next one scans again."""
         self.again(None)
         self._tasks.close()
 
@@ -400,5 +403,5 @@ class Orphans:
         try:
             found = await in_thread(self.look, limit=LOOK_LIMIT, name="orphans")
         except (OSError, TimeoutError):
-            return  # a folder that does not answer is the next agent's
+            return  # left to the next agent
         self.again(found.due)

@@ -1,10 +1,10 @@
-"""One generation of this node's ranks, as far as their snapshots go.
+"""One generation of this node's ranks, with respect to their snapshots.
 
-Who speaks for each rank, which segment it was given, what it has committed there, and the words of
-the segments' control pages, by which ranks are told what is whole, what never will be, and which
-step to save because a node leaves. A rank writes there which step it is at; so nobody waits for
-anybody. What frees a slot is written there by this agent alone, so a rank that waits for room need
-not look again and again.
+It knows which process speaks for each rank, its segment, and what it has committed there. It writes
+the words of the segments' control pages, by which ranks learn which steps are whole, which never
+will be, and which step to save because a node leaves. A rank writes its current step there. So no
+process waits for another. Only this agent frees slots, so a rank that waits for one does not have
+to poll.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from elasticrun.wire import env, messages as m, snapshots as s
 from elasticrun.wire.messages import MAX_MARGIN, Start
 
 FOLDER_MOST: Final = 4096
-"""Characters of the path or URL of a folder of checkpoints."""
+"""Maximum characters of a checkpoint folder's path or URL."""
 
 MOST_FAILED: Final = 16
-"""Steps of a rank of which it is known that it could not save them."""
+"""Steps per rank for which a failed save is remembered."""
 
 MUTE_AFTER: Final = 2.0
-"""Seconds without a connection, after which a rank that has not ended by then is taken for one that
-saves nothing any more."""
+"""Seconds without a connection after which a rank that is still running counts as not saving any
+more."""
 
 BROKEN: Final = "it is not connected to its agent any more"
 
 LEAST_MARGIN: Final = 2
-"""Steps from the newest one to the one that is asked for, at least."""
+"""Minimum number of steps between the newest step and the requested one."""
 
 WORD: Final = 0.5
-"""Seconds in which word of it comes to every rank, with much to spare."""
+"""Seconds for the request to reach every rank, with a large margin."""
 
 LEAST_TIME: Final = 0.1
-"""Seconds from which on a pace is believed."""
+"""Minimum measured seconds for a pace to be used."""
 
 MOST_MISSED: Final = 64
-"""Steps that ranks may say they have missed; the master names a few at most."""
+"""Maximum number of missed steps reported; the master requests only a few."""
 
 MAY_PUT_OFF: Final = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""Death signals that ranks put off until their state is saved."""
+"""Death signals that ranks defer until their state is saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """The process that speaks for a local rank: the first that did so. It need not be the one that
-    was started, which may be a shell around it. Another one is a child, say an evaluation, whose
-    state is not the rank's."""
+    """The process that speaks for a local rank: the first one that introduced itself.
+
+    It need not be the one that was started, which may be a shell around it. Any other process is a
+    child, such as an evaluation, whose state is not the rank's."""
 
     pid: int
-    pidfd: int  # -1: nobody comes after it
+    pidfd: int  # -1: no other process can replace it
 
     @classmethod
     def of(cls, pid: int) -> Speaker:
-        """Without a pidfd where there is none to be had, and for a process with a session of its
-        own, as every one has that we start for a rank: that rank ends with it.
-        ProcessLookupError."""
+        """Without a pidfd if none is available, or if the process leads its own session, as each
+        one does that we start for a rank: the rank ends with it. ProcessLookupError."""
         try:
             return cls(pid, -1 if os.getsid(pid) == pid else os.pidfd_open(pid))
         except ProcessLookupError:
@@ -77,7 +77,7 @@ class Speaker:
             return cls(pid, -1)
 
     def has_ended(self) -> bool:
-        """False where nobody can tell."""
+        """False if unknown."""
         if self.pidfd < 0:
             return False
         look = select.poll()
@@ -95,54 +95,54 @@ class LocalRank:
 
     peer: Peer | None = None
     speaker: Speaker | None = None
-    held: Held | None = None  # given in this generation
-    giving: Peer | None = None  # is being given one now
-    waits: tuple[Peer, Held, int] | None = None  # for room (NONE), or until that step is whole
-    step: int | None = None  # committed last
+    held: Held | None = None  # its segment in this generation
+    giving: Peer | None = None  # the peer that is being given one
+    waits: tuple[Peer, Held, int] | None = None  # for a slot (NONE), or until a step is whole
+    step: int | None = None  # last committed
     skipped: int = 0  # snapshots
-    put_off: tuple[int, ...] = ()  # signals that do not end it any more
-    silent: bool = False  # it does not speak with this agent any more
-    mute: bool = False  # it still runs, and nobody hears what it does
+    put_off: tuple[int, ...] = ()  # signals that no longer end it
+    silent: bool = False  # it no longer talks to this agent
+    mute: bool = False  # it is running without a connection
     failed: dict[int, str] = field(default_factory=dict)  # steps that it could not save, and why
 
     def has_come(self) -> bool:
-        """What it waits for."""
+        """Whether its wait is over."""
         assert self.waits is not None
         _, held, whole = self.waits
-        if whole != NONE:  # or a later step is to be saved instead
+        if whole != NONE:  # or a later step is requested
             return held.segment.watermark >= whole or held.segment.save_at > whole
         return held.segment.free_slot() is not None
 
 
 class Generation:
-    """From the start of the ranks on; without a `start` none was started yet."""
+    """The state of the ranks since their start; without `start`, none has started yet."""
 
     def __init__(self, nproc: int, start: Start | None = None) -> None:
         self.start = start
         self.ranks = [LocalRank() for _ in range(nproc)]
         self.living = start is not None
-        """Its ranks may still write."""
+        """Whether its ranks may still write."""
         self.put_back = False
-        """One of them has put back what their Start named."""
+        """Whether one of them has restored the snapshot that their Start named."""
         self.watermark = self.given_up = NONE
         self.resumed = False
-        """Whether the watermark is a step of this very generation."""
+        """Whether the watermark is a step of this generation."""
 
     def close(self) -> None:
-        """Another one begins, or none will."""
+        """End this generation."""
         for rank in self.ranks:
             if rank.speaker is not None:
                 rank.speaker.close()
                 rank.speaker = None
 
     def held(self) -> list[Held]:
-        """The segments that its ranks were given and that still are."""
+        """The segments of its ranks that still exist."""
         return [one.held for one in self.ranks if one.held is not None and not one.held.gone]
 
     # ------------------------------------------------------------ who speaks
 
     def refusal(self, here: s.RankHere, pid: int) -> str:
-        """Why this process is not heard, in a clause; "" if it speaks for a rank of ours."""
+        """Why this process is rejected, in a clause; "" if it may speak for one of our ranks."""
         start = self.start
         if here.version != VERSION:
             return f"its segments are of version {here.version}, ours of {VERSION}"
@@ -169,17 +169,17 @@ class Generation:
     # ------------------------------------------------------------ the control pages
 
     def show(self, held: Iterable[Held]) -> None:
-        """Write which step is whole, and which ones never will be, into these segments."""
+        """Write the watermark, and the steps given up, into these segments."""
         for one in held:
             one.segment.watermark = self.watermark
             one.segment.given_up = self.given_up
 
     def go_on_from(self, step: int) -> None:
-        """NONE: from nothing in memory."""
+        """Set the step that is restored from; NONE: no snapshot in memory."""
         self.watermark, self.given_up, self.resumed = step, NONE, False
 
     def rise(self, step: int) -> bool:
-        """This step of its own is whole; whether that is news."""
+        """A step of this generation is whole; returns whether that is new."""
         if step < 0 or (step <= self.watermark and self.resumed):
             return False
         self.watermark, self.resumed = step, True
@@ -187,7 +187,8 @@ class Generation:
         return True
 
     def give_up(self, step: int) -> bool:
-        """Steps above the watermark up to this one will never be whole; whether that is news."""
+        """Steps above the watermark up to this one will never be whole; returns whether that is
+        new."""
         if step <= max(self.watermark, self.given_up):
             return False
         self.given_up = step
@@ -197,7 +198,7 @@ class Generation:
     # ------------------------------------------------------------ what they hold
 
     def committed(self, local_rank: int, said: s.Committed) -> tuple[Held, Snapshot] | None:
-        """The segment and the snapshot, if it stands there."""
+        """The segment and the snapshot, if the segment has it."""
         rank = self.ranks[local_rank]
         held = rank.held
         if held is None or held.gone or not 0 <= said.slot < held.segment.slots:
@@ -210,7 +211,7 @@ class Generation:
         return held, snapshot
 
     def cannot(self, local_rank: int, step: int, reason: str) -> bool:
-        """This rank could not save that step; whether that is news."""
+        """This rank could not save that step; returns whether that is new."""
         rank = self.ranks[local_rank]
         if step < 0 or step in rank.failed or (rank.step is not None and rank.step >= step):
             return False
@@ -238,26 +239,28 @@ class Generation:
         }
 
     def steps(self) -> list[int]:
-        """Those that its ranks have committed last."""
+        """The steps that its ranks have committed last."""
         return [one.step for one in self.ranks if one.step is not None]
 
     def newest(self) -> int:
-        """The newest step that one of its ranks has come to, also one that has ended; NONE:
+        """The newest step that any of its ranks has reached, also one that has exited; NONE:
         unknown."""
         return max((held.segment.current for held in self.held()), default=NONE)
 
     def went_on(self) -> m.WentOn | None:
-        """How far its ranks, when they are gone, have trained on from memory; None: not at all."""
+        """How far its ranks, after their exit, had trained since restoring from memory; None: no
+        progress."""
         start = self.start
         if start is None or start.restore is None or self.living or not self.put_back:
             return None
         step = self.newest()
         return m.WentOn(start.round, step) if step > start.restore.step else None
 
-    # ------------------------------------------------------------ ranks that wait for room
+    # ------------------------------------------------------------ ranks that wait for a slot
 
     def await_room(self, peer: Peer, local_rank: int, whole: int) -> None:
-        """Its newest question counts; it is answered with RoomThere, at once or later."""
+        """Register its wait; the newest request counts. The answer is RoomThere, at once or
+        later."""
         held = self.ranks[local_rank].held
         if held is None:
             peer.break_off("it waits for a slot, and has no segment")
@@ -266,7 +269,7 @@ class Generation:
         self.look()
 
     def look(self) -> None:
-        """Something was written into control pages: tell those whose wait is over."""
+        """Control pages have changed: notify ranks whose wait is over."""
         for rank in self.ranks:
             if rank.waits is None:
                 continue
@@ -279,7 +282,7 @@ class Generation:
 
 
 def _not_its_speaker(rank: LocalRank, pid: int) -> str:
-    """Why this process is not heard for that rank, in a clause; "" if it speaks for it."""
+    """Why this process may not speak for that rank, in a clause; "" if it may."""
     first = rank.speaker
     if first is not None and first.pid != pid:
         if not first.has_ended():
@@ -298,30 +301,30 @@ def _not_its_speaker(rank: LocalRank, pid: int) -> str:
 
 
 class Drain:
-    """This node leaves, or another one: which step its ranks are at, and which one all ranks are
-    asked to save."""
+    """A node leaves: the current step of this node's ranks, and the step that all ranks are to
+    save."""
 
     def __init__(self, config: AgentConfig, store: SnapshotStore) -> None:
         self._store = store
         names = set(MAY_PUT_OFF).intersection(config.signals_to_handle)
         self.signals = tuple(sorted(signal.Signals[name].value for name in names))
-        """Those that ranks are to put off."""
+        """The signals that ranks defer."""
         if config.departure_grace <= 0:
             self.signals = ()
         self.begin(Generation(config.nproc_per_node))
 
     def begin(self, generation: Generation) -> None:
-        """A new one."""
+        """Start a new generation."""
         self.generation = generation
         self._asked = NONE
-        self._told: dict[int, m.Missed] = {}  # by the step that was asked for
-        self._first: tuple[float, int] | None = None  # commit: when, of which step
-        self._began: tuple[float, int] | None = None  # training: when, after which step
+        self._told: dict[int, m.Missed] = {}  # by the requested step
+        self._first: tuple[float, int] | None = None  # first commit: time and step
+        self._began: tuple[float, int] | None = None  # start of training: time and the step before
 
     # ------------------------------------------------------------ ranks
 
     def began(self, step: int) -> None:
-        """A rank goes on from this step."""
+        """A rank continues from this step."""
         if self._began is None:
             self._began = (time.monotonic(), step)
 
@@ -334,7 +337,7 @@ class Drain:
         return signum in self.generation.ranks[local_rank].put_off
 
     def missed(self, said: s.StepMissed) -> None:
-        """A rank could not save the step that was asked for."""
+        """A rank could not save the requested step."""
         start = self.generation.start
         if start is None or said.asked < 0 or said.asked in self._told:
             return
@@ -345,7 +348,7 @@ class Drain:
     # ------------------------------------------------------------ the node
 
     def step(self) -> int:
-        """The newest that a rank is at; NONE: none of them can save its state."""
+        """The newest step of a rank; NONE: no rank can save its state."""
         steps = [
             one.held.segment.current
             for one in self.generation.ranks
@@ -355,7 +358,7 @@ class Drain:
         return max([first, *steps]) if steps else NONE
 
     def margin(self) -> int:
-        """Steps in which word comes to every rank, at the pace that they have kept."""
+        """Steps that pass until the request reaches every rank, at their measured pace."""
         since = self._first or self._began
         if since is None:
             return LEAST_MARGIN
@@ -365,7 +368,7 @@ class Drain:
         return min(max(LEAST_MARGIN, steps), MAX_MARGIN)
 
     def signalled(self, signum: int, *, death: bool) -> Signalled:
-        """What the brain is told of a signal to this agent."""
+        """The state machine's event for a signal to this agent."""
         name = signal.Signals(signum).name
         step = self.step() if death else NONE
         steps = (one.step for held in self._store.segments.held for one in held.snapshots())
@@ -374,8 +377,8 @@ class Drain:
         return Signalled(signum, name, death, step, self.margin(), held, fresh)
 
     def ask(self, order: m.SaveAt) -> None:
-        """All ranks save their first step from this one on. The same order again, of a master that
-        may not have heard that one could not, is answered again."""
+        """Ask all ranks to save their first step from this one on. A repeated order is answered
+        again if the step was missed, because the master may not know that."""
         start = self.generation.start
         if start is not None and order.round == start.round:
             self._asked = order.step
@@ -385,6 +388,6 @@ class Drain:
                 self._store.link.say(self._told[order.step])
 
     def show(self, local_rank: int, held: Held) -> None:
-        """This rank is given this segment: write it there."""
+        """Write the requested step into the segment that this rank is given."""
         self.generation.ranks[local_rank].silent = False
         held.segment.save_at = self._asked

@@ -1,14 +1,15 @@
-"""What this node holds of snapshots, what of it may go, and what the master is told.
+"""The inventory of this node's snapshots: what it holds, what can be removed, and the reports to
+the master.
 
-It is read from the segments themselves: a notice over a socket may be lost with its rank, what was
-committed may not. The master is told all of it each time, and not too often.
+It is read from the segments themselves: a message over a socket may be lost with its rank, a commit
+cannot. Each report contains the whole inventory, and reports are rate-limited.
 
-While ranks live, a step counts once all of them have committed it. Of ranks that are gone a step
-counts that only some have committed, unless there is one of the same round that all of them have:
-what belongs to a rank alone (its random numbers, its data loader) is in nobody else's.
+While ranks run, a step counts once all of them have committed it. After they have exited, a step
+that only some have committed also counts, unless all of them have another step of the same round:
+rank-local state (random numbers, the data loader) exists nowhere else.
 
-A slot has one word that says that it is pinned, and several reasons for that: that the present
-ranks go on from it, that it is being written out, that the ranks want it written out.
+A slot has one pin word, and there may be several reasons for it: the current ranks restore from it,
+it is being written out, or the ranks want it written out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from elasticrun.wire.snapshots import RankHere, Restored
 from elasticrun.wire.types import RoundName
 
 MOST_GAP: Final = 64
-"""Ranks between two of which a report lists replicas as one row: those between them have 0."""
+"""Maximum gap between two ranks whose replicas a report lists in one row; ranks in between have
+0."""
 
 _SAME_ON_RANKS: Final = {
     "folder": "folder",
@@ -42,43 +44,43 @@ _SAME_ON_RANKS: Final = {
 """Fields of RankHere in which the ranks of a node must agree, and the user's names for them."""
 
 CHOSEN: Final = "restore"
-"""What a slot is pinned for that the present generation goes on from."""
+"""The pin reason of a slot that the current generation restores from."""
 
 
 class Router(Protocol):
-    """Who has all parts of this node's snapshots."""
+    """The owner of all parts of this node's snapshots."""
 
     def tidy(self) -> None:
-        """Something is not needed any more: pins were taken away, or a step is whole."""
+        """Something may no longer be needed: pins were removed, or a step is whole."""
 
     def holdings(self) -> m.Holdings:
         """What this node holds now."""
 
     def nodes(self) -> int:
-        """How many the round has."""
+        """Number of nodes in the round."""
 
 
 class Inventory:
-    """The rounds whose snapshots may lie here."""
+    """The rounds whose snapshots may be on this node."""
 
     def __init__(self, segments: Segments, wanted: WantedSnapshots, nproc: int) -> None:
         self._segments = segments
         self._wanted = wanted
         self._nproc = nproc
         self._lives: dict[bytes, LocalRound] = {}
-        self._said: RankHere | None = None  # of the first rank of the present generation
+        self._said: RankHere | None = None  # of the first rank of the current generation
         self.reading: int | None = None
-        """The checkpoint that ranks of the present generation went on from; -1: none; None: they
-        have not said so yet, and may be reading any."""
+        """The checkpoint that ranks of the current generation restored from; -1: none; None: not
+        reported yet, so they may be reading any."""
         self.present: LocalRound | None = None
         """The newest generation of the local ranks."""
 
     def adopt(self, lives: Iterable[LocalRound]) -> None:
-        """Those of the agent before us."""
+        """Adopt the rounds of the previous agent."""
         self._lives = {life.key: life for life in lives}
 
     def begin(self, start: m.Start) -> None:
-        """A new generation; older ones of which nothing lies here are forgotten."""
+        """Start a new generation; forget older ones without a snapshot here."""
         life = LocalRound.of(start, self._nproc)
         self._lives.pop(life.key, None)
         self._lives[life.key] = self.present = life
@@ -89,8 +91,8 @@ class Inventory:
         self._lives = {key: kept for key, kept in self._lives.items() if key in needed}
 
     def told(self, here: RankHere) -> str:
-        """Where the checkpoints of the present generation go, and what is kept of them; a sentence
-        if this rank contradicts the first one, whose word stands."""
+        """Set the checkpoint folder and retention of the current generation. Returns a sentence if
+        this rank contradicts the first one, whose values stay in effect."""
         assert self.present is not None
         first = self._said
         if first is None:
@@ -112,20 +114,20 @@ class Inventory:
         return ""
 
     def restored(self, said: Restored) -> None:
-        """What came of the restore of a local rank."""
+        """Record the result of a local rank's restore."""
         self.reading = said.step if said.source == "storage" else -1
         if self.present is not None and said.looked:
             life = replace(self.present, base=said.step)
             self._lives[life.key] = self.present = life
 
     def elsewhere(self, name: RoundName, folder: str) -> str:
-        """Where checkpoints went of what lies here of this round, if that was not `folder`: it is
-        the state of another training. Else ""."""
+        """The checkpoint folder of this round's snapshots, if it differs from `folder`: then they
+        are another training's state. Else ""."""
         life = self.life(name)
         return "" if life is None or life.folder == folder else life.folder
 
     def committed(self, step: int) -> bool:
-        """There is a checkpoint of this step. Whether that has changed what `last` says."""
+        """A checkpoint of this step exists. Returns whether that has changed `last`."""
         life = self.present
         if life is None or step >= life.rewound_from:
             return False
@@ -133,7 +135,7 @@ class Inventory:
         return True
 
     def last(self) -> m.LastRound | None:
-        """The newest round whose ranks lived here, under an agent before this one too."""
+        """The newest round whose ranks ran here, also under an earlier agent."""
         lived = [life for life in self._lives.values() if life.nproc]
         if not lived:
             return None
@@ -141,14 +143,14 @@ class Inventory:
         return m.LastRound(life.name, life.world_size, life.restore, life.rewound_from)
 
     def lives(self) -> list[LocalRound]:
-        """All that are known, the newest last."""
+        """All known rounds, the newest last."""
         return list(self._lives.values())
 
     def life(self, name: RoundName) -> LocalRound | None:
         return self._lives.get(round_key(name))
 
     def learn(self, name: RoundName, world_size: int) -> None:
-        """A round in which no rank of this node took part, and of which it is to hold replicas."""
+        """Add a round without ranks of this node, for which it will hold replicas."""
         life = LocalRound(name.term, name.number, name.nonce, 0, world_size, 0)
         if life.key not in self._lives:
             if self.present is not None:
@@ -159,12 +161,12 @@ class Inventory:
     # ------------------------------------------------------------ single snapshots
 
     def find(self, name: RoundName, step: int, rank: int) -> tuple[Held, Snapshot] | None:
-        """The snapshot of this rank of (round, step), if it lies here."""
+        """The snapshot of this rank of (round, step), if it is here."""
         mine = [one for one in self.all_of(name, step) if one[2] == rank]
         return min(mine, key=lambda one: one[0].replica)[:2] if mine else None
 
     def all_of(self, name: RoundName, step: int) -> list[tuple[Held, Snapshot, int]]:
-        """Every snapshot of (round, step) that lies here, with its rank."""
+        """Every snapshot of (round, step) on this node, with its rank."""
         return [
             (held, snapshot, rank)
             for held, snapshot, life, rank in self.everything()
@@ -172,7 +174,7 @@ class Inventory:
         ]
 
     def everything(self) -> Iterator[tuple[Held, Snapshot, LocalRound, int]]:
-        """Every snapshot of a known generation that lies here, with its rank."""
+        """Every snapshot of a known generation on this node, with its rank."""
         for one in self._segments.held:
             for snapshot in one.snapshots():
                 life = self._lives.get(snapshot.round)
@@ -184,8 +186,10 @@ class Inventory:
     def holdings(
         self, *, living: bool, lack: Callable[[int], set[int]] = lambda step: set()
     ) -> tuple[m.Holding, ...]:
-        """All that is held, the newest first; `living`: ranks of the present generation may still
-        write. `lack`: those of them that could not save a step, without which it is told."""
+        """All that is held, the newest first.
+
+        `living`: ranks of the current generation may still write. `lack`: the ranks that could not
+        save a step; the step is reported without them."""
         held = self._segments.held
         contents = self._contents(held)
         if self.present is not None:
@@ -215,16 +219,18 @@ class Inventory:
         return max((step for (k, step), row in rows if k == key and 0 not in row), default=-1)
 
     def has_whole(self, held: Held, watermark: int) -> bool:
-        """Whether a step of the present generation lies in it that is whole over the job."""
+        """Whether it contains a step of the current generation that is whole in the job."""
         present = self.present
         return present is not None and any(
             one.round == present.key and one.step <= watermark for one in held.snapshots()
         )
 
     def passed_over(self, held: Iterable[Held], watermark: int) -> int:
-        """Ranks of the present generation hold different steps above the watermark, and one that
-        some have was passed over by others, so that it will never be whole: the newest step, below
-        all that every local rank holds, that may be given up; -1: none, or none was passed over."""
+        """The newest step that can be given up because it will never be whole; -1: none.
+
+        This applies if ranks of the current generation hold different steps above the watermark,
+        and some ranks have skipped a step that others have. The result is below all steps that
+        every local rank holds."""
         if self.present is None:
             return -1
         rows = [
@@ -240,9 +246,9 @@ class Inventory:
     # ------------------------------------------------------------ what may go
 
     def prune(self, restore: m.Restore | None, going_on: set[str]) -> None:
-        """While no rank lives: withdraw what is newer than what the new generation goes on from,
-        pin that, and set the words of the control pages. Pins that stay: `going_on`, and those of
-        what the ranks want written out."""
+        """While no rank is running: withdraw snapshots newer than the one to restore from, pin that
+        one, and reset the control pages. Pins with a reason in `going_on` stay, and those for
+        snapshots that the ranks want written out."""
         for one in self._segments.held:
             segment = one.segment
             for snapshot in one.snapshots():
@@ -262,15 +268,15 @@ class Inventory:
                 one.pin(chosen.slot, CHOSEN)
 
     def prunable(self, current: Sequence[Held | None], watermark: int) -> list[Held]:
-        """Segments of local ranks that nobody needs any more: of a layout that a rank has no more,
-        or of a local rank that is no more, since an agent before this one had more of them.
-        `current`: what each local rank was given in this generation."""
+        """Segments of local ranks that are no longer needed: those with a layout that the rank no
+        longer has, and those of a local rank that no longer exists (an earlier agent had more).
+        `current`: the segment of each local rank in this generation."""
         found: list[Held] = []
         for one in self._segments.held:
             beyond = one.local_rank >= len(current)
             now = current[one.local_rank] if one.local_rank >= 0 and not beyond else None
             if now is None and not beyond:
-                continue  # its rank has yet to ask for one
+                continue  # its rank has not asked for one yet
             if now is one or one.pinned():
                 continue
             heirs = [heir for heir in current if heir is not None] if now is None else [now]
@@ -279,7 +285,7 @@ class Inventory:
         return found
 
     def _contents(self, held: Iterable[Held]) -> dict[tuple[bytes, int], list[int]]:
-        """By (round, step): what each local rank of that round holds."""
+        """By (round, step): the content of each local rank of that round."""
         found: dict[tuple[bytes, int], list[int]] = {}
         for one in held:
             for snapshot in one.snapshots() if one.local_rank >= 0 else ():
@@ -291,7 +297,7 @@ class Inventory:
         return found
 
     def _replicas(self) -> list[m.Holding]:
-        """What is held of other nodes' ranks."""
+        """The replicas of other nodes' ranks."""
         rows: dict[tuple[bytes, int], dict[int, int]] = {}
         for one in self._segments.held:
             for snapshot in one.snapshots() if one.replica >= 0 else ():
@@ -312,14 +318,14 @@ class Inventory:
 
 
 def _rank(one: Held, life: LocalRound) -> int:
-    """Whose snapshots of this generation lie there; -1: nobody's."""
+    """The rank whose snapshots of this generation are there; -1: none."""
     if one.local_rank >= 0:
         return life.first_rank + one.local_rank if one.local_rank < life.nproc else -1
     return one.replica if one.replica < life.world_size else -1
 
 
 def _stretches(row: dict[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Contents by rank as runs with few gaps: the first rank of each, and its contents."""
+    """Contents by rank, as runs with small gaps: the first rank of each run, and its contents."""
     run: list[int] = []
     for rank in [*sorted(row), -1]:
         if run and (rank < 0 or rank - run[-1] > MOST_GAP):
@@ -329,7 +335,8 @@ def _stretches(row: dict[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def _fitting(held: list[m.Holding]) -> tuple[m.Holding, ...]:
-    """As many as a report may list: the newest, what ranks of this node have before replicas."""
+    """As many as fit in a report: the newest, and snapshots of this node's ranks before
+    replicas."""
     found: list[m.Holding] = []
     listed = 0
     for one in sorted(
@@ -343,7 +350,7 @@ def _fitting(held: list[m.Holding]) -> tuple[m.Holding, ...]:
 
 
 def _newer(snapshot: Snapshot, restore: m.Restore) -> bool:
-    """Whether it is of a later time than what is gone back to, or of one that never was."""
+    """Whether it is newer than the snapshot to restore from, or from a discarded history."""
     name = restore.round
     if (snapshot.term, snapshot.number) == (name.term, name.number):
         return not snapshot.is_of(name) or snapshot.step > restore.step
@@ -351,13 +358,13 @@ def _newer(snapshot: Snapshot, restore: m.Restore) -> bool:
 
 
 TIMES: Final = 3.0
-"""One is kept for so many times the limit of an attempt: a master that has forgotten it must not
-stop snapshots for good."""
+"""A snapshot is kept for this multiple of an attempt's limit, so that a master that has forgotten
+the attempt does not block slots for good."""
 
 
 class WantedSnapshots:
-    """Snapshots that the ranks want written out: kept until the master says that this is over.
-    `limit`: seconds that one attempt may take."""
+    """Snapshots that the ranks want written out, kept until the master ends that. `limit`: seconds
+    that one attempt may take."""
 
     def __init__(self, segments: Segments, limit: float, router: Router) -> None:
         self._segments = segments
@@ -366,14 +373,14 @@ class WantedSnapshots:
         self._timers: dict[tuple[bytes, int], asyncio.TimerHandle] = {}
 
     def names(self) -> list[tuple[bytes, int]]:
-        """Rounds and steps of all of them."""
+        """Rounds and steps of all wanted snapshots."""
         return list(self._timers)
 
     def has(self, round: bytes, step: int) -> bool:
         return (round, step) in self._timers
 
     def add(self, round: bytes, step: int, current: Iterable[Held]) -> None:
-        """Every local rank's share of it stays."""
+        """Pin every local rank's share of it."""
         name = (round, step)
         if name not in self._timers:
             loop = asyncio.get_running_loop()
@@ -383,19 +390,20 @@ class WantedSnapshots:
                 held.pin(found.slot, _pin(*name))
 
     def look(self, current: list[Held]) -> None:
-        """A rank pins what it wants written before it says so, and may have died in between."""
+        """Add snapshots that a rank has pinned but not reported: it pins first, and may have died
+        in between."""
         for held in current:
             for snapshot in held.snapshots():
                 if held.segment.pinned(snapshot.slot) and not held.pins.get(snapshot.slot):
                     self.add(snapshot.round, snapshot.step, current)
 
     def reason(self, snapshot: Snapshot) -> set[str]:
-        """What a slot with this snapshot is pinned for, if it is wanted."""
+        """The pin reasons of a slot with this snapshot, if it is wanted."""
         name = (snapshot.round, snapshot.step)
         return {_pin(*name)} if name in self._timers else set()
 
     def over(self, round: bytes, step: int) -> None:
-        """It was written, or will not be."""
+        """It was written, or will not be: remove the pins."""
         timer = self._timers.pop((round, step), None)
         if timer is not None:
             timer.cancel()
@@ -417,15 +425,15 @@ def _pin(round: bytes, step: int) -> str:
 
 
 REPORTS_PER_SECOND: Final = 50.0
-"""That a master hears from all nodes of a round."""
+"""Maximum rate at which a master receives reports from all nodes of a round."""
 
 ALONE: Final = 1.0
-"""Seconds between the reports of a node that is the only one: it knows by itself what is whole, and
-what matters is said at once (`now`)."""
+"""Seconds between reports of the only node of a round: it detects whole steps by itself, and `now`
+reports what is urgent."""
 
 
 class HoldingsReport:
-    """When the master is told what is held."""
+    """Decides when to report the inventory to the master."""
 
     def __init__(self, link: Link, router: Router) -> None:
         self._link = link
@@ -436,7 +444,7 @@ class HoldingsReport:
         self._closed = False
 
     def changed(self) -> None:
-        """Tell it soon; of what changes within a moment only the last."""
+        """Report soon; several changes within a short time make one report."""
         loop = asyncio.get_running_loop()
         nodes = self._router.nodes()
         due = self._said_at + (nodes / REPORTS_PER_SECOND if nodes > 1 else ALONE)
@@ -446,7 +454,7 @@ class HoldingsReport:
             self._due.after(due - loop.time(), self._offer)
 
     def now(self, *, again: bool = False) -> None:
-        """Tell it before anything that is said from now on; `again`: also where nothing is new."""
+        """Report before any later message; `again`: even if nothing has changed."""
         self._due.cancel()
         report = self._router.holdings()
         if self._nothing(report) or (report == self._said and not again):
@@ -465,11 +473,11 @@ class HoldingsReport:
             return
         if self._link.offer(report):
             self._told(report)
-        elif self._link.beat_interval:  # it is busy; without a session, the next one is told all
+        elif self._link.beat_interval:  # busy; a new session gets a full report
             self._due.after(1 / REPORTS_PER_SECOND, self._offer)
 
     def _nothing(self, report: m.Holdings) -> bool:
-        """As far as anybody knows, no script of this job takes snapshots."""
+        """Whether nothing indicates that a script of this job takes snapshots."""
         return self._said is None and not report.held and report.saver is None
 
     def _told(self, report: m.Holdings) -> None:
@@ -478,7 +486,7 @@ class HoldingsReport:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotStore:
-    """What lies on this node, who works on it, and who hears of it."""
+    """The snapshots on this node, and the components that work with them."""
 
     segments: Segments
     inventory: Inventory
@@ -488,13 +496,13 @@ class SnapshotStore:
     router: Router
 
     def drop(self, held: Held) -> None:
-        """Nobody needs this segment any more."""
+        """Remove a segment that nobody needs any more."""
         self.savers.forget(held)
         self.segments.drop(held)
 
     def drop_damaged(self) -> None:
-        """Snapshots in segments that another process has spoiled count as lost, and such a segment
-        is never lent again. Called while no rank of this node may be writing."""
+        """Drop segments that another process has damaged; their snapshots are lost, and they are
+        never reused. Call while no rank of this node may be writing."""
         for held in list(self.segments.held):
             if why := held.damage():
                 lost = f"the snapshots of {held.whose} in this node's memory are lost"

@@ -1,9 +1,9 @@
-"""The socket where ranks and the saver speak to their agent about snapshots (`wire.snapshots`).
+"""The socket on which ranks and the saver talk to their agent about snapshots (`wire.snapshots`).
 
-One abstract AF_UNIX stream socket for the agent's whole life: no file, so nothing can be left. The
-kernel says whose process is at the other end, and another user's is not listened to. A peer says
-first who it is; one that does not, or breaks the protocol, or does not read, is closed with one
-line. Nothing here blocks: what a peer does not take at once waits in a bounded queue.
+It is one abstract AF_UNIX stream socket for the agent's lifetime: without a file, none can be left
+behind. The kernel reports the peer's process, and another user's is rejected. A peer introduces
+itself first. One that does not, or violates the protocol, or does not read, is closed with one log
+line. Nothing here blocks: unsent messages wait in a bounded queue.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from elasticrun.wire.progress import address, mint_name
 from elasticrun.wire.snapshots import FromPeer, RankHere, SaverHere, ToPeer
 
 OUTBOX_MOST: Final = 1024
-"""Messages that wait for a peer to read; ranks and savers always do."""
+"""Maximum number of messages queued for a peer; ranks and savers read at once."""
 
 SPARE: Final = 8
-"""Connections beyond one for each local rank: the saver, and ranks that dial anew."""
+"""Connections beyond one per local rank: the saver, and ranks that reconnect."""
 
 FIRST_WORD: Final = 30.0
-"""Seconds within which a peer says who it is."""
+"""Seconds within which a peer must introduce itself."""
 
 REST: Final = 1.0
-"""Seconds until connections are taken again after one could not be."""
+"""Seconds without accepting after accept() has failed."""
 
 TEXT_MOST: Final = 500
-"""Characters of a peer's sentence that are shown."""
+"""Maximum characters of a peer's sentence in a log line."""
 
 
 def one_line(text: str) -> str:
-    """A sentence of a peer's as it may be shown."""
+    """A peer's sentence, made safe for a log line."""
     return "".join(c if c.isprintable() else " " for c in text[:TEXT_MOST])
 
 
@@ -62,7 +62,8 @@ class Peer:
         )
 
     def send(self, message: ToPeer, fd: int = -1) -> None:
-        """Queue a message, with a descriptor beside it (a duplicate: the caller keeps its own)."""
+        """Queue a message, optionally with a descriptor (which is duplicated: the caller keeps its
+        own)."""
         if self.closed:
             return
         try:
@@ -73,7 +74,7 @@ class Peer:
         keep_sending(self._loop, self._connection)
 
     def break_off(self, why: str) -> None:
-        """Close it, with one line."""
+        """Close the connection and log the reason."""
         if not self.closed:
             who = "a process" if self.here is None else _named(self.here)
             logger.warning(
@@ -117,18 +118,18 @@ class Peer:
 
 
 class Listener(Protocol):
-    """Who hears the peers."""
+    """Receives the messages of peers."""
 
     def heard(self, peer: Peer, message: FromPeer) -> None:
         """A message of a peer, its introduction first."""
 
     def lost(self, peer: Peer) -> None:
-        """Its connection is over; it had introduced itself."""
+        """The connection of an introduced peer has closed."""
 
 
 class PeerServer:
-    """The listening socket and all that have dialled. `name` is what they dial, "" where the kernel
-    gave no socket (one line says so)."""
+    """The listening socket and its connections. `name`: the address that peers connect to; "" if no
+    socket could be created (which is logged)."""
 
     def __init__(self, nproc: int, listener: Listener) -> None:
         self._most = 2 * nproc + SPARE
@@ -162,12 +163,12 @@ class PeerServer:
             peer.close()
 
     def gone(self, peer: Peer) -> None:
-        """It has closed its connection."""
+        """A peer has closed its connection."""
         self.peers.discard(peer)
         if peer.here is not None:
             self.listener.lost(peer)
 
-    # ------------------------------------------------------------ who dials
+    # ------------------------------------------------------------ connections
 
     def _listen(self) -> None:
         if self._socket is not None:
@@ -179,7 +180,7 @@ class PeerServer:
             channel, _ = self._socket.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # no descriptors left, say
+        except OSError as error:  # such as no free descriptor
             logger.warning("a connection about snapshots could not be taken: %s", error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._socket)
@@ -194,7 +195,7 @@ class PeerServer:
         self.peers.add(Peer(channel, pid, self))
 
     def _trusted(self, channel: socket.socket) -> int | None:
-        """The pid at the other end, None for another user's."""
+        """The pid of the peer; None for another user's process."""
         pid, uid = peer_of(channel)
         if uid == os.geteuid():
             return pid

@@ -1,8 +1,8 @@
-"""The node's saver: started when a rank first speaks of snapshots, and again when it has died.
+"""The node's saver process: started when a rank first uses snapshots, and restarted when it dies.
 
-Whoever wants something of it awaits the answer; SaverGone says in a sentence why none comes. It
-knows segments by their keys, and is given each one's descriptor once. What ranks have committed it
-hashes a moment later, and only the newest of it.
+Callers await its answers; SaverGone says in a sentence why none comes. It knows segments by their
+keys, and gets each one's descriptor once. It hashes each segment's newest snapshot shortly after
+the commit.
 """
 
 from __future__ import annotations
@@ -31,65 +31,65 @@ T = TypeVar("T")
 
 STARTS_MOST: Final = 4
 STARTS_WINDOW: Final = 600.0
-"""A saver is started so many times in so many seconds; one that keeps dying is of no use. The count
-begins anew with a checkpoint's part that one has written, and none that went with its fork server
-is counted."""
+"""Maximum number of starts within STARTS_WINDOW seconds; a saver that dies more often is useless.
+The count restarts when a saver has written a part of a checkpoint. A saver that died with its fork
+server does not count."""
 
 RETRY_FIRST: Final = 0.2
 RETRY_MOST: Final = 10.0
-"""Seconds until the next try where one could not be started, or ended before it had spoken: for
-want of processes, threads or memory, which may be there a moment later. Doubled each time; such a
-try is not counted above."""
+"""Seconds until the next try if a saver could not start, or exited before it introduced itself.
+That happens for lack of processes, threads or memory, which may be temporary. Doubled each time;
+such tries do not count above."""
 
 PING_EVERY: Final = 5.0
-"""Seconds between an answer and the next ping of a saver that has something to do."""
+"""Seconds between an answer and the next ping of a saver with pending work."""
 
 ANSWER_LIMIT: Final = 20.0
-"""Seconds for a saver's loop to answer a ping; what takes long is done beside it. It is killed and
-replaced then (SIGSTOP, a debugger, a frozen cgroup)."""
+"""Seconds for a saver's loop to answer a ping; long work runs in threads. After that it is killed
+and replaced (SIGSTOP, a debugger, a frozen cgroup)."""
 
 START_LIMIT: Final = 60.0
-"""Seconds until a saver speaks; one that is executed imports torch first."""
+"""Seconds until a saver introduces itself; one started by exec imports torch first."""
 
 HASH_AFTER: Final = 0.1
-"""Seconds after a commit when it is hashed."""
+"""Seconds from a commit to its hashing."""
 
 APART: Final = 1.0
-"""Seconds between two snapshots of one segment that are hashed; ranks that commit faster have only
-some hashed, and keep their cores to themselves."""
+"""Minimum seconds between hashing two snapshots of one segment. If ranks commit faster, only some
+snapshots are hashed, so that ranks keep their cores."""
 
 
 class SaverGone(Exception):
-    """There is no saver, or it died meanwhile; a sentence."""
+    """There is no saver, or it has died; the text is a sentence."""
 
 
 class SaverOwner(Protocol):
-    """Whose saver it is."""
+    """What the saver needs from its owner."""
 
     def socket_name(self) -> str:
-        """The agent's socket, which it dials."""
+        """The agent's socket, to which the saver connects."""
 
     def serving_host(self) -> str:
-        """Where it serves other nodes; "": nowhere."""
+        """The address on which it serves other nodes; "": none."""
 
     def saver_ready(self) -> None:
-        """One is there, with its segments still to be opened."""
+        """A saver is ready, and has no segments open yet."""
 
     def saver_lost(self) -> None:
-        """There is none any more."""
+        """The saver has exited."""
 
     def remark(self, text: str) -> None:
-        """A sentence of it for the operator."""
+        """A sentence from the saver for the log."""
 
 
 class Savers:
-    """At most one saver at a time."""
+    """Runs at most one saver at a time."""
 
     def __init__(self, config: AgentConfig, spawners: Spawners, owner: SaverOwner) -> None:
         self._config = config
         self._spawners = spawners
         self._owner = owner
-        self._child: Child | None = None  # until it was reaped
+        self._child: Child | None = None  # until it is reaped
         self._peer: Peer | None = None
         self._coming: asyncio.Future[None] | None = None
         self._starts: deque[float] = deque()
@@ -97,40 +97,40 @@ class Savers:
         self._open: set[int] = set()
         self._answers: dict[Hashable, asyncio.Future[Any]] = {}
         self._closed = False
-        self._hopeless = ""  # why none is started any more
-        self._spoke = False  # the one that was started last
-        self._misses = 0  # tries in a row that came to nothing
-        self._again = Timer()  # until then none is tried
+        self._hopeless = ""  # why no more are started
+        self._spoke = False  # the one started last has introduced itself
+        self._misses = 0  # failed starts in a row
+        self._again = Timer()  # no start before it fires
         self._pings = 0
         self._ping = Timer()
         self._patience = Patience()
         self._pid = 0
-        self._given_up = ""  # how it was silent, where it was killed for that
+        self._given_up = ""  # how it was stuck, if killed for that
         self.port = 0
-        """Where it serves other nodes; 0: nowhere."""
+        """The port on which it serves other nodes; 0: none."""
 
     @property
     def here(self) -> bool:
-        """Whether orders reach it."""
+        """Whether a saver is connected."""
         return self._peer is not None
 
     def want(self) -> None:
-        """Have one started, unless there is one or it is no use."""
+        """Start a saver, unless there is one or starting is useless."""
         if self._peer is None and self._coming is None and not self._closed:
             self._coming = asyncio.get_running_loop().create_future()
             self._coming.add_done_callback(unheard)
             self._start()
 
     def replace_old(self) -> None:
-        """Between two generations of the ranks: a saver of a spawner that is being replaced goes,
-        so that this spawner can go too."""
+        """Between two generations of ranks: end a saver whose spawner is being replaced, so that
+        the spawner can exit too."""
         if self._child is not None and not self._answers and self._spawners.is_old(self._child):
-            self._starts.clear()  # it did not die
+            self._starts.clear()  # it did not crash
             if self._peer is not None:
                 self._peer.close()
 
     async def there(self) -> None:
-        """Wait until orders reach it. SaverGone."""
+        """Wait until a saver is connected. SaverGone."""
         self.want()
         if self._peer is not None:
             return
@@ -148,45 +148,45 @@ class Savers:
     # ------------------------------------------------------------ orders
 
     async def check(self, held: Held, snapshot: Snapshot) -> s.Checked:
-        """Have a snapshot compared with its hashes. SaverGone."""
+        """Compare a snapshot with its hashes. SaverGone."""
         which = (held.key, snapshot.slot, snapshot.sequence)
         return await self._ask(("check", *which), s.CheckSnapshot(*which), s.Checked, held)
 
     async def persist(self, order: s.PersistParts, helds: list[Held]) -> s.PartsDone:
-        """Have parts of a checkpoint written. SaverGone."""
+        """Write parts of a checkpoint. SaverGone."""
         return await self._ask(("parts", order.attempt), order, s.PartsDone, *helds)
 
     async def commit(self, attempt: str, writers: int) -> s.CommitDone:
-        """Have the marker written. SaverGone."""
+        """Write the marker. SaverGone."""
         if self._peer is None:
             raise SaverGone(self._last_end or "the saver that had collected the parts is gone")
         return await self._ask(("commit", attempt), s.CommitNow(attempt, writers), s.CommitDone)
 
     async def fetch_size(self, order: s.Fetch) -> s.FetchSize:
-        """Ask another node's saver for a snapshot. SaverGone."""
+        """Ask another node's saver for the size of a snapshot. SaverGone."""
         return await self._ask(("size", order.key), order, s.FetchSize)
 
     async def fetch_into(self, key: int, held: Held, slot: int = 0) -> s.Fetched:
-        """And have it copied into this memory. SaverGone."""
+        """Copy that snapshot into this segment. SaverGone."""
         answer = self._answer(("fetched", key))
         self._say(s.FetchInto(key, slot, held.sizes.layout), held.fd)
         return await self._of(answer, s.Fetched)
 
     def hash(self, held: Held, snapshot: Snapshot) -> None:
-        """Have a snapshot hashed some time, if there is a saver."""
+        """Hash a snapshot eventually, if there is a saver."""
         if self._peer is not None:
             self._show(held)
             self._say(s.HashSnapshot(held.key, snapshot.slot, snapshot.sequence))
 
     def serve(self, held: Held, snapshot: Snapshot, round: RoundName, rank: int) -> None:
-        """Have a snapshot given to other nodes that ask for it, if there is a saver."""
+        """Serve a snapshot to other nodes, if there is a saver."""
         if self._peer is not None:
             self._show(held)
             which = (held.key, snapshot.slot, snapshot.sequence)
             self._say(s.Serve(*which, round, snapshot.step, rank))
 
     def give_up(self, attempt: str) -> None:
-        """This attempt is over."""
+        """Cancel this attempt."""
         for kind in ("parts", "commit"):
             answer = self._answers.pop((kind, attempt), None)
             if answer is not None and not answer.done():
@@ -194,22 +194,22 @@ class Savers:
         self._say(s.GiveUp(attempt))
 
     def forget(self, held: Held) -> None:
-        """This segment is dropped."""
+        """Close this segment: it is dropped."""
         if held.key in self._open:
             self._open.discard(held.key)
             self._say(s.SegmentClosed(held.key))
 
     def close(self) -> None:
-        """The agent ends; its spawners kill and reap what is left."""
+        """The agent ends; its spawners kill and reap the saver."""
         self._closed = True
         self._again.cancel()
         self._stop_pings()
         self._fail("this agent ends")
 
-    # ------------------------------------------------------------ what it says
+    # ------------------------------------------------------------ messages of the saver
 
     def said(self, peer: Peer, message: s.FromSaver) -> None:
-        """A message of a process that says it is the saver."""
+        """Handle a message of a process that introduces itself as the saver."""
         if isinstance(message, s.SaverHere):
             self._introduced(peer, message)
         elif peer is not self._peer:
@@ -234,7 +234,7 @@ class Savers:
             self._owner.remark(message.text)
 
     def hung_up(self, peer: Peer) -> None:
-        """Its conversation is over, and it ends with that; how it ended its spawner tells."""
+        """Its connection has closed, so it exits; the spawner reports how."""
         if peer is self._peer:
             self._peer = None
             if self._child is None:
@@ -243,7 +243,7 @@ class Savers:
                 self._kill()
 
     def heard(self, child: Child, message: FromSpawner) -> None:
-        """Its process was started, or has ended."""
+        """Its process has started or exited."""
         if isinstance(message, Spawned):
             self._pid = message.pid
         if not isinstance(message, Exited | SpawnFailed):
@@ -262,7 +262,7 @@ class Savers:
             self._start()
 
     def lost(self, child: Child) -> None:
-        """Its spawner has died, and it with it."""
+        """Its spawner has died, and the saver with it."""
         self._child = None
         if self._starts:
             self._starts.pop()
@@ -270,10 +270,10 @@ class Savers:
         if self._coming is not None:
             self._start()
 
-    # ------------------------------------------------------------ its life
+    # ------------------------------------------------------------ start and end
 
     def _start(self) -> None:
-        """Order one, once the last one was reaped."""
+        """Request a saver from the spawner, once the last one is reaped."""
         if self._child is not None or self._coming is None or self._again.is_set:
             return
         now = asyncio.get_running_loop().time()
@@ -303,7 +303,7 @@ class Savers:
         )
 
     def _put_off(self, why: str) -> None:
-        """Try again a little later: this one says nothing about whether savers are of use."""
+        """Retry a little later: this failure does not show that savers are useless."""
         if self._closed:
             return
         if self._starts:
@@ -328,7 +328,7 @@ class Savers:
             self._owner.saver_ready()
 
     def _end(self, sentence: str) -> None:
-        """It is of no use any more, for this reason; the first one told stands."""
+        """The saver is lost for this reason; the first reason counts."""
         peer, self._peer, self.port = self._peer, None, 0
         if peer is not None:
             peer.close()
@@ -351,10 +351,10 @@ class Savers:
             self._coming.set_exception(SaverGone(sentence))
             self._coming = None
 
-    # ------------------------------------------------------------ one that stands still
+    # ------------------------------------------------------------ a saver that is stuck
 
     def _ask_whether_it_runs(self) -> None:
-        """As long as something is wanted of it."""
+        """Ping it while there is pending work."""
         if self._answers and self._peer is not None:
             self._pings += 1
             self._say(s.PingSaver(self._pings))
@@ -385,7 +385,7 @@ class Savers:
             self._peer.send(message, fd)
 
     async def _ask(self, name: Hashable, order: s.ToSaver, kind: type[T], *shown: Held) -> T:
-        """What is answered to this order, once these segments are open. SaverGone."""
+        """Send an order once these segments are open; returns the answer. SaverGone."""
         await self.there()
         for held in shown:
             self._show(held)
@@ -394,7 +394,7 @@ class Savers:
         return await self._of(answer, kind)
 
     def _answer(self, name: Hashable) -> asyncio.Future[Any]:
-        """What will be known by this name; who asks again waits for the same."""
+        """The future for this answer; a second caller shares it."""
         if name not in self._answers:
             answer = asyncio.get_running_loop().create_future()
             answer.add_done_callback(unheard)
@@ -417,13 +417,13 @@ class Savers:
 
 
 def unheard(future: asyncio.Future[Any]) -> None:
-    """Who waits for it is told of its failure; nobody has to."""
+    """Mark the failure as retrieved: nobody has to wait for it."""
     if not future.cancelled():
         future.exception()
 
 
 def _secret(config: AgentConfig) -> str:
-    """What savers of this job know, and prove to each other; the token cannot be told from it."""
+    """A secret that savers of this job prove to each other; the token cannot be derived from it."""
     if not config.token:
         return ""
     what = f"elasticrun saver of {config.spec.job_id}".encode()
@@ -435,15 +435,15 @@ def _code_in_words(code: int) -> str:
 
 
 class Hashing:
-    """When snapshots are hashed: a timer a segment."""
+    """Schedules the hashing of snapshots: one timer per segment."""
 
     def __init__(self, savers: Savers) -> None:
         self._savers = savers
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._hashed: dict[int, float] = {}  # when, on the loop's clock
+        self._hashed: dict[int, float] = {}  # time on the loop's clock
 
     def soon(self, held: Held) -> None:
-        """Something was committed in it."""
+        """Schedule hashing after a commit in this segment."""
         if held.key not in self._timers:
             loop = asyncio.get_running_loop()
             last = self._hashed.get(held.key, -APART)
@@ -451,7 +451,7 @@ class Hashing:
             self._timers[held.key] = loop.call_at(at, self.now, held)
 
     def now(self, held: Held) -> None:
-        """Have its newest snapshot hashed."""
+        """Hash its newest snapshot now."""
         timer = self._timers.pop(held.key, None)
         if timer is not None:
             timer.cancel()

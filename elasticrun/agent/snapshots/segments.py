@@ -1,11 +1,11 @@
-"""The segments of this node's local ranks: made, lent, taken over from a killed agent, removed.
+"""The segments of this node's local ranks: created, lent, adopted from a killed agent, removed.
 
-They outlive the ranks, and their pages stay warm: a rank that comes back with the same layout is
-given the same segment. A named file outlives this agent too; where its folder has no room, memory
-without a name serves, which does not (one line says so).
+They outlive the ranks, and their pages stay populated: a restarted rank with the same layout gets
+the same segment. A named file also outlives this agent. If its folder has no space, anonymous
+memory is used instead, which does not (a log line says so).
 
-Whatever touches a disk or gigabytes of memory happens in threads; the loop only reads and writes
-words of the segments' own pages. What a segment is needed for is known to `snapshots.py`.
+Everything that touches a disk or gigabytes of memory runs in threads; the loop only reads and
+writes words of the segments' control pages. `snapshots.py` knows what a segment is needed for.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from elasticrun.snapshots.shm.segment import (
 from elasticrun.wire import env
 
 OPEN_LIMIT: Final = 5.0
-"""Seconds for finding the folder; a file system that hangs leaves us without one."""
+"""Seconds for finding the folder; if the file system hangs, there is none."""
 
 REMOVE_LIMIT: Final = 10.0
-"""Seconds for giving all of it back at the end."""
+"""Seconds for releasing all segments at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a segment is made for."""
+    """The layout and sizes of a segment."""
 
     layout: int  # Layout.key
     layout_length: int
@@ -67,7 +67,7 @@ class Sizes:
         return segment_bytes(self.layout_length, self.slot_bytes, self.slots)
 
     def wrong(self) -> str:
-        """Why no segment has such sizes; "" if one may."""
+        """Why these sizes are invalid; "" if they are valid."""
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS:
             return f"a segment has {MIN_SLOTS} to {MAX_SLOTS} slots, not {self.slots}"
         if not 0 < self.layout_length <= MAX_LAYOUT_BYTES:
@@ -79,35 +79,35 @@ class Sizes:
 
 @dataclass(eq=False)
 class Held:
-    """One segment in our hands: what it was made for, what is in it, why it is needed."""
+    """A mapped segment: its sizes, its content, and the reasons for keeping it."""
 
-    key: int  # what a saver knows it by; never used twice
-    local_rank: int  # -1: what another node's rank has, copied from there
+    key: int  # its id for the saver; never reused
+    local_rank: int  # -1: a copy of another node's rank
     sizes: Sizes
     content: int  # Layout.content
-    path: str  # "" for memory without a name
+    path: str  # "" for anonymous memory
     fd: int
     map: mmap.mmap
     segment: Segment
-    written: bool = False  # a snapshot was seen in it, so its layout stands
-    pins: dict[int, set[str]] = field(default_factory=dict)  # slot -> what it is needed for
+    written: bool = False  # it has had a snapshot, so its layout is written
+    pins: dict[int, set[str]] = field(default_factory=dict)  # slot -> reasons
     given_back: bool = False
     own: bool = False  # its rank has state that no other rank has
-    replica: int = -1  # the rank of another node whose snapshots are kept here; -1: it is none
+    replica: int = -1  # the rank of another node that it replicates; -1: none
 
     @property
     def is_cut(self) -> bool:
-        """Whether another process has truncated its file: to touch the pages that are missing
-        would end this agent by SIGBUS."""
+        """Whether another process has truncated its file: touching the missing pages would end this
+        agent by SIGBUS."""
         return not self.given_back and os.fstat(self.fd).st_size < self.sizes.nbytes
 
     @property
     def gone(self) -> bool:
-        """Nothing of it may be touched."""
+        """Whether it must not be touched."""
         return self.given_back or self.is_cut
 
     def damage(self) -> str:
-        """Why it cannot be lent again, in a clause; "" if it is as this agent made it."""
+        """Why it cannot be lent again, in a clause; "" if it is intact."""
         if self.is_cut:
             return "another process has truncated its file"
         sizes = self.sizes
@@ -120,29 +120,29 @@ class Held:
 
     @property
     def whose(self) -> str:
-        """For sentences."""
+        """Its owner, for log lines."""
         if self.local_rank >= 0:
             return f"local rank {self.local_rank}"
         return f"rank {self.replica}" if self.replica >= 0 else "another node's rank"
 
     @property
     def passing(self) -> bool:
-        """Whether it is a copy that one restore needs, and nobody else."""
+        """Whether it is a copy for one restore only."""
         return self.local_rank < 0 and self.replica < 0
 
     def snapshots(self) -> list[Snapshot]:
-        """What stands in it, the newest last."""
+        """Its snapshots, the newest last."""
         return [] if self.gone else self.segment.snapshots()
 
     def find(self, round: bytes, step: int) -> Snapshot | None:
-        """The snapshot of (round, step) in it."""
+        """Its snapshot of (round, step)."""
         for snapshot in self.snapshots():
             if snapshot.round == round and snapshot.step == step:
                 return snapshot
         return None
 
     def find_any(self) -> Snapshot | None:
-        """The newest snapshot in it."""
+        """Its newest snapshot."""
         return next(reversed(self.snapshots()), None)
 
     def pin(self, slot: int, reason: str) -> None:
@@ -151,7 +151,7 @@ class Held:
             self.segment.pin(slot)
 
     def unpin(self, reason: str) -> None:
-        """Not needed for this any more; a slot that nobody needs is free."""
+        """Remove this pin reason; a slot without reasons is free."""
         for slot, reasons in self.pins.items():
             if reason in reasons and not self.gone:
                 reasons.discard(reason)
@@ -162,10 +162,10 @@ class Held:
 
 
 def let_go(held: Held) -> None:
-    """Unmap it; blocks for as long as the kernel takes for gigabytes."""
+    """Unmap it; blocks while the kernel frees gigabytes."""
     held.segment.close()
     os.close(held.fd)
-    with contextlib.suppress(BufferError):  # it is unmapped with its last view
+    with contextlib.suppress(BufferError):  # unmapped with its last view
         held.map.close()
 
 
@@ -178,7 +178,7 @@ class Adopted(NamedTuple):
 
 
 class Segments:
-    """All segments of this node. `held` is changed here alone, in the loop's thread."""
+    """All segments of this node. Only this class changes `held`, in the loop's thread."""
 
     def __init__(self, job_id: str, nproc: int, environ: Mapping[str, str]) -> None:
         self._job_id = job_id
@@ -191,7 +191,7 @@ class Segments:
         self._making: asyncio.Task[None] | None = None
         self._keys = count(1)
         self._serials = count(1)
-        self._taking = 0  # bytes that are being taken now
+        self._taking = 0  # bytes being allocated now
         self._taken = asyncio.Event()
         self._told = Once()
         self._closed = False
@@ -202,8 +202,8 @@ class Segments:
         self.held: list[Held] = []
 
     async def open(self, node: str) -> list[LocalRound]:
-        """Take over what a killed agent of this node has left; the rounds that its snapshots are
-        of. The folder of a node that has none is made when it is needed."""
+        """Adopt what a killed agent of this node has left; returns the rounds of its snapshots. If
+        there is no folder, one is created when it is needed."""
         self._node = node
         try:
             due, adopted = await in_thread(
@@ -226,8 +226,7 @@ class Segments:
         return lives
 
     async def note(self, lives: list[LocalRound]) -> None:
-        """Keep for a later agent what snapshots do not say of their rounds; what is said last is
-        what stays."""
+        """Store for a later agent the data about rounds that snapshots lack; the last call wins."""
         self._to_note = list(lives)
         if self._noting is None or self._noting.done():
             self._noting = self._tasks.start(self._note(), "noting the rounds")
@@ -247,8 +246,8 @@ class Segments:
         return next(self._keys)
 
     async def need(self, local_rank: int, sizes: Sizes, content: int, least: int = 0) -> Held:
-        """The segment of this local rank for this layout: the one it had, or a new one; with
-        `least` slots (0: no fewer) where there is no room for all. NoRoom."""
+        """The segment of this local rank for this layout: its previous one, or a new one. If memory
+        is short, one with `least` slots (0: no fewer). NoRoom."""
         fewer = replace(sizes, slots=least) if 0 < least < sizes.slots else sizes
         if wrong := sizes.wrong() or fewer.wrong():
             raise NoRoom(wrong)
@@ -272,7 +271,7 @@ class Segments:
         return held
 
     async def copy_of(self, layout_length: int, slot_bytes: int) -> Held:
-        """Memory for a snapshot of another node's; only slot 0 has pages. NoRoom."""
+        """Memory for a snapshot from another node; only slot 0 has pages. NoRoom."""
         sizes = Sizes(0, layout_length, slot_bytes, MIN_SLOTS)
         if wrong := sizes.wrong():
             raise NoRoom(wrong)
@@ -280,8 +279,8 @@ class Segments:
         return await self._make(-1, sizes, 0, one)
 
     async def replica_of(self, rank: int, sizes: Sizes, content: int) -> Held:
-        """The segment for what this rank of another node has: the one it had for this layout, or a
-        new one. NoRoom."""
+        """The segment that replicates this rank of another node: its previous one for this layout,
+        or a new one. NoRoom."""
         if wrong := sizes.wrong():
             raise NoRoom(wrong)
         for held in self.held:
@@ -294,14 +293,14 @@ class Segments:
         return await self._make(-1, sizes, content, sizes.nbytes, rank)
 
     def drop(self, held: Held) -> None:
-        """Not needed any more; who has mapped it keeps what it sees."""
+        """Release a segment; a process that has mapped it keeps its view."""
         if held in self.held:
             self.held.remove(held)
             held.given_back = True
             self._tasks.start(_give_back([held]), "keeping segments")
 
     async def close(self, *, job_over: bool) -> None:
-        """Give everything back."""
+        """Release all segments and the folder."""
         self._closed = True
         self._orphans.close()
         held, self.held = self.held, []
@@ -316,10 +315,10 @@ class Segments:
                 )
         self._tasks.close()
 
-    # ------------------------------------------------------------ making
+    # ------------------------------------------------------------ creation
 
     async def _have_folder(self) -> None:
-        """Once; who comes meanwhile waits for it."""
+        """Create the folder once; concurrent callers wait for it."""
         if self._folder is None and not self._no_folder:
             if self._making is None:
                 work = self._make_folder()
@@ -366,7 +365,7 @@ class Segments:
     ) -> Held:
         folder = self._folder if named else None
         path = ""
-        if folder is not None and max(local_rank, replica) >= 0:  # else no later agent wants it
+        if folder is not None and max(local_rank, replica) >= 0:  # else no later agent needs it
             path = folder.file(local_rank, sizes.layout, next(self._serials), replica)
 
         small: list[str] = []
@@ -379,7 +378,7 @@ class Segments:
             return fd, memory.mapped(fd, sizes.nbytes, path)
 
         def late(taken: tuple[int, mmap.mmap]) -> None:
-            """Who wanted it has gone meanwhile."""
+            """The caller is gone: release the memory."""
             if path:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
@@ -404,10 +403,10 @@ class Segments:
         return held
 
     async def _room(self, need: int) -> bool:
-        """Whether it goes into the folder; false: into memory without a name. NoRoom.
+        """Whether the memory fits into the folder; false: use anonymous memory. NoRoom.
 
-        What others are just taking may or may not have been counted already: so a refusal waits
-        until they are done."""
+        Concurrent allocations may or may not be counted in the free space yet, so before a refusal
+        this waits until they are complete."""
         await self._have_folder()
         made_room = False
         while True:
@@ -440,11 +439,12 @@ class Segments:
         return room, memory.room_in_memory()
 
     async def _warm(self, held: Held) -> None:
-        """Beside the rank, which makes its own mapping warm: who is first at a page zeroes it."""
+        """Populate the pages, in parallel with the rank, which populates its own mapping: whoever
+        touches a page first has it zeroed."""
         fd = os.dup(held.fd)
 
         def work() -> bool:
-            with os.fdopen(fd, "rb"):  # closed here: nobody else knows when the thread is over
+            with os.fdopen(fd, "rb"):  # closed in the thread, which may outlive the caller
                 return memory.populate(fd, held.sizes.nbytes)
 
         try:
@@ -455,10 +455,10 @@ class Segments:
         if not warm:
             self._told.tell("the kernel cannot make memory warm: the first snapshots take longer")
 
-    # ------------------------------------------------------------ taking over
+    # ------------------------------------------------------------ adoption
 
     def _adopt(self, node: str) -> tuple[float | None, Adopted | None]:
-        """When others' folders are to be looked at again, and what is ours here."""
+        """Seconds until the next scan of others' folders, and what this node can adopt."""
         due = self._orphans.look().due
         folder = take(self._base, self._job_id, node, make=False)
         if folder is None:
@@ -478,7 +478,7 @@ class Segments:
         return due, Adopted(folder, found, lives)
 
     def _adopted(self, file: SegmentFile) -> Held | None:
-        """A segment with snapshots of ours, or None for what is none."""
+        """A segment with our snapshots, or None if the file is not one."""
         try:
             fd = os.open(file.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -516,7 +516,7 @@ class Segments:
 
 
 def _leave(found: tuple[float | None, Adopted | None]) -> None:
-    """What was found too late stays for a later agent."""
+    """Leave what was found too late to a later agent."""
     if (adopted := found[1]) is not None:
         for one in adopted.held:
             let_go(one)

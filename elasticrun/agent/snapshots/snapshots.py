@@ -1,13 +1,12 @@
-"""The node's part in snapshots: who of its ranks holds what, and what follows from that.
+"""The node's part in snapshots: routes between ranks, the saver, the segments and the master.
 
-Ranks and the saver speak over one socket (`peers`), state lies in segments (`segments`), the master
-is told what is held (`inventory`) and tells which step is whole, which one to go on from
-(`fetching`), and what to write out (`checkpoints`). This room routes between them, and keeps the
-two rules on which the others rest: before a rank of a new generation is born, everything newer than
-what that generation goes on from is withdrawn; and what it goes on from is pinned until the
-generation has a whole step of its own.
+Ranks and the saver use one socket (`peers`), and state is in segments (`segments`). The master gets
+the inventory (`inventory`); it says which step is whole, which one to restore (`fetching`), and
+what to write out (`checkpoints`). This module also enforces the two rules on which the others rely.
+First, before a rank of a new generation starts, every snapshot newer than the one it restores from
+is withdrawn. Second, that snapshot stays pinned until the generation has a whole step of its own.
 
-The end of a rank's connection means nothing: what it has committed counts when it was reaped.
+The end of a rank's connection has no meaning: its commits count once it is reaped.
 """
 
 from __future__ import annotations
@@ -45,22 +44,22 @@ from elasticrun.wire.progress import place
 from elasticrun.wire.types import Endpoint
 
 REMARKS_MOST: Final = 20
-"""Sentences of ranks and savers that are shown in one generation."""
+"""Sentences of ranks and savers that are logged per generation."""
 
 
 MAX_KEY: Final = 2**63
 
 
 def sizes_of(need: s.NeedSegment) -> Sizes:
-    """What it asks for. NoRoom for a layout or a content that there cannot be."""
+    """The requested sizes. NoRoom if the layout or content is invalid."""
     if not 0 < need.content < MAX_KEY or not 0 <= need.layout < MAX_KEY:
         raise NoRoom("it names a layout that there cannot be")
     return Sizes(need.layout, need.layout_length, need.slot_bytes, need.slots)
 
 
 def resume(start: Start, *, same: bool, put_off: tuple[int, ...]) -> s.Resume:
-    """What it goes on from. `same`: its own snapshot of that step lies here; `put_off`: signals
-    that are not to end it before its state is saved."""
+    """The Resume message of a rank. `same`: its own snapshot of that step is on this node;
+    `put_off`: signals that must not end it before its state is saved."""
     restore = start.restore
     return s.Resume(
         present=start.round,
@@ -74,8 +73,8 @@ def resume(start: Start, *, same: bool, put_off: tuple[int, ...]) -> s.Resume:
 
 
 class LocalSnapshots:
-    """Built with the node, once it has a link; `open` when its id is known. `resumed(step, source)`
-    is called when ranks go on."""
+    """Built with the node, once it has a link; call `open` when its id is known. `resumed(step,
+    source)` is called when a rank has resumed."""
 
     def __init__(
         self,
@@ -91,8 +90,8 @@ class LocalSnapshots:
         self._say = node.link.say
         self._resumed = resumed
         self.folder = ""
-        """Where checkpoints are, as the ranks have said; "": not known."""
-        self._remarks = Once(REMARKS_MOST)  # that are shown in one generation
+        """The checkpoint folder that the ranks reported; "": unknown."""
+        self._remarks = Once(REMARKS_MOST)  # logged in one generation
         self._tasks = Tasks(logger.error)
         self._generation = Generation(self._nproc)
         self._server = PeerServer(self._nproc, self)
@@ -117,20 +116,20 @@ class LocalSnapshots:
         self._hashing = Hashing(self.savers)
 
     async def open(self, node: str) -> None:
-        """Begin to listen, and take over what a killed agent of this node has left."""
+        """Start listening, and adopt what a killed agent of this node has left."""
         self._server.open()
         self._inventory.adopt(await self._segments.open(node))
 
     def place(self, local_rank: int) -> str:
-        """What this rank is given (wire.env.SNAPSHOTS); "" if there is none."""
+        """The value of wire.env.SNAPSHOTS for this rank; "" if there is no socket."""
         return place(self._server.name, local_rank) if self._server.name else ""
 
     def close(self) -> None:
-        """The saver is not started again; what waits for it waits no more."""
+        """Stop restarting the saver; callers that wait for it fail."""
         self.savers.close()
 
     async def give_back(self, *, job_over: bool) -> None:
-        """No process of this node is left: give everything back."""
+        """All processes of this node have exited: release everything."""
         self._report.close()
         self._wanted.close()
         self.savers.close()
@@ -169,10 +168,10 @@ class LocalSnapshots:
         self._report.changed()
 
     def ranks_stopping(self) -> None:
-        """They may still commit."""
+        """No-op: ranks may still commit."""
 
     def ranks_gone(self, *, done: bool) -> None:
-        """What the present generation has committed is what it has."""
+        """The current generation can commit nothing more."""
         if self._generation.living:
             self._generation.living = False
             self._store.drop_damaged()
@@ -181,7 +180,7 @@ class LocalSnapshots:
         self._report.now(again=True)
 
     def attached(self) -> None:
-        """A master is there (again) that may have heard nothing of us."""
+        """Connected to a master that may know nothing of this node."""
         if self._segments.held and self._several:
             self.savers.want()  # others may have to fetch from here
         self._report.now(again=True)
@@ -191,7 +190,7 @@ class LocalSnapshots:
     # ------------------------------------------------------------ orders of the master
 
     def obey(self, order: m.Order) -> None:
-        """One about snapshots."""
+        """Dispatch an order about snapshots."""
         if isinstance(order, m.Watermark):
             start = self._generation.start
             if start is not None and order.round == start.round:
@@ -211,7 +210,7 @@ class LocalSnapshots:
             self._replicas.obey(order)
 
     def _whole(self, step: int) -> None:
-        """The present generation has a whole step of its own: older ones are not needed for it."""
+        """The current generation has a whole step, so it no longer needs older ones."""
         if not self._generation.rise(step):
             return
         for held in self._segments.held:
@@ -221,12 +220,13 @@ class LocalSnapshots:
         self.tidy()
 
     def _give_up(self, step: int) -> None:
-        """Steps above the watermark that are in nobody's way any more."""
+        """Steps above the watermark that will never be whole: free their slots."""
         if self._generation.give_up(step):
             self._generation.look()
 
     def _over(self, order: m.PersistOver) -> None:
-        """A failed attempt may be followed by another; a snapshot that is wanted stays for it."""
+        """An attempt is over. A failed one may be repeated, so a wanted snapshot is kept for
+        that."""
         self._persisting.over(order)
         if order.ok or not order.attempt:
             self._wanted.over(round_key(order.round), order.step)
@@ -234,10 +234,10 @@ class LocalSnapshots:
             self._note()
         self.tidy()
 
-    # ------------------------------------------------------------ what peers say
+    # ------------------------------------------------------------ messages of peers
 
     def heard(self, peer: Peer, message: s.FromPeer) -> None:
-        """A message of a peer, its introduction first."""
+        """Dispatch a message of a peer, its introduction first."""
         if isinstance(peer.here, s.SaverHere):
             if isinstance(message, s.FromSaver):
                 self.savers.said(peer, message)
@@ -251,7 +251,7 @@ class LocalSnapshots:
             self._rank_says(peer, local_rank, message)
 
     def lost(self, peer: Peer) -> None:
-        """Its connection is over; it had introduced itself."""
+        """The connection of an introduced peer has closed."""
         if isinstance(peer.here, s.SaverHere):
             self.savers.hung_up(peer)
         elif (local_rank := self._generation.of(peer)) is not None:
@@ -261,7 +261,8 @@ class LocalSnapshots:
             loop.call_later(MUTE_AFTER, self._muted, self._generation, local_rank)
 
     def _muted(self, generation: Generation, local_rank: int) -> None:
-        """A rank has lost its connection a moment ago; unless it has ended, it saves nothing."""
+        """A rank lost its connection MUTE_AFTER seconds ago; if it is still running, it saves
+        nothing."""
         if generation is self._generation and generation.living:
             generation.ranks[local_rank].mute = True
             for mute in generation.mute():
@@ -340,11 +341,11 @@ class LocalSnapshots:
     # ------------------------------------------------------------ segments
 
     async def _give(self, peer: Peer, local_rank: int, need: s.NeedSegment) -> None:
-        """NeedSegment; answered with SegmentHere, whatever comes in between."""
+        """Handle NeedSegment; always answered with SegmentHere."""
         rank = self._generation.ranks[local_rank]
         try:
             await self._lend(peer, local_rank, need)
-        except Exception as error:  # of ours, too: the rank would wait for an answer
+        except Exception as error:  # also our own bugs: the rank waits for an answer
             why = str(error) if isinstance(error, NoRoom) else repr(error)
             reason = f"training goes on without snapshots: {why}"
             self.remark(f"local rank {local_rank}: {reason}")
@@ -356,7 +357,7 @@ class LocalSnapshots:
 
     async def _lend(self, peer: Peer, local_rank: int, need: s.NeedSegment) -> None:
         held = await self._segments.need(local_rank, sizes_of(need), need.content, need.least)
-        if not peer.closed:  # at once: nobody prunes it meanwhile
+        if not peer.closed:  # immediately, so that nobody prunes it meanwhile
             self._generation.ranks[local_rank].held = held
         await self._segments.note(self._inventory.lives())
         if peer.closed or held.gone:
@@ -368,8 +369,8 @@ class LocalSnapshots:
         peer.send(s.SegmentHere(True, "", not held.written and not held.snapshots()), held.fd)
 
     def tidy(self) -> None:
-        """Something is not needed any more: tell who waits for room, and drop segments of other
-        layouts that nobody needs."""
+        """Something is no longer needed: notify ranks that wait for a slot, and drop unneeded
+        segments of other layouts."""
         self._generation.look()
         current = [rank.held for rank in self._generation.ranks]
         for held in self._inventory.prunable(current, self._generation.watermark):
@@ -396,7 +397,7 @@ class LocalSnapshots:
         mark = generation.watermark
         if any(mark < step < snapshot.step for step in steps):
             given = [rank.held for rank in generation.ranks if rank.held is not None]
-            self._give_up(self._inventory.passed_over(given, mark))  # one that is gone holds none
+            self._give_up(self._inventory.passed_over(given, mark))  # a dropped one holds none
         self._hashing.soon(held)
         if self._replicas.wanted and self._several:
             rank = start.first_rank + local_rank
@@ -419,24 +420,24 @@ class LocalSnapshots:
         self._report.now()
 
     def _lacks(self, local_rank: int, step: int, reason: str) -> None:
-        """A local rank does not have this step, and will not: others are not to wait for it."""
+        """A local rank does not and will not have this step: others must not wait for it."""
         start = self._generation.start
         if start is not None and self._generation.cannot(local_rank, step, reason):
             rank = start.first_rank + local_rank
             self._say(m.ShardBad(start.round, step, rank, reason[:MAX_REASON]))
 
-    # ------------------------------------------------------------ for the saver's client
+    # ------------------------------------------------------------ SaverOwner
 
     def socket_name(self) -> str:
-        """The agent's socket, which it dials."""
+        """The agent's socket, to which the saver connects."""
         return self._server.name
 
     def serving_host(self) -> str:
-        """Where it serves other nodes; "": nowhere."""
+        """The address on which the saver serves other nodes; "": none."""
         return self._node.address if self._several else ""
 
     def saver_ready(self) -> None:
-        """One is there, with its segments still to be opened."""
+        """A saver is ready, and has no segments open yet."""
         self._shards.compare()
         self._serve()
         for held in self._segments.held:
@@ -444,16 +445,16 @@ class LocalSnapshots:
         self._report.now()
 
     def saver_lost(self) -> None:
-        """There is none any more."""
+        """The saver has exited."""
         if any(rank.peer is not None for rank in self._generation.ranks):
             self.savers.want()
         self._report.changed()
 
     def remark(self, text: str, level: int = logging.WARNING) -> None:
-        """A sentence of a rank or the saver for the operator: each once in a generation."""
+        """Log a sentence of a rank or the saver, once per generation."""
         self._remarks.tell(one_line(text), level)
 
-    # ------------------------------------------------------------ for the report
+    # ------------------------------------------------------------ Router
 
     def holdings(self) -> m.Holdings:
         """What this node holds."""
@@ -465,7 +466,7 @@ class LocalSnapshots:
         return m.Holdings(saver, held, self._replicas.wanted, last, went_on, skipped)
 
     def nodes(self) -> int:
-        """How many the round has."""
+        """Number of nodes in the round."""
         start = self._generation.start
         return 1 if start is None else start.group_world_size
 
@@ -474,12 +475,12 @@ class LocalSnapshots:
         return 0 if start is None else start.round.term
 
     def _serve(self) -> None:
-        """Let other nodes have what is held here."""
+        """Serve everything that is held here to other nodes."""
         if self._several and self.savers.here:
             for held, snapshot, life, rank in self._inventory.everything():
                 self.savers.serve(held, snapshot, life.name, rank)
 
-    # ------------------------------------------------------------ small change
+    # ------------------------------------------------------------ helpers
 
     def _note(self) -> None:
         self._tasks.start(self._segments.note(self._inventory.lives()), "noting the rounds")

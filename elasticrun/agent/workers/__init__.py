@@ -1,4 +1,4 @@
-"""The ranks of this node: started, signalled, explained; their stores and probes.
+"""The ranks of this node: start, signals, exits; their stores and probes.
 
 Forbidden here: torch, grpc.
 """

@@ -1,10 +1,10 @@
-"""The code of the ranks from a git repository: which commit a name means, and one checkout of it a
-node, in WORKDIR/code/REPO.
+"""Checks out the ranks' code from a git repository: one checkout per node, in WORKDIR/code/REPO.
 
-git does it, with the user's own configuration, in a session without a terminal: nothing asks for a
-password. User name and password come from the environment and reach git by two files in memory that
-only its own processes have open: they are in no argument, no variable and no file, no helper of the
-user stores them, and no host hears them but the URL's, whatever redirects and submodules say.
+It also resolves a branch or tag to a commit. git runs with the user's own configuration, in a
+session without a terminal, so nothing prompts for a password. User name and password come from the
+environment. git gets them through two memory files that only its own processes have open: they
+appear in no argument, variable or file, no credential helper stores them, and only the URL's host
+gets them, whatever redirects and submodules say.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from elasticrun.host.system.processes import die_with_parent, memory_file
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 
 GIT_LIMIT: Final = 600.0
-"""Seconds for one git command, and for another agent on this node that is at it."""
+"""Seconds for one git command, and for waiting for another agent on this node."""
 LOOK_LIMIT: Final = 60.0
-"""Seconds for asking which commit a name means."""
+"""Seconds for resolving a name to a commit."""
 
 MFD_EXEC: Final = 0x10
-"""Of memfd_create: it may be run also where vm.memfd_noexec is 1. os has no name for it."""
+"""A flag of memfd_create that allows execution even if vm.memfd_noexec is 1; os does not define
+it."""
 
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?\Z")
 _AUTHORITY: Final = re.compile(r"[a-z+]+://[^/]*|[^/@:]+@[^/:]+:|")
 _SECRET: Final = re.compile(r"://([^/@]*:|gh[a-z]_|github_pat_|glpat-)[^/@]*@")
-"""A password in a URL, or a token of GitHub or GitLab in the place of the user."""
+"""A password in a URL, or a token of GitHub or GitLab in place of the user."""
 _HOST: Final = re.compile(r"(https?://)(?:[^/@]*@)?([^/]*)")
 
 _OF_ANOTHER: Final = (
     "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR",
     "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_PREFIX", "GIT_NAMESPACE", "GIT_SHALLOW_FILE",
 )  # fmt: skip
-"""Variables that would have git work on another repository: a hook of the user's has them."""
+"""Variables that point git to another repository; they are set inside a git hook."""
 
 _ANSWER: Final = """#!/bin/sh
 case $1 in *"'https://"*|*"'"{scheme}*) ;; *) exit 1;; esac
@@ -53,16 +54,16 @@ host=${{1#*://}}; host=${{host%%"'"*}}; host=${{host%%/*}}
 [ "${{host##*@}}" = {host} ] || exit 1
 case $1 in Username*) cat /dev/fd/{user};; *) cat /dev/fd/{password};; esac
 """
-"""What git asks is `Username for 'https://HOST': `, or with USER@ before the host."""
+"""git's prompt is `Username for 'https://HOST': `, or with USER@ before the host."""
 
 
 class GitError(Exception):
-    """The code cannot be had; one sentence that says what to do."""
+    """The code cannot be checked out; one sentence that says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class GitSource:
-    """`URL[@REF]`. ref: a branch, a tag or a whole commit, "" for the default branch."""
+    """`URL[@REF]`. ref: a branch, a tag or a full commit id, "" for the default branch."""
 
     url: str
     ref: str = ""
@@ -76,16 +77,16 @@ class GitSource:
 
     @property
     def repository(self) -> str:
-        """The last part of the URL, as `git clone` names its folder."""
+        """The last part of the URL, as in `git clone`."""
         return re.split(r"[/:]", self.url.rstrip("/"))[-1].removesuffix(".git")
 
     def folder(self, workdir: Path) -> Path:
-        """Where it is checked out, as Arena has it."""
+        """The checkout's folder, as Arena names it."""
         return workdir / "code" / self.repository
 
 
 def parsed(text: str) -> GitSource:
-    """What `--git` says. GitError."""
+    """Parse `--git`. GitError."""
     found = _AUTHORITY.match(text)
     at = text.find("@", found.end() if found else 0)
     url, ref = (text, "") if at < 0 else (text[:at], text[at + 1 :])
@@ -94,7 +95,7 @@ def parsed(text: str) -> GitSource:
             "--git: a password in the URL can be read by everybody on this machine: leave it out, "
             f"and set {GIT_USERNAMES[1]} and {GIT_PASSWORDS[1]}"
         )
-    if not re.match(r"-|[^/]*:|\Z", url):  # a folder of this host: git works in another one
+    if not re.match(r"-|[^/]*:|\Z", url):  # a local path, and git runs in another directory
         url = os.path.abspath(os.path.expanduser(url))
     source = GitSource(url, ref.lower() if _COMMIT.match(ref.lower()) else ref)
     if url.startswith("-") or ref.startswith("-") or not source.repository.strip("."):
@@ -103,7 +104,7 @@ def parsed(text: str) -> GitSource:
 
 
 def pinned(source: GitSource, environ: Mapping[str, str]) -> GitSource:
-    """The same with the commit that its name means now. GitError."""
+    """The same with the commit that its name refers to now. GitError."""
     if source.is_pinned:
         return source
     name = source.ref or "HEAD"
@@ -120,8 +121,8 @@ def pinned(source: GitSource, environ: Mapping[str, str]) -> GitSource:
 
 
 def check_out(source: GitSource, workdir: Path, environ: Mapping[str, str]) -> int:
-    """Have this commit checked out in its folder. As long as the file descriptor is open, nobody
-    moves the folder to another commit. GitError."""
+    """Check out this commit in its folder. While the returned file descriptor is open, no job moves
+    the folder to another commit. GitError."""
     folder = source.folder(workdir)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +144,7 @@ def _put(source: GitSource, folder: Path, environ: Mapping[str, str], in_use: in
     if not folder.exists():
         prefix = f".{folder.name}.{os.uname().nodename}."
         for left in folder.parent.iterdir():
-            if left.name.startswith(prefix):  # by an agent that was killed
+            if left.name.startswith(prefix):  # left by a killed agent
                 shutil.rmtree(left, ignore_errors=True)
         part = folder.with_name(f"{prefix}{os.getpid()}")
         try:
@@ -152,7 +153,7 @@ def _put(source: GitSource, folder: Path, environ: Mapping[str, str], in_use: in
             _git(source, environ, "init", "-q", *hashes, cwd=part)
             _git(source, environ, "remote", "add", "origin", source.url, cwd=part)
             _fetch(source, part, environ)
-            with contextlib.suppress(OSError):  # a node that shares the folder was faster
+            with contextlib.suppress(OSError):  # another node with the same folder was faster
                 part.rename(folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -182,7 +183,7 @@ def _put(source: GitSource, folder: Path, environ: Mapping[str, str], in_use: in
 
 
 def _fetch(source: GitSource, folder: Path, environ: Mapping[str, str]) -> None:
-    """This commit alone where the server gives single ones, else all there is."""
+    """Fetch only this commit if the server permits it, else everything."""
     try:
         _git(source, environ, "fetch", "-q", "--depth=1", "origin", source.ref, cwd=folder)
     except GitError:
@@ -198,7 +199,7 @@ def _fetch(source: GitSource, folder: Path, environ: Mapping[str, str]) -> None:
 
 
 def _submodules(source: GitSource, folder: Path, environ: Mapping[str, str]) -> None:
-    """As this commit has them; nothing is fetched where they are."""
+    """Update submodules to this commit; nothing is fetched if they already match."""
     if (folder / ".gitmodules").exists():
         words = ("submodule", "update", "-q", "--init", "--recursive", "--depth=1")
         _git(source, environ, *words, cwd=folder)
@@ -206,7 +207,7 @@ def _submodules(source: GitSource, folder: Path, environ: Mapping[str, str]) -> 
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """No other agent of this node is at the same folder. GitError where one is for too long."""
+    """Lock the folder against other agents of this node. GitError if the lock is held too long."""
     until = time.monotonic() + GIT_LIMIT
     with path.open("w") as file:
         while True:
@@ -229,7 +230,7 @@ def _git(
     cwd: Path | None = None,
     limit: float = GIT_LIMIT,
 ) -> str:
-    """What git prints. GitError."""
+    """The output of a git command. GitError."""
     secrets = [next((environ[name] for name in names if environ.get(name)), "")
                for names in (GIT_USERNAMES, GIT_PASSWORDS)]  # fmt: skip
     hidden = (*GIT_USERNAMES, *GIT_PASSWORDS, "ELASTICRUN_TOKEN", *_OF_ANOTHER)
@@ -251,7 +252,7 @@ def _git(
             try:
                 out, err = process.communicate(timeout=limit)
             except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+                os.killpg(process.pid, signal.SIGKILL)  # with its children
                 raise
         except FileNotFoundError:
             raise GitError("--git: there is no git on this machine: install it") from None
@@ -265,17 +266,17 @@ def _git(
 
 
 def _answering(files: contextlib.ExitStack, url: str, secrets: list[str]) -> Iterator[int]:
-    """Files in memory with user and password, and with the program that tells git one of them."""
+    """Memory files with the user, the password, and the program that answers git's prompts."""
     found = _HOST.match(url)
     scheme, host = map(shlex.quote, found.groups() if found else ("", ""))
-    texts = (secrets[0] or "git", secrets[1])  # with a token any name will do, but no empty one
+    texts = (secrets[0] or "git", secrets[1])  # any user name works with a token, except ""
     user, password = (files.enter_context(_in_memory(text)) for text in texts)
     asking = _ANSWER.format(scheme=scheme, host=host, user=user, password=password)
     yield from (user, password, files.enter_context(_in_memory(asking, 0o700)))
 
 
 def _why(source: GitSource, said: str, secrets: list[str]) -> str:
-    """What git says, up to the first line that ends it: ssh's reason stands before that."""
+    """git's error output up to its first fatal line, because ssh's reason precedes it."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     noise = ("hint:", "warning:", "Cloning into", "error: unable to read askpass")
     lines = [line for line in lines if not line.startswith(noise)] or ["git has failed"]
@@ -295,12 +296,13 @@ def _why(source: GitSource, said: str, secrets: list[str]) -> str:
 
 @contextlib.contextmanager
 def _in_memory(text: str, mode: int = 0o600) -> Iterator[int]:
-    """A file without a name; closed for writing, or the kernel would not run it. GitError."""
+    """A memory file without write access, because the kernel would not execute it otherwise.
+    GitError."""
     try:
         written = memory_file(
             "elasticrun", os.MFD_CLOEXEC | (MFD_EXEC if mode & stat.S_IXUSR else 0)
         )
-    except OSError:  # a kernel before 6.3 knows no MFD_EXEC
+    except OSError:  # kernels before 6.3 lack MFD_EXEC
         written = memory_file("elasticrun")
     try:
         os.fchmod(written, mode)

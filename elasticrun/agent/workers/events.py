@@ -1,7 +1,7 @@
-"""--event-log-handler: what happened to agent and workers, as torch's JSON lines.
+"""--event-log-handler: events of the agent and the workers, as torch's JSON lines.
 
-The shape is `torch.distributed.elastic.events.Event` with the metadata that torchrun's agent puts
-in, field by field. One thing is better: `timestamp` is filled (milliseconds; torchrun leaves 0).
+The format is `torch.distributed.elastic.events.Event` with the metadata of torchrun's agent, field
+by field. One difference: `timestamp` is set (milliseconds; torchrun leaves 0).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elasticrun.wire import env
 from elasticrun.wire.messages import Failure, Start
 
 HANDLERS: Final = ("null", "console", "dynamic_rendezvous")
-"""Of these only `console` writes anything, as under torchrun."""
+"""Only `console` writes anything, as under torchrun."""
 
 
 def check_handler(name: str) -> None:
@@ -30,10 +30,10 @@ def check_handler(name: str) -> None:
 
 
 class EventLog:
-    """Says events; does nothing unless the handler is `console`.
+    """Writes events; a no-op unless the handler is `console`.
 
-    `write` takes a text and must not block (the agent's writer thread). `now_ms` of each method is
-    wall time in milliseconds, `run_seconds` how long the agent has run.
+    `write` takes a text and must not block (the agent's writer thread). In each method `now_ms` is
+    wall time in milliseconds, and `run_seconds` the agent's run time.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class EventLog:
 
     @property
     def host(self) -> str:
-        """This host's name for people."""
+        """The host name shown to people."""
         return self._constant["hostname"]
 
     @host.setter
@@ -66,35 +66,35 @@ class EventLog:
 
     @property
     def seconds(self) -> float:
-        """For how long the agent has run."""
+        """Seconds since the agent's start."""
         return time.monotonic() - self._began
 
-    # ------------------------------------------------------------ the life of the ranks
+    # ------------------------------------------------------------ the lifecycle of ranks
 
     def round_began(self, start: Start) -> None:
         waited = time.monotonic() - self._waiting_since
         self.rendezvous(start, waited, time.time_ns() // 10**6)
 
     def ranks_stopping(self) -> None:
-        """torch's agent has no event for it."""
+        """No-op: torch's agent has no such event."""
 
     def ranks_gone(self, *, done: bool) -> None:
-        """Unless they are done this node waits for its next round from now on."""
+        """Unless the ranks are done, this node waits for its next round from now on."""
         if not done:
             self._waiting_since = time.monotonic()
 
     def close(self) -> None:
-        """The last events are told at the very end (`farewell.events`)."""
+        """No-op: the last events are written at the very end (`farewell.events`)."""
 
     # ------------------------------------------------------------ the events
 
     def rendezvous(self, start: Start, waited_seconds: float, now_ms: int) -> None:
-        """A round formed after this node had waited for it."""
+        """A round has formed after this node has waited for it."""
         self._say("RENDEZVOUS", "AGENT", start, now_ms, duration_ms=waited_seconds * 1000)
         self._say("ASSIGN_WORKER_RANKS", "AGENT", start, now_ms, duration_ms=0.0)
 
     def started(self, start: Start, pids: Mapping[int, int], now_ms: int) -> None:
-        """The local ranks of a round run; pids by local rank."""
+        """The local ranks of a round have started; pids by local rank."""
         for local_rank, pid in sorted(pids.items()):
             self._worker("START", start, local_rank, pid, now_ms)
 
@@ -109,12 +109,12 @@ class EventLog:
         now_ms: int,
         agent_failure: str = "",
     ) -> None:
-        """The job is over for this node. `failures` are those of its own ranks; `start` is None if
-        no round was ever formed.
+        """The job has ended for this node. `failures`: those of its own ranks; `start`: None if no
+        round has formed.
 
-        As under torchrun the agent "succeeded" when it has seen its ranks to their end, whatever
-        that was; it failed (`agent_failure`: why) by a signal, a lost master or too few nodes, and
-        then there is no word about the ranks.
+        As under torchrun, the agent "succeeded" if it has run its ranks to their end, whatever
+        their result. It failed (`agent_failure`: the reason) on a signal, a lost master or too few
+        nodes; then no events about ranks are written.
         """
         failed = {failure.local_rank: failure for failure in failures}
         if start is not None and not agent_failure:
@@ -161,7 +161,7 @@ class EventLog:
         more: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> None:
-        """`fields` of the metadata differ from what they are by themselves; `more` is nested."""
+        """`fields` override default metadata; `more` goes into the nested metadata."""
         if not self.enabled:
             return
         inner = {
@@ -195,7 +195,7 @@ class EventLog:
 
 
 def _level(environ: Mapping[str, str]) -> int:
-    """LOGLEVEL, which torch's events obey too; INFO if it is unset or not understood."""
+    """The LOGLEVEL, which torch's events obey too; INFO if it is unset or invalid."""
     word = environ.get(env.LOGLEVEL, "").strip().upper()
     if word.isdecimal():
         return int(word)

@@ -1,9 +1,9 @@
-"""What a rank died of, read from what it left behind: error.json, its exit code, the kernel's word.
+"""Explains a rank's exit: from its error.json, its exit code, and the kernel's OOM records.
 
-The error file is written by the rank (torch's `@record`, or the fork server for scripts without
-it), so whatever stands in it is the user's: it is read with a bound, and rubbish is described, not
-raised. For ranks that died of SIGKILL there is the kernel's count of what its out-of-memory killer
-took, and its log. All but `Killers` touches the disk; call it in a thread.
+The rank writes the error file (torch's `@record`, or the fork server for scripts without it), so
+its content is the user's: it is read up to a size limit, and invalid content is described instead
+of raised. After a SIGKILL, the kernel's count of OOM kills and its log are read. Everything except
+`Killers` uses the disk; call it in a thread.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ LOOK_LIMIT: Final = 5.0
 """Seconds for reading the log; nothing waits for it."""
 
 NEAR_US: Final = 10_000_000
-"""A count that rose this long ago at most explains a death now; ranks of one job die together, and
+"""Microseconds within which an increased count explains a death. Ranks of one job die together, so
 reading the count for the first must not hide it from the second."""
 
 MAX_ERROR_FILE_BYTES: Final = 1024 * 1024
 """A longer error file is not parsed; a traceback of a thousand frames is a tenth of this."""
 
 MAX_MESSAGE_CHARS: Final = 1024
-"""One line; what is longer is cut, the traceback has the rest."""
+"""Maximum length of the message line; the traceback has the rest."""
 
 
 class Killers:
-    """Of the ranks here; it says one thing once. `root`: where the kernel's files are."""
+    """Logs who killed a rank, each finding once. `root`: the root of the kernel's files."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._told = Once()
 
     async def look(self, failure: Failure) -> None:
-        """Tell what the log says of this rank, which a SIGKILL ended that nobody here has sent."""
-        from elasticrun.host.doctor import kernel  # only where a rank was killed
+        """Log what the kernel log says about a rank that died of a SIGKILL that no agent here has
+        sent."""
+        from elasticrun.host.doctor import kernel  # late: needed only after a SIGKILL
 
         def read() -> kernel.Word:
             return kernel.of_a_kill(failure.pid, self._root)
@@ -65,10 +66,12 @@ class Killers:
 
 
 class OomKills:
-    """Watches the `oom_kill` counts of this process' own cgroup (v2, then v1; since Linux 5.2
-    without those of the groups below it, which are other people's), or of the whole host where no
-    cgroup tells. The counts at the time of making are those to compare with; one that was out of
-    sight then, since this process was put into another cgroup later, began with 0."""
+    """Watches the `oom_kill` counts of this process's own cgroup, or of the whole host without a
+    cgroup count.
+
+    It reads cgroup v2, then v1; since Linux 5.2 without the counts of child groups, which belong to
+    others. Counts are compared with those at construction. A count that was not visible then,
+    because this process was moved to another cgroup later, starts at 0."""
 
     def __init__(self, files: Callable[[], Iterable[Path]] | None = None) -> None:
         self._files = files or _candidates
@@ -76,8 +79,8 @@ class OomKills:
         self._rose_us = 0
 
     def near(self, time_us: int) -> bool:
-        """Whether the count has risen since it was last looked at, or did so near `time_us`
-        (microseconds since the epoch, of the death that is to be explained)."""
+        """Whether the count has increased since the last call, or did so near `time_us`
+        (microseconds since the epoch; the time of the death to explain)."""
         for file in self._files():
             count = _read(file)
             if count is None:
@@ -107,8 +110,8 @@ def _candidates() -> list[Path]:
 
 
 def count_files(groups: str) -> list[Path]:
-    """Where the count may stand for a process in these cgroups (text as in /proc/PID/cgroup, see
-    cgroups(7)), nearest first."""
+    """The files that may contain the count for a process in these cgroups (the text of
+    /proc/PID/cgroup, see cgroups(7)), nearest first."""
     files = []
     for line in groups.splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -136,16 +139,17 @@ class ErrorFile:
     data: dict[str, Any] | None = None
     message: str = ""
     traceback: str = ""
-    time_us: int = 0  # 0: it does not say
+    time_us: int = 0  # 0: not given
     problem: str = ""
 
 
 def describe(bare: Failure, *, stopping: bool) -> Failure:
-    """A failed rank, with what its error file says. Never raises for what stands in that.
+    """The failure of a rank with the content of its error file. Never raises because of that
+    content.
 
-    `bare`: with the time at which the rank was reaped; `stopping`: its agent had been stopping it.
-    The failure's time is the error file's where there is one: a rank may have spent seconds in its
-    exit handlers since."""
+    `bare`: its time is when the rank was reaped; `stopping`: its agent was stopping it. The result
+    has the error file's time if there is one, because a rank may have spent seconds in its exit
+    handlers since."""
     code, reaped_us = bare.exitcode, bare.time_us
     found = read_error_file(bare.error_file)
     oom = code == -signal.SIGKILL and not stopping and oom_kills().near(reaped_us)
@@ -166,7 +170,7 @@ def describe(bare: Failure, *, stopping: bool) -> Failure:
 
 def read_error_file(path: str) -> ErrorFile:
     """Read an error file in either of torch's formats: `message` as an object with `extraInfo`, or
-    as a plain string with an optional `timestamp` beside it."""
+    as a string with an optional `timestamp` beside it."""
     if not path:
         return ErrorFile()
     try:
@@ -204,9 +208,9 @@ def read_error_file(path: str) -> ErrorFile:
 
 
 def write_own(failure: Failure, environ: Mapping[str, str]) -> str:
-    """Describe the root cause in the launcher's own TORCHELASTIC_ERROR_FILE, if it has one, for the
-    scheduler above: the rank's file with `errorCode` added, or, where that lies on another node,
-    the same shape made from what is known. Returns the path, or "" if nothing was written."""
+    """Write the root cause to the launcher's own TORCHELASTIC_ERROR_FILE, if set, for the scheduler
+    above. That is the rank's file with `errorCode` added; if the file is on another node, the same
+    format with what is known. Returns the path, or "" if nothing was written."""
     target = environ.get(env.ERROR_FILE, "")
     found = read_error_file(failure.error_file)
     data = found.data
@@ -220,8 +224,8 @@ def write_own(failure: Failure, environ: Mapping[str, str]) -> str:
 
 
 def write_own_words(kind: str, sentence: str, time_us: int, environ: Mapping[str, str]) -> str:
-    """Describe an end of the launcher that no rank caused, as torch's `@record` on its main does:
-    `kind` is the name of torchrun's exception (SignalException, RendezvousTimeoutError, ...)."""
+    """Write an end of the launcher that no rank caused, as torch's `@record` on its main does.
+    `kind`: torchrun's exception (SignalException, RendezvousTimeoutError, ...)."""
     target = environ.get(env.ERROR_FILE, "")
     if not target:
         return ""
@@ -236,8 +240,8 @@ def one_line(text: str) -> str:
 
 
 def cut_middle(text: str, limit: int) -> str:
-    """At most `limit` characters of `text`: its beginning and, since the last lines of a traceback
-    say most, three times as much of its end."""
+    """At most `limit` characters of `text`: its beginning, and three times as much of its end,
+    because the last lines of a traceback matter most."""
     if len(text) <= limit:
         return text
     gap = "\n… cut …\n"
@@ -246,7 +250,7 @@ def cut_middle(text: str, limit: int) -> str:
 
 
 def signal_name(exitcode: int) -> str:
-    """The name of the signal behind a negative exit code, `<N/A>` for one without a name."""
+    """The name of the signal of a negative exit code, `<N/A>` if it has none."""
     try:
         return signal.Signals(-exitcode).name
     except ValueError:
@@ -261,7 +265,7 @@ def _without_file(exitcode: int, pid: int, oom: bool) -> str:
 
 
 def _read_bounded(path: str) -> tuple[str, int]:
-    """Text and time of modification (µs). O_NONBLOCK, because a FIFO of that name would block."""
+    """Text and modification time (µs). O_NONBLOCK, because a FIFO of that name would block."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb") as file:
         about = os.fstat(fd)
@@ -274,8 +278,8 @@ def _read_bounded(path: str) -> tuple[str, int]:
 
 
 def _when(stamp: object, modified_us: int) -> int:
-    """The file says whole seconds; where its modification falls into that second (or the next,
-    since it is written after the stamp was taken), that is the same instant to the microsecond."""
+    """The time in microseconds. The file has whole seconds; if its modification time is in that
+    second or the next (it is written after the stamp is taken), that is the more precise time."""
     try:
         seconds = int(str(stamp))
     except ValueError:
@@ -293,7 +297,7 @@ def _record(message: str, traceback: str, time_us: int) -> dict[str, Any]:
 
 
 def _replace(target: str, data: dict[str, Any]) -> str:
-    """Write a file in one piece; an older one of that name is overwritten."""
+    """Replace a file atomically."""
     fresh = f"{target}.{os.getpid()}"
     try:
         with open(fresh, "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -1,8 +1,8 @@
-"""The probes of this node: one process a local rank, a limit, and what they come to together.
+"""The probes of this node: one process per local rank, a time limit, and their combined result.
 
-The master's order names a small group of nodes and the store where they meet; what is measured here
-is one `Probed`, the worst of the local ranks. Every process of a probe has been reaped before it is
-told, or it was called off and nothing is told.
+The master's order names a small group of nodes and the store where they meet. The result is one
+`Probed` with the worst of the local ranks. It is sent when every process of the probe has been
+reaped; a cancelled probe sends nothing.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from elasticrun.wire import env, spawning
 from elasticrun.wire.messages import Probe, Probed, ProbePhase, Transfer
 
 OWN_PHASES: Final = (ProbePhase.START, ProbePhase.COMPUTE)
-"""Whoever fails here has failed with no part of any other node in it."""
+"""A failure in these phases is the node's own: no other node is involved."""
 
 LATER: Final = 1.0
-"""Seconds by which torch's own time-outs in a probe come after the limit: the agent ends it first,
-and says so in the same words whatever it was that hung."""
+"""Seconds that torch's own timeouts in a probe are longer than the limit, so that the agent ends it
+first and reports every hang in the same words."""
 
 
 @dataclass(eq=False)
 class _Probing:
-    """One order under way."""
+    """An order in progress."""
 
     order: Probe
     load: ProbeLoad
     began: float  # monotonic seconds
-    children: dict[Child, int] = field(default_factory=dict)  # their local ranks, until reaped
+    children: dict[Child, int] = field(default_factory=dict)  # to their local ranks, until reaped
     phases: dict[int, ProbePhase] = field(default_factory=dict)  # by local rank
-    results: dict[int, _Result] = field(default_factory=dict)  # in the order of their coming
+    results: dict[int, _Result] = field(default_factory=dict)  # in order of arrival
     timer: Timer = field(default_factory=Timer)
-    started: bool = False  # its processes have been ordered
-    over: bool = False  # told, or called off
+    started: bool = False  # its processes have been requested
+    over: bool = False  # reported or cancelled
 
     def phase(self, local_rank: int) -> ProbePhase:
         return self.phases.get(local_rank, ProbePhase.START)
@@ -55,7 +55,7 @@ class _Probing:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What came of one local rank; `reason` is the clause about it in `Probed.reason`."""
+    """The result of one local rank; `reason`: the clause about it in `Probed.reason`."""
 
     ok: bool
     phase: ProbePhase
@@ -68,7 +68,7 @@ class _Result:
 
     @property
     def weight(self) -> int:
-        """How bad it is: the worst of a node's local ranks is what the node says."""
+        """Severity: a node reports the worst of its local ranks."""
         if self.ok:
             return 0
         return 3 if self.own else 1 if self.excused else 2
@@ -84,13 +84,13 @@ class Probing:
         self._current: _Probing | None = None
         self._children: dict[Child, _Probing] = {}
         self._accelerator: Accelerator | None = None
-        self._tasks = Tasks(logger.error)  # a probe that is not started is overdue later
+        self._tasks = Tasks(logger.error)  # a probe that fails to start times out later
 
     # ------------------------------------------------------------ orders
 
     def run(self, order: Probe) -> None:
-        """Probe as the order says; ProbeEnded tells, after `order.limit` seconds at the latest (and
-        the moment that it takes to kill and reap)."""
+        """Run a probe. ProbeEnded follows after `order.limit` seconds at the latest, plus the time
+        to kill and reap."""
         self.call_off()
         probing = _Probing(order, PROBE_LOAD_CPU, time.monotonic())
         self._current = probing
@@ -98,22 +98,22 @@ class Probing:
         self._tasks.start(self._start(probing), "starting probes")
 
     def call_off(self) -> None:
-        """Kill what is under way; nothing is told of it."""
+        """Kill the current probe without a report."""
         probing, self._current = self._current, None
         if probing is not None:
             self._close(probing)
             self._kill(probing)
 
     def close(self) -> None:
-        """The agent ends; its spawners kill and reap what is left."""
+        """The agent ends; its spawners kill and reap the processes."""
         self.call_off()
         self._tasks.close()
 
     # ------------------------------------------------------------ reports
 
     def heard(self, child: Child, message: spawning.FromSpawner) -> None:
-        """A probe enters a phase, has come to its end, or is reaped: the last one's is the end of
-        the order."""
+        """A probe process enters a phase, has finished, or is reaped; the last one completes the
+        order."""
         probing = self._children[child]
         local_rank = probing.children[child]
         if isinstance(message, spawning.Exited | spawning.SpawnFailed):
@@ -131,8 +131,8 @@ class Probing:
                 probing.results.setdefault(local_rank, self._result(probing, local_rank, message))
 
     def lost(self, child: Child) -> None:
-        """Reaped. Where its spawner died, the node calls the order off next: its state machine
-        knows of it, and answers for itself."""
+        """A process is reaped or lost. If its spawner died, the node cancels the order next: its
+        state machine handles that and reports it itself."""
         del self._children.pop(child).children[child]
 
     # ------------------------------------------------------------ starting
@@ -143,7 +143,7 @@ class Probing:
         try:
             accelerator = await self._find_accelerator()
             environments = [probe_environment(config, rank, os.environ) for rank in ranks]
-        except Exception as error:  # BadEnvironment, or whatever a vendor's tools have raised
+        except Exception as error:  # BadEnvironment, or any error of a vendor's tool
             why = str(error) or type(error).__name__
             for rank in ranks:
                 self._failed(probing, rank, self._clause(probing, rank, why))
@@ -195,7 +195,8 @@ class Probing:
     # ------------------------------------------------------------ ends
 
     def _overdue(self, probing: _Probing) -> None:
-        """The limit: what has not said its result by now has failed where it is, and is killed."""
+        """The time limit: local ranks without a result have failed in their current phase; kill
+        them."""
         limit = probing.order.limit
         for local_rank in range(self._config.nproc_per_node):
             hung = f"{self._where(local_rank)}hung: no end within its limit of {limit:g} s"
@@ -209,7 +210,7 @@ class Probing:
             child.signal(signal.SIGKILL)
 
     def _look(self, probing: _Probing) -> None:
-        """Tell the result once every local rank has one and every process is reaped."""
+        """Report once every local rank has a result and every process is reaped."""
         if probing.over or not probing.started or probing.children:
             return
         self._close(probing)
@@ -246,7 +247,7 @@ class Probing:
         probing.results.setdefault(local_rank, failed)
 
     def _clause(self, probing: _Probing, local_rank: int, why: str) -> str:
-        """The master's sentences name phase and partners before they quote it."""
+        """A clause without phase and partners, because the master's sentence names them."""
         after = duration(time.monotonic() - probing.began)
         limit = f"{probing.order.limit:g} s"
         return f"{self._where(local_rank)}after {after}, limit {limit}: {why}"
@@ -280,7 +281,7 @@ class Probing:
 
 
 def _another(order: Probe) -> str:
-    """Who it was that said it had failed, as far as that is known here."""
+    """The one that reported its own failure, as far as known."""
     if not order.partners:
         return "another local rank"
     return order.partners if order.group_world_size == 2 else f"one of {order.partners}"

@@ -1,8 +1,9 @@
-"""What the local ranks tell of their steps, made into one small report for the master now and then.
+"""Reads the steps that local ranks report, and combines them into small periodic reports for the
+master.
 
-Each life of the ranks has a socket of its own: what is left of an older one reaches nobody. There
-is no timer here: the datagrams themselves say when a report is due, and who is silent says nothing.
-What cannot be sent at once is not kept: the next report has it.
+Each round has its own socket, so leftover processes of an earlier round reach nobody. There is no
+timer for steps: arriving datagrams trigger a report when one is due. A report that cannot be sent
+at once is not queued: the next one includes its data.
 """
 
 from __future__ import annotations
@@ -47,50 +48,50 @@ if TYPE_CHECKING:
     from elasticrun.agent.link.link import Link
 
 SAY_EVERY: Final = 1.0
-"""Seconds between two reports at the least; the interval of the beats where that is longer."""
+"""Minimum seconds between two reports; the heartbeat interval if that is longer."""
 
 REPORTS_PER_SECOND: Final = 50.0
-"""Reports that a master hears from all nodes: each of them stands in its trace, a ring that is to
-reach back for an hour. Nodes of larger rounds report less often, ..."""
+"""Reports per second that a master gets from all nodes. Each is stored in its trace, a ring buffer
+that should reach back an hour. Nodes of larger rounds report less often, ..."""
 
 SAY_SELDOM: Final = 20.0
-"""... but once in so many seconds."""
+"""... but at least once in this many seconds."""
 
 PATIENCE: Final = 5.0
-"""So many seconds after a rank had something new to report the others are not waited for any
-longer: they have become silent."""
+"""Seconds after the first new data until a report is sent without the remaining ranks, which have
+become silent."""
 
 MOST_ROWS: Final = 128
-"""Rows that wait for the master; of more the oldest go."""
+"""Maximum number of queued rows; beyond it the oldest are dropped."""
 
 MOST_AT_ONCE: Final = 64
-"""Datagrams that are read in one turn of the loop."""
+"""Datagrams read per turn of the loop."""
 
 MOST_PER_RANK: Final = 50
-"""Datagrams a second that are read for each local rank; one that keeps to its ten never feels it.
-Of more the kernel keeps a few, and the sender drops the rest."""
+"""Datagrams read per second and local rank; a rank that keeps to its ten per second never reaches
+this. The kernel queues a few more, and the sender drops the rest."""
 
 
 @dataclass(slots=True)
 class _Window:
-    """What one local rank has told since the last report; sums in seconds over `steps`."""
+    """What one local rank has reported since the last report; sums in seconds over `steps`."""
 
     step: int = 0
     steps: int = 0
     seconds: float = 0.0
-    owns: int = 0  # datagrams that told the own part
+    owns: int = 0  # datagrams with the rank's own part
     own: float = 0.0
     waited: float = 0.0
-    tells_own: bool = False  # has told it in this life
+    tells_own: bool = False  # has reported it in this round
 
     @property
     def fresh(self) -> bool:
-        """Whether there is something new to report, its own part where it tells that at all."""
+        """Whether there is new data, including its own part if the rank reports that at all."""
         return self.owns > 0 if self.tells_own else self.steps > 0
 
     @property
     def slowness(self) -> tuple[float, float]:
-        """The greater, the slower."""
+        """A sort key: greater means slower."""
         return (self.own / self.owns if self.owns else 0.0, self.seconds / max(1, self.steps))
 
     def add(self, said: RankSteps) -> None:
@@ -114,28 +115,28 @@ class _Told:
 
     costs: RankCosts
     at: float
-    steps: int  # datagrams so far that told a step
+    steps: int  # datagrams so far with a step
 
 
 class MetricReports:
-    """Rows that rank 0 has told, on their way to the master: one report a second at most."""
+    """Rows of metrics from rank 0 to the master: one report per second at most."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._round: RoundName | None = None
         self._rows: deque[tuple[int, float, dict[str, str]]] = deque(maxlen=MOST_ROWS)
-        self._by_rank = self._dropped = 0  # rows that were not kept, by the rank and here
+        self._by_rank = self._dropped = 0  # dropped rows, by the rank and here
         self._said_at = -math.inf
         self._timer = Timer()
 
     def begin(self, start: Start) -> None:
-        """A new life of the ranks."""
+        """Start a new round."""
         self._round = start.round
         self._rows.clear()
         self._by_rank = self._dropped = 0
 
     def heard(self, said: RankRows) -> None:
-        """Send them when that is due."""
+        """Queue rows, and send them when due."""
         self._by_rank = said.dropped
         self._dropped += max(0, len(self._rows) + len(said.rows) - MOST_ROWS)
         for step, at, values in said.rows:
@@ -159,7 +160,7 @@ class MetricReports:
             self._timer.after(max(SAY_EVERY, self._link.beat_interval), self._send)
 
     def flush(self, *, once: bool = False) -> None:
-        """Send all that is here, or (`once`) as much as one report holds."""
+        """Send all rows, or (`once`) as many as fit in one report."""
         while self._rows and self._round is not None:
             rows = list(islice(self._rows, MAX_METRIC_ROWS))
             names = tuple(dict.fromkeys(name for *_, said in rows for name in said))[:MAX_METRICS]
@@ -172,20 +173,20 @@ class MetricReports:
             if not once:
                 self._link.say(report)
             elif not self._link.offer(report):
-                return  # kept: the master may be away
+                return  # kept: there may be no master now
             for _ in rows:
                 self._rows.popleft()
             if once:
                 return
 
     def end(self) -> None:
-        """Send no more."""
+        """Stop sending."""
         self._timer.cancel()
         self._rows.clear()
 
 
 class Progress:
-    """The socket of the present life, and the folding."""
+    """The socket of the current round, and the combined data."""
 
     def __init__(self, nproc: int, link: Link) -> None:
         self._nproc = nproc
@@ -197,7 +198,7 @@ class Progress:
         self._latest: dict[int, tuple[int, float]] = {}
         self._tell: set[int] = set()  # local ranks that call `progress`
         self._costs: dict[int, _Told] = {}
-        self._words: dict[int, tuple[str, float]] = {}  # what it is in on purpose, and until when
+        self._words: dict[int, tuple[str, float]] = {}  # the phase that a rank reports, and its end
         self._said_at = -math.inf
         self._every = SAY_EVERY
         self._new_since = math.inf
@@ -207,10 +208,10 @@ class Progress:
         self._told = Once()
         self._metrics = MetricReports(link)
         self.newest = -1
-        """The newest step that a rank of this life has told; -1: none."""
+        """The newest step that a rank of this round has reported; -1: none."""
 
     def round_began(self, start: Start) -> None:
-        """What ranks of the last round still say is not heard."""
+        """Start a round; datagrams of the last one's ranks are no longer read."""
         self.close()
         self._start = start
         self._metrics.begin(start)
@@ -230,29 +231,29 @@ class Progress:
         asyncio.get_running_loop().add_reader(found, self._readable)
 
     def place(self, local_rank: int) -> str:
-        """What this rank of the present life is given (wire.env.PROGRESS); "" if there is none."""
+        """The value of wire.env.PROGRESS for this rank; "" if there is no socket."""
         return place(self._name, local_rank) if self._name else ""
 
     def seen(self, local_rank: int) -> tuple[int, float]:
-        """The newest step of this rank in this life, and its seconds; -1: none."""
+        """The newest step of this rank in this round, and its seconds; -1: none."""
         return self._latest.get(local_rank, (-1, 0.0))
 
     def word(self, local_rank: int) -> tuple[str, float]:
-        """What this rank says it is in that takes long, and for how many seconds more at most; ""
-        and 0.0: in nothing."""
+        """The long phase that this rank reports, and its maximum remaining seconds; "" and 0.0:
+        none."""
         what, until = self._words.get(local_rank, ("", 0.0))
         left = until - asyncio.get_running_loop().time()
         return (what, left) if what and left > 0.0 else ("", 0.0)
 
     def ranks_stopping(self) -> None:
-        """What they have told is read with the next report (`link.reports`)."""
+        """No-op: the next report includes their data (`link.reports`)."""
 
     def ranks_gone(self, *, done: bool) -> None:
-        """What they have told last is told now."""
+        """Send their last data now."""
         self.last_words()
 
     def close(self) -> None:
-        """Hear nobody any more; harmless if that is so already."""
+        """Stop reading. May be called again."""
         self._pause.cancel()
         self._metrics.end()
         if self._socket is not None:
@@ -288,7 +289,8 @@ class Progress:
                 self._heard(decode(data), now)
 
     def _rest(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
-        """Read on in the next second: a rank that floods must not keep the agent busy."""
+        """Pause until the next second, so that a rank that sends too much does not keep the agent
+        busy."""
         assert self._socket is not None
         self._told.tell("a local rank tells its steps too often: some are not heard")
         loop.remove_reader(self._socket)
@@ -299,7 +301,7 @@ class Progress:
             asyncio.get_running_loop().add_reader(self._socket, self._readable)
 
     def _is_ours(self, credentials: list[tuple[int, int, bytes]]) -> bool:
-        """Whether the kernel says that the sender runs as this user."""
+        """Whether the sender runs as this user, according to the kernel."""
         sender = sender_of(credentials)
         if sender is None or sender[1] == os.getuid():
             return sender is not None
@@ -338,8 +340,8 @@ class Progress:
         self._report(now)
 
     def _of_checkpointer(self, said: RankCosts, now: float) -> RankSteps | None:
-        """The steps since its last word, where the script does not call `progress`. The first two
-        words only begin: by then a script that does has told so."""
+        """The steps since the Checkpointer's last message, if the script does not call `progress`.
+        The first two messages are not used: a script that calls it has done so by then."""
         before = self._costs.get(said.local_rank)
         count = (before.steps if before is not None else 0) + (said.step >= 0)
         self._costs[said.local_rank] = _Told(said, now, count)
@@ -351,8 +353,8 @@ class Progress:
     # ------------------------------------------------------------ reports out
 
     def last_words(self) -> None:
-        """A rank has failed, all stand still, or all have finished: say what was not due yet, or
-        steps that are done again would be fewer than they are."""
+        """A rank has failed, all are stopped, or all have finished: send data that was not due yet.
+        Otherwise the count of repeated steps would be too low."""
         if self._socket is not None:
             self._readable()
         left = [window for window in self._windows.values() if window.steps]
@@ -361,7 +363,7 @@ class Progress:
         self._metrics.flush()
 
     def _report(self, now: float) -> None:
-        """Say how the slowest rank does, if a report is due."""
+        """Report the slowest rank, if a report is due."""
         if self._start is None or now - self._said_at < max(self._every, self._link.beat_interval):
             return
         late = now - self._new_since >= PATIENCE
