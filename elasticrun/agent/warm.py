@@ -306,7 +306,7 @@ def _words(error: Exception) -> str:
 @functools.cache  # once per process: every started fork server would repeat it
 def _not_used(named: str, reason: str) -> None:
     """Visible by default, because nothing else explains slow starts. If the user has named the warm
-    process (`named`), as our pytest plugin does, it is only visible with --log-level info."""
+    process (`named`), as our pytest plugin does, it is logged at level INFO."""
     logger.log(logging.INFO if named else NOTICE, "the warm process is not used: %s", reason)
 
 
@@ -409,7 +409,7 @@ def connect(path: Path, limit: float) -> socket.socket:
     conn = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         conn.settimeout(limit)
-        conn.connect(f"/proc/self/fd/{folder}/{path.name}")  # a socket's path has 107 bytes at most
+        conn.connect(f"/proc/self/fd/{folder}/{path.name}")  # a socket path has 107 bytes at most
         if frames.peer_of(conn)[1] != os.geteuid():
             raise PermissionError(f"the process behind {path} is of another user")
     except BaseException:

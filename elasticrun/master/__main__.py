@@ -1,4 +1,4 @@
-"""`python -m elasticrun.master --config-fd N`: a job master as an agent starts it."""
+"""`python -m elasticrun.master --config-fd N`: a job master, as an agent starts it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        del sys.path[0]  # the working folder of `python -m`: a `grpc/` there is not the grpc
+        del sys.path[0]  # the working directory: a `grpc/` there is not the package
     import signal
 
     # Before the imports below, which take long enough for a Ctrl-C.
@@ -14,7 +14,7 @@ if __name__ == "__main__":
         signal.signal(getattr(signal, number), signal.SIG_IGN)
     from elasticrun.host.system.processes import die_with_parent
 
-    # One that is stopped at the end of its agent wakes up, and reads what follows for it.
+    # Wakes a stopped master when its agent dies, so that it reads EOF on its lifeline.
     die_with_parent(signal.SIGCONT)
     from elasticrun.master.main import hosted_main
 

@@ -1,22 +1,23 @@
-"""The record in etcd, and the leadership on which every write of it depends.
+"""The record in etcd, and the leadership on which every write depends.
 
-A master leads while `lead/master` holds what it wrote there, under a lease that it renews every
-LEADER_RENEW seconds. Three fences, each enough against a master that was stopped and woken:
+A master leads while `lead/master` has the value that it wrote, under a lease that it renews every
+LEADER_RENEW seconds. There are three fences, each sufficient against a master that was stopped and
+resumed:
 
-* every write is a transaction conditional on the key's create_revision, so a master that was
-  succeeded decides nothing, whatever it believes;
-* orders leave only while `leads()`: within LEADER_TTL of the sending of the last renewal that was
-  answered, by a clock that goes on while the host sleeps. etcd's own count began later, so no
-  other can lead yet;
-* its term is that create_revision, which only grows; agents obey no lower one.
+* every write is a transaction conditional on the key's create_revision, so a replaced master
+  decides nothing, whatever it believes;
+* orders are sent only while `leads()`: within LEADER_TTL of sending the last renewal that was
+  answered, on a clock that runs while the host is suspended. etcd started to count later, so no
+  other master can lead yet;
+* its term is that create_revision, which only increases; agents obey no lower term.
 
-An etcd that was wiped, or restored from a backup, counts its revisions anew. An agent that has
-obeyed a higher term shows that; then this master writes the highest one into `terms`, which is
-added to revisions from then on, and ends for one with a higher term.
+An etcd that was wiped, or restored from a backup, counts its revisions anew. This shows when an
+agent has obeyed a higher term. Then this master writes the highest term into `terms`, which is
+added to revisions from then on, and exits so that the next master has a higher term.
 
-Whoever cannot renew ends (`lost`). It might wait for etcd instead, but its agents must know at once
-that nobody guards their round: their own deadline to stop their ranks begins with the end of
-the stream, and the next master's wait counts on that.
+A master that cannot renew exits (`lost`). It could wait for etcd instead, but its agents must know
+at once that nobody guards their round: their own deadline to stop their ranks starts at the end of
+the stream, and the next master's wait relies on that.
 """
 
 from __future__ import annotations
@@ -53,41 +54,41 @@ from elasticrun.wire.rpc.etcd_place import Keys, Leader, leader_from_bytes, pars
 from elasticrun.wire.types import dumps, loads
 
 CAMPAIGN_LIMIT: Final = 10.0
-"""Seconds to win or lose; an etcd that does not answer for so long is the agent's to wait for."""
+"""Seconds to win or lose; if etcd does not answer for longer, the agent waits for it."""
 
 PAUSE: Final = 0.2
 """Seconds between tries of a write while etcd does not answer."""
 
 CLOSE_LIMIT: Final = 1.0
-"""Seconds to give the leadership back; else its lease does."""
+"""Seconds for releasing the leadership; otherwise its lease expires."""
 
 RENEW_RECORD: Final = 3600.0
 """Seconds between renewals of the record's own lease, which is much longer."""
 
 HEAD: Final = b"elasticrun facts 2\n"
 MAX_BYTES: Final = 1_400_000
-"""What etcd takes (1.5 MiB by default), less room for the rest of the transaction."""
+"""The limit of etcd (1.5 MiB by default), minus space for the rest of the transaction."""
 MAX_TERM: Final = 2**62
-"""Highest term that is believed: revisions are added to it, and it has 64 bits on the wire."""
+"""Highest accepted term: revisions are added to it, and it has 64 bits on the wire."""
 
 MAX_TEXT: Final = 64 * 1024 * 1024
-"""Longest JSON that is unpacked: nobody's record grows without bound in memory."""
+"""Maximum size of the unpacked JSON, so that a record cannot use unbounded memory."""
 
 logger = logging.getLogger("elasticrun")
 
 
 def boot_clock() -> float:
-    """Seconds that also count while the host is suspended: a lease goes on then."""
+    """Seconds that include suspension of the host, during which a lease expires as well."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class EtcdStore:
-    """A `FactStore` whose `load` campaigns first. `term` is known after it."""
+    """A `FactStore` whose `load` campaigns first, and then knows `term`."""
 
     def __init__(
         self, config: MasterConfig, port: int, clock: Callable[[], float] = boot_clock
     ) -> None:
-        """`port`: where this master will serve. StoreRefused for a place that is none."""
+        """`port`: where this master will serve. StoreRefused for an invalid --master-store."""
         tls = config.tls or Tls()
         try:
             place = parse_place(config.master_store)
@@ -104,9 +105,9 @@ class EtcdStore:
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
         self.term = 0
-        """Higher than that of every master of this job before."""
+        """Higher than the term of every earlier master of this job."""
         self._revision = 0
-        """The fencing token: of the key by which we lead."""
+        """The fencing token: the create_revision of our leader key."""
         self._began_empty = False
         self._lease = 0
         self._record_lease = 0
@@ -121,7 +122,7 @@ class EtcdStore:
         self._heard = self._outgrown = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    # ------------------------------------------------------------ the promise of FactStore
+    # ------------------------------------------------------------ FactStore
 
     def leads(self) -> bool:
         self._lapse()
@@ -156,7 +157,7 @@ class EtcdStore:
         """See `FactStore.heard_of`."""
         first, self._heard = not self._heard, True
         if not term or not self.leads() or (term == self.term and not first):
-            return  # it has obeyed us
+            return  # it has obeyed this master
         if self._began_empty:
             self._began_empty = False
             logger.warning(
@@ -186,7 +187,7 @@ class EtcdStore:
     # ------------------------------------------------------------ the campaign
 
     async def _campaign(self) -> None:
-        """Become the leader. StoreRefused when another is, EtcdRefused."""
+        """Become the leader. StoreRefused if another master is, EtcdRefused."""
         key, mine = self._keys.master, self._me.to_bytes()
         while True:
             began = self._clock()
@@ -198,7 +199,7 @@ class EtcdStore:
                 return self._won(answer.revision, began)
             there = answer.items[0]
             leader = leader_from_bytes(there.value)
-            if leader == self._me:  # it was done, and the answer to it was lost
+            if leader == self._me:  # the transaction succeeded, and its answer was lost
                 return self._won(there.created, began)
             why = ""
             if leader is None:
@@ -207,8 +208,8 @@ class EtcdStore:
                 why = f"the master at {leader.endpoint} leads this job"
             if why:
                 raise StoreRefused(why, EXIT_NOT_LEADING)
-            # Our own agent has seen its last master dead before it started us: no need to wait
-            # for that one's lease.
+            # Our own agent saw its last master exit before it started this one, so there is no need
+            # to wait for the old lease.
             await self._withdraw(close=False)
             stale = (etcd.created_at(key, there.created),)
             await self._persist(partial(self._etcd.txn, stale, (etcd.delete(key),)))
@@ -241,19 +242,19 @@ class EtcdStore:
     # ------------------------------------------------------------ leading
 
     def _extend(self, since: float) -> None:
-        """A proof of leadership that was asked for at `since` has come."""
-        self._lapse()  # if it came too late, orders have been held back: then it is worth nothing
+        """A renewal that was sent at `since` has been confirmed."""
+        self._lapse()  # if too late, orders were already held back: then it is useless
         if self.lost.done():
             return
         self._until = since + LEADER_TTL
         if self._timer is not None:
             self._timer.cancel()
-        # there it has lapsed, or the loop's clock was early: then it waits for the rest
+        # for a lapsed lease; if the loop's clock was early, wait for the rest
         after = max(0.0, self._until - self._clock())
         self._timer = self._loop.call_later(after, self._extend, since)
 
     def _lapse(self) -> None:
-        """See to it that no order leaves after the lease."""
+        """Give up the leadership if the lease has expired, so that no order is sent."""
         now = self._clock()
         if now >= self._until and not self.lost.done():
             ago = now - self._until + LEADER_TTL
@@ -263,7 +264,7 @@ class EtcdStore:
             )
 
     async def _renew_on(self) -> None:
-        """Renew the lease and look whether the key still is ours, for as long as we lead."""
+        """Renew the lease and check that the key is still ours, while this master leads."""
         renewed = self._clock()
         ours = (etcd.created_at(self._keys.master, self._revision),)
         while not self.lost.done():
@@ -291,8 +292,8 @@ class EtcdStore:
             self._extend(since)
 
     async def _outgrow(self, term: int) -> None:
-        """Somebody has obeyed a master of this higher term, and yet nobody but us leads: have all
-        masters from the next one on begin above it."""
+        """An agent has obeyed a higher term, although only this master leads: make all later
+        masters start above that term."""
         ours = (etcd.created_at(self._keys.master, self._revision),)
         then = (etcd.put(self._keys.terms, str(term).encode(), self._record_lease),)
         try:
@@ -318,7 +319,7 @@ class EtcdStore:
             self._timer = None
 
     async def _withdraw(self, *, close: bool = True) -> None:
-        """Give the lease back, so that nobody has to wait for its end; then hang up."""
+        """Revoke the lease, so that nobody has to wait for it to expire; then disconnect."""
         if self._lease:
             lease, self._lease = self._lease, 0
             with contextlib.suppress(etcd.EtcdError, TimeoutError):
@@ -343,12 +344,12 @@ class EtcdStore:
                 self._lose(f"the job's record cannot be written: {wrong}")
                 return
             if not durable or not self.leads():
-                return  # durable or not: what it permits is for the next master to say
+                return  # durable or not, the next master decides what it permits
             for done in waiting:
                 done()
 
     async def _write_newest(self) -> bool:
-        """Write what is pending; False when another master leads."""
+        """Write the pending facts; False if another master leads."""
         facts, self._pending = self._pending, None
         assert facts is not None
         data = await asyncio.to_thread(facts_to_bytes, facts)
@@ -367,7 +368,7 @@ class EtcdStore:
         return bool(answer.succeeded)
 
     async def _persist(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Call until etcd answers, for as long as there is a leadership to win or to use."""
+        """Retry until etcd answers, while there is a leadership to win or keep."""
         while not self.lost.done():
             try:
                 return await call()
@@ -377,7 +378,7 @@ class EtcdStore:
         raise etcd.EtcdRefused(self.lost.result())
 
     def _task(self, body: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A defect of ours in a task ends the leadership with its name, not in silence."""
+        """Start a task; a bug in it ends the leadership with the error as reason."""
 
         def look(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -392,16 +393,16 @@ class EtcdStore:
 
 
 def _number(item: etcd.KeyValue | None) -> int:
-    """What an item counts; 0 where there is none."""
+    """The integer in an item; 0 if there is none."""
     return int(item.value[:19]) if item is not None and item.value.isdigit() else 0
 
 
 def facts_to_bytes(facts: Facts) -> bytes:
-    """The facts as one value of etcd: a line that names the format, then JSON, compressed.
-    ValueError if it is too large.
+    """The facts as one etcd value: a line with the format, then compressed JSON. ValueError if it
+    is too large.
 
-    etcd takes requests of 1.5 MB. Ten thousand nodes are 2.5 MB of JSON and about 0.5 MB
-    compressed (tests/etcd/test_store.py).
+    etcd takes requests of 1.5 MB. Ten thousand nodes are 2.5 MB of JSON and about 0.5 MB compressed
+    (tests/etcd/test_store.py).
     """
     data = HEAD + zlib.compress(dumps(facts).encode(), 6)
     if len(data) > MAX_BYTES:
@@ -410,7 +411,7 @@ def facts_to_bytes(facts: Facts) -> bytes:
 
 
 def facts_from_bytes(data: bytes) -> Facts:
-    """The facts in a value. ValueError with a sentence if there are none of this format."""
+    """The facts in a value. ValueError with a sentence if the format differs."""
     if not data.startswith(HEAD):
         raise ValueError("it was written by another version")
     unpack = zlib.decompressobj()

@@ -1,12 +1,12 @@
 """The master's record on its own disk: one file with its facts, replaced as a whole.
 
-Loaded, never replayed (decision 012). Whatever is wrong with it costs the record, never the job: a
-file that is damaged, of another version, or on which masters keep failing is set aside under
-another name with one line, and the agents bring the round back.
+It is loaded, never replayed (decision 012). A problem with the file costs the record, never the
+job: a file that is damaged, of another version, or on which masters keep failing is renamed with a
+log line, and the agents restore the round.
 
-One thread does all that touches the disk. At most one write is on its way and one waits, the
-newest: facts are complete, so those in between are worth nothing. Each version is written beside
-the last one, synchronized, and renamed over it: a crash or a power cut leaves one of the two whole.
+One thread does all disk I/O. At most one write is in progress and one is pending, the newest: each
+contains all facts, so those in between are skipped. Each version is written beside the last one,
+synced, and renamed over it, so a crash or power loss leaves one of the two intact.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ FILE: Final = "record"
 """A line with version and checksum, then a line of JSON."""
 
 VERSION: Final = 2
-"""Of the file's format; a file of another version is set aside."""
+"""The format version; a file of another version is set aside."""
 
 ASIDE: Final = ".aside"
 """Suffix of a record that is set aside; only the last one is kept."""
 
 MAX_BYTES: Final = 64 * 1024 * 1024
-"""A record that is larger is damaged: that of 10,000 nodes has 2 MB."""
+"""A larger record is damaged: that of 10,000 nodes has 2 MB."""
 
 MAX_CRASHES: Final = 3
 CRASH_WINDOW: Final = 60.0
-"""So many masters that failed on one state within so many seconds: the state is to blame."""
+"""If this many masters fail on one state within this many seconds, the state is the cause."""
 
 SLOW: Final = 2.0
-"""Seconds after which a write that has not come back is told."""
+"""Seconds after which a pending write is logged."""
 
 GIVEN_UP: Final = 30.0
-"""Seconds after which the master goes on without a record: the disk hangs, and nodes wait."""
+"""Seconds after which the master continues without a record: the disk hangs, and nodes wait."""
 
 LOAD_LIMIT: Final = 5.0
-"""Seconds that opening and loading may take; agents wait for this master meanwhile."""
+"""Seconds for opening and loading; agents wait for this master meanwhile."""
 
 logger = logging.getLogger("elasticrun")
 
@@ -68,31 +68,31 @@ class Damaged(Exception):
 
 
 class FileStore:
-    """One job's record in one folder; a `FactStore`. To be made in a running loop."""
+    """One job's record in one folder; a `FactStore`. Create it in a running loop."""
 
     def __init__(self, folder: Path, *, now: Callable[[], float] | None = None) -> None:
-        """`now`: seconds since this host was started, asleep or not (for tests)."""
+        """`now`: seconds since boot, including suspension (tests replace it)."""
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
-        """Never done: nobody else can lead with this folder."""
+        """Never done: no other master can lead with this folder."""
         self.term = 0
         self._disk = _Disk(folder, now or _since_boot)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = start_thread(self._run, "record")
         self._works = True
         self._newest: Facts | None = None
-        self._waiting: list[Callable[[], None]] = []  # for the newest to be written
-        self._on_its_way: list[Callable[[], None]] = []  # for what the thread is writing
+        self._waiting: list[Callable[[], None]] = []  # until the newest is written
+        self._on_its_way: list[Callable[[], None]] = []  # until the current write is done
         self._watch: asyncio.TimerHandle | None = None
 
-    # ------------------------------------------------------------ the promise of a FactStore
+    # ------------------------------------------------------------ FactStore
 
     def leads(self) -> bool:
         """See `FactStore.leads`."""
         return True
 
     async def load(self) -> Facts | None:
-        """See `FactStore.load`. A record that cannot be used is set aside, with one line."""
+        """See `FactStore.load`. An unusable record is set aside, with a log line."""
         try:
             return await asyncio.wait_for(self._do(self._disk.open), LOAD_LIMIT)
         except TimeoutError:
@@ -102,7 +102,7 @@ class FileStore:
         return None
 
     def write(self, facts: Facts, done: Callable[[], None]) -> None:
-        """See `FactStore.write`. Where the record has failed, `done` is called at once."""
+        """See `FactStore.write`. If the record has failed, `done` is called at once."""
         if not self._works:
             done()
             return
@@ -112,20 +112,21 @@ class FileStore:
             self._send(facts)
 
     def heard_of(self, term: int) -> None:
-        """See `FactStore.heard_of`: terms are not from here."""
+        """See `FactStore.heard_of`. No-op: this store does not assign terms."""
 
     async def close(self) -> None:
-        """See `FactStore.close`; what was written stays, for those who arrive late."""
+        """See `FactStore.close`; the file stays, for nodes that arrive late."""
         await self._last_job(self._disk.close)
 
-    # ------------------------------------------------------------ when the state is to blame
+    # ------------------------------------------------------------ a state on which masters fail
 
     async def crashed(self) -> None:
-        """This master ends because its brain failed on this state: the next one must know."""
+        """This master ends because its state machine failed on this state: record that for the next
+        one."""
         await self._last_job(self._disk.crashed)
 
     def set_aside(self, why: str) -> None:
-        """The facts that were loaded are of no use; begin an empty record."""
+        """The loaded facts are unusable; start an empty record."""
         logger.warning("the record of this job is set aside: %s", why)
         self._jobs.put(self._disk.begin_anew)
 
@@ -136,7 +137,7 @@ class FileStore:
             job()
 
     def _do(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Have the thread do it, and hear what came of that."""
+        """Run the job in the thread; returns its result as a future."""
         ended: Future[T] = Future()
 
         def work() -> None:
@@ -166,7 +167,7 @@ class FileStore:
     def _came_back(self, done: list[Callable[[], None]], saved: asyncio.Future[None]) -> None:
         wrong = saved.exception()
         if self._on_its_way is not done:
-            return  # it had been given up
+            return  # it was given up before
         self._unwatch()
         self._on_its_way = []
         if wrong is not None:
@@ -188,7 +189,7 @@ class FileStore:
             self._watch = None
 
     def _go_without(self, why: str) -> None:
-        """No record from now on: what waits for one passes."""
+        """Continue without a record: release everything that waits for it."""
         self._works = False
         self._unwatch()
         logger.warning(
@@ -196,7 +197,7 @@ class FileStore:
             "round back, but not who was left out",
             why,
         )
-        self._jobs.put(self._disk.put_aside)  # comes to it when the disk answers again
+        self._jobs.put(self._disk.put_aside)  # runs when the disk answers again
         waiting = self._on_its_way + self._waiting
         self._on_its_way, self._waiting = [], []
         for call in waiting:
@@ -205,38 +206,38 @@ class FileStore:
     async def _last_job(self, job: Callable[[], None]) -> None:
         ended = self._do(job)
         self._jobs.put(None)
-        with contextlib.suppress(Exception):  # there is nobody left whom it would matter to
-            await asyncio.wait_for(asyncio.shield(ended), 1.0)  # a slow disk may still come to it
+        with contextlib.suppress(Exception):  # nobody is left who needs the result
+            await asyncio.wait_for(asyncio.shield(ended), 1.0)  # a slow disk may still do it
 
 
 # ---------------------------------------------------------------- in the thread
 
 
 class _Content(msgspec.Struct, frozen=True):
-    """What the file holds."""
+    """The content of the file."""
 
-    boot: str  # of the host when it was written
-    at: float  # then, in seconds since that boot
+    boot: str  # boot id of the host when it was written
+    at: float  # time of writing, in seconds since that boot
     facts: Facts | None  # None: only crashes are known
-    crashes: tuple[float, ...] = ()  # in seconds since that boot: masters failed on these facts
+    crashes: tuple[float, ...] = ()  # when masters failed on these facts
 
 
 @dataclass
 class _Disk:
-    """The file; every method blocks and belongs to the store's thread."""
+    """The file; every method blocks and runs in the store's thread."""
 
     folder: Path
     now: Callable[[], float]
-    _content: _Content | None = None  # as it stands in the file; None: it is not open
+    _content: _Content | None = None  # the file's content; None: not open
 
     @property
     def path(self) -> Path:
         return self.folder / FILE
 
     def open(self) -> Facts | None:
-        """The facts in the file, if there are any that can be used. OSError."""
+        """The facts in the file, if they are usable. OSError."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for draft in self.folder.glob(f".{FILE}.*"):  # of a master that was killed as it wrote
+        for draft in self.folder.glob(f".{FILE}.*"):  # left by a master killed while writing
             draft.unlink(missing_ok=True)
         try:
             return self._load()
@@ -246,12 +247,12 @@ class _Disk:
             return None
 
     def begin_anew(self) -> None:
-        """Set the file aside and begin an empty record."""
+        """Set the file aside and start an empty record."""
         self.put_aside()
         self._content = _Content(boot_id(), self.now(), None)
 
     def put_aside(self) -> None:
-        """Rename the file, so that no later master takes its facts for current."""
+        """Rename the file, so that no later master uses its facts."""
         self.close()
         try:
             os.replace(self.path, f"{self.path}{ASIDE}")
@@ -261,23 +262,23 @@ class _Disk:
             logger.warning("%s cannot be set aside: %s", self.path, wrong.strerror or wrong)
 
     def save(self, facts: Facts) -> None:
-        """Replace the file by these facts. OSError."""
+        """Replace the file with these facts. OSError."""
         if self._content is None:
             raise OSError("it is not open")
         crashes = self._recent(self._content)
         self._write(_Content(boot_id(), self.now(), facts, crashes))
 
     def crashed(self) -> None:
-        """Count this master among those that failed on this state, and end. OSError."""
+        """Count this master as failed on this state, and close. OSError."""
         if (content := self._content) is not None:
-            # `at` stays the moment of the facts, unless the host has been started anew since.
+            # `at` stays the time of the facts, unless the host has rebooted since.
             at = content.at if content.boot == boot_id() else self.now()
             crashes = (*self._recent(content), self.now())
             self._write(_Content(boot_id(), at, content.facts, crashes))
         self.close()
 
     def close(self) -> None:
-        """End; harmless when it is not open."""
+        """Close; may be called when not open."""
         self._content = None
 
     def _write(self, content: _Content) -> None:
@@ -306,7 +307,7 @@ class _Disk:
         return aged(facts, max(0.0, self.now() - content.at))
 
     def _recent(self, content: _Content) -> tuple[float, ...]:
-        """The crashes that count. Clocks of another boot say nothing."""
+        """The crashes that count. Times of another boot are not comparable."""
         if content.boot != boot_id():
             return ()
         return tuple(at for at in content.crashes if at >= self.now() - CRASH_WINDOW)
@@ -330,5 +331,5 @@ def _parsed(data: bytes) -> _Content:
 
 
 def _since_boot() -> float:
-    """Seconds since this host was started: one clock for all its masters, whatever is set."""
+    """Seconds since boot: a clock that all masters of this host share, and that nobody can set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,4 +1,4 @@
-"""Join codes on the master's side: who prints one, what it yields, how often it may be tried."""
+"""Join codes on the master's side: creation, exchange for the job's token, rate limit."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from elasticrun.wire.messages import Reply
 from elasticrun.wire.types import dumps
 
 TRIES: Final = 300.0
-"""Exchanges that may come at once: a whole rack whose machines are told to join together."""
+"""Maximum burst of exchanges: a whole rack whose machines join together."""
 
 TRIES_PER_SECOND: Final = 1.0
-"""How fast that allowance fills up again."""
+"""Rate at which that allowance refills."""
 
 NO_COMMAND: Final = (
     "this job has no join codes, since its nodes were told where to meet (--rdzv-endpoint, "
@@ -34,10 +34,10 @@ logger = logging.getLogger("elasticrun")
 
 
 class Joining:
-    """What one master does about join codes."""
+    """Handles the join codes of one master."""
 
     def __init__(self, job_id: str, token: str, command: JoinCommand | None) -> None:
-        """`command`: what a node that joins runs; None where the master does not know it."""
+        """`command`: what a joining node runs; None if the master does not know it."""
         self._job_id = job_id
         self._token = token
         self._command = command
@@ -45,7 +45,7 @@ class Joining:
         self._at = time.monotonic()
 
     def admit(self) -> None:
-        """Count one try. Denied where there were too many."""
+        """Count one try. Denied if there were too many."""
         now = time.monotonic()
         self._tries = min(TRIES, self._tries + (now - self._at) * TRIES_PER_SECOND)
         self._at = now
@@ -57,7 +57,7 @@ class Joining:
         self._tries -= 1.0
 
     def new_code(self) -> Reply:
-        """For an operator: a code that is good from now on."""
+        """For an operator: a new code, valid from now on."""
         if not self._token:
             return Reply(False, NO_CODES)
         if self._command is None:
@@ -65,7 +65,7 @@ class Joining:
         return Reply(True, "", str(join_code(self._token, time.time())))
 
     def answer(self, keeper: Doorkeeper, peer: str) -> Reply:
-        """For a joiner that has proved its code: what a node needs, sealed. Denied."""
+        """For a machine that has proved its code: what a node needs, encrypted. Denied."""
         code = keeper.code
         if time.time() > code.until:
             raise Denied(CODE_EXPIRED, "a machine with a join code that has expired was refused")
@@ -75,6 +75,6 @@ class Joining:
         answer = JoinAnswer(
             self._job_id, self._token, command.words, command.program_at, command.folder
         )
-        # The log is the audit: who got the token, and when.
+        # The log is the audit trail: who got the token, and when.
         logger.warning("%s has used a join code and got the job's token", peer)
         return Reply(True, "", seal(code.secret, keeper.nonces, dumps(answer).encode()))

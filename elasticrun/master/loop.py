@@ -1,14 +1,17 @@
-"""The master's loop: one queue of events, one brain, and the carrying out of its effects; the
-mailboxes in which its orders wait for those who send them, and what it counts on the way.
+"""The master's event loop: one queue of events, one state machine, and the execution of its
+effects.
 
-A turn drains the inbox before it judges: while a report lies here unread, its sender is not silent.
-A turn that begins more than OVERSLEPT seconds later than its deadline tells the brain so first,
-because silence counts only while the listener listened.
+Also the mailboxes of outgoing orders, and the counters for status and metrics.
 
-The loop sleeps until an event comes or the brain's next deadline; there is no other timer.
+A turn drains the inbox before the state machine judges silence: while a report is unread here, its
+sender is not silent. A turn that starts more than OVERSLEPT seconds after its deadline first tells
+the state machine so, because silence counts only while the listener was running.
 
-What follows a `Record` waits in line until the store has called it done, in the order in which the
-brain said it (decision 012); events are taken in meanwhile, and beats are echoed.
+The loop sleeps until an event arrives or the state machine's next deadline; there is no other
+timer.
+
+Effects after a `Record` wait in order until the store has called it durable (decision 012);
+meanwhile events are still processed and heartbeats echoed.
 """
 
 from __future__ import annotations
@@ -42,39 +45,40 @@ from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.types import RoundName, WireError
 
 OVERSLEPT: Final = 0.2
-"""A turn this many seconds late was not listening in time: silence until then proves nothing."""
+"""Seconds of delay after which a turn counts as overslept: silence until then proves nothing."""
 
 MAX_BATCH: Final = 1024
-"""Events handled before those who write orders get their turn."""
+"""Maximum number of events per turn, before the tasks that write orders run."""
 
 MAX_FAULTS: Final = 3
-"""So many exceptions of the brain end the master: a successor asks the agents how things stand."""
+"""Number of state machine exceptions that ends the master: its successor rebuilds the state from
+the agents."""
 
 PICTURE_SHARE: Final = 20
-"""A status picture is made anew only after this many times the time that it takes to make."""
+"""A status picture is rebuilt only after this multiple of the time that building it takes."""
 
 MAX_WAITING: Final = 500_000
-"""Effects that may wait for facts to become durable: several for each of MAX_SESSIONS nodes."""
+"""Maximum number of effects waiting for durable facts: several for each of MAX_SESSIONS nodes."""
 
 SLOW_RECORD: Final = 1.0
-"""Seconds after which a wait for the record is shown as the reason why nothing goes on."""
+"""Seconds after which a wait for the record is shown as the reason for the delay."""
 
 MAX_ORDERS: Final = 32_768
-"""Orders that wait for one reader, above all the shards that its ranks may ask for; with one more
-the stream is closed, and the agent, when it dials anew, asks again."""
+"""Maximum number of orders queued for one agent, mostly answers about shards that its ranks
+request. With one more the stream is closed; the agent reconnects and asks again."""
 
 
 MAX_ASKED: Final = 64
-"""Requests of readers and operators that wait for an answer at a time."""
+"""Maximum number of pending requests of readers and operators."""
 
 ASK_LIMIT: Final = 15.0
-"""Seconds that one waits; a look at all ranks takes some."""
+"""Seconds that a request may wait; sampling all ranks takes some."""
 
 T = TypeVar("T")
 
 
 class BrainFault(RuntimeError):
-    """The brain raised MAX_FAULTS times; its state cannot be trusted any more."""
+    """The state machine raised MAX_FAULTS times; its state is no longer trusted."""
 
 
 class RecordStuck(RuntimeError):
@@ -83,14 +87,14 @@ class RecordStuck(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Fence:
-    """Stands in line before the effects that these facts permit."""
+    """A queue entry before the effects that these facts permit."""
 
     since: float
     durable: bool = False
 
 
 class _Seldom(Generic[T]):
-    """Keeps what was made for PICTURE_SHARE times as long as that took."""
+    """A cache that keeps a value for PICTURE_SHARE times the time that building it took."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -98,7 +102,7 @@ class _Seldom(Generic[T]):
         self._until = 0.0
 
     def get(self, make: Callable[[], T]) -> T:
-        """What was made last, or a new one."""
+        """The cached value, or a new one."""
         began = self._clock()
         if self._made is None or began >= self._until:
             self._made = make()
@@ -109,28 +113,28 @@ class _Seldom(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listeners:
-    """Who is called with what the loop learns. Each call is made in the loop and must not block."""
+    """Callbacks of the loop. They run in the loop and must not block."""
 
     on_over: Callable[[events.JobOver, Picture], object] = lambda *_: None
-    """How the job has ended, and all that is known of it."""
+    """The outcome of the job, and its last picture."""
     on_noted: Callable[[events.Note], object] = lambda _: None
-    """Each line about what has happened."""
+    """Each note about an event."""
     on_formed: Callable[[], object] = lambda: None
-    """The ranks of the first round of this master are started."""
+    """The first round of this master starts its ranks."""
     on_metrics: Callable[[m.Metrics], object] = lambda _: None
-    """What the first rank of the present round says of its steps."""
+    """Metrics from the first rank of the current round."""
     on_stepped: Callable[[int, int], object] = lambda *_: None
-    """The round's number and the newest step, where that is a newer one."""
+    """The round's number and a newer step."""
     on_filed: Callable[[IncidentRow], object] = lambda _: None
-    """Each record of an incident, as often as it changes."""
+    """Each change of an incident's record."""
     on_judged: Callable[[VerdictRow, bool], object] = lambda *_: None
-    """Each verdict on a job that stands still, and again (true) when it is over."""
+    """Each verdict on a hang, and again (with true) when the hang is over."""
     on_slow: Callable[[events.FoundSlow], object] = lambda _: None
-    """Each node that is found slow and stays."""
+    """Each node that is found slow and not excluded."""
 
 
 class Loop:
-    """Feeds events to the brain in the order of `put` and performs what it asks for."""
+    """Feeds events to the state machine in the order of `put`, and carries out its effects."""
 
     def __init__(
         self,
@@ -146,7 +150,7 @@ class Loop:
         self._brain = brain
         self._job_id = job_id
         self.name = ""
-        """By which people know the job; "": by its id."""
+        """The job's name for people; "": its id."""
         self._listeners = listeners
         self.figures = Figures(clock)
         self._clock = clock
@@ -155,55 +159,55 @@ class Loop:
         self._boxes: dict[int, Mailbox] = {}
         self._store = store
         self._tracer = tracer
-        self._line: deque[events.JobEffect | _Fence] = deque()  # begins with a fence, or is empty
+        self._line: deque[events.JobEffect | _Fence] = deque()  # starts with a fence, or is empty
         self._faults = 0
-        self._paced = False  # whether there ever were so many streams that they beat less often
+        self._paced = False  # whether heartbeats have ever been slowed down because of many streams
         self._status = _Seldom[m.JobStatus](clock)
         self._whole = _Seldom[Picture](clock)
         self._asked: dict[int, asyncio.Future[m.Reply]] = {}
         self._numbers = itertools.count(1)
         self.page = Readers() if page is None else page
-        """Makes the link to the job's page for each agent that is welcomed."""
+        """Creates the link to the job's page for each agent that is accepted."""
         self.sources: Mapping[str, str] = {}
-        """Who has set the settings of the job that somebody has set, for people."""
+        """By setting: the source of its value, for people."""
 
-    # ------------------------------------------------------------ what handlers call
+    # ------------------------------------------------------------ called by handlers
 
     def attach(self, event: events.Attached, box: Mailbox) -> None:
-        """A stream said Hello: its orders go to `box` from now on."""
+        """A stream has sent Hello: its orders go to `box` from now on."""
         self._boxes[event.session] = box
         if self._store is not None:
             self._store.heard_of(event.hello.last_term)
         self.put(event)
 
     def put(self, event: events.JobEvent) -> None:
-        """Queue an event. Each session bounds how many of its own wait here."""
+        """Queue an event. Each session limits how many of its events wait here."""
         self._inbox.append(event)
         self._wake.set()
 
     def status(self) -> m.JobStatus:
-        """The job as one page; at most a twentieth of the loop's time goes into making it."""
+        """The status of the job; building it takes at most a twentieth of the loop's time."""
         status, why = self._status.get(self._status_now), self._held_up()
         return replace(status, reason=why) if why else status
 
     def picture(self) -> Picture:
-        """All that is known of the job; as seldom as `status`."""
+        """All that is known of the job; cached like `status`."""
         made = self._whole.get(self._brain.picture)
         by = self.sources.get
         rows = tuple(replace(row, source=by(row.name, row.source)) for row in made.settings)
         return replace(made, status=self.status(), settings=rows)
 
     def last_picture(self) -> Picture:
-        """The same, of this very moment."""
+        """The same, not cached."""
         return replace(self._brain.picture(), status=self._status_now())
 
     def goodput(self) -> Goodput | None:
-        """Where the time of all slots went; None before the first round."""
+        """Where the time of all slots was spent; None before the first round."""
         return self._brain.goodput()
 
     async def ask(self, request: m.Request) -> m.Reply:
-        """What the brain replies, or why it does not within ASK_LIMIT. Who is cancelled meanwhile
-        is forgotten."""
+        """The state machine's reply, or a refusal after ASK_LIMIT. A cancelled request is
+        dropped."""
         if len(self._asked) >= MAX_ASKED:
             return m.Reply(False, f"{MAX_ASKED} others wait for an answer already: ask again")
         number = next(self._numbers)
@@ -220,7 +224,7 @@ class Loop:
         return replace(reply, body=self._with_figures(reply.body)) if reply.body else reply
 
     def _with_figures(self, body: str) -> str:
-        """A picture of the brain's, with what only this process knows."""
+        """A picture of the state machine, with values that only this process knows."""
         parts = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         shown = self.picture()
         parts["status"] = msgspec.Raw(msgspec.json.encode(shown.status))
@@ -228,24 +232,24 @@ class Loop:
         return msgspec.json.encode(parts).decode()
 
     def slow_nodes(self) -> int:
-        """Nodes that are thought slow, and stay."""
+        """Nodes that are considered slow and not excluded."""
         return self._brain.slow_nodes()
 
     def quiet(self) -> float:
-        """Seconds since a collective or a step of any rank moved."""
+        """Seconds since any rank made progress in a collective or a step."""
         return self._brain.quiet()
 
     def fall_silent(self) -> None:
-        """Nobody is told anything more: another master decides."""
+        """Send nothing more: another master decides."""
         for number in self._asked:
             self._reply(number, m.Reply(False, "another master leads this job now: ask again"))
         self._line.clear()
         self._boxes.clear()
 
     def _held_up(self) -> str:
-        """Why orders do not leave, once that is worth saying."""
+        """Why orders are delayed, once that lasts long enough."""
         first = self._line[0] if self._line else None
-        if not isinstance(first, _Fence):  # none, or we are asked while they are carried out
+        if not isinstance(first, _Fence):  # none, or effects are being carried out now
             return ""
         waited = self._clock() - first.since
         if waited < SLOW_RECORD:
@@ -254,27 +258,27 @@ class Loop:
 
     def _status_now(self) -> m.JobStatus:
         status = self._brain.status()
-        # A brain without a spec learns the name of its job from the first Hello only.
+        # Without a spec the state machine learns the job id from the first Hello.
         job_id = status.job_id or self._job_id
         return self.figures.shown(replace(status, job_id=job_id, name=self.name))
 
     # ------------------------------------------------------------ turns
 
     async def run(self) -> None:
-        """Turn after turn, until cancelled. BrainFault when the brain cannot go on, RecordStuck
-        when what it says does not get out."""
+        """Process events until cancelled. BrainFault if the state machine fails, RecordStuck if
+        effects cannot be carried out."""
         deadline = self._brain.next_deadline()
         if deadline is not None and deadline <= (now := self._clock()):
-            self._step(events.Tick(), now)  # to take up a record: nobody has overslept
+            self._step(events.Tick(), now)  # takes up a record: not overslept
         while True:
             self._turn()
             if self._inbox:
-                await asyncio.sleep(0)  # writers and handlers first
+                await asyncio.sleep(0)  # let writers and handlers run
             else:
                 await self._sleep()
 
     async def _sleep(self) -> None:
-        """Until an event is put or the brain's deadline is due."""
+        """Sleep until an event arrives or the state machine's deadline."""
         self._wake.clear()
         deadline = self._brain.next_deadline()
         wait = None if deadline is None else max(0.0, deadline - self._clock())
@@ -300,15 +304,15 @@ class Loop:
                 newer = self.figures.heard(event.report)
                 if newer and isinstance(event.report, m.Steps):
                     self._listeners.on_stepped(event.report.round.number, event.report.step)
-                if isinstance(event.report, m.Beat):  # says that this loop turns, as the Beat did
+                if isinstance(event.report, m.Beat):  # echoed here, to prove that this loop runs
                     self._tell((event.session,), m.Echo(event.report.number, self._pace()))
         deadline, now = self._brain.next_deadline(), self._clock()
         if not self._inbox and deadline is not None and deadline <= now:
             self._step(events.Tick(), now)
 
     def _pace(self) -> float:
-        """What an Echo says of the beats to come. In a job that grows each node was told, when it
-        attached, what was right for those who were there: all would beat too often."""
+        """The heartbeat interval in an Echo. In a growing job a node got an interval at its Welcome
+        that was right for fewer nodes; without this, all would send too often."""
         pace = beat_interval(len(self._boxes))
         self._paced = self._paced or pace > BEAT_INTERVAL
         return pace if self._paced else 0.0
@@ -327,7 +331,7 @@ class Loop:
             self._in_turn(effect)
 
     def _faulted(self, event: events.JobEvent, fault: Exception) -> None:
-        """An event that the brain cannot take is a defect of ours, yet no reason to end a job."""
+        """A failing event is our own bug, but no reason to end the job."""
         self._faults += 1
         logger.error("a defect: %s while handling %s", fault, event, exc_info=fault)
         if isinstance(event, events.Requested):
@@ -340,7 +344,7 @@ class Loop:
     # ------------------------------------------------------------ effects
 
     def _in_turn(self, effect: events.JobEffect) -> None:
-        """Carry an effect out, or have it wait behind the facts that were recorded before it."""
+        """Carry out an effect, or queue it behind the facts recorded before it."""
         if isinstance(effect, events.Record):
             if self._store is not None:
                 fence = _Fence(self._clock())
@@ -354,7 +358,7 @@ class Loop:
             raise RecordStuck(f"{MAX_WAITING} effects wait for the job's record")
 
     def _durable(self, fence: _Fence) -> None:
-        """What stands between this fence and the next one that is shut may pass."""
+        """Carry out the effects up to the next fence that is not durable."""
         fence.durable = True
         while self._line:
             first = self._line[0]
@@ -388,14 +392,14 @@ class Loop:
                 self._reply(effect.number, effect.reply)
 
     def _reply(self, number: int, reply: m.Reply) -> None:
-        """To who waits for it, if anybody does still."""
+        """Answer a request, if it is still pending."""
         waits = self._asked.get(number)
         if waits is not None and not waits.done():
             waits.set_result(reply)
 
     def _tell(self, sessions: tuple[int, ...], order: m.Order) -> None:
         if self._store is not None and not self._store.leads():
-            return  # asked at the last moment: we may have been stopped since we decided
+            return  # checked last: we may have been stopped since the decision
         if isinstance(order, m.Welcome) and not order.status_url:
             clock_us = time.time_ns() // 1000  # for the agent's checkup, which compares clocks
             order = replace(order, status_url=self.page.link(), clock_us=clock_us)
@@ -418,11 +422,11 @@ class Loop:
             box.close()
 
 
-# ---------------------------------------------------------------- orders that wait
+# ---------------------------------------------------------------- queued orders
 
 
 def subject(order: m.Order) -> str:
-    """What an order is about: another of the same subject takes its place."""
+    """The subject of an order: a newer order with the same subject replaces it."""
     kind = type(order).__name__
     if isinstance(order, m.Persist | m.CommitCheckpoint):
         return f"{kind} {order.attempt}"
@@ -436,30 +440,29 @@ def subject(order: m.Order) -> str:
 
 
 class Mailbox:
-    """Orders on their way to one agent: the newest about each thing, in the order of their last
-    change. Filled by the loop, emptied by the one task that writes to the stream.
+    """Queued orders for one agent: the newest per subject, in the order of their last change. The
+    loop fills it, and the task that writes to the stream empties it.
 
-    Orders are level-triggered, so an older one about the same thing is worth nothing once a newer
-    one stands. Most are about the node itself, so that one of a kind is enough; what is said of an
-    attempt to persist, or of a shard, is no word about another. A mailbox therefore holds few
-    orders, however slow its reader is, and no stream is dropped because its agent reads late: that
-    would make a healthy node suspect.
+    Orders are level-triggered, so a newer order on a subject replaces the older one. Most are about
+    the node itself, so one of a kind is enough; orders about different attempts to persist, or
+    different shards, do not replace each other. So a mailbox stays small however slowly it is read,
+    and no stream is dropped because its agent reads late: that would make a healthy node suspect.
     """
 
     def __init__(self, on_close: Callable[[], object] = lambda: None) -> None:
-        """`on_close`: called once by `close`, so that whoever empties the box limits how long that
-        may take."""
+        """`on_close`: called once by `close`, so that the reader can limit how long emptying
+        takes."""
         self._on_close = on_close
         self._orders: dict[str, bytes] = {}
         self._closed = False
         self._changed = asyncio.Event()
 
     def put(self, about: str, order: bytes) -> None:
-        """Leave an encoded order, in the place of one about the same (`subject`) not sent yet."""
+        """Queue an encoded order; it replaces an unsent one with the same `subject`."""
         if self._closed:
             return
-        self._orders.pop(about, None)  # the newest goes last: a Start after the Stop it answers
-        if about == "Start":  # it waits no more, and need not read why it did
+        self._orders.pop(about, None)  # the newest goes last: a Start after the Stop before it
+        if about == "Start":  # the node no longer waits
             self._orders.pop("Wait", None)
         if len(self._orders) >= MAX_ORDERS:
             self.close()
@@ -468,7 +471,7 @@ class Mailbox:
         self._changed.set()
 
     def close(self) -> None:
-        """No order follows; those that lie here are still sent."""
+        """Accept no more orders; queued ones are still sent."""
         if not self._closed:
             self._closed = True
             self._changed.set()
@@ -487,12 +490,12 @@ class Mailbox:
         return len(self._orders)
 
 
-# ---------------------------------------------------------------- what is counted
+# ---------------------------------------------------------------- counters
 
 
 class Figures:
-    """What the status shows and /metrics counts beside the brain's picture; it decides nothing:
-    failed ranks so far, how far training has come, and how old job and round are."""
+    """Counters for the status and /metrics that the state machine does not have: failed ranks,
+    newest step, ages of job and round. Nothing is decided by them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -501,45 +504,45 @@ class Figures:
         self._step, self._stepped = -1, 0.0
         self._stepped_in: RoundName | None = None
         self.began = clock()
-        """When the job did, as far as is known here."""
+        """Start time of the job, as far as known here."""
         self._failed: set[int] = set()
         self._failed_in: RoundName | None = None
         self.failures = 0
-        """Ranks that failed, each once per round, however often its node says so."""
+        """Failed ranks, each counted once per round, however often its node reports it."""
         self.rounds = 0
-        """Rounds this master has started."""
+        """Rounds that this master has started."""
         self.nodes = 0
-        """In the last of them."""
+        """In the last of these rounds."""
         self.incidents = dict.fromkeys(CAUSES, 0)
-        """Incidents that are over, by cause."""
+        """Finished incidents by cause."""
         self.verdicts = dict.fromkeys(map(str, Klass), 0)
-        """Hangs that were told of, by class."""
+        """Reported hangs by class."""
         self.probes = 0
-        """Answers to probes, one a node and pass of the network check."""
+        """Answers to probes, one per node and pass of the network check."""
 
     def filed(self, row: IncidentRow) -> None:
-        """An incident began, or is told of anew; its cause is certain once it is over."""
+        """An incident was filed or updated; its cause is final once it is over."""
         self.incidents[row.cause] += row.over
 
     def judged(self, klass: str, *, over: bool) -> None:
-        """A verdict stands, or does no more."""
+        """A verdict was reported, or is over."""
         self.verdicts[klass] += not over
 
     def started(self, name: RoundName, nodes: int = 0) -> None:
-        """A Start of this round, which has so many nodes, goes out."""
+        """A Start of this round is sent; `nodes`: the number of its nodes."""
         self.nodes = nodes
         if name != self._round:
             self._round, self._since = name, self._clock()
             self.rounds += 1
 
     def told(self, report: m.Metrics) -> bool:
-        """What rank 0 says of its steps; whether it is of the present round."""
+        """Count metrics of rank 0; returns whether they are of the current round."""
         for row in report.rows:
             self._came_to(report.round, row.step)
         return self._round in (None, report.round)
 
     def heard(self, report: m.Report) -> bool:
-        """A report reached the brain; whether training has come to a newer step by it."""
+        """Count a report; returns whether it shows a newer step."""
         before = (self._stepped_in, self._step)
         if isinstance(report, m.Probed):
             self.probes += 1
@@ -564,14 +567,15 @@ class Figures:
         self.failures += len(new)
 
     def _came_to(self, name: RoundName, step: int) -> None:
-        """Ranks of this round are at a step, or hold it; a later life may begin further back."""
+        """Ranks of this round have reached or hold this step; a later round may restart at an
+        earlier one."""
         if step < 0:
             return
         if self._round in (None, name) and (name != self._stepped_in or step > self._step):
             self._step, self._stepped, self._stepped_in = step, self._clock(), name
 
     def shown(self, picture: m.JobStatus) -> m.JobStatus:
-        """The brain's picture, with the step and the ages of this moment."""
+        """The state machine's status with the current step and ages."""
         now = self._clock()
         since = 0.0 if self._step < 0 else max(0.0, now - self._stepped)
         age = max(0.0, now - self.began)

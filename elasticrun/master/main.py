@@ -1,14 +1,14 @@
 """The job master as a process: from its configuration to its exit code.
 
-Two ways in. An agent starts `python -m elasticrun.master --config-fd N` in a session of its own;
-such a master ignores the signals that a terminal or a scheduler sends to every process of a job
-and ends as `Lifetime` says. A person starts `elasticrun master` (`main(config)`); that one ends
-on SIGTERM or SIGINT as well.
+There are two ways to start it. An agent starts `python -m elasticrun.master --config-fd N` in its
+own session; such a hosted master ignores the signals that a terminal or a scheduler sends to every
+process of a job, and ends as `Lifetime` says. A user starts `elasticrun master` (`main(config)`);
+that one also ends on SIGTERM or SIGINT.
 
 Configuration on the pipe: MasterConfig as a JSON object, `spec` an object or null. Answer on
 `ready_fd`, one line: {"port": 29400, "status_port": 43117}, or {"error": "...", "exit_code": 79}.
-From then on each byte that comes on `lifeline_fd` is answered by one on `ready_fd`: that is how the
-agent knows that the master's loop runs.
+After that, each byte on `lifeline_fd` is answered by one on `ready_fd`; this shows the agent that
+the master's loop runs.
 """
 
 from __future__ import annotations
@@ -71,35 +71,37 @@ from elasticrun.wire.rpc.channel import ListenError, listen, make_server, server
 from elasticrun.wire.types import loads, mint_nonce
 
 MAX_CONFIG_BYTES: Final = 1024 * 1024
-"""A configuration is some hundred bytes."""
+"""A configuration has some hundred bytes."""
 
 OWNER_GONE: Final = 0.5
-"""Seconds without an agent after the owner's death: its own stream breaks at that moment."""
+"""Seconds without an agent after the owner's death, because its own stream breaks at that
+moment."""
 
 STOP_GRACE: Final = 0.5
-"""Seconds that streams have to close when the server stops; agents have heard the outcome."""
+"""Seconds for streams to close when the server stops; agents already know the outcome."""
 
 SUCCEEDED_LINGER: Final = 30.0
-"""Seconds for which the nodes of a job that has succeeded before are told so, as they come."""
+"""Seconds for telling the nodes of a job that had already succeeded, as they connect."""
 
 LISTING_LIMIT: Final = 2.0
-"""Seconds that a folder which hangs may hold up the end of a master."""
+"""Seconds that a hung folder may delay the master's exit."""
 
 GC_THRESHOLDS: Final = (20_000, 50, 100)
-"""Each session is hundreds of objects that live as long as it does. With Python's own thresholds
-(700, 10, 10) the collector walked through them all the time while a thousand nodes joined: a
-quarter of its processor time, to find nothing, since reference counts free what we make."""
+"""Thresholds of the garbage collector. Each session is hundreds of long-lived objects. With
+Python's defaults (700, 10, 10) the collector traversed them constantly while a thousand nodes
+joined. That took a quarter of the CPU time and freed nothing, because reference counts free our
+objects."""
 
 logger = logging.getLogger("elasticrun")
 
 
 def main(config: MasterConfig, *, hosted: bool = False) -> int:
-    """Serve one job until it is over; the exit code of the process. `hosted`: by an agent."""
+    """Serve one job until it is over; returns the exit code. `hosted`: started by an agent."""
     lines = operator_log.set_up(operator_log.NOTICE if hosted else logging.INFO)
     operator_log.name_speaker("elasticrun master")
-    # asyncio, grpc and uvicorn log what strangers send them; none of it is the user's business
+    # asyncio, grpc and uvicorn log what strangers send, which does not concern the user
     logging.getLogger().handlers[:] = [logging.NullHandler()]
-    raise_file_limit()  # every agent is a socket here, and the usual soft limit is 1024
+    raise_file_limit()  # every agent is a socket, and the usual soft limit is 1024
     _name_process(config.spec.job_id if hosted and config.spec else "")
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -125,7 +127,7 @@ def main(config: MasterConfig, *, hosted: bool = False) -> int:
 
 
 def _failed(config: MasterConfig, reason: str, code: int) -> int:
-    """An agent tells its user itself; a person at the terminal is told here."""
+    """Report a failed start: to the agent, which tells the user, or on the terminal."""
     if config.ready_fd >= 0:
         _say(config.ready_fd, {"error": reason, "exit_code": code})
     else:
@@ -134,12 +136,12 @@ def _failed(config: MasterConfig, reason: str, code: int) -> int:
 
 
 def _say(fd: int, answer: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # whoever asked has gone; the lifeline says what follows
+    with contextlib.suppress(OSError):  # the reader has exited; the lifeline handles that
         os.write(fd, json.dumps(answer).encode() + b"\n")
 
 
 async def _anyway(what: str, step: Callable[[], object]) -> None:
-    """One step of the end: the next is taken whatever becomes of it."""
+    """One shutdown step; a failure is logged, and the next step runs."""
     try:
         if isinstance(done := step(), Awaitable):
             await done
@@ -148,8 +150,8 @@ async def _anyway(what: str, step: Callable[[], object]) -> None:
 
 
 def _name_process(job_id: str) -> None:
-    """In `ps -o comm` and `top` it is not one more python; the kernel keeps 15 bytes. `job_id`: of
-    an agent's master; one that a user has started keeps what was typed."""
+    """Set the process name for `ps -o comm` and `top`; the kernel keeps 15 bytes. `job_id`: for an
+    agent's master; one that a user started keeps its command line."""
     set_name(b"elasticrun-mast")
     if job_id:
         with contextlib.suppress(OSError, AttributeError):
@@ -157,11 +159,11 @@ def _name_process(job_id: str) -> None:
 
 
 class Lifetime:
-    """Holds the one timer that may end the master, and the future that says with what.
+    """Owns the one timer that may end the master, and the future with its outcome.
 
-    over       every attached agent has hung up, or `linger` seconds later; agents whose stream is
-               broken at that moment are still dialling, so then `linger` is waited out
-    alone      no agent for `lost` seconds (a master started by hand waits for its first for ever)
+    over       when every attached agent has disconnected, or `linger` seconds after the job's end;
+               agents whose stream is broken at that moment may reconnect, so then for `linger`
+    alone      no agent for `lost` seconds (a master started by hand waits forever for its first)
     lifeline   at its EOF: at once, or with `outlive` when no agent is attached any more
     signal     SIGTERM or SIGINT to a master that was started by hand
     """
@@ -171,9 +173,9 @@ class Lifetime:
         self.done: asyncio.Future[tuple[int, str]] = self._loop.create_future()
         """Exit code and the sentence for the log."""
         self.streams: Servicer | None = None
-        """Those of the agents, once the port is open to them."""
+        """The agents' streams, once the port is open."""
         self.outward = Outward(config, hosted=hosted)
-        """Hears of the job's end too."""
+        """Also notified of the job's end."""
         self._linger, self._outlive = config.linger, config.outlive
         spec = config.spec
         self._most = spec.max_nodes if spec and spec.max_nodes > 1 else MAX_NODES
@@ -188,7 +190,7 @@ class Lifetime:
             self._alone()
 
     def counted(self, attached: int) -> None:
-        """So many agents are attached now."""
+        """Set the number of attached agents."""
         self._attached = attached
         if self._outcome is not None:
             dialling = self.streams is not None and self.streams.may_come_back()
@@ -201,8 +203,8 @@ class Lifetime:
             self._alone()
 
     def over(self, outcome: JobOver, found: Picture) -> None:
-        """The job's outcome is known and has been told to those who are attached; `found`: all
-        that is known of it."""
+        """The outcome of the job is known and was sent to the attached agents; `found`: the last
+        picture."""
         if self._outcome is None and not self._missed:
             self.outward.over(outcome, found)
             self._finish(outcome)
@@ -213,9 +215,11 @@ class Lifetime:
         self.counted(self._attached)
 
     def was_over(self, outcome: JobOver, late: float = 0.0) -> None:
-        """The job had ended when this master began. Whether its agents know, only they can say:
-        they have the whole of `linger` to dial, or of `late` where that is longer. A master started
-        by hand goes on telling it to whoever comes, until it is ended by hand."""
+        """The job had already ended when this master started.
+
+        Only the agents know whether they have the outcome: they get the whole of `linger` to
+        connect, or `late` if that is longer. A master started by hand keeps answering until it is
+        ended by hand."""
         self._missed = True
         self.outward.mute()
         self._linger = max(self._linger, late)
@@ -223,19 +227,19 @@ class Lifetime:
             self._finish(outcome)
 
     def is_orphan(self, lifeline_fd: int) -> bool:
-        """Whether the agent that started this master has gone: a last look at its lifeline."""
+        """Whether the agent that started this master has exited: a last check of its lifeline."""
         if self._orphan or lifeline_fd < 0:
             return self._orphan
         poller = select.poll()
         poller.register(lifeline_fd, 0)
-        return bool(poller.poll(0))  # POLLHUP: nobody has its other end, whatever lies in it yet
+        return bool(poller.poll(0))  # POLLHUP: the other end is closed, even with unread data
 
     def _code(self, outcome: JobOver) -> int:
-        """A hosted master that saw its job to the end has done its own work, however that was."""
+        """A hosted master that saw its job's end has succeeded, whatever the job's outcome."""
         return EXIT_OK if self._hosted else outcome.exit_code
 
     def owner_gone(self) -> None:
-        """The lifeline has reached its end."""
+        """EOF on the lifeline."""
         self._orphan = True
         if not self._outlive:
             self._end(EXIT_OK, "the agent that started this master has ended")
@@ -244,14 +248,14 @@ class Lifetime:
             self._alone()
 
     def signalled(self, signum: int, name: str) -> None:
-        """A person ends a master that was started by hand."""
+        """A user ends a master that was started by hand."""
         self._end(128 + signum, f"received {name}")
 
     def _alone(self) -> None:
         if self._outcome is not None or self._missed:
             return
         if self._orphan:
-            # Other nodes, if there ever were any, may only have lost their streams for a moment.
+            # Other nodes, if any, may have lost their streams only briefly.
             several = self.streams is not None and len(self.streams.nodes) > 1
             wait = REATTACH_GRACE if several else OWNER_GONE
             self._arm(wait, EXIT_OK, "the agent that started this master and all others have gone")
@@ -273,7 +277,7 @@ class Lifetime:
 
 
 def _unknown(job_id: str) -> JobSpec:
-    """Of a job that no agent has told of, and that is over: nothing of it counts any more."""
+    """The spec of a finished job that no agent has described; its values have no effect."""
     return JobSpec(
         job_id=job_id, min_nodes=1, max_nodes=1, node_unit=1, max_restarts=0, restart_backoff=0.0,
         restart_window=0.0, join_timeout=JOIN_TIMEOUT, last_call_timeout=LAST_CALL_TIMEOUT,
@@ -283,28 +287,28 @@ def _unknown(job_id: str) -> JobSpec:
 
 
 class Master:
-    """Everything one job needs, put together and taken down."""
+    """Builds and shuts down all parts of one job's master."""
 
     def __init__(self, config: MasterConfig, *, hosted: bool) -> None:
         self._config = config
         self._hosted = hosted
         self._mint: Callable[[], str] = mint_nonce
-        # The term only has to grow from one master of a job to the next, with or without a record
-        # between them; wall-clock seconds do, and a brain that adopts a round takes a larger one
-        # if the agents report it.
+        # The term only has to increase from one master of a job to the next, with or without a
+        # record. Wall-clock time does; a state machine that adopts a round uses a larger term if
+        # the agents report one.
         self._term = time.time_ns() // 10**6
 
     async def run(self) -> int:
-        """Serve; the exit code. ListenError without the port, StoreRefused without the record,
-        BrainFault on a defect."""
+        """Serve; returns the exit code. ListenError without the port, StoreRefused without the
+        record, BrainFault on a bug."""
         config = self._config
         life = Lifetime(config, hosted=self._hosted)
         self._watch(life)
-        # The port first: whoever holds it is this job's master, and the record is that one's.
+        # The port first: the process that holds it is this job's master and owns the record.
         silence = config.spec.heartbeat_timeout if config.spec else HEARTBEAT_TIMEOUT
 
         def served(context: Any, serve: Callable[[Servicer, Any], Awaitable[None]]) -> Any:
-            return serve(servicer, context)  # which there is by the time anybody calls
+            return serve(servicer, context)  # exists before the first call
 
         handlers = (partial(served, serve=method) for method in METHODS)
         server = make_server(*handlers, most=MAX_CALLS, options=server_options(silence))
@@ -312,7 +316,7 @@ class Master:
         port = listen(server, config.host, config.port, pem)
         records = Records(config, hosted=self._hosted)
         brain = await self._remember(records, port, life)
-        # where the job has no token, its user on this host may still operate it, and nobody else
+        # without a job token, only the job's user on this host may operate it
         operator = operator_token(config.token or secrets.token_hex(32))
         readers = Readers(operator, guarded=bool(config.token))
         loop = self._loop(brain, records, life, port, readers)
@@ -353,7 +357,7 @@ class Master:
     def _loop(
         self, brain: Job, records: Records, life: Lifetime, port: int, readers: Readers
     ) -> Loop:
-        """The loop, with those who listen to it and what only the configuration knows."""
+        """The loop, with its listeners and the values that only the configuration has."""
         config, outward = self._config, life.outward
         listeners = Listeners(
             on_noted=outward.noted,
@@ -378,7 +382,8 @@ class Master:
         return loop
 
     async def _serve(self, loop: Loop, records: Records, life: Lifetime) -> int:
-        """Turn until the lifetime, the brain or the leadership is over; the exit code."""
+        """Run until the lifetime, the state machine or the leadership ends; returns the exit
+        code."""
         turning = asyncio.ensure_future(loop.run())
         ends: set[asyncio.Future[Any]] = {turning, life.done}
         if records.store is not None:
@@ -402,7 +407,7 @@ class Master:
             turning.cancel()
 
     async def _remember(self, records: Records, port: int, life: Lifetime) -> Job:
-        """The brain, with what the master before this one has left to it."""
+        """The state machine, with the state that the previous master has left."""
         facts = await records.open(port)
         if records.store is not None and records.store.term:
             self._term = records.store.term
@@ -410,7 +415,7 @@ class Master:
             facts = records.told(facts)
             self._term = max(self._term, facts.term + 1)
             try:
-                # One for trial: what cannot be taken up cannot be the next time either.
+                # A trial run: a record that fails here would fail again.
                 self._job(facts).step(Tick(), time.monotonic())
             except Exception as fault:
                 logger.error("a defect: %s while taking up the record", fault, exc_info=fault)
@@ -432,8 +437,8 @@ class Master:
         return brain
 
     def _facts_of(self, sentence: str) -> Facts:
-        """Of a job that has succeeded in its run folder before: who joins is told so, whatever it
-        brings."""
+        """The facts of a job that had already succeeded in its run folder: every node that joins
+        gets the outcome."""
         spec = self._config.spec or _unknown(self._config.job_id)
         over = End(EXIT_OK, sentence, ())
         return Facts(spec, self._term, 0, outcome=over)
@@ -442,7 +447,7 @@ class Master:
         return Job(self._config.spec, self._term, lambda: self._mint(), facts)
 
     def _open(self, page: StatusPage) -> int:
-        """The page's port, 0 without one: a job does not depend on being looked at."""
+        """The page's port, 0 without one: the job runs without a page as well."""
         host, port = self._config.status_host, self._config.status_port
         try:
             return page.listen(host, port)
@@ -451,7 +456,7 @@ class Master:
             return 0
 
     def _watch(self, life: Lifetime) -> None:
-        """Events from outside that may end this process."""
+        """Watch for external events that may end this process."""
         loop = asyncio.get_running_loop()
         if not self._hosted:
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -464,7 +469,7 @@ class Master:
 
 
 def _lifeline(loop: asyncio.AbstractEventLoop, fd: int, answers: int, life: Lifetime) -> None:
-    """Answer the owner's pings, until it has gone."""
+    """Answer the owner's pings, until it exits."""
     try:
         pings = os.read(fd, 4096)
     except BlockingIOError:
@@ -475,18 +480,18 @@ def _lifeline(loop: asyncio.AbstractEventLoop, fd: int, answers: int, life: Life
         loop.remove_reader(fd)
         life.owner_gone()
     elif answers >= 0:
-        with contextlib.suppress(OSError):  # it reads none, or has gone
+        with contextlib.suppress(OSError):  # it does not read, or has exited
             os.write(answers, pings)
 
 
 class Listing:
-    """This master's file in the user's folder, written and removed by a thread: the folder may
-    stand on a file system that hangs, and the loop must not."""
+    """This master's file in the user's folder, written and removed by a thread: the folder's file
+    system may hang, which must not block the loop."""
 
     def __init__(
         self, config: MasterConfig, port: int, loop: Loop, operator: str, outward: Outward
     ) -> None:
-        """`outward` knows the job's name and run folder."""
+        """`outward`: has the job's name and run folder."""
         self._entry = user_folder.Published(
             job_id=config.job_id,
             host=reachable(config.host),
@@ -504,11 +509,11 @@ class Listing:
         self._path: Path | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        with contextlib.suppress(NoThread):  # it is not listed
+        with contextlib.suppress(NoThread):  # not listed
             self._thread = start_thread(self._keep, "listing")
 
     def remove(self) -> None:
-        """Take the file away; gives up after a moment, a stale file is recognised as such."""
+        """Remove the file. Gives up after a moment; a stale file is detected as such."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=LISTING_LIMIT)
@@ -517,7 +522,7 @@ class Listing:
         with contextlib.suppress(OSError):
             folder = user_folder.user_folder(os.environ)
             self._go_on_counting(folder)
-            user_folder.published(folder)  # clears away what killed masters have left
+            user_folder.published(folder)  # also removes files of killed masters
             self._path = user_folder.publish(folder, self._entry)
         while not self._over.wait(user_folder.RENEWED):
             if self._path is not None:
@@ -528,7 +533,7 @@ class Listing:
                 self._path.unlink()
 
     def _go_on_counting(self, folder: Path) -> None:
-        """The job is as old as the first of its masters that were killed here says."""
+        """Set the job's start time to that of its first master that was killed here."""
         before = user_folder.began_before(folder, self._entry.job_id, self._entry.port)
         if 0 < before < self._entry.began:
             self._figures.began -= self._entry.began - before
@@ -539,7 +544,8 @@ class Listing:
 
 
 def config_from_json(text: str) -> MasterConfig:
-    """What an agent writes to the pipe; ValueError with a sentence if it is not that."""
+    """The configuration that an agent writes to the pipe; ValueError with a sentence if it is
+    invalid."""
     try:
         return loads(text, MasterConfig)
     except ValueError as wrong:
@@ -547,7 +553,7 @@ def config_from_json(text: str) -> MasterConfig:
 
 
 def hosted_main(argv: list[str]) -> int:
-    """The process that an agent starts."""
+    """The entry point of a process that an agent starts."""
     parser = argparse.ArgumentParser(
         prog="python -m elasticrun.master",
         description="Started by an agent; `elasticrun master` is the command for people.",

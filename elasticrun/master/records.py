@@ -1,5 +1,4 @@
-"""Which record this master keeps (none, its own disk's, a shared one) and what it promises to the
-loop, and the trace beside it."""
+"""The record that this master keeps (none, on its own disk, or shared), and the trace beside it."""
 
 from __future__ import annotations
 
@@ -24,22 +23,22 @@ from elasticrun.master.trace.writer import Life, TraceWriter
 from elasticrun.wire import env
 
 TRACE_END: Final = 1.0
-"""Seconds that the last lines of the trace may take to reach the disk."""
+"""Seconds for writing the last lines of the trace."""
 
 FOLDER_LIMIT: Final = 2.0
-"""Seconds that a look at the folder may take before the master does without it."""
+"""Seconds for accessing the folder, before the master continues without it."""
 
 MAX_WORD: Final = 64
-"""Characters of the job's id in the name of a trace that is kept."""
+"""Maximum characters of the job's id in the name of a kept trace."""
 
 logger = logging.getLogger("elasticrun")
 
 
 class Records:
-    """What one master remembers beyond its own life.
+    """The persistent state of one master.
 
-    A hosted master does without a folder that it cannot have, and says so in one line; a person who
-    named one is refused with a sentence."""
+    A hosted master continues without a folder that is unusable, with a log line; a user who named
+    the folder gets an error instead."""
 
     def __init__(self, config: MasterConfig, *, hosted: bool) -> None:
         self._config = config
@@ -50,8 +49,8 @@ class Records:
         self.trace: TraceWriter | None = None
 
     async def open(self, port: int) -> Facts | None:
-        """The facts of the master before this one. `port`: where this one serves; it is bound
-        already. StoreRefused."""
+        """The facts of the previous master. `port`: the port of this one, already bound.
+        StoreRefused."""
         config = self._config
         if config.record_dir:
             await self._take(Path(config.record_dir))
@@ -75,7 +74,7 @@ class Records:
         )
 
     def begin_trace(self, life: Life) -> TraceWriter | None:
-        """Write down from now on what the brain takes in; None where there is no folder."""
+        """Start recording the state machine's input; None without a folder."""
         folder, kept = self._folder, os.environ.get(env.TRACE_DIR, "")
         if folder is None:
             return None
@@ -87,7 +86,7 @@ class Records:
         return self.trace
 
     def told(self, facts: Facts) -> Facts:
-        """Facts of a job that is over, whose sentence tells how to run it again."""
+        """The facts; for a finished job the reason explains how to run it again."""
         if facts.outcome is None or self._hosted or self._folder is None:
             return facts
         reason = (
@@ -97,19 +96,19 @@ class Records:
         return replace(facts, outcome=replace(facts.outcome, reason=reason, code=None))
 
     async def distrust(self, why: str) -> None:
-        """What was loaded cannot be used: begin an empty record."""
+        """The loaded record is unusable: start an empty one."""
         if isinstance(self.store, FileStore):
             self.store.set_aside(why)
         else:
             logger.warning("the record of this job is not used: %s", why)
 
     async def crashed(self) -> None:
-        """The brain failed: the next master must know, if it has this record."""
+        """The state machine failed: record that for the next master, if there is a store."""
         if self.store is not None:
             await self.store.crashed()
 
     async def close(self) -> None:
-        """End all of it."""
+        """Close the trace and the store."""
         if self.trace is not None:
             self.trace.close(TRACE_END)
         if self.store is not None:
@@ -117,14 +116,14 @@ class Records:
             self.store = None
 
     def remove(self) -> None:
-        """Remove the folder of a launch that nobody needs any more."""
+        """Remove the folder of a launch when nobody needs it any more."""
         if self._folder is not None and self._hosted:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _take(self, folder: Path) -> None:
-        """Hold the folder, in a thread: it may hang."""
+        """Lock the folder in a thread, because it may hang."""
         taken: Future[int] = Future()
-        taken.set_running_or_notify_cancel()  # whatever comes is taken, or let go: never refused
+        taken.set_running_or_notify_cancel()  # not cancellable: late results are closed
 
         def work() -> None:
             try:
@@ -143,7 +142,7 @@ class Records:
         except NoThread as wrong:
             self._do_without(str(wrong))
         except TimeoutError:
-            taken.add_done_callback(let_go)  # also of what came at the last moment
+            taken.add_done_callback(let_go)  # also for a result at the last moment
             self._do_without(f"{folder} has not answered for {FOLDER_LIMIT:g} s")
         except BlockingIOError:
             self._do_without(f"{folder} holds the record of a master that runs")

@@ -1,10 +1,11 @@
-"""What the master serves: a handler a stream, which lets in, decodes, checks, and enqueues; and
-the bounds on those who are not in yet, on those who say too much, and on what readers ask for.
+"""The gRPC service of the master: a handler per stream that authenticates, decodes, checks and
+enqueues.
 
-Nothing of a stream reaches the brain or the trace before its peer has proved the job's token
-(`wire.auth`) and said Hello. What a peer does wrong ends that stream with a sentence to the peer
-and touches nobody else: silence, a wrong proof, bytes that are no message, a message at the wrong
-moment, the name of another node, more reports than an agent has reason to send.
+It also limits unauthenticated streams, the rate of reports, and the requests of readers. Nothing of
+a stream reaches the state machine or the trace before its peer has proved the job's token
+(`wire.auth`) and sent Hello. A peer's error ends its own stream, with a sentence to the peer, and
+affects no other: silence, a wrong proof, invalid bytes, a message at the wrong time, another node's
+name, more reports than an agent has reason to send.
 """
 
 from __future__ import annotations
@@ -36,48 +37,51 @@ from elasticrun.wire.rpc.channel import grpc
 from elasticrun.wire.types import WireError
 
 RATE: Final = 50.0
-"""Reports per second that one stream may go on sending; an agent sends one or two."""
+"""Sustained reports per second of one stream; an agent sends one or two."""
 
 BURST: Final = 500.0
-"""Reports that may come at once: a node whose ranks all fail, an agent that was held up."""
+"""Maximum burst of reports: all ranks of a node fail, or an agent was delayed."""
 
 FLOOD_LIMIT: Final = 10.0
-"""Seconds for which a stream may want to send more than RATE: meanwhile it is read at RATE and what
-it sends waits at its own end; then it is dropped."""
+"""Seconds for which a stream may exceed RATE. Meanwhile it is read at RATE, and the rest waits on
+the sender's side; then it is dropped."""
 
 FLUSH_LIMIT: Final = 5.0
-"""Seconds an agent that was hung up on has to read its last order."""
+"""Seconds for an agent to read its last order after the master has disconnected it."""
 
 PROVE_LIMIT: Final = 5.0
-"""Seconds from the opening of a stream to the end of its introduction."""
+"""Seconds from the start of a stream to the end of its handshake."""
 
 MAX_UNPROVED: Final = 4096
-"""Streams that may be on their way in at a time; ten thousand agents that come back together are
-answered faster than they dial."""
+"""Maximum number of concurrent handshakes; ten thousand agents that reconnect together are served
+faster than they connect."""
 
 READ_VERBS: Final = ("picture", "stacks")
-"""What a reader may ask for; all else is an operator's."""
+"""Requests that a reader may make; all others are for operators."""
 
 TELL_EVERY: Final = 60.0
-"""Seconds after which a refusal of the same kind is logged again: a flood fills no log."""
+"""Seconds before a refusal of the same kind is logged again, so that a flood does not fill the
+log."""
 
 DIAL_LIMIT: Final = 2.0
-"""Seconds from the SYN to the last byte of the nonce; a second SYN goes out after one."""
+"""Seconds from the SYN to the last byte of the nonce; the kernel resends the SYN after one."""
 
 MAX_REACHING: Final = 32
-"""Readers that are served at a time; each holds one connection of ours for DIAL_LIMIT at most."""
+"""Maximum number of concurrent `reach` requests; each holds one connection of ours for DIAL_LIMIT
+at most."""
 
 DEAF: Final = 2.5 * BEAT_INTERVAL
-"""Seconds without a word of anybody that prove nothing about anybody: two nodes beat more often."""
+"""Seconds without any message after which silence proves nothing about a node: two nodes send
+heartbeats more often than that."""
 
 MAX_CALLS: Final = MAX_SESSIONS + MAX_UNPROVED + 256
-"""Streams of all kinds that the server takes at a time; the bounds below it speak in sentences."""
+"""Maximum number of streams of all kinds; the limits below it answer with sentences."""
 
 logger = logging.getLogger("elasticrun")
 
 
 class Wrong(Exception):
-    """What the peer did wrong: the sentence it is told, and the status of its stream."""
+    """The peer's error: the sentence sent to it, and the status of its stream."""
 
     def __init__(self, reason: str, code: Any = grpc.StatusCode.INVALID_ARGUMENT) -> None:
         super().__init__(reason)
@@ -85,15 +89,15 @@ class Wrong(Exception):
 
 
 class Allowance:
-    """A bucket that fills with RATE reports a second up to BURST."""
+    """A token bucket that refills with RATE reports per second up to BURST."""
 
     def __init__(self) -> None:
         self.left = BURST
         self.at = self.since = time.monotonic()
-        """`since`: when the bucket was last seen with something to spare."""
+        """`since`: the last time when the bucket was not empty."""
 
     def take(self) -> float:
-        """Use one report's worth: the seconds after which the next may be read, 0.0 for at once."""
+        """Consume one report; returns the seconds before the next may be read, 0.0 for none."""
         now = time.monotonic()
         self.left = min(BURST, self.left + (now - self.at) * RATE) - 1
         self.at = now
@@ -104,7 +108,7 @@ class Allowance:
 
 
 class Servicer:
-    """Handlers of the gRPC methods, and the count of who is attached."""
+    """The handlers of the gRPC methods, and the number of attached streams."""
 
     def __init__(
         self,
@@ -117,8 +121,9 @@ class Servicer:
         joining: Joining | None = None,
         on_count: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`token`: what a peer must prove, "" for nothing; `operator`: what an operator must, ""
-        where there can be none; `term`: this master's, proved too; `joining`: by codes."""
+        """`token`: the secret that peers must prove, "" for none; `operator`: that of an operator,
+        "" if there can be none; `term`: this master's, also proved; `joining`: handles join
+        codes."""
         self._loop = loop
         self._job_id = job_id
         self._token = token
@@ -133,46 +138,47 @@ class Servicer:
         self._page: tuple[m.JobStatus, bytes] | None = None
         self._reaching = 0
         self.attached = 0
-        """Streams that have said Hello and still stand."""
+        """Open streams that have sent Hello."""
         self.nodes: set[str] = set()
-        """Node ids that ever attached."""
+        """Ids of all nodes that were ever attached."""
         self.broken: set[str] = set()
-        """Nodes whose last stream broke: they may be dialling, and have not heard the latest."""
+        """Nodes whose last stream broke: they may be reconnecting, and may lack the latest
+        orders."""
 
     def may_come_back(self) -> bool:
-        """Whether an agent whose stream broke may be dialling still."""
+        """Whether an agent whose stream broke may still be reconnecting."""
         nodes = self._loop.status().nodes
         return any(node.state == "suspect" and node.node in self.broken for node in nodes)
 
     @property
     def unproved(self) -> int:
-        """Streams that are on their way in."""
+        """Number of streams in their handshake."""
         return len(self._pending)
 
     # ------------------------------------------------------------ the methods
 
     async def status(self, context: Any) -> None:
-        """One reader, from its knock to the page."""
+        """Serve a reader of the status."""
         await self._received(context, m.Role.READER, protobuf.answer_to_wire, self._show)
 
     async def reach(self, context: Any) -> None:
-        """One reader that wants to be dialled."""
+        """Serve a reader that wants to be dialled."""
         await self._received(context, m.Role.READER, protobuf.answer_to_wire, self._dial)
 
     async def ask_for(self, context: Any) -> None:
-        """One reader that wants to know what the ranks do."""
+        """Serve a reader that requests a picture or stacks."""
         await self._received(context, m.Role.READER, protobuf.answer_to_wire, self._read_for)
 
     async def operate(self, context: Any) -> None:
-        """One operator, who may ask for anything."""
+        """Serve an operator, who may request anything."""
         await self._received(context, m.Role.OPERATOR, protobuf.answer_to_wire, self._do)
 
     async def join(self, context: Any) -> None:
-        """One node that has a join code."""
+        """Serve a node that has a join code."""
         await self._received(context, m.Role.JOINER, protobuf.answer_to_wire, self._invite)
 
     async def attend(self, context: Any) -> None:
-        """One agent's stream, from its first byte to its end."""
+        """Serve one agent's stream."""
         await self._received(context, m.Role.AGENT, protobuf.order_to_wire, self._serve)
 
     async def _received(
@@ -182,7 +188,7 @@ class Servicer:
         encode: Callable[[Any], bytes],
         serve: Callable[[Any, Doorkeeper], Awaitable[None]],
     ) -> None:
-        """Let the peer in and serve it; tell it, in either case, why it ends if it does."""
+        """Authenticate the peer and serve it; on an error, send it the reason."""
         token = self._operator if role is m.Role.OPERATOR else self._token
         keeper = Doorkeeper(token, __version__, self._job_id, self._term, role)
         try:
@@ -201,7 +207,7 @@ class Servicer:
     async def _let_in(
         self, context: Any, keeper: Doorkeeper, encode: Callable[[Any], bytes]
     ) -> None:
-        """Carry the introduction. Denied, Wrong."""
+        """Run the handshake. Denied, Wrong."""
         try:
             async with self._pending.step(lambda: keeper.awaits):
                 while not keeper.is_in:
@@ -214,7 +220,7 @@ class Servicer:
     # ------------------------------------------------------------ a reader
 
     async def _show(self, context: Any, _keeper: Doorkeeper) -> None:
-        """Send the job's page, which is encoded once however many read it."""
+        """Send the job's status, which is encoded once for all readers."""
         status = self._loop.status()
         if self._page is None or self._page[0] is not status:
             try:
@@ -224,8 +230,8 @@ class Servicer:
         await context.write(self._page[1])
 
     async def _dial(self, context: Any, _keeper: Doorkeeper) -> None:
-        """Hear where the reader wants to be dialled, and tell what came of it."""
-        # Who says no more takes a place among the pending and none here.
+        """Read the address that the reader wants to be dialled at, and send the result."""
+        # A silent reader uses a place among the pending handshakes, and none here.
         async with self._pending.step(lambda: "ReachMe"):
             asked = await _first(context, "ReachMe")
         if not isinstance(asked, m.ReachMe):
@@ -241,7 +247,8 @@ class Servicer:
         await context.write(protobuf.answer_to_wire(reached))
 
     async def _read_for(self, context: Any, _keeper: Doorkeeper) -> None:
-        """Stacks and paths are for those of the job: where it has no token, for operators alone."""
+        """Stacks and paths are only for holders of the token; without a token, only for
+        operators."""
         asked = await self._request(context)
         if not self._token or asked.verb not in READ_VERBS:
             raise Denied(OPERATOR_WANTED)
@@ -280,7 +287,7 @@ class Servicer:
         hello = keeper.hello
         assert hello is not None
         if self.attached >= MAX_SESSIONS:
-            # Not a Refused: room may come, and whoever dials again is no stranger.
+            # Not a Refused: a place may become free, and a peer that reconnects is legitimate.
             reason = f"this master serves {MAX_SESSIONS} nodes already"
             raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
         session = next(self._sessions)
@@ -301,16 +308,16 @@ class Servicer:
         try:
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
             if reader.done():
-                # gRPC reads the same end whether the agent closed its side or its host vanished.
-                # What is written now arrives in the first case and raises in the second.
+                # gRPC reports the same EOF whether the agent closed its side or its host vanished.
+                # A write now succeeds in the first case and raises in the second.
                 box.put("Echo", protobuf.order_to_wire(m.Echo(reader.result())))
                 box.close()
                 await asyncio.wait((writer,))
-            # The writer ends well when it was told to and every order is on its way.
+            # The writer returns normally if the box was closed and every order was sent.
             clean = writer.done() and not writer.cancelled() and writer.exception() is None
         finally:
             reader.cancel()
-            # Not cancelled: a write that is under way would forbid the abort that may follow.
+            # Not cancelled: a pending write would prevent the abort that may follow.
             box.close()
             await asyncio.gather(reader, writer, return_exceptions=True)
             for limit in limits:
@@ -331,8 +338,8 @@ class Servicer:
         self._on_count(self.attached)
 
     async def _read(self, context: Any, session: int, allowance: Allowance) -> int:
-        """Enqueue reports until the stream ends; the number of the last Beat, 0 if there was none.
-        Wrong for what no agent does."""
+        """Enqueue reports until the stream ends; returns the number of the last Beat, 0 if there
+        was none. Wrong for a message that no agent sends."""
         last = 0
         while (data := await context.read()) is not grpc.aio.EOF:
             try:
@@ -351,13 +358,13 @@ class Servicer:
                 if allowance.at - allowance.since > FLOOD_LIMIT:
                     reason = f"more than {RATE:.0f} reports a second"
                     raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
-                # Unread, they fill the stream's window and then the sender's own memory.
+                # Unread data fills the stream's window and then the sender's own memory.
                 await asyncio.sleep(pause)
         return last
 
 
 async def _first(context: Any, awaited: str) -> m.Report:
-    """The next message of an introduction. Wrong; Denied for another protocol."""
+    """The next message of a handshake. Wrong; Denied for another protocol version."""
     data = await context.read()
     if data is grpc.aio.EOF:
         raise Wrong(f"the stream ended before its {awaited}")
@@ -377,30 +384,29 @@ METHODS: Final = (
     Servicer.attend, Servicer.status, Servicer.reach, Servicer.ask_for, Servicer.operate,
     Servicer.join,
 )  # fmt: skip
-"""Handlers in the order in which `make_server` takes them."""
+"""The handlers, in the order in which `make_server` takes them."""
 
 
 async def _write(context: Any, box: Mailbox) -> None:
-    """Send what the loop leaves in the box, until it is closed and empty."""
+    """Send the mailbox's orders, until it is closed and empty."""
     while (order := await box.take()) is not None:
         await context.write(order)
 
 
-# ---------------------------------------------------------------- who is on the way in
+# ---------------------------------------------------------------- handshakes
 
 
 class PendingHandshakes:
-    """The streams that are on their way in, oldest first: of peers who have not proved yet that
-    they belong to the job.
+    """The streams in their handshake, oldest first: their peers have not proved yet that they
+    belong to the job.
 
-    A stranger can open streams as fast as a network carries them, and each takes memory. So a
-    stream has PROVE_LIMIT seconds until it is in, and where more than MAX_UNPROVED wait, the one
-    that has waited longest goes: an honest agent is in within milliseconds, and dials again if it
-    was not.
+    A stranger can open streams as fast as the network permits, and each uses memory. So a handshake
+    is limited to PROVE_LIMIT seconds, and beyond MAX_UNPROVED streams the oldest is dropped. A
+    legitimate agent needs milliseconds, and reconnects if it was dropped.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[asyncio.Timeout, None] = {}  # in the order of arrival
+        self._waiting: dict[asyncio.Timeout, None] = {}  # in order of arrival
         self._pushed: set[asyncio.Timeout] = set()
 
     def __len__(self) -> int:
@@ -408,7 +414,8 @@ class PendingHandshakes:
 
     @contextlib.asynccontextmanager
     async def step(self, awaits: Callable[[], str]) -> AsyncIterator[None]:
-        """While a stream introduces itself. Wrong when it has to go; `awaits`: what is to come."""
+        """Limits one step of a handshake. Wrong if the stream is dropped; `awaits`: the expected
+        message."""
         limit = asyncio.timeout(PROVE_LIMIT)
         try:
             async with limit:
@@ -423,7 +430,7 @@ class PendingHandshakes:
             if limit not in self._pushed:
                 reason = f"no {awaits()} came in time"
                 raise Wrong(reason, grpc.StatusCode.DEADLINE_EXCEEDED) from None
-            # No refusal: whoever dials again is no stranger.
+            # Not a Denied: a peer that reconnects is legitimate.
             reason = "too many others are on their way in"
             raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED) from None
         finally:
@@ -432,7 +439,7 @@ class PendingHandshakes:
 
 
 class Refusals:
-    """Tells the operator about strangers in fixed words, each kind at most once in TELL_EVERY."""
+    """Logs refused peers in fixed sentences, each kind at most once in TELL_EVERY seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -440,7 +447,7 @@ class Refusals:
         self._count: dict[str, int] = {}
 
     def add(self, word: str) -> None:
-        """Count one refusal of this kind; `word` is one of a few sentences of ours, "" for none."""
+        """Count one refusal; `word`: one of a few constant sentences, "" for none."""
         if not word:
             return
         now = self._clock()
@@ -451,16 +458,16 @@ class Refusals:
             self._told[word] = now
 
 
-# ---------------------------------------------------------------- who was heard, and when
+# ---------------------------------------------------------------- silence
 
 
 class Listening:
-    """When anything was heard, and since when without a gap; so for how long a stream was silent,
-    as far as this process can say: it was, if it listened.
+    """Records when messages arrived, and computes how long a stream was silent while this process
+    was listening.
 
-    Unanswered pings break a stream some seconds after its node fell silent, and gRPC does not say
-    why a stream broke. What tells is when something came on it last; and what was heard of others
-    in that time tells that the silence was the node's and not ours.
+    Unanswered pings break a stream some seconds after its node fell silent, and gRPC does not
+    report why a stream broke. The time of the stream's last message shows the silence. Messages
+    from other nodes in that time show that the node was silent, and not this process deaf.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -468,7 +475,7 @@ class Listening:
         self._last = self._since = clock()
 
     def heard(self) -> float:
-        """Something came, on any stream; when."""
+        """A message arrived on some stream; returns the time."""
         now = self._clock()
         if now - self._last > DEAF:
             self._since = now
@@ -476,12 +483,13 @@ class Listening:
         return now
 
     def quiet(self, last: float) -> float:
-        """Seconds since a stream was heard last, at `last`, whether or not others were heard."""
+        """Seconds since a stream's last message at `last`, whether or not others sent any."""
         return max(0.0, self._clock() - last)
 
     def silence(self, last: float, streams: int) -> float:
-        """Seconds for which nothing came on a stream that was heard last at `last`, more than the
-        pace of so many streams allows; 0.0 where it may have been we who did not hear."""
+        """Seconds of silence of a stream whose last message arrived at `last`, beyond what the
+        heartbeat interval for this many streams explains; 0.0 if this process may not have been
+        listening."""
         now = self._clock()
         if now - self._last > DEAF:
             return 0.0
@@ -489,12 +497,12 @@ class Listening:
         return max(0.0, now - max(last, self._since) - slack)
 
 
-# ---------------------------------------------------------------- a reader that wants to be dialled
+# ---------------------------------------------------------------- dialling a reader
 
 
 def peer_address(peer: str) -> str:
-    """The address in numbers out of gRPC's word for a peer (`ipv4:10.0.0.7:41234`,
-    `ipv6:%5B::1%5D:41234`); "" if it is no address of a network."""
+    """The numeric address in gRPC's name of a peer (`ipv4:10.0.0.7:41234`, `ipv6:%5B::1%5D:41234`);
+    "" if it is not a network address."""
     kind, _, rest = unquote(peer).partition(":")
     host = rest.rpartition(":")[0].removeprefix("[").removesuffix("]")
     if kind not in ("ipv4", "ipv6"):
@@ -503,12 +511,12 @@ def peer_address(peer: str) -> str:
 
 
 async def reach(peer: str, asked: m.ReachMe) -> m.Reached:
-    """Dial the peer as it asks (`elasticrun doctor`): whether this host can dial a reader's own.
-    The one place where the master opens a connection.
+    """Dial the peer on request (`elasticrun doctor`), to test whether this host can reach it. This
+    is the only place where the master opens a connection.
 
-    It dials the address that the reader's stream comes from and no other, at a port above the
-    system's (`protobuf` lets no other through), reads a nonce that the reader chose, and says
-    nothing: nobody can aim it at a third host.
+    It dials only the address of the reader's own stream, at an unprivileged port (`protobuf`
+    rejects others), reads a nonce that the reader chose, and sends nothing. So nobody can direct it
+    at a third host.
     """
     began = time.time_ns()
     address = peer_address(peer)
@@ -518,14 +526,15 @@ async def reach(peer: str, asked: m.ReachMe) -> m.Reached:
         reason=reason,
         address=address,
         mtu=mtu_to(address) if address else 0,
-        # The middle, as the reader takes the middle between its asking and our answer for it.
+        # The midpoint, because the reader compares it with the midpoint of its request and our
+        # answer.
         clock_us=(began + time.time_ns()) // 2000,
         host=socket.gethostname(),
     )
 
 
 async def _why_not(address: str, asked: m.ReachMe) -> str:
-    """What keeps the nonce from being read there, "" if it was."""
+    """Why the nonce could not be read there; "" if it was read."""
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(DIAL_LIMIT):

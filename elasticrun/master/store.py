@@ -1,4 +1,4 @@
-"""What a master needs of the place of its record."""
+"""The interface of the master's record store."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from elasticrun.core.persisted import Facts
 
 
 class StoreRefused(Exception):
-    """This master may not serve: the folder is another's, or another master leads. The text is one
-    sentence; `exit_code` is what the process ends with."""
+    """This master must not serve: the folder is another job's, or another master leads. The text is
+    one sentence; `exit_code`: the exit code of the process."""
 
     def __init__(self, sentence: str, exit_code: int) -> None:
         super().__init__(sentence)
@@ -19,39 +19,39 @@ class StoreRefused(Exception):
 
 
 class FactStore(Protocol):
-    """One job's durable record: what the loop needs of a disk or of etcd.
+    """One job's durable record: the interface to a disk or to etcd.
 
-    Two keep this promise: `file_store.FileStore` (the master's own disk) and
-    `etcd_store.EtcdStore` (a shared one, which also says who leads). The loop lets no order pass
-    that a fact not yet `done` permits, and takes events in meanwhile.
+    It has two implementations: `file_store.FileStore` (the master's own disk) and
+    `etcd_store.EtcdStore` (shared; it also elects the leader). The loop sends no order that depends
+    on a fact that is not `done`, but keeps processing events.
     """
 
     lost: asyncio.Future[str]
-    """Done, with a sentence, when this master may decide nothing any more: another one leads."""
+    """Done, with a sentence, when another master leads and this one must decide nothing more."""
 
     term: int
-    """The term that the store gives this master, known after `load`; 0: any that is higher than
-    its predecessor's."""
+    """The term that the store assigns to this master, known after `load`; 0: any that is higher
+    than its predecessor's."""
 
     def leads(self) -> bool:
-        """Whether orders may go out at this very moment: asked before each, because a process may
-        be stopped between deciding and saying. False for good once `lost` is done."""
+        """Whether orders may be sent at this moment. Checked before each order, because the process
+        may be stopped between decision and sending. False for good once `lost` is done."""
 
     async def load(self) -> Facts | None:
-        """The facts of the master before this one; None if there was none. The port is bound
-        already, and nobody is served before this has returned. StoreRefused."""
+        """The facts of the previous master; None if there was none. The port is already bound, and
+        nobody is served before this returns. StoreRefused."""
 
     def write(self, facts: Facts, done: Callable[[], None]) -> None:
         """Make these facts durable, then call `done` in the loop's thread; never blocks. Newer
-        facts replace older ones that were not written yet, whose `done` is called with theirs."""
+        facts replace unwritten older ones, whose `done` is then called together with theirs."""
 
     def heard_of(self, term: int) -> None:
-        """An agent has obeyed a master of this term (0: none yet). Never blocks. Where the store is
-        the source of terms and ours is lower, it has lost its history: `lost` is done."""
+        """An agent has obeyed a master of this term (0: none yet). Never blocks. If the store
+        assigns terms and ours is lower, the store has lost its history: `lost` becomes done."""
 
     async def crashed(self) -> None:
-        """The brain has failed on these facts. After a few such ends in a row the next `load` gives
-        none: then the agents are asked."""
+        """The state machine has failed on these facts. After a few failures in a row the next
+        `load` returns None, so that the state is rebuilt from the agents."""
 
     async def close(self) -> None:
-        """End; the outcome of a job that is over was written with the facts that hold it."""
+        """Close; the outcome of a finished job was written with its facts."""

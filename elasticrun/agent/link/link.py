@@ -39,8 +39,8 @@ TELL_AFTER: Final = 4
 """Attempts at first contact before the agent logs that no master answers."""
 
 STRANGER_AFTER: Final = 3
-"""Consecutive probes, WELCOME_LIMIT apart, that must find a process with another protocol on the
-port before the agent ends. Applies only to a port that has never been our master's."""
+"""Consecutive probes with a silent or closing peer after which the agent ends; a peer with another
+protocol ends it at once. Applies only before the first Welcome."""
 
 
 class FailedDial(NamedTuple):

@@ -191,7 +191,7 @@ class Proxy:
             elif where is not None:
                 self._dial(link)
 
-    # ------------------------------------------------------------ arrivals
+    # ------------------------------------------------------------ new connections
 
     def _accept_more(self) -> None:
         accepting = self._count < self._most and self._short_until is None

@@ -93,7 +93,7 @@ class EtcdRendezvous:
         self.address = ""
         """The address at which other nodes reach a store or a master here; "" until settled."""
 
-    # ------------------------------------------------------------ what the node calls
+    # ------------------------------------------------------------ called by the node
 
     async def settle(self, early: MasterProcess | None) -> None:
         """Find the leader, or start a master. HostError if etcd cannot be used or names no leader

@@ -218,7 +218,7 @@ class FileRendezvous:
         self._turn_to(claim)
         self._follow()
 
-    # ------------------------------------------------------------ following one
+    # ------------------------------------------------------------ following a claim
 
     def heard(self, event: AgentEvent) -> None:
         """Handle an event of the link."""
@@ -304,7 +304,7 @@ class FileRendezvous:
         await self._begin(port)
         return True
 
-    # ------------------------------------------------------------ the end
+    # ------------------------------------------------------------ shutdown
 
     async def close(self, *, job_over: bool) -> None:
         """Release the master, and update or remove the claim."""

@@ -110,7 +110,7 @@ class Shards:
             if not answer.done():
                 self._where(rank)
 
-    # ------------------------------------------------------------ what ranks ask
+    # ------------------------------------------------------------ requests of ranks
 
     def is_here(self, rank: int) -> bool:
         """Whether this rank's own shard is on this node."""
@@ -149,7 +149,7 @@ class Shards:
         if (restore.round, restore.step) == (order.round, order.step):
             answer.set_result(order)
 
-    # ------------------------------------------------------------ bringing one
+    # ------------------------------------------------------------ providing a shard
 
     async def _bring(self, peer: Peer, rank: int) -> None:
         try:
@@ -258,7 +258,7 @@ class Shards:
             logger.info("step %d goes unverified: %s", snapshot.step, one_line(answer.reason))
         return answer.ok, answer.reason
 
-    # ------------------------------------------------------------ small change
+    # ------------------------------------------------------------ helpers
 
     def _find_here(self, rank: int) -> tuple[Held, Snapshot] | None:
         if self.restore is None:

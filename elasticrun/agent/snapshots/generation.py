@@ -139,7 +139,7 @@ class Generation:
         """The segments of its ranks that still exist."""
         return [one.held for one in self.ranks if one.held is not None and not one.held.gone]
 
-    # ------------------------------------------------------------ who speaks
+    # ------------------------------------------------------------ introductions
 
     def refusal(self, here: s.RankHere, pid: int) -> str:
         """Why this process is rejected, in a clause; "" if it may speak for one of our ranks."""
@@ -195,7 +195,7 @@ class Generation:
         self.show(self.held())
         return True
 
-    # ------------------------------------------------------------ what they hold
+    # ------------------------------------------------------------ commits and steps
 
     def committed(self, local_rank: int, said: s.Committed) -> tuple[Held, Snapshot] | None:
         """The segment and the snapshot, if the segment has it."""

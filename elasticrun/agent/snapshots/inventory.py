@@ -181,7 +181,7 @@ class Inventory:
                 if life is not None and (rank := _rank(one, life)) >= 0:
                     yield one, snapshot, life, rank
 
-    # ------------------------------------------------------------ all of them
+    # ------------------------------------------------------------ all snapshots
 
     def holdings(
         self, *, living: bool, lack: Callable[[int], set[int]] = lambda step: set()
@@ -243,7 +243,7 @@ class Inventory:
         common = set.intersection(*rows)
         return max((step for step in steps if not common or step < min(common)), default=-1)
 
-    # ------------------------------------------------------------ what may go
+    # ------------------------------------------------------------ removal
 
     def prune(self, restore: m.Restore | None, going_on: set[str]) -> None:
         """While no rank is running: withdraw snapshots newer than the one to restore from, pin that

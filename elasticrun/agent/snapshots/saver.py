@@ -369,7 +369,7 @@ class Savers:
         self._ping.cancel()
         self._patience.cancel()
 
-    # ------------------------------------------------------------ small change
+    # ------------------------------------------------------------ helpers
 
     def _kill(self) -> None:
         if self._child is not None:

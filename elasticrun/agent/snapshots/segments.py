@@ -507,7 +507,7 @@ class Segments:
             segment.pin(slot, False)
         return held
 
-    # ------------------------------------------------------------ small change
+    # ------------------------------------------------------------ helpers
 
     def _announce(self, sizes: Sizes) -> None:
         slots = f"{sizes.slots} x {in_words(sizes.slot_bytes)}"

@@ -160,7 +160,7 @@ def _put(source: GitSource, folder: Path, environ: Mapping[str, str], in_use: in
     if not (folder / ".git").exists():
         raise GitError(f"--git: {folder} is there and is no checkout: move it away")
     origin = _git(source, environ, "config", "--get", "remote.origin.url", cwd=folder).strip()
-    if origin.removeprefix("file://") != source.url.removeprefix("file://"):  # a path is a URL, too
+    if origin.removeprefix("file://") != source.url.removeprefix("file://"):  # equal
         raise GitError(f"--git: {folder} is a checkout of {origin}: move it away")
     head = _git(source, environ, "rev-parse", "HEAD", cwd=folder).strip()
     if head == source.ref:

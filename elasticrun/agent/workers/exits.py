@@ -127,14 +127,14 @@ def count_files(groups: str) -> list[Path]:
 
 @cache
 def oom_kills() -> OomKills:
-    """To be called, in a thread, before there are ranks: it compares with the count of then."""
+    """Call in a thread before any rank starts: it records the initial count."""
     return OomKills()
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorFile:
-    """What an error file says. `data` is None if there was none; `problem` says why it could not
-    be read although it is there."""
+    """The content of an error file. `data` is None if there is none; `problem` says why an
+    existing file cannot be read."""
 
     data: dict[str, Any] | None = None
     message: str = ""

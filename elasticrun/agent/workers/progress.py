@@ -111,7 +111,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """By a rank's Checkpointer, last."""
+    """The last message of a rank's Checkpointer."""
 
     costs: RankCosts
     at: float

@@ -1,9 +1,10 @@
-"""The local ranks: from the brain's effects to orders for the spawner, and back to events.
+"""The local ranks: turns the state machine's effects into orders to the spawner, and reports into
+events.
 
-What a rank sees is the launcher's own environment, which the spawner inherited, with torchrun's
-table of variables set over it (the names stand in `wire.env`). One life of the ranks at a time.
-What may block (log folders, error files, sysfs) runs in threads, so a life may be ordered to stop
-before its ranks were started; such ranks are reported as gone.
+A rank gets the launcher's own environment, which the spawner inherited, overlaid with torchrun's
+variables (names in `wire.env`). One start of the ranks is active at a time. Blocking work (log
+folders, error files, sysfs) runs in threads, so a stop may arrive before its ranks have started;
+such ranks are reported as exited.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ DESCRIBE_LIMIT: Final = 0.5
 """Seconds for reading what a failed rank left; a hung file system must not delay a restart."""
 
 STOP_MEMORY: Final = 5.0
-"""A rank that dies within this many seconds of a signal that we sent it was stopped by it."""
+"""A rank that dies within this many seconds of a signal that we sent counts as stopped by it."""
 
 
 class BadEnvironment(Exception):
-    """What the user set cannot be given to a rank; the text is one sentence."""
+    """A rank cannot get what the user has set; the text is one sentence."""
 
 
 def rank_environment(
@@ -57,13 +58,13 @@ def rank_environment(
     environ: Mapping[str, str],
     own: Mapping[str, str],
 ) -> dict[str, str]:
-    """Every variable that this rank gets over the launcher's own environment.
+    """The variables of this rank that are set over the launcher's own environment.
 
-    `environ` is the launcher's environment; `own` has where its steps and snapshots are heard of.
-    Raises BadEnvironment when CUDA_VISIBLE_DEVICES (on ROCm HIP_VISIBLE_DEVICES) names fewer
-    devices than virtual local ranks need."""
-    # What the ranks of a static job see as the master is exactly what the user named, as under
-    # torchrun: the proxy at that port leads on to the round's store (decision 008).
+    `environ`: the launcher's environment; `own`: the addresses for its steps and snapshots. Raises
+    BadEnvironment if CUDA_VISIBLE_DEVICES (on ROCm HIP_VISIBLE_DEVICES) has too few devices for
+    virtual local ranks."""
+    # Ranks of a static job see exactly the master address that the user named, as under torchrun:
+    # the proxy on that port forwards to the round's store (decision 008).
     where = config.rendezvous
     master = Endpoint(where.host, where.port) if where.kind == "static" else start.store
     return {
@@ -82,7 +83,7 @@ def rank_environment(
         env.MAX_RESTARTS: str(config.spec.max_restarts),
         env.RUN_ID: config.spec.job_id,
         env.USE_AGENT_STORE: "True",
-        env.ERROR_FILE: "",  # where one is written, its path follows with the logs
+        env.ERROR_FILE: "",  # the path is set with the logs, if there is one
         env.SIGNALS_TO_HANDLE: ",".join(config.signals_to_handle),
         env.NCCL_ASYNC_ERROR_HANDLING: environ.get(env.NCCL_ASYNC_ERROR_HANDLING, "1"),
         **own,
@@ -93,8 +94,8 @@ def rank_environment(
 def probe_environment(
     config: AgentConfig, local_rank: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """What a probe gets over the launcher's own environment: that of the rank in whose place it
-    computes, without what says which rank that is. Raises BadEnvironment as for a rank."""
+    """The variables of a probe over the launcher's own environment: those of the rank that it
+    represents, without the rank numbers. Raises BadEnvironment as for a rank."""
     table = {}
     if config.set_omp_threads:
         table[env.OMP_NUM_THREADS] = "1"
@@ -105,7 +106,7 @@ def probe_environment(
 
 
 def _only_device(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """As torch 2.15 has it: HIP_VISIBLE_DEVICES, where it is set, is what ROCm goes by."""
+    """As in torch 2.15: ROCm uses HIP_VISIBLE_DEVICES if it is set."""
     hip = environ.get(env.HIP_VISIBLE_DEVICES)
     name = env.HIP_VISIBLE_DEVICES if hip else env.CUDA_VISIBLE_DEVICES
     visible = environ.get(name)
@@ -122,8 +123,8 @@ def _only_device(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_entry(entry: Entrypoint, local_rank: int) -> Entrypoint:
-    """The entry with `${local_rank}` filled in, where torchrun does: in the arguments and, unless
-    the program is executed itself, in its name. Other `$` words stay as they are."""
+    """The entry with `${local_rank}` replaced, as torchrun does: in the arguments and, unless the
+    program is executed directly, in its name. Other `$` words are unchanged."""
 
     def fill(word: str) -> str:
         return Template(word).safe_substitute(local_rank=local_rank)
@@ -133,8 +134,8 @@ def rank_entry(entry: Entrypoint, local_rank: int) -> Entrypoint:
 
 
 def _as_debugged(entry: Entrypoint, python: str) -> Entrypoint:
-    """The entry by which the debugger in this process follows into the rank, if there is one. The
-    fork server, which starts the rank, has none."""
+    """The entry under the debugger that follows from this process into the rank, if any. The fork
+    server, which starts the rank, is not debugged."""
     if not debugger.follows():
         return entry
     words = debugger.debugged(spawning.command(entry, python))
@@ -142,26 +143,27 @@ def _as_debugged(entry: Entrypoint, python: str) -> Entrypoint:
 
 
 MOST_LINGERING: Final = 5
-"""Processes that ranks have left running which are named in a sentence."""
+"""Maximum number of leftover processes named in a sentence."""
 
 
 @dataclass
 class _Life:
-    """One life of the local ranks."""
+    """One start of the local ranks, for one attempt."""
 
     start: Start
     attempt: int
-    children: dict[Child, int] = field(default_factory=dict)  # their local ranks
+    children: dict[Child, int] = field(default_factory=dict)  # to their local ranks
     pids: dict[int, int] = field(default_factory=dict)
     forked: set[int] = field(default_factory=set)
     monitors: Mapping[int, str] = field(default_factory=dict)
     logs: Mapping[int, RankLogs] = field(default_factory=dict)
     signalled: dict[int, int] = field(default_factory=dict)  # local rank -> last signal sent
-    called_off: bool = False  # told to stop before its ranks were started
+    called_off: bool = False  # stopped before its ranks were started
 
     @property
     def is_swept(self) -> bool:
-        """There is nothing to sweep: no rank was started, or its spawner has swept as it died."""
+        """Whether there is nothing to sweep: no rank was started, or its spawner died and
+        everything was swept."""
         return next(iter(self.children)).is_lost if self.children else True
 
 
@@ -176,8 +178,8 @@ class Ranks:
         is_put_off: Callable[[int, int], bool] = lambda local_rank, signum: False,
         events: EventLog | None = None,
     ) -> None:
-        """`is_put_off`: whether this local rank does not end by this signal. `events`: hears when
-        all ranks run."""
+        """`is_put_off`: whether this local rank defers this signal. `events`: notified when all
+        ranks run."""
         self._events = events
         self._node = node
         self._config = node.config
@@ -192,33 +194,34 @@ class Ranks:
         self._tasks.start(self._report_exits(), "reporting the ends of ranks")
         self._sent_at: dict[int, float] = {}
         self._cleared: asyncio.Event | None = None
-        self._lingering: spawning.Lingering | None = None  # what may go on for a while
+        self._lingering: spawning.Lingering | None = None  # leftovers that may run for a while
 
     @property
     def start(self) -> Start | None:
-        """The place of the newest life, None before the first and after its spawner's death."""
+        """The Start of the newest ranks; None before the first one and after the death of their
+        spawner."""
         return self._life.start if self._life is not None else None
 
     @property
     def log_folder(self) -> str:
-        """Of the newest life, in what a person has named or has files of ranks; "" for none."""
+        """The log folder of the newest ranks, if the user named it or it has files; else ""."""
         if self._life is None or not self._output.is_kept:
             return ""
         return os.path.join(self._output.run_dir, f"attempt_{self._life.attempt}")
 
     def last_lines(self) -> dict[int, str]:
-        """What each local rank of the newest life has written last, where it has files; blocks."""
+        """The last lines that each of the newest ranks wrote to its files, if any; blocks."""
         texts = {rank: self._output.last_lines(rank) for rank in self.pids}
         return {rank: text for rank, text in texts.items() if text}
 
     @property
     def pids(self) -> dict[int, int]:
-        """Pids by local rank of the newest life."""
+        """Pids of the newest ranks by local rank."""
         return self._life.pids if self._life is not None else {}
 
     @property
     def forked(self) -> frozenset[int]:
-        """Local ranks of the newest life that have a thread which answers: none was exec'd."""
+        """Local ranks with an answering thread, which a rank started by exec lacks."""
         return frozenset(self._life.forked) if self._life is not None else frozenset()
 
     # ------------------------------------------------------------ orders
@@ -229,8 +232,9 @@ class Ranks:
         own: Mapping[int, Mapping[str, str]],
         monitors: Mapping[int, str],
     ) -> None:
-        """Start all local ranks of a round, each with variables of its `own`; RankSpawned or
-        RankExited tells of each. `monitors`: where forked ones answer questions."""
+        """Start all local ranks of a round, each with its `own` variables; RankSpawned or
+        RankExited follows for each. `monitors`: the addresses at which forked ranks answer
+        queries."""
         life = _Life(effect.start, effect.attempt, monitors=monitors)
         self._life = life
         self._sent_at.clear()
@@ -251,13 +255,13 @@ class Ranks:
             self._sent_at[signum] = time.monotonic()
             child.signal(signum)
             if signum in (signal.SIGTERM, signal.SIGINT):
-                child.signal(signal.SIGCONT)  # one that is stopped does not end before
-            if self._is_put_off(local_rank, signum):  # it would end by it, but for us
+                child.signal(signal.SIGCONT)  # a stopped process does not end before SIGCONT
+            if self._is_put_off(local_rank, signum):  # it would end by it, but our code defers it
                 self._sent_at[signal.SIGKILL] = time.monotonic()
                 child.signal(signal.SIGKILL, alone=True)
 
     def call_off(self) -> None:
-        """The ranks that were asked for and are not yet started shall not be."""
+        """Cancel the ranks that were requested and have not started yet."""
         life = self._life
         if life is None or life.children or life.called_off:
             return
@@ -269,8 +273,8 @@ class Ranks:
             self._node.deliver(RankExited(local_rank, -signal.SIGTERM, failure))
 
     def sweep(self, grace: float, linger: float = 0.0) -> None:
-        """All ranks have exited: have their descendants removed; RanksSwept tells. `linger`:
-        seconds for which these may go on."""
+        """All ranks have exited: end their descendants; RanksSwept follows. `linger`: seconds for
+        which these may keep running."""
         life = self._life
         if life is None or life.is_swept:
             self._node.deliver(RanksSwept(()))
@@ -281,15 +285,15 @@ class Ranks:
         )
 
     async def clear(self, grace: float, linger: float) -> None:
-        """The same at the end of the agent, for ranks that were never swept; returns when nothing
-        of them is left. Without `linger`, ranks that still live are killed at once."""
+        """The same at the end of the agent, for ranks that were never swept; returns when all have
+        exited. Without `linger`, ranks that are still running are killed at once."""
         if self._sweeping or self._life is None or self._life.is_swept:
             return
         self._cleared = asyncio.Event()
         self.sweep(grace, linger)
         try:
             await self._cleared.wait()
-        except asyncio.CancelledError:  # a death signal: what is left is killed
+        except asyncio.CancelledError:  # a death signal: kill what is left
             if self._lingering:
                 logger.warning("killing %s", _left_by_ranks(self._lingering))
             raise
@@ -297,7 +301,7 @@ class Ranks:
     # ------------------------------------------------------------ reports
 
     def heard(self, child: Child, message: spawning.FromSpawner) -> None:
-        """A rank was started, has ended, or could not be started; or all were swept."""
+        """A rank has started, exited, or failed to start; or all were swept."""
         life = self._life
         if isinstance(message, spawning.Swept):
             self._swept(message)
@@ -321,7 +325,7 @@ class Ranks:
             self._exited(life, life.children[child], message)
 
     def lost(self, child: Child) -> None:
-        """The whole life is over then, see `all_lost`."""
+        """No-op: `all_lost` handles all ranks together."""
 
     def _spawn_failed(self, life: _Life, local_rank: int, message: spawning.SpawnFailed) -> None:
         logger.error("local rank %d could not be started: %s", local_rank, message.reason)
@@ -345,7 +349,7 @@ class Ranks:
                 self._cleared.set()
 
     def _tell_lingering(self, message: spawning.Lingering) -> None:
-        if self._lingering is not None:  # one that is ending shows its command no more
+        if self._lingering is not None:  # an exiting process has no command line any more
             known = dict(zip(self._lingering.pids, self._lingering.commands, strict=True))
             named = zip(message.pids, message.commands, strict=True)
             commands = tuple(known.get(pid, command) for pid, command in named)
@@ -358,7 +362,7 @@ class Ranks:
             logger.log(NOTICE, "waiting up to %g s (%s) for %s", limit, flag, left)
 
     def all_lost(self) -> None:
-        """Their spawner has died; they have been killed and reaped, and the brain is told so."""
+        """Their spawner has died; they were killed and reaped, and the state machine knows."""
         self._sweeping = ()
         if self._life is not None:
             self._life.called_off = True
@@ -420,15 +424,15 @@ class Ranks:
             words = f"log folders could not be made in {DISK_LIMIT:g} s: the disk does not answer"
             raise LogsUnusable(words) from None
 
-    # ------------------------------------------------------------ ends
+    # ------------------------------------------------------------ exits
 
     def _queue_exit(self, life: _Life, event: Coroutine[Any, Any, RankExited]) -> None:
         task = self._tasks.start(event, "explaining the end of a rank")
         self._exits.put_nowait((life, task))
 
     async def _report_exits(self) -> None:
-        """Tell the brain of exits in the order in which they happened, however long each takes to
-        be explained: the first one is the cause."""
+        """Deliver exits in the order in which they happened, however long each explanation takes:
+        the first one is the cause."""
         while True:
             life, task = await self._exits.get()
             event = await task
@@ -438,7 +442,8 @@ class Ranks:
     async def _explain(
         self, life: _Life, local_rank: int, message: spawning.Exited, *, tell: bool
     ) -> RankExited:
-        """What it died of. `tell`: it ended by itself, which the user is told at once."""
+        """The exit of a rank with its cause. `tell`: it exited by itself, which is logged at
+        once."""
         if message.code == 0:
             return RankExited(local_rank, 0, None)
         signum = -message.code
@@ -457,7 +462,7 @@ class Ranks:
         except TimeoutError:
             logger.warning("the error file of local rank %d could not be read in time", local_rank)
             failure = describe(unread, stopping=stopping)
-        except Exception:  # a rank that ended has ended, whatever is known of it
+        except Exception:  # the exit is reported even without a cause
             logger.exception("a defect of elasticrun: no cause for local rank %d", local_rank)
             failure = bare
         if tell and not self._is_put_off(local_rank, signum):
@@ -465,9 +470,10 @@ class Ranks:
         return RankExited(local_rank, message.code, failure)
 
     def _tell_failure(self, failure: Failure) -> None:
-        """In our words, and in torchrun's, which people and tools search for. That a rank has lost
-        a peer is no news: what became of the peer is. Nor is an exception whose traceback is
-        on the terminal."""
+        """Log in our words and in torchrun's, which people and tools search for.
+
+        The loss of a peer is only logged as INFO, because the peer's own failure matters. An
+        exception is not repeated if its traceback is on the terminal."""
         level = logging.INFO if failure.kind in ECHOES else logging.ERROR
         shown = failure.traceback and self._output.shows_stderr(failure.local_rank)
         logger.log(
@@ -519,7 +525,7 @@ class Ranks:
 
 
 def _left_by_ranks(left: spawning.Lingering) -> str:
-    """For people: `1 process that ranks have left running: 4711 (sh upload.sh)`."""
+    """As text: `1 process that ranks have left running: 4711 (sh upload.sh)`."""
     named = zip(left.pids, left.commands, strict=False)
     shown = [f"{pid} ({command})" for pid, command in named][:MOST_LINGERING]
     shown += ["..."] if len(left.pids) > len(shown) else []

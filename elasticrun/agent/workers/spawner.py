@@ -1,8 +1,8 @@
-"""The conversation with the spawners: orders to them, reports from them, and their deaths.
+"""The connections to the spawners: orders to them, reports from them, and their deaths.
 
-There is one spawner, or two while the older one has processes and a newer one is made ready, since
-a file has changed that the older one imported. A process is a `Child` to whoever had it
-started; its key stands here and in messages alone, and is never used twice.
+There is one spawner. There are two while the older one still has processes and a newer one starts,
+because a file has changed that the older one imported. The part that started a process has a
+`Child`; the child's key is used only here and in messages, and never reused.
 """
 
 from __future__ import annotations
@@ -25,43 +25,45 @@ from elasticrun.wire import spawning
 from elasticrun.wire.frames import Connection, FrameError, HungUp
 
 KEEPALIVE_LIMIT: Final = 90.0
-"""A spawner that hears nothing from the agent's loop for so long ends its ranks: a stopped agent
-must not leave ranks of an old round at work, since a next one may write the same checkpoints."""
+"""A spawner without a keepalive from the agent's loop for this many seconds ends its ranks: a
+stopped agent must not leave ranks of an old round running, because the next round may write the
+same checkpoints."""
 
 KEEPALIVES: Final = 3
-"""How often within that time it is told that the loop lives."""
+"""Number of keepalives within that time."""
 
 ANSWER_LIMIT: Final = 20.0
-"""Seconds for a spawner to answer after an order, or after the death of a process of its own. It is
-replaced then, with its ranks: raise it where memory is so short that a fork server stands still."""
+"""Seconds for a spawner to answer after an order, or after the death of one of its processes; then
+it is replaced, with its ranks. Raise it if memory is so short that a fork server stalls."""
 
 MAX_EARLY_DEATHS: Final = 3
-"""Spawners in a row that died before they were ready; then something is wrong that a fourth will
-not mend (a broken torch, no memory)."""
+"""Number of spawners in a row that may die before they are ready. Another one would not help (a
+broken torch, no memory)."""
 
 START_LIMIT: Final = 30.0
-"""Seconds for which the start of a spawner in the place of a dead one is tried."""
+"""Seconds for retrying to start a spawner in place of a dead one."""
 
 START_AGAIN: Final = 1.0
 """Seconds between two tries."""
 
 SWEEP_LIMIT: Final = 30.0
-"""Seconds until processes that survived SIGKILL are taken for stuck in the kernel."""
+"""Seconds after which processes that survive SIGKILL count as stuck in the kernel."""
 
 
 class Owner(Protocol):
-    """Who had a process started. Told in the loop's thread, in the order in which things happen."""
+    """The owner of a started process. Its methods are called in the loop's thread, in order of
+    events."""
 
     def heard(self, child: Child, message: spawning.FromSpawner) -> None:
-        """What a spawner says of the child: Spawned, then its own words, Exited or SpawnFailed."""
+        """A message about the child: Spawned, then its own messages, then Exited or SpawnFailed."""
 
     def lost(self, child: Child) -> None:
-        """Its spawner has died; the child was killed and reaped, and no more is heard of it."""
+        """Its spawner has died; the child was killed and reaped, and no message follows."""
 
 
 @dataclass(eq=False)
 class Child:
-    """A process that a spawner was told to start."""
+    """A process that a spawner was ordered to start."""
 
     key: int
     owner: Owner
@@ -70,27 +72,27 @@ class Child:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody hears of it any more."""
+        """Whether no more messages about it can arrive."""
         return self.spawner is None or self.spawner.ended.is_set()
 
     def send(self, message: spawning.ToSpawner) -> None:
-        """Give an order about it; nothing where it is lost."""
+        """Send an order about it; a no-op if it is lost."""
         if self.spawner is not None and not self.is_lost:
             self.spawner.send(message)
             self.spawner.expect()
 
     def signal(self, signum: int, *, alone: bool = False) -> None:
-        """Send a signal to its process group; `alone`: to no other process of its group."""
+        """Send a signal to its process group; `alone`: only to the process itself."""
         self.send(spawning.SendSignal(self.key, signum, alone))
 
 
 class Spawner:
-    """One conversation; its owner hears every message, and the reason of its end, once."""
+    """One connection; its owner gets every message, and once the reason of its end."""
 
     def __init__(self, process: SpawnerProcess, owner: Spawners) -> None:
         self.process = process
         self.children: dict[int, Child] = {}
-        """By key: what it was told to start and nobody has forgotten yet."""
+        """By key: the children that nobody has forgotten yet."""
         self.ready: spawning.SpawnerReady | None = None
         self.quitting = False
         self._death = ""
@@ -99,20 +101,21 @@ class Spawner:
         self._silence = Patience()
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        # Orders may wait as long as torch is imported; who never answers is replaced (`expect`).
+        # Orders may wait while torch is imported; a spawner that never answers is replaced
+        # (`expect`).
         self._connection = Connection(process.channel, spawning.FromSpawner, most_bytes=0)
         self._loop.add_reader(self._connection, self._read)
 
     def send(self, message: spawning.ToSpawner) -> None:
-        """Queue an order; it is lost if the spawner is (which is told)."""
+        """Queue an order; it is lost if the spawner dies (which is reported)."""
         if self.ended.is_set():
             return
         self._connection.send(message)
         keep_sending(self._loop, self._connection)
 
     def expect(self) -> None:
-        """It has something to do, and answers within ANSWER_LIMIT or is given up; one that is not
-        ready yet imports torch, which may take as long as it takes."""
+        """It has work: it must answer within ANSWER_LIMIT or is given up. A spawner that is not
+        ready yet is still importing torch, which may take any time."""
         if self.ready is None or self.process.process is None or self.quitting:
             return
         self._pings += 1
@@ -128,8 +131,8 @@ class Spawner:
         self.end(f"{how}: no answer for {ANSWER_LIMIT:g} s, so it is killed and replaced")
 
     def quit(self) -> None:
-        """Tell it to kill and reap all it has, and to end. One that imports yet has nothing, and
-        would hear it when it is ready: it is killed."""
+        """Order it to kill and reap its descendants and to exit. One that is still importing has
+        none, and would read the order only when it is ready: it is killed."""
         if not self.quitting:
             self.quitting = True
             self.send(spawning.Quit())
@@ -137,7 +140,7 @@ class Spawner:
                 self.process.kill()
 
     def end(self, reason: str) -> None:
-        """The conversation is over: its process has gone or talks nonsense."""
+        """Close the connection: its process has exited or violates the protocol."""
         if self.ended.is_set():
             return
         self.ended.set()
@@ -148,20 +151,20 @@ class Spawner:
         self._owner.ended(self, reason)
 
     def hear_out(self, reason: str) -> None:
-        """Its process has been reaped: all that it has said lies in the socket by now."""
+        """Its process was reaped: read all that is left in the socket."""
         self._death = reason
         while not self.ended.is_set() and self._read():
             pass
         self.end(reason)
 
     def how(self, seen: str) -> str:
-        """How its end has come, as far as is known; `seen`: what its socket or the kernel says."""
+        """How it ended, as far as known; `seen`: what its socket or the kernel reports."""
         process = self.process.process
         lost_guard = isinstance(process, WarmChild) and process.unguarded
         return "its guard was killed" if lost_guard else seen
 
     def _read(self) -> bool:
-        """Take in what has come; whether there was anything."""
+        """Read once; returns whether there was anything."""
         try:
             messages = self._connection.receive()
         except HungUp:
@@ -189,10 +192,10 @@ class Spawner:
 
 
 class Spawners:
-    """All spawners of this agent, seen as one. The node ends when none can be kept alive.
+    """All spawners of this agent, used as one. The node ends if none can be kept running.
 
-    `lost(reason)` is called when a spawner with processes has died and all that it had is killed
-    and reaped; `ignored` are the signals that this process was born ignoring."""
+    `lost(reason)` is called when a spawner with processes has died and all its descendants are
+    killed and reaped; `ignored`: the signals that this process inherited as ignored."""
 
     def __init__(
         self,
@@ -210,7 +213,7 @@ class Spawners:
         self._all: list[Spawner] = []
         self._pidfds: dict[int, int] = {}
         self._early_deaths = 0
-        self._told = Once()  # every life would say it again
+        self._told = Once()  # every restart would repeat it
         self._closing = False
         self._keepalive = Timer()
         self._tasks = Tasks(node.fatal)
@@ -228,8 +231,8 @@ class Spawners:
         order: spawning.SpawnRank | spawning.SpawnStore | spawning.SpawnProbe | spawning.SpawnSaver,
         owner: Owner,
     ) -> Child:
-        """Give an order that makes a process, to the newest spawner that is ready. The key in the
-        order is set here."""
+        """Order the newest spawner that is ready to start a process. The key in the order is set
+        here."""
         self._switch()
         child = Child(next(self._keys), owner, self._current)
         self._current.children[child.key] = child
@@ -238,12 +241,13 @@ class Spawners:
         return child
 
     def is_old(self, child: Child) -> bool:
-        """Whether this process is of a spawner whose place another one has taken, or may take."""
+        """Whether this process belongs to a spawner that was replaced, or can be replaced now."""
         self._switch()
         return child.spawner is not self._current
 
     def forget(self, *children: Child) -> None:
-        """These processes are gone and swept; a replaced spawner ends when it has none left."""
+        """These processes have exited and were swept; a replaced spawner quits when it has none
+        left."""
         for child in children:
             if child.spawner is not None:
                 del child.spawner.children[child.key]
@@ -251,7 +255,7 @@ class Spawners:
         self._retire()
 
     async def close(self, limit: float) -> None:
-        """Tell all to quit and wait for it, `limit` seconds at most."""
+        """Order all to quit and wait, `limit` seconds at most."""
         self._closing = True
         self._keepalive.cancel()
         self._tasks.close()
@@ -259,7 +263,7 @@ class Spawners:
             spawner.quit()
         ends = [spawner.ended for spawner in self._all]
         for spawner in self._all:
-            if spawner.process.over is not None:  # its guard goes, too
+            if spawner.process.over is not None:  # wait for its guard, too
                 ends.append(spawner.process.over)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit):
@@ -277,7 +281,7 @@ class Spawners:
         return spawner
 
     def heard(self, spawner: Spawner, message: spawning.FromSpawner) -> None:
-        """Called by a spawner, as `ended` is."""
+        """A spawner's message; called by the spawner, as is `ended`."""
         if isinstance(message, spawning.SpawnerReady):
             self._ready(spawner, message)
         elif isinstance(message, spawning.Notice):
@@ -290,7 +294,7 @@ class Spawners:
                 self._watch(spawner, message)
             elif isinstance(message, spawning.Exited | spawning.SpawnFailed):
                 self._unwatch(message.key)
-            assert not isinstance(message, spawning.Pong)  # its own spawner has taken it
+            assert not isinstance(message, spawning.Pong)  # handled by the spawner itself
             if isinstance(message, spawning.Swept | spawning.Lingering):
                 keys = message.keys
             else:
@@ -300,7 +304,7 @@ class Spawners:
                 child.owner.heard(child, message)
 
     def _watch(self, spawner: Spawner, born: spawning.Spawned) -> None:
-        """Hear of its death from the kernel, too: a spawner that stands still tells of none."""
+        """Watch its death through the kernel, too: a stuck spawner does not report it."""
         if self.lives_by_call:
             return
         try:
@@ -341,8 +345,8 @@ class Spawners:
             self._told.tell(f"ranks are started by exec, not by fork: {ready.reason}")
 
     def _prepare_next(self, spawner: Spawner) -> None:
-        """Start a second spawner in the place of `spawner`; it serves from the life after it is
-        ready."""
+        """Start a second spawner to replace `spawner`; it is used from the next start of ranks
+        after it is ready."""
         if self._closing or self.lives_by_call:
             return
         if spawner is not self._current or self._next is not None:
@@ -364,7 +368,7 @@ class Spawners:
             if spawner not in (self._current, self._next) and not spawner.children:
                 spawner.quit()
 
-    # ------------------------------------------------------------ deaths
+    # ------------------------------------------------------------ exits
 
     def _reaped(self, spawner: Spawner, code: int) -> None:
         words = f"it was killed by signal {-code}" if code < 0 else f"exit code {code}"
@@ -386,8 +390,8 @@ class Spawners:
         self._tasks.start(self._bury(spawner, reason), "replacing the fork server")
 
     async def _bury(self, spawner: Spawner, reason: str) -> None:
-        """Kill and reap all that a dead spawner left (its orphans are our children by now)."""
-        spawner.process.kill()  # where it lives, but talks no sense
+        """Kill and reap everything that a dead spawner left (its orphans are now our children)."""
+        spawner.process.kill()  # if it is alive but violates the protocol
         if spawner.process.over is not None:  # its guard sweeps
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(spawner.process.over.wait(), SWEEP_LIMIT)
@@ -407,8 +411,8 @@ class Spawners:
         self._lost(reason)
 
     async def _replace(self, spawner: Spawner, reason: str) -> bool:
-        """Start a spawner in the place of a dead one; false (and fatal) if that is no use. What is
-        in the way of a process now (pids.max, memory) may be gone in a moment."""
+        """Start a spawner in place of a dead one; false (and fatal) if that is useless. A failure
+        to start a process (pids.max, memory) may be temporary."""
         self._early_deaths += spawner.ready is None
         if self._early_deaths >= MAX_EARLY_DEATHS:
             self._fatal(f"the fork server cannot be kept alive ({reason})")
@@ -429,11 +433,11 @@ class Spawners:
                 return True
 
     def keep_alive(self, master_lost_timeout: float) -> None:
-        """Tell every spawner, from now on again and again, that this loop lives.
+        """Send keepalives to every spawner, from now on periodically.
 
-        Without it they end their ranks after KEEPALIVE_LIMIT, and no later than the master may take
-        it for granted that ranks which nobody hears of have been stopped (`core/rounds`, the
-        fence): after `master_lost_timeout`, where that is shorter."""
+        Without them a spawner ends its ranks after KEEPALIVE_LIMIT, or after `master_lost_timeout`
+        if that is shorter. By then the master may assume that ranks of a lost node were stopped
+        (the fence in `core/rounds`)."""
         limit = max(1.0, min(KEEPALIVE_LIMIT, master_lost_timeout))
         for spawner in self._all:
             spawner.send(spawning.Keepalive(limit))

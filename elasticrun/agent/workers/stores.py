@@ -1,7 +1,7 @@
-"""The c10d store hosts of this node: one made ready for every round, and their ports held.
+"""The c10d store hosts of this node: one prepared for every round, and their reserved ports.
 
-A store's port stays bound by the agent, without listening, after its host has ended: a rank of an
-old round that still dials it must not meet the store of a later one under a reused number.
+The agent keeps a store's port bound, without listening, after its host has exited: a rank of an old
+round that still connects to it must not reach a later round's store that reuses the port.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from elasticrun.wire import spawning
 from elasticrun.wire.types import Endpoint
 
 HOLD: Final = 600.0
-"""Seconds for which the port of a released store is held; ranks of other nodes may dial it for
-as long as their collectives' time-out (10 minutes by default)."""
+"""Seconds for which the port of a released store is reserved; ranks of other nodes may connect to
+it until their collectives time out (10 minutes by default)."""
 
 START_LIMITS: Final = {True: 30.0, False: 300.0}
-"""Seconds from the start of a store host, forked or not, until it must listen (one that is executed
+"""Seconds from the start of a store host, forked or not, until it must listen (one started by exec
 imports torch first). No node can join without one, so one that hangs is replaced."""
 
 HELD_MOST: Final = 64
-"""Ports held at most; beyond it the oldest is let go."""
+"""Maximum number of reserved ports; beyond it the oldest is released."""
 
 RETRY: Final = 1.0
-"""Seconds before a store host that could not be started is tried again."""
+"""Seconds before a failed start of a store host is retried."""
 
 MAX_TRIES: Final = 30
-"""Store hosts in a row that could not be started; then one more will not either."""
+"""Number of failed starts in a row that ends the node."""
 
 
 def bind_port() -> socket.socket:
-    """A TCP socket on a free port of all addresses, bound and not listening.
+    """A TCP socket bound to a free port on all addresses, not listening.
 
-    SO_REUSEPORT lets the store host of the same user listen beside it; connections go only to
-    sockets that listen."""
+    SO_REUSEPORT lets the store host of the same user listen on the port; connections go only to
+    listening sockets."""
     try:
         return _bound(socket.AF_INET6, "::")
     except OSError:  # no IPv6 on this host
@@ -70,11 +70,11 @@ class _Store:
     held: socket.socket
     listening: bool = False
     released: bool = False
-    late: Timer = field(default_factory=Timer)  # until it listens, or has gone
+    late: Timer = field(default_factory=Timer)  # until it listens or exits
 
 
 class Stores:
-    """Makes store hosts ready, tells of their ends, holds their ports."""
+    """Prepares store hosts, reports their exits, reserves their ports."""
 
     def __init__(
         self,
@@ -92,13 +92,13 @@ class Stores:
         self._stores: dict[Child, _Store] = {}
         self._held: deque[socket.socket] = deque()
         self._wanted = Timer()
-        self._waits = False  # one is asked for, and our address is not known
+        self._waits = False  # one was requested before our address is known
         self._told = Once()
 
     def prepare(self) -> None:
-        """Have a store host started on a port of its own; StoreReady tells when it listens. Its
-        endpoint carries our address: until that is known it waits (`addressed`)."""
-        self._wanted.cancel()  # or there would be two
+        """Start a store host on its own port; StoreReady follows when it listens. The endpoint
+        contains our address, so this waits until the address is known (`addressed`)."""
+        self._wanted.cancel()  # otherwise there would be two
         self._waits = not self._node.address
         if self._waits:
             return
@@ -112,20 +112,20 @@ class Stores:
         self._stores[child] = _Store(Endpoint(self._node.address, port), held)
 
     def addressed(self) -> None:
-        """Our address is known: one that was asked for before can be started."""
+        """Our address is known: start a store that was requested before."""
         if self._waits:
             self.prepare()
 
     def release(self, endpoint: Endpoint) -> None:
-        """Nobody needs this store any more: end its host, hold its port."""
+        """Nobody needs this store any more: end its host, reserve its port."""
         for child, store in self._stores.items():
             if store.endpoint == endpoint and not store.released:
                 store.released = True
                 child.send(spawning.CloseStore(child.key))
 
     def heard(self, child: Child, message: spawning.FromSpawner) -> None:
-        """From its start on a store host has so long until it must listen. Its end is told to the
-        brain unless it had been released."""
+        """A started store host must listen within its time limit. Its exit is delivered to the
+        state machine unless it was released."""
         store = self._stores[child]
         if isinstance(message, spawning.Spawned):
             limit = self._start_limits[message.forked]
@@ -150,8 +150,8 @@ class Stores:
                 self._again(f"a store host could not be started: {why}")
 
     def lost(self, child: Child) -> None:
-        """It has gone: its port is held. Where its spawner died, too, the brain knows and will ask
-        for a new one."""
+        """It has exited: reserve its port. If its spawner died too, the state machine knows and
+        requests a new one."""
         store = self._stores.pop(child)
         store.late.cancel()
         if self._hold <= 0:
@@ -163,7 +163,7 @@ class Stores:
             self._held.popleft().close()
 
     def close(self) -> None:
-        """Let every port go."""
+        """Release every port."""
         self._wanted.cancel()
         for store in self._stores.values():
             store.late.cancel()
@@ -172,7 +172,7 @@ class Stores:
             self._held.popleft().close()
 
     def _late(self, child: Child, limit: float) -> None:
-        if not self._stores[child].released:  # its end is told by the kernel: another one is tried
+        if not self._stores[child].released:  # its exit event causes another try
             logger.warning("a store host does not listen %g s after its start: it is ended", limit)
             child.send(spawning.CloseStore(child.key))
 

@@ -1,4 +1,4 @@
-"""What the master hands to people and to other programs: files of incidents, events.
+"""What the master writes for people and other programs: the run folder, incidents, events.
 
-Forbidden here: anything that the master waits for. Threads with bounded queues do it; what they
-cannot keep up with is dropped, and told once."""
+Forbidden here: anything that the master waits for. Threads with bounded queues do the work; what
+exceeds a queue is dropped, which is logged once."""

@@ -1,5 +1,5 @@
-"""Files that lines are added to, and that never grow without end: what happened (`events.jsonl`),
-and what rank 0 has said of its steps (`progress.csv`)."""
+"""Files to which lines are appended, with a size limit: `events.jsonl` (events) and `progress.csv`
+(metrics of rank 0)."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from elasticrun.host.runs.layout import replace_file
 from elasticrun.wire.messages import MAX_METRICS
 
 MOST_PROGRESS: Final = 16 * 1024 * 1024
-"""Bytes of `progress.csv`, beyond which every second row goes: the curve stays whole."""
+"""Bytes of `progress.csv` beyond which every second row is removed, so that the curve stays
+complete."""
 
 OWN: Final = ("time", "round", "step")
 """Its first columns."""
 
 NUMBER: Final = re.compile(r"[+-]?(?:\d[\d.e+-]*|inf|nan)")
-"""What a rank may have said in place of a number is not written down."""
+"""Accepted number formats; other values of a rank are not written."""
 
 
 class Appended:
-    """Opened for each line: a file that was moved or removed meanwhile is begun anew."""
+    """A file opened for each line, so that it is recreated if it was moved or removed."""
 
     def __init__(self, path: Path, most: int) -> None:
-        """`most`: bytes, beyond which the older half goes."""
+        """`most`: size in bytes beyond which the older half is removed."""
         self._path = path
         self._most = most
 
     def add(self, lines: bytes) -> None:
-        """Whole lines. OSError."""
+        """Append whole lines. OSError."""
         if append(self._path, lines) > self._most:
             data = self._path.read_bytes()
             replace_file(self._path, data[data.index(b"\n", len(data) // 2) + 1 :])
 
 
 def append(path: Path, lines: bytes) -> int:
-    """How long the file is then. OSError."""
+    """Append and return the new size. OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     with open(fd, "ab", buffering=0) as file:
         file.write(lines)
@@ -51,7 +52,7 @@ def append(path: Path, lines: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ProgressRow:
-    """`values`: numbers as text."""
+    """A row of `progress.csv`; `values`: numbers as text."""
 
     time: float  # seconds since 1970
     round: int
@@ -60,10 +61,10 @@ class ProgressRow:
 
 
 class ProgressFile:
-    """A table whose columns grow: a row before a column has nothing there."""
+    """A CSV table to which columns can be added; earlier rows are empty there."""
 
     def __init__(self, path: Path) -> None:
-        """Goes on with the one that is there. OSError where it cannot be read."""
+        """Continue an existing file. OSError if it cannot be read."""
         self._path = path
         self._columns: list[str] = []
         with contextlib.suppress(FileNotFoundError):
@@ -73,7 +74,7 @@ class ProgressFile:
                 append(path, b"\n")
 
     def add(self, rows: Sequence[ProgressRow]) -> str:
-        """A name for which there is no column left, "" for none. OSError."""
+        """Append rows; returns a name for which there is no column left, "" for none. OSError."""
         said = dict.fromkeys(name for row in rows for name in row.values)
         new = [name for name in said if name not in self._columns]
         room = MAX_METRICS + len(OWN) - len(self._columns or OWN)

@@ -1,13 +1,13 @@
-"""Tells another program what happens to the job: one JSON on its stdin, or by POST.
+"""Sends the job's events to another program: one JSON object on its stdin, or by POST.
 
     {"event": "incident", "job": "run17", "name": "run17", "time": 1767225600.0, "incident": {...}}
     {"event": "hang", "job": ..., "name": ..., "time": ..., "over": false, "verdict": {...}}
     {"event": "slow", "job": ..., "name": ..., "time": ..., "node": "a", "sentence": "..."}
     {"event": "end", "job": ..., "name": ..., "time": 1767225661.5, "exit_code": 0, "reason": "..."}
 
-Incidents and verdicts are told when they begin and when they are over. Nothing waits for it but the
-end of the master, some seconds; a program that fails is tried again TRIES - 1 times, and told of
-once.
+Incidents and verdicts are sent when they start and when they are over. Only the master's exit waits
+for this, for some seconds. A failed delivery is retried TRIES - 1 times; the first failure is
+logged.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from typing import Any, Final
 import msgspec
 
 LIMIT: Final = 10.0
-"""Seconds that one try may take."""
+"""Seconds for one try."""
 
 TRIES: Final = 3
-"""How often one event is told, until it is taken."""
+"""Maximum number of tries per event."""
 
 PAUSE: Final = 1.0
 """Seconds between two tries."""
 
 MAX_QUEUED: Final = 100
-"""Events that wait; one more is dropped."""
+"""Maximum number of queued events; further ones are dropped."""
 
 logger = logging.getLogger("elasticrun")
 
 
 def is_address(target: str) -> bool:
-    """Whether events go to a URL rather than to a command."""
+    """Whether events go to a URL instead of a command."""
     return target.startswith(("http://", "https://"))
 
 
 class Notifier:
-    """Tells `target`, a URL or a command of the shell, in a thread."""
+    """Sends events to `target`, a URL or a shell command, in a thread."""
 
     def __init__(self, target: str, job: str, name: str = "") -> None:
-        """`job`: its id; `name`: by which people know it."""
+        """`job`: its id; `name`: its name for people."""
         self._target = target
         self._about = {"job": job, "name": name or job}
         self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED)
@@ -60,16 +60,16 @@ class Notifier:
         self._begun = False
 
     def put(self, event: str, **body: Any) -> None:
-        """Tell of it; returns at once."""
+        """Queue an event; returns at once."""
         data = {"event": event, **self._about, "time": time.time(), **body}
-        with contextlib.suppress(queue.Full, RuntimeError):  # RuntimeError: no thread can be had
+        with contextlib.suppress(queue.Full, RuntimeError):  # RuntimeError: no thread can start
             if not self._begun:
                 self._thread.start()
                 self._begun = True
             self._queue.put_nowait(msgspec.json.encode(data))
 
     def close(self, limit: float) -> None:
-        """Wait `limit` seconds at most for what is to be told yet, without another try."""
+        """Wait for queued events, `limit` seconds at most, without retries."""
         self._closing.set()
         if self._begun:
             with contextlib.suppress(queue.Full):
@@ -87,7 +87,7 @@ class Notifier:
                 logger.warning("--on-event: an event could not be told: %s", why)
 
     def _tell(self, data: bytes) -> str:
-        """Why it was not taken; "" if it was."""
+        """Why the delivery failed; "" if it succeeded."""
         return _post(self._target, data) if is_address(self._target) else _run(self._target, data)
 
 

@@ -1,4 +1,4 @@
-"""All that goes out of the master on its own account, as its configuration asks for."""
+"""Everything that the master writes or sends unasked, as configured."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ if TYPE_CHECKING:
     from elasticrun.master.outward.tensorboard import TensorBoard
 
 END_LIMIT: Final = 1.0
-"""Seconds that the master's end waits for each of them."""
+"""Seconds that the master's exit waits for each of them."""
 
 OPEN_LIMIT: Final = 30.0
-"""Seconds in which a run folder that a person has named must answer."""
+"""Seconds for a run folder that the user named to answer."""
 
 
 class Outward:
-    """The run folder, and events to another program."""
+    """Writes the run folder and sends events to another program."""
 
     def __init__(self, config: MasterConfig, *, hosted: bool = False) -> None:
-        """`hosted`: an agent has started this master, whose terminal shows what it says."""
+        """`hosted`: an agent has started this master; its terminal shows the master's log."""
         self._config = config
         self._hosted = hosted
         self._notifier = self._notifies(name_of(config))
         self._tensorboard: TensorBoard | None = None
         self._told: tuple[int, bool] = (0, False)  # the newest incident, and whether it was over
         self._files = RunFiles(partial(open_fresh, config, hosted), config.log_dir, tells=hosted)
-        self._run: OpenRun | None = None  # one that a person has named
-        self._result: RunResult | None = None  # to be left as the last words
+        self._run: OpenRun | None = None  # the run folder that the user named
+        self._result: RunResult | None = None  # for the last-words file
 
     async def open(self, *, goes_on: bool) -> str:
-        """Take the run folder that a person has named, if one has. The sentence, where the job has
-        succeeded there and is not run again; else "". `goes_on`: a master before this one had it,
-        so that ranks may run: a folder that cannot be used now is tried again whenever there is
-        something to write, and refuses nobody. RunRefused."""
+        """Open the run folder that the user named, if any. Returns a sentence if its job has
+        already succeeded and is not run again; else "".
+
+        `goes_on`: an earlier master used it, so ranks may be running. A folder that is unusable now
+        is then retried at each write, and nothing is refused. RunRefused."""
         config, folder = self._config, self._config.run.folder
         if not folder:
             return ""
@@ -79,29 +80,29 @@ class Outward:
         return ""
 
     def _notifies(self, name: str) -> Notifier | None:
-        """Who hears of events of the job of this name."""
+        """The notifier of the job with this name, if configured."""
         if not self._config.on_event:
             return None
-        from elasticrun.master.outward.notify import Notifier  # few jobs ask for it
+        from elasticrun.master.outward.notify import Notifier  # late: few jobs use it
 
         return Notifier(self._config.on_event, self._config.job_id, name)
 
     @property
     def run_folder(self) -> str:
-        """Where the job's run folder is, or is to be; "": this user can have none."""
+        """The path of the job's run folder, existing or planned; "": this user can have none."""
         return where(self._config)
 
     @property
     def job_name(self) -> str:
-        """What people call the job."""
+        """The job's name for people."""
         return self._run.job.name if self._run is not None else name_of(self._config)
 
     def mute(self) -> None:
-        """The job was over before: nothing more is written of it."""
+        """The job had already ended: write nothing more."""
         self._files.close(0.0)
 
     def begin(self) -> None:
-        """The job's master serves."""
+        """The master serves now."""
         self._files.begin()
         if logdir := self._config.run.tensorboard:
             from elasticrun.master.outward.tensorboard import TensorBoard
@@ -111,23 +112,23 @@ class Outward:
             )
 
     def formed(self, endpoint: str) -> None:
-        """The job's first round is formed."""
+        """The job's first round has formed."""
         self._files.formed(endpoint)
 
     def noted(self, note: Note) -> None:
-        """Something has happened."""
+        """An event has a note."""
         self._files.noted(note)
 
     def metrics(self, report: Metrics) -> None:
-        """What rank 0 says of its steps."""
+        """Metrics of rank 0 have arrived."""
         self._files.metrics(report)
 
     def stepped(self, number: int, step: int) -> None:
-        """Training has come to this step in round `number`."""
+        """Training has reached this step in round `number`."""
         self._files.stepped(number, step)
 
     def filed(self, row: IncidentRow) -> None:
-        """An incident has begun, goes on or is over."""
+        """An incident has started, changed, or is over."""
         self._files.filed(row)
         state = (row.number, row.over)
         if self._notifier is not None and state > self._told:
@@ -135,24 +136,24 @@ class Outward:
             self._notifier.put("incident", incident=msgspec.to_builtins(row))
 
     def judged(self, verdict: VerdictRow, over: bool) -> None:
-        """The job stands still, and why; or it does so no more."""
+        """A hang has a verdict, or (`over`) is over."""
         if self._notifier is not None:
             self._notifier.put("hang", verdict=msgspec.to_builtins(verdict), over=over)
 
     def slow(self, found: FoundSlow) -> None:
-        """A node is slow, and stays."""
+        """A node is slow and not excluded."""
         if self._notifier is not None:
             self._notifier.put("slow", node=found.node, sentence=found.sentence)
 
     def over(self, end: JobOver, found: Picture) -> None:
-        """The job has ended, and this is the last of it."""
+        """The job has ended; nothing follows."""
         self._result = result = result_of(end, found)
         self._files.over(result)
         if self._notifier is not None:
             self._notifier.put("end", exit_code=end.exit_code, reason=end.reason)
 
     def close(self) -> None:
-        """Wait a moment for what is under way, the first time; blocks."""
+        """Wait briefly for pending work, the first time; blocks."""
         result, self._result = self._result, None
         if self._config.last_words and result is not None:
             with contextlib.suppress(OSError):

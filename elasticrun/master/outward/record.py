@@ -1,5 +1,6 @@
-"""How a job begins in its run folder, and ends there: which folder that is, what is written of the
-job at once, what of it takes a moment to find out (the commit, versions), and the result."""
+"""The job's record in its run folder: which folder, what is written at the start and at the end.
+
+Some values take a moment to find (the commit, versions), so they are written later."""
 
 from __future__ import annotations
 
@@ -35,17 +36,17 @@ from elasticrun.host.system.processes import ProcessId, user_name
 from elasticrun.master.outward.report import lasted
 
 GIT_LIMIT: Final = 1.0
-"""Seconds for each question to git."""
+"""Seconds for each git command."""
 
 UNNAMED: Final = 4
-"""Digits of its id in the name of a job that nobody has named."""
+"""Digits of its id in the name of an unnamed job."""
 
 MAX_COMMIT: Final = 80
-"""Characters of a commit that are believed."""
+"""Maximum characters of a commit."""
 
 
 def where(config: MasterConfig) -> str:
-    """Where the run folder is, or is to be; "": this user can have none."""
+    """The path of the run folder, existing or planned; "": this user can have none."""
     if config.run.folder:
         return str(Path(config.run.folder).absolute())
     with contextlib.suppress(OSError):
@@ -54,14 +55,15 @@ def where(config: MasterConfig) -> str:
 
 
 def open_fresh(config: MasterConfig, hosted: bool) -> OpenRun:
-    """A folder below the user's own root. `hosted`: an agent has started this master. OSError."""
+    """Create a folder below the user's own root. `hosted`: an agent has started this master.
+    OSError."""
     launch = _launch(config)
     return open_new(runs_root(os.environ), _record(config, hosted, launch), launch, _stem(config))
 
 
 def open_placed(config: MasterConfig, hosted: bool) -> OpenRun | str:
-    """The folder that a person has named, or the sentence where its job has succeeded and is not
-    run again. RunRefused, OSError."""
+    """Open the folder that the user named, or return a sentence if its job has already succeeded
+    and is not run again. RunRefused, OSError."""
     at = Path(config.run.folder).absolute()
     here = RankProgram(config.run.program, config.run.workdir or os.getcwd())
     if not config.run.fresh and (sentence := already(at, here)):
@@ -70,8 +72,8 @@ def open_placed(config: MasterConfig, hosted: bool) -> OpenRun | str:
 
 
 def open_again(config: MasterConfig, hosted: bool) -> OpenRun:
-    """The same folder for a master after another one of the same job. OSError, also where another
-    job has it by now."""
+    """Open the same folder for a later master of the same job. OSError, also if another job has it
+    now."""
     try:
         return _open_named(config, hosted, Path(config.run.folder).absolute(), goes_on=True)
     except RunRefused as refused:
@@ -80,7 +82,7 @@ def open_again(config: MasterConfig, hosted: bool) -> OpenRun:
 
 def _open_named(config: MasterConfig, hosted: bool, at: Path, *, goes_on: bool) -> OpenRun:
     root = Path(os.devnull)
-    with contextlib.suppress(OSError):  # without a home it is listed nowhere
+    with contextlib.suppress(OSError):  # without a home directory it is not listed
         root = runs_root(os.environ)
     fresh = config.run.fresh
     launch = ("" if fresh else RunFolder(at).id) or _launch(config)
@@ -90,8 +92,7 @@ def _open_named(config: MasterConfig, hosted: bool, at: Path, *, goes_on: bool) 
 
 
 def _record(config: MasterConfig, hosted: bool, launch: str) -> JobRecord:
-    """What is known of the job at once. The process that launched it is the agent that has started
-    this master."""
+    """What is known of the job at once. Its launcher is the agent that started this master."""
     launcher, spec = ProcessId.of(os.getppid() if hosted else os.getpid()), config.spec
     nodes = f"{spec.min_nodes}:{spec.max_nodes}" if spec is not None else ""
     return JobRecord(
@@ -117,7 +118,7 @@ def _record(config: MasterConfig, hosted: bool, launch: str) -> JobRecord:
 
 
 def name_of(config: MasterConfig, launch: str = "") -> str:
-    """What the job is called. Jobs of one script that nobody has named differ in their names."""
+    """The job's name. Unnamed jobs of one script get different names."""
     if not config.run.unnamed:
         return _stem(config)
     return f"{config.run.name}-{(launch or _launch(config))[:UNNAMED]}"
@@ -128,15 +129,15 @@ def _stem(config: MasterConfig) -> str:
 
 
 def _launch(config: MasterConfig) -> str:
-    """One for all masters of a launch."""
+    """An id that all masters of a launch share."""
     record = Path(config.record_dir).name
     made = record.removeprefix(user_folder.PREFIX)
     return made[:8] if made != record and len(made) >= 8 else f"{os.getpid():08x}"
 
 
 def git_commit(folder: str) -> str:
-    """The commit that is checked out there, with a "+" behind it where files have been changed
-    since; "" where there is none, no git, or no answer in time. Waits for git."""
+    """The commit checked out in this folder, with a "+" if files have changed since; "" without a
+    repository, without git, or without an answer in time. Blocks."""
     place = Path(folder or ".")
     if not any((above / ".git").exists() for above in (place, *place.parents)):
         return ""
@@ -157,28 +158,28 @@ def git_commit(folder: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of elasticrun, Python and, where it is installed, torch, which is not imported for it."""
+    """Versions of elasticrun, Python and torch (if installed; it is not imported)."""
     found = {"elasticrun": __version__, "python": platform.python_version()}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["torch"] = importlib.metadata.version("torch")
     return found
 
 
-# ---------------------------------------------------------------- its end
+# ---------------------------------------------------------------- the end
 
 _STATES = {EXIT_OK: "succeeded", EXIT_SAVED: "saved"}
 """Exit codes of jobs that have not failed."""
 
 
 def state_of(end: JobOver) -> str:
-    """How the job stands at its end: succeeded, failed, saved or stopped."""
+    """The job's state at its end: succeeded, failed, saved or stopped."""
     if is_by_operator(read(end.reason, end.code)):
         return "stopped"
     return _STATES.get(end.exit_code, "failed")
 
 
 def result_of(end: JobOver, found: Picture) -> RunResult:
-    """At the job's end."""
+    """The result at the job's end."""
     status, now = found.status, time.time()
     failed = failure_in(read(status.last_failure, status.failed))
     rows = (
@@ -211,6 +212,6 @@ def result_of(end: JobOver, found: Picture) -> RunResult:
 
 
 def last_words(result: RunResult) -> bytes:
-    """A result without what is long: a cluster keeps 4096 bytes of a pod's last words."""
+    """A short result: Kubernetes keeps 4096 bytes of a pod's termination message."""
     short = {"reason": result.reason[:500], "failure": "", "failed_how": ""}
     return msgspec.json.encode(replace(result, **short, goodput=None, incidents=()))

@@ -1,4 +1,4 @@
-"""One incident as a page of Markdown for people and as a line, and all of them as a table."""
+"""Renders an incident as a Markdown page and as a line, and all incidents as a table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PHASES: Final = {
     "restore": "until the state was back",
     "warm": "until the first collective or step",
 }
-"""What each part of the way back is."""
+"""Descriptions of the recovery phases."""
 
 WORDS: Final = {
     "node_lost": "a node was lost",
@@ -35,7 +35,7 @@ WORDS: Final = {
     "master": "the master decided so",
     "script": "the script gave up",
 }
-"""Causes, for people."""
+"""Descriptions of the causes."""
 
 _OF_A_NODE: Final = {"preempted": "preempted", "node_slow": "hardware"}
 
@@ -43,7 +43,7 @@ _UNKNOWN: Final = (
     "no rank and no node has failed first",
     "a machine, its network and an agent that was killed look the same from elsewhere",
 )
-"""Where no rank has failed: whether a node was lost."""
+"""Reasons for an unknown verdict without a failed rank, by whether a node was lost."""
 
 _OUTSIDE: Final = "a signal from outside the job"
 _KILLED: Final = f"{_OUTSIDE}; the kernel has counted no kill for want of memory"
@@ -59,7 +59,7 @@ _OF_A_HANG: Final = {
     "stopped": "unknown: a signal has stopped it (SIGSTOP), and none has sent it SIGCONT",
     "frozen": "unknown: its cgroup was frozen",
 }
-"""By what the verdict has found."""
+"""By the kind of the hang's verdict."""
 
 _OF_A_RANK: Final = {
     FailureKind.SPAWN: "its process could not be started",
@@ -112,8 +112,8 @@ def page(row: IncidentRow) -> str:
 
 
 def verdict(row: IncidentRow) -> str:
-    """Whose doing it was, as far as it shows: script, hardware, network or preempted; else
-    "unknown: " and why."""
+    """The responsible part, as far as known: script, hardware, network or preempted; else "unknown:
+    " and the reason."""
     if row.cause in _OF_A_NODE:
         return _OF_A_NODE[row.cause]
     if row.cause == "hang":
@@ -123,7 +123,7 @@ def verdict(row: IncidentRow) -> str:
         return f"unknown: {_UNKNOWN[row.cause == 'node_lost']}"
     kind, text = FailureKind(row.kind), row.sentence
     if kind is FailureKind.PEER_LOST and row.ended_before:
-        return "script"  # whose ranks do not all do as many collectives
+        return "script"  # ranks with different numbers of collectives
     if kind is FailureKind.PEER_LOST or _NETWORK.search(text):
         return "network"
     if _HARDWARE.search(text) or kind is FailureKind.STUCK:
@@ -136,8 +136,8 @@ def verdict(row: IncidentRow) -> str:
 
 
 def error_page(row: IncidentRow, when: float) -> str:
-    """What failed first, for people who read it by eye: the sentence, the facts, what it wrote
-    last; "" where nothing has failed. `when`: seconds since 1970."""
+    """The first failure as plain text: the sentence, the facts, its last output; "" if nothing has
+    failed. `when`: seconds since 1970."""
     if row.cause not in FAILURES:
         return ""
     code = row.exitcode
@@ -167,15 +167,16 @@ def error_page(row: IncidentRow, when: float) -> str:
 
 
 def line(row: IncidentRow) -> str:
-    """`incident 3: rank 1 failed (ValueError: bad luck)`. What it cost, and why the job has ended,
-    the launcher says itself."""
+    """One line, such as `incident 3: rank 1 failed (ValueError: bad luck)`. The launcher prints its
+    cost and why the job has ended."""
     if row.ended:
         return f"incident {row.number} ended the job"
     return f"incident {row.number}: {plain(row.sentence)}"
 
 
 def table(rows: Iterable[IncidentRow], columns: int = 0, now: str = "") -> str:
-    """A line each, the newest last, cut to `columns` (0: whole). `now`: a line below them."""
+    """One line per incident, the newest last, cut to `columns` (0: uncut). `now`: a line below
+    them."""
     lines = [
         _row(row) + (plain(row.sentence) if row.over else f"(open) {plain(row.sentence)}")
         for row in rows
@@ -189,7 +190,7 @@ def table(rows: Iterable[IncidentRow], columns: int = 0, now: str = "") -> str:
 
 
 def lasted(row: IncidentRow) -> float:
-    """Seconds for which nothing was trained."""
+    """Seconds without training."""
     return sum(phase.seconds for phase in row.phases)
 
 
@@ -223,7 +224,8 @@ def _stacks_at(row: IncidentRow) -> str:
 
 
 def _block(text: str) -> Iterator[str]:
-    """Indented, so that no fence in it ends the block; controls are shown and not sent."""
+    """Indented, so that a fence in the text does not end the block; control characters are made
+    visible."""
     yield ""
     for line in text.rstrip("\n").split("\n"):
         yield "    " + plain(line)

@@ -1,7 +1,8 @@
-"""The master's part of the job's run folder (`host.runs`): what runs, what happened, records of
-incidents as `0007.json` and, for people, `0007.md`, what failed first, and the result.
+"""The master's files in the job's run folder (`host.runs`): the job's record, events, metrics,
+incidents, the first failure, and the result.
 
-A thread writes. A disk that hangs or is full costs files and nothing else; people are told once.
+Each incident is `0007.json` and, for people, `0007.md`. A thread writes. A disk that hangs or is
+full costs only these files; the user is warned once.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from elasticrun.master.outward.report import error_page, line, page
 from elasticrun.wire.messages import MAX_METRIC_ROWS, MAX_METRICS, Metrics
 
 MAX_QUEUED: Final = 1024
-"""Things that wait for the disk; one more is dropped."""
+"""Maximum number of queued writes; further ones are dropped."""
 
 MOST_EVENTS: Final = 16 * 1024 * 1024
-"""Bytes of `events.jsonl`, beyond which its older half goes."""
+"""Bytes of `events.jsonl` beyond which its older half is removed."""
 
 logger = logging.getLogger("elasticrun")
 
 
 class RunFiles:
-    """Writes what it is told into the run folder, in a thread."""
+    """Writes into the run folder, in a thread."""
 
     def __init__(self, opens: Callable[[], OpenRun], log_dir: str, *, tells: bool = False) -> None:
-        """`opens` finds the folder, in the thread, when there is something to write (OSError).
-        `log_dir`: incidents lie there, beside the logs, where it is not within the folder; "":
-        there is none. `tells`: people are told of each incident in a line, once, when it is over.
+        """`opens`: opens the folder, called in the thread at the first write (OSError). `log_dir`:
+        incidents are written there, beside the logs, if it is outside the run folder; "": no log
+        folder. `tells`: each incident is logged once as a line, when ranks run again or it is over.
         """
         self._opens = opens
         self._tells = tells
@@ -55,8 +56,8 @@ class RunFiles:
         self._run: OpenRun | None = None
         self._events: Appended | None = None
         self._progress: ProgressFile | None = None
-        self._held: ProgressRow | None = None  # until it is clear that rank 0 says no more
-        self._told_in = -1  # the round in which rank 0 has told of its steps
+        self._held: ProgressRow | None = None  # until it is clear that rank 0 reports nothing more
+        self._told_in = -1  # the last round in which rank 0 reported metrics
         self._dropped = self._crowded = False
         self._wrong = False
         self._closed = False
@@ -65,34 +66,35 @@ class RunFiles:
 
     @property
     def folder(self) -> str:
-        """The run folder; "" before it is there."""
+        """The run folder; "" before it exists."""
         return "" if self._run is None else str(self._run.folder.path)
 
-    # ------------------------------------------------------------ what is told, at once
+    # ------------------------------------------------------------ the loop's side: returns at once
 
     def begin(self) -> None:
-        """Make the folder."""
+        """Create the folder."""
         self._later(lambda: None)
 
     def formed(self, endpoint: str) -> None:
-        """The job's first round is formed."""
+        """The job's first round has formed."""
         self._later(partial(self._write_formed, endpoint, time.time()))
 
     def tensorboard(self, url: str) -> None:
-        """TensorBoard serves there, or nowhere (""); from any thread."""
+        """TensorBoard serves at this URL, or not at all (""); callable from any thread."""
         self._later(partial(self._write_tensorboard, url))
 
     def noted(self, note: Note) -> None:
-        """Something has happened."""
+        """Write an event."""
         self._later(partial(self._write_note, note, time.time()))
 
     def metrics(self, report: Metrics) -> None:
-        """Rows of `progress.csv`."""
+        """Write rows of `progress.csv`."""
         self._told_in, self._held = report.round.number, None
         self._later(partial(self._write_metrics, report, time.time()))
 
     def stepped(self, number: int, step: int) -> None:
-        """Training has come to this step in round `number`: a row, where rank 0 says no more."""
+        """Training has reached this step in round `number`: written as a row if rank 0 reports no
+        metrics."""
         if number != self._told_in:
             self._release()
             self._held = ProgressRow(time.time(), number, step, {})
@@ -103,7 +105,7 @@ class RunFiles:
             self._held = None
 
     def filed(self, row: IncidentRow) -> None:
-        """An incident, in place of an older state of the same one."""
+        """Write an incident, replacing an older state of it."""
         self._later(partial(self._write_incident, row))
 
     def over(self, result: RunResult) -> None:
@@ -112,7 +114,7 @@ class RunFiles:
         self._later(partial(self._write_result, result))
 
     def close(self, limit: float) -> None:
-        """Wait `limit` seconds at most for what is to be written yet; nothing is after that."""
+        """Wait `limit` seconds at most for pending writes; nothing is written after that."""
         self._closed = True
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
@@ -126,7 +128,7 @@ class RunFiles:
             thread = threading.Thread(target=self._work, name="elasticrun-run-folder", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no thread can be had
+            except RuntimeError:  # no thread can start
                 return
             self._thread = thread
         with contextlib.suppress(queue.Full):
@@ -138,7 +140,7 @@ class RunFiles:
         while (write := self._queue.get()) is not None:
             try:
                 write()
-            except (OSError, ValueError) as wrong:  # ValueError: of text that cannot be encoded
+            except (OSError, ValueError) as wrong:  # ValueError: text that cannot be encoded
                 if not self._wrong:
                     logger.warning("the run folder of this job cannot be written: %s", wrong)
                 self._wrong = True
@@ -197,15 +199,13 @@ class RunFiles:
         if text := error_page(row, time.time() - row.age):
             replace_file(self._open().folder.path / layout.ERROR, text.encode(errors="replace"))
         by_request = row.ended and row.cause not in FAILURES
-        runs = (
-            row.over or row.restarted >= 0.0
-        )  # told beside the restart, not after the next failure
+        runs = row.over or row.restarted >= 0.0  # log it at the restart, not after the next failure
         if self._tells and runs and row.number > self._told and not by_request:
             self._told = row.number
             logger.log(NOTICE, "%s: %s", line(row), _typed(folder / f"{row.number:04}.md"))
 
     def _incidents(self, run: OpenRun) -> Path:
-        """Their folder, which the run folder has a link to where it is beside the logs."""
+        """The incidents' folder; if it is beside the logs, the run folder gets a link to it."""
         own = run.folder.path / layout.INCIDENTS
         logs = Path(self._log_dir)
         if self._log_dir and not logs.is_relative_to(run.folder.path):
@@ -222,14 +222,14 @@ class RunFiles:
 
 
 def _typed(path: Path) -> Path:
-    """As people would type it."""
+    """The path relative to the working directory, if possible."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def read(folder: Path, now: float) -> list[IncidentRow]:
-    """All records in it, the oldest first; what cannot be read is left out. `now`: seconds since
-    1970, to which their ages are brought."""
+    """All incidents in this folder, the oldest first, without unreadable ones. `now`: seconds since
+    1970, for their ages."""
     rows = []
     with contextlib.suppress(OSError):
         for path in sorted(folder.glob("[0-9]*.json")):

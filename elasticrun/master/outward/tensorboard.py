@@ -1,7 +1,7 @@
-"""TensorBoard beside the master (`--tensorboard --logdir DIR`): a process that ends with it.
+"""Runs TensorBoard beside the master (`--tensorboard --logdir DIR`): a process that ends with it.
 
-`python -m elasticrun.master.outward.tensorboard PID ...` is that process: it asks the kernel to end
-it with PID, its parent, and becomes TensorBoard.
+`python -m elasticrun.master.outward.tensorboard PID ...` is that process: it sets its parent-death
+signal (PID is its parent), and becomes TensorBoard.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ logger = logging.getLogger("elasticrun")
 
 
 class TensorBoard:
-    """One of them, on a free port of `host`."""
+    """One TensorBoard process, on a free port of `host`."""
 
     def __init__(self, logdir: str, host: str, tell: Callable[[str], None]) -> None:
-        """`tell` hears its URL in a thread, and "" when it has ended by itself."""
+        """`tell`: called in a thread with its URL, and with "" when it has exited by itself."""
         self._logdir = logdir
         self._tell = tell
         self._process: subprocess.Popen[str] | None = None
@@ -52,12 +52,12 @@ class TensorBoard:
                 text=True, errors="replace",
             )  # fmt: skip
             self._thread = start_thread(self._read, "tensorboard")
-        except OSError as wrong:  # NoThread, too
+        except OSError as wrong:  # including NoThread
             logger.warning("--tensorboard: it cannot be started: %s", wrong.strerror or wrong)
             self.close(0.0)
 
     def close(self, limit: float) -> None:
-        """End it, by force after `limit` seconds."""
+        """Terminate it; SIGKILL after `limit` seconds."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -71,7 +71,7 @@ class TensorBoard:
             self._thread.join(limit)
 
     def _read(self) -> None:
-        """In the thread, until it has ended."""
+        """Read its output in the thread, until it exits."""
         assert self._process is not None
         process, last, url = self._process, "", ""
         assert process.stderr is not None
@@ -82,7 +82,7 @@ class TensorBoard:
                 logger.log(NOTICE, "TensorBoard of %s: %s", self._logdir, url)
                 self._tell(url)
         process.wait()
-        if self._process is not None:  # nobody has ended it
+        if self._process is not None:  # it was not closed by us
             logger.warning("TensorBoard has ended: %s", last[:300] or "it has said nothing")
             self._tell("")
 
@@ -90,10 +90,10 @@ class TensorBoard:
 def main() -> None:
     """Become TensorBoard."""
     parent, *flags = sys.argv[1:]
-    die_with_parent(signal.SIGKILL)  # at SIGTERM it would write to a pipe that nobody reads
+    die_with_parent(signal.SIGKILL)  # on SIGTERM it would write to a closed pipe
     if os.getppid() != int(parent):
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the job
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's SIGINT is for the job
     sys.argv = ["tensorboard", *flags]
     from tensorboard.main import run_main
 

@@ -1,6 +1,6 @@
 """The page over HTTP: for people (/, /events), for programs (/status, /picture), for scrapers
 (/metrics).
 
-Forbidden here: anything that changes the job, a fetch from outside, and an import of a server or a
-client before somebody has knocked.
+Forbidden here: anything that changes the job, loading external resources, and importing a server or
+client before the first connection.
 """

@@ -1,9 +1,9 @@
-"""The listening socket and the HTTP server behind it: / (for people), /picture and /events (what
-the page lives on), /status (JSON), /healthz, /metrics.
+"""The page's listening socket and its HTTP server: / (for people), /picture and /events (data of
+the page), /status (JSON), /healthz, /metrics.
 
-Its socket listens from the start, so that agents can be told the address; the HTTP server behind it
-is imported at the first connection, in a thread, and what writes /metrics when first asked for it.
-Most jobs are never looked at: they pay neither the memory nor the time.
+The socket listens from the start, so that agents can get its address. The HTTP server is imported
+at the first connection, in a thread, and the metrics writer at the first request for /metrics. Most
+jobs are never viewed, and use neither memory nor time for this.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from elasticrun.master.page.stream import Receive, Send, Watchers, status_for_st
 from elasticrun.wire.messages import JobStatus
 
 MAX_CONNECTIONS: Final = 64
-"""Connections served at a time; for one more, the one that has been silent longest is closed."""
+"""Maximum number of connections; for a new one, the connection that has been silent longest is
+closed."""
 
 CONNECTION_LIFE: Final = 30.0
-"""Seconds after which a connection is closed, whatever it does: against dribblers."""
+"""Seconds after which a connection is closed, whatever its state: against slow clients."""
 
 MAX_HEAD: Final = 16 * 1024
-"""Bytes of request line and headers; a longer head is answered with 400."""
+"""Bytes of request line and headers; longer ones are answered with 400."""
 
 CLOSE_LIMIT: Final = 1.0
-"""Seconds that closing the page may hold up the end of the master."""
+"""Seconds that closing the page may delay the master's exit."""
 
 PRIVATE_NAMES: Final = (".localhost", ".local", ".internal", ".svc")
-"""How names end that no public name server answers for; Kubernetes' end on .svc.cluster.local."""
+"""Suffixes of names that no public name server resolves; names in Kubernetes end in
+.svc.cluster.local."""
 
 PATHS: Final = ("/", "/picture", "/events", "/status", "/healthz", "/metrics")
 
@@ -58,7 +60,7 @@ logger = logging.getLogger("elasticrun")
 
 
 class StatusPage:
-    """The listening socket, and the HTTP server once somebody has knocked."""
+    """The listening socket, and the HTTP server after the first connection."""
 
     def __init__(self, loop: Loop, readers: Readers | None = None) -> None:
         self._loop = loop
@@ -72,7 +74,8 @@ class StatusPage:
         self._streams = Watchers(loop)
 
     def listen(self, host: str, port: int) -> int:
-        """Bind and wait for the first visitor; returns the port. OSError if it cannot be had."""
+        """Bind and wait for the first connection; returns the port. OSError if the port is not
+        available."""
         self._names.add(host.lower())
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         made = socket.socket(family, socket.SOCK_STREAM)
@@ -139,7 +142,7 @@ class StatusPage:
         await send({"type": "http.response.body", "body": body})
 
     def _refusal(self, scope: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
-        """Code, headers and body for who is refused, or sent on; 200 where nobody is."""
+        """Code, headers and body of a refusal or redirect; code 200 if the request is accepted."""
         headers = {"content-type": "text/plain; charset=utf-8"}
         asked = next((value for name, value in scope["headers"] if name == b"host"), b"")
         name = host_of(asked.decode("latin-1"))
@@ -154,12 +157,12 @@ class StatusPage:
             cookie = self._readers.enter(scope)
             if not cookie:
                 return 403, headers, NO_KEY.encode()
-            # away from the key, which is worth nothing any more
+            # redirect to the URL without the key, which is used up now
             return 303, {**headers, "location": "./", "set-cookie": cookie}, b""
         return 200, headers, b""
 
     def _content(self, scope: dict[str, Any]) -> tuple[dict[str, str], bytes]:
-        """Headers and body of what is shown."""
+        """Headers and body of the requested path."""
         match scope["path"]:
             case "/":
                 policy, body = html()
@@ -195,7 +198,7 @@ class StatusPage:
 
 @functools.cache
 def html() -> tuple[str, bytes]:
-    """The page, and what it is allowed to do: its own style and script, and to ask us."""
+    """The page and its Content-Security-Policy: own style and script, requests to this server."""
     body = (Path(__file__).parent / "page.html").read_bytes()
     style, script = (
         base64.b64encode(hashlib.sha256(_inside(body, tag)).digest()).decode()
@@ -219,7 +222,7 @@ def _start(code: int, headers: dict[str, str]) -> dict[str, Any]:
 
 
 def host_of(header: str) -> str:
-    """The name in a Host header, without port and brackets, in small letters."""
+    """The name in a Host header, without port and brackets, in lower case."""
     text = header.strip().lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]
@@ -227,9 +230,9 @@ def host_of(header: str) -> str:
 
 
 def is_private(name: str) -> bool:
-    """Whether a browser cannot have been sent here by somebody's name server: by an address, a name
-    without a dot, or one of no public zone. Else any web page whose name is made to lead to
-    127.0.0.1 could read what is said here (DNS rebinding). HTTP/1.0 may name nothing."""
+    """Whether no foreign name server can have directed the browser here. True for an address, a
+    name without a dot, and a name of a private zone. Otherwise any web page whose name resolves to
+    127.0.0.1 could read this page (DNS rebinding). HTTP/1.0 may omit the name."""
     if "." not in name or name.endswith(PRIVATE_NAMES):
         return True
     try:
@@ -240,7 +243,7 @@ def is_private(name: str) -> bool:
 
 
 def status_json(status: JobStatus) -> bytes:
-    """The picture as JSON: the fields of JobStatus, and the version of elasticrun."""
+    """The status as JSON: the fields of JobStatus, and the version of elasticrun."""
     fields = {**msgspec.to_builtins(status), "version": __version__}
     if status.round is not None:
         fields["round"]["name"] = str(status.round)
@@ -251,7 +254,7 @@ def _bounded_protocol() -> Any:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Bounded(H11Protocol):
-        """uvicorn has no limit for a head that never ends; every connection ends in time here."""
+        """Adds the limits that uvicorn lacks: total time per connection, number of connections."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -275,12 +278,12 @@ def _bounded_protocol() -> Any:
 
 
 def _http_server(app: Callable[..., Awaitable[None]]) -> Any:
-    """Import the HTTP server and make one. Runs in a thread: the import takes a while."""
+    """Import and create the HTTP server. Runs in a thread, because the import is slow."""
     import uvicorn
 
     class Quiet(uvicorn.Server):
-        """Leaves signals to the master and sleeps until it is told to end, instead of looking ten
-        times a second whether it should."""
+        """Leaves signals to the master, and sleeps until `end`, instead of polling ten times a
+        second."""
 
         def __init__(self, config: uvicorn.Config) -> None:
             super().__init__(config)

@@ -1,4 +1,4 @@
-"""What a scraper is given: the picture and the figures of this moment, as Prometheus wants them."""
+"""The metrics for scrapers: current status and counters in Prometheus format."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ PHASES: Final = ("gathering", "running", "stopping", "ended")
 
 
 class SlotCounters:
-    """Where the time of all slots went, as counters. A row of the ledger may shrink, as what is
-    told late moves to another; a counter never does: what has passed since the last scrape goes to
-    the counters that are behind their rows. So they add up to the time held, as the rows do."""
+    """Seconds of all slots as counters that never decrease.
+
+    A row of the ledger may shrink when late information moves time to another row. So the time
+    since the last scrape is added to the counters that are behind their rows. The sum of the
+    counters equals the total time, as the sum of the rows does."""
 
     def __init__(self) -> None:
         self._micros: dict[tuple[str, str], int] = {}
 
     def take(self, rows: Iterable[LedgerRow]) -> Mapping[tuple[str, str], float]:
-        """Seconds by category and cause, as the ledger stands now."""
+        """Seconds by category and cause, for the current ledger."""
         told = self._micros
         book = {(row.category, row.cause): round(row.seconds * 1e6) for row in rows}
         behind = {key: micros - told.get(key, 0) for key, micros in book.items()}
@@ -40,8 +42,7 @@ class SlotCounters:
 
 
 def metrics_writer(loop: Loop) -> Callable[[], bytes]:
-    """A function that writes the picture and the figures of this moment as prometheus-client does,
-    in a registry of our own."""
+    """A function that renders the current metrics with prometheus-client, in its own registry."""
     import prometheus_client.core  # noqa: F401  # here, where it may take a while
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.registry import Collector
@@ -59,7 +60,7 @@ def metrics_writer(loop: Loop) -> Callable[[], bytes]:
 
 
 def _families(loop: Loop) -> Iterator[Metric]:
-    """The metrics of one job as they hold at this moment."""
+    """The current metrics of the job."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     status, figures = loop.status(), loop.figures

@@ -1,8 +1,10 @@
-"""Who may see all of the page, with stacks, settings and what the script says: whoever has opened a
-link of the job. In a job without a token, everybody on the master's host, too.
+"""Access control of the page: who may see all of it, including stacks, settings and output.
 
-The key in a link is good once and for a quarter of an hour; who comes with it is given a cookie
-that is good as long as this master. Who comes without is a stranger (`stream.for_strangers`).
+That is whoever has opened a link of the job. In a job without a token, it is also everybody on the
+master's host.
+
+The key in a link is valid once, for 15 minutes. Its visitor gets a cookie that is valid for this
+master's lifetime. Visitors without a key are strangers (`stream.for_strangers`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from elasticrun.wire.auth import PAGE_KEY_LIFE, key_until, page_key
 from elasticrun.wire.types import Endpoint
 
 MAX_SPENT: Final = 1024
-"""Keys that were used and have time left. While there are more no key opens the page; who can make
-one has the token, or is the job's user."""
+"""Maximum number of used keys that have not expired. At the limit no key opens the page; only the
+token's owner or the job's user can create keys."""
 
 NO_KEY: Final = (
     "this link has been used, or is older than 15 minutes or than the job's master; for a new one "
@@ -28,34 +30,34 @@ NO_KEY: Final = (
 
 
 class Readers:
-    """Lets visitors in. `secret`: of what keys are made (`auth.operator_token`); `guarded`: the job
-    has a token, and not everybody on this host may see all."""
+    """Decides which visitors may see everything. `secret`: signs the keys (`auth.operator_token`);
+    `guarded`: the job has a token, so local visitors need a link too."""
 
     def __init__(self, secret: str = "", *, guarded: bool = False) -> None:
         self._secret = secret or secrets.token_hex(32)
         self._guarded = guarded
         self._spent: dict[str, float] = {}
-        self._began = int(time.time())  # which keys the master before this one took, nobody knows
-        # One browser may look at several jobs, and a cookie is for all ports of a host.
+        self._began = int(time.time())  # keys that the previous master redeemed are unknown
+        # The cookie has a random name: a browser may view several jobs, and cookies are shared by
+        # all ports of a host.
         self._place: tuple[str, int] | None = None
         self._cookie = f"elasticrun-{secrets.token_hex(4)}={secrets.token_urlsafe(16)}"
 
     def key(self, host: str) -> str:
-        """A new key for a page that listens on `host`; "" where all who can come may see all."""
+        """A new key for a page that listens on `host`; "" if every visitor may see everything."""
         is_open = is_loopback(host) and not self._guarded
         return "" if is_open else page_key(self._secret, time.time())
 
     def opened(self, host: str, port: int) -> None:
-        """The page listens there."""
+        """Set the address on which the page listens."""
         self._place = host, port
 
     def link(self) -> str:
-        """The page's address for people, with a new key where not all who can come may see all; ""
-        without a page."""
+        """The page's URL for people, with a new key if visitors need one; "" without a page."""
         return "" if self._place is None else page_url(*self._place, self.key(self._place[0]))
 
     def trusts(self, scope: dict[str, Any]) -> bool:
-        """Whether this visitor may see all."""
+        """Whether this visitor may see everything."""
         peer = scope.get("client")
         if peer is not None and is_loopback(peer[0]) and not self._guarded:
             return True
@@ -64,8 +66,8 @@ class Readers:
         return any(hmac.compare_digest(part, self._cookie.encode()) for part in parts)
 
     def enter(self, scope: dict[str, Any]) -> str:
-        """The cookie for a visitor whose link has a key; "" if the key is no good. The key of one
-        who is trusted already is left as it is: people open a link twice."""
+        """The cookie for a visitor whose link has a key; "" if the key is invalid. A trusted
+        visitor's key is not used up, because people open a link twice."""
         if not self.trusts(scope) and not self._redeem(query(scope).get("key", [""])[0]):
             return ""
         return f"{self._cookie}; Path=/; HttpOnly; SameSite=Strict"
@@ -82,12 +84,12 @@ class Readers:
 
 
 def query(scope: dict[str, Any]) -> dict[str, list[str]]:
-    """What stands behind the question mark."""
+    """The parameters of the URL's query."""
     return parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether who comes from this address is on this host, or came through a tunnel to it."""
+    """Whether a connection from this address comes from this host, or through a tunnel to it."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -97,10 +99,11 @@ def is_loopback(host: str) -> bool:
 
 
 def page_url(host: str, port: int, key: str = "") -> str:
-    """The address of the page for people; with a key, a link that opens all of it once."""
+    """The URL of the page for people; with a key, a link that opens all of it once."""
     return f"http://{Endpoint(reachable(host), port)}/" + (f"?key={key}" if key else "")
 
 
 def reachable(host: str) -> str:
-    """Where who listens on `host` is reached from here: at a wildcard, by the loopback."""
+    """The address for connecting to a listener on `host` from this host: loopback for a
+    wildcard."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)

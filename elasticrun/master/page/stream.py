@@ -1,9 +1,11 @@
-"""What browsers live on: the job's picture as JSON, and what has changed in it as server-sent
-events. However many watch, a picture is made and written once a second at most, and the ranks are
-looked at every LOOK_EVERY seconds; while nobody watches, nothing is done for it.
+"""The data of the page in browsers: the job's picture as JSON, and its changes as server-sent
+events.
 
-A stranger (`readers`) is not shown what tells of paths and arguments: stacks, places in the script,
-last lines, settings, events, and the sentences of verdicts and incidents.
+However many visitors there are, a picture is built and encoded once a second at most, and the ranks
+are sampled every LOOK_EVERY seconds. Without visitors no work is done.
+
+A stranger (`readers`) does not get what reveals paths and arguments: stacks, source lines, last
+output lines, settings, events, and the sentences of verdicts and incidents.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 PACE: Final = 1.0
-"""Seconds from one picture to the next."""
+"""Seconds between two pictures."""
 
 STREAM_LIFE: Final = 28.0
-"""Seconds after which a stream ends in order, before its connection would be cut; the browser comes
-back after RETRY milliseconds and is given the whole picture again."""
+"""Seconds after which a stream ends in order, before its connection would be cut. The browser
+reconnects after RETRY milliseconds and gets the whole picture."""
 
 RETRY: Final = 1000
 
 LOOK_EVERY: Final = 3.0
-"""Seconds between looks at the ranks for those who watch, and may see all."""
+"""Seconds between samples of the ranks while a visitor with full access is watching."""
 
 RANKS_A_SECOND: Final = 64
-"""Larger jobs are looked at less often: what the ranks say goes into the master's trace, too."""
+"""Larger jobs are sampled less often, because the samples also go into the master's trace."""
 
 NO_LINK: Final = (
     "stacks and settings are shown to who opens the link that `elasticrun status` prints on the "
@@ -46,17 +48,17 @@ NO_LINK: Final = (
 )
 
 AGES: Final = frozenset(("age", "looked", "since", "quiet", "step_age", "remaining"))
-"""They run by themselves: the page counts on, and nothing is sent for them."""
+"""Fields that change with time alone: the page updates them itself, so nothing is sent for them."""
 
 STILL: Final = 5.0
-"""Seconds from which on the page counts on for how long a rank has been quiet."""
+"""Seconds after which the page itself counts how long a rank has been quiet."""
 
 Parts = dict[str, tuple[object, bytes]]
-"""Each field of a picture: what is compared of it, and its JSON."""
+"""Each field of a picture: its value for comparison, and its JSON."""
 
 
 class Feed:
-    """The picture for one kind of visitor, as it was last made, and what was new in it then."""
+    """The last picture for one kind of visitor, and its last change."""
 
     def __init__(self, loop: Loop, *, whole: bool) -> None:
         self._loop = loop
@@ -65,26 +67,26 @@ class Feed:
         self._change = b""
         self._due = 0.0
         self.number = 0
-        """Of the change that came last; a stream that has seen it waits for the next."""
+        """Number of the last change; a stream that has it waits for the next one."""
 
     def picture(self) -> bytes:
-        """All of it, as one JSON object."""
+        """The whole picture as one JSON object."""
         self.refresh()
         return _object({name: data for name, (_, data) in self._parts.items()})
 
     def since(self, seen: int) -> bytes:
-        """What a stream sends whose browser has seen change `seen`; 0: nothing. Empty: no news."""
+        """The data for a stream whose browser has change `seen` (0: nothing). Empty: no change."""
         self.refresh()
         if seen == self.number:
             return b""
         return self._change if seen and seen == self.number - 1 else self.picture()
 
     def wait(self) -> float:
-        """Seconds until another picture may be made."""
+        """Seconds until another picture may be built."""
         return max(0.0, self._due - asyncio.get_running_loop().time())
 
     def refresh(self, *, now: bool = False) -> None:
-        """Make the picture anew if it is due, or `now` in any case."""
+        """Rebuild the picture if it is due, or with `now` in any case."""
         if not now and self.wait() > 0.0:
             return
         picture = self._loop.picture()
@@ -102,7 +104,7 @@ class Feed:
 
 
 class Watchers:
-    """Those who watch. `close` sends the last picture to each and ends it."""
+    """The visitors' streams. `close` sends the last picture to each and ends it."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -114,12 +116,12 @@ class Watchers:
         self._empty: asyncio.Event = asyncio.Event()
 
     def picture(self, *, whole: bool) -> bytes:
-        """For who asks once."""
+        """The picture for a single request."""
         return self._feeds[whole].picture()
 
     async def serve(self, receive: Receive, send: Send, *, whole: bool, looks: bool) -> None:
-        """Send events, the head having been sent, until the browser has gone, the stream's life is
-        over or the master ends. `looks`: have the ranks looked at meanwhile."""
+        """Send events (after the response head) until the browser disconnects, the stream's time is
+        up, or the master ends. `looks`: sample the ranks meanwhile."""
         self._watched += 1
         gone = asyncio.ensure_future(_gone(receive))
         ends = asyncio.ensure_future(self._closing.wait())
@@ -133,7 +135,7 @@ class Watchers:
                 self._empty.set()
 
     def _look(self) -> None:
-        """Have the ranks looked at, if that is due; the pictures that follow show what is found."""
+        """Request a sample of the ranks, if due; later pictures show the result."""
         now = asyncio.get_running_loop().time()
         if now < self._look_at or (self._looking is not None and not self._looking.done()):
             return
@@ -168,7 +170,7 @@ class Watchers:
         await send({"type": "http.response.body", "body": b""})
 
     async def close(self, limit: float) -> None:
-        """Let every stream say how it ended, for `limit` seconds at most."""
+        """End every stream in order, within `limit` seconds."""
         self._closing.set()
         if self._looking is not None:
             self._looking.cancel()
@@ -189,7 +191,7 @@ def _piece(data: bytes) -> dict[str, Any]:
 
 
 def parts_of(picture: Picture) -> Parts:
-    """Field by field, and which version of elasticrun says so."""
+    """The picture field by field, with the version of elasticrun."""
     fields: dict[str, Any] = {**asdict(picture), "version": __version__}
     found = picture.verdict
     timeless = "".join(p for p in found.said if isinstance(p, str)) if found is not None else ""
@@ -202,12 +204,12 @@ def parts_of(picture: Picture) -> Parts:
 
 
 def _still(value: Any) -> Any:
-    """The same without ages; of a rank's `quiet`, whether it is still."""
+    """The value without ages; a rank's `quiet` becomes a flag."""
     if isinstance(value, dict):
         still = {name: _still(one) for name, one in value.items() if name not in AGES}
         if isinstance(quiet := value.get("quiet"), float):
             still["quiet"] = quiet >= STILL
-        if "klass" in value:  # a verdict: its sentence counts seconds
+        if "klass" in value:  # a verdict: its sentence contains seconds
             del still["sentence"]
             still["said"] = [piece for piece in value["said"] if isinstance(piece, str)]
         return still
@@ -217,13 +219,13 @@ def _still(value: Any) -> Any:
 
 
 def _object(fields: dict[str, bytes]) -> bytes:
-    """JSON of values that are JSON already. Its text has no line end: that would end an event."""
+    """JSON of values that are already JSON. It has no line break, which would end an event."""
     inside = b",".join(b'"%s":%s' % (name.encode(), data) for name, data in fields.items())
     return b"{" + inside + b"}"
 
 
 def for_strangers(picture: Picture) -> Picture:
-    """The picture without paths, arguments and what the script has said."""
+    """The picture without paths, arguments and output of the script."""
     verdict, spent = picture.verdict, picture.goodput
     says = "something long" if verdict is not None and verdict.says else ""
     return replace(
@@ -256,8 +258,8 @@ def _incident_for_strangers(row: IncidentRow) -> IncidentRow:
 
 
 def status_for_strangers(status: JobStatus) -> JobStatus:
-    """The status without the lines of the script that a verdict names, of whatever kind it is, and
-    without what a rank, a person or an agent has said."""
+    """The status without source lines that a verdict names, and without texts of ranks, people or
+    agents."""
     return replace(
         status,
         verdict="ranks stand still" if status.verdict else "",

@@ -1,8 +1,8 @@
-"""WHAT A MASTER LEAVES OF ITSELF: everything that its brain took in and said, and that once more.
+"""Record and replay of a master: all input and output of its state machine.
 
-`words` has events and effects as lines, `writer` the ring of files, `replay` reads one and gives it
-to the brain again. Forbidden here: sockets, grpc, torch, the agent, the master (its loop is handed
-a writer and knows no more of it), rules (they are in core/), and clocks: time is what the loop or
-the trace says. The writer alone asks one, for the date in a head, and where nobody hands it
-the loop's.
+`words` renders events and effects as lines, `writer` writes the ring of files, `replay` reads a
+trace and feeds it to the state machine again. Forbidden here: sockets, grpc, torch, the agent, the
+master (its loop gets a writer and knows nothing else of this folder), rules (they are in core/),
+and clocks: time comes from the loop or the trace. Only the writer reads a clock, for the date in a
+head, and when it is not given the loop's time.
 """

@@ -1,5 +1,5 @@
-"""A trace as a timeline for chrome://tracing and Perfetto: rounds, incidents and their
-phases, and hangs that were told of."""
+"""A trace as a timeline for chrome://tracing and Perfetto: rounds, incidents with their phases,
+hangs."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from elasticrun.core.sight.picture import IncidentRow, VerdictRow
 from elasticrun.wire import messages as m
 
 BEFORE: Final = ("detect", "left")
-"""Phases that were over when an incident began."""
+"""Phases that are over when an incident is filed."""
 
 MOST: Final = 100_000
-"""Events that are written; later ones are left out."""
+"""Maximum number of events; later ones are left out."""
 
 ROUNDS, INCIDENTS, PHASES, HANGS = 1, 2, 3, 4
 ROWS: Final = {ROUNDS: "rounds", INCIDENTS: "incidents", PHASES: "the way back", HANGS: "hangs"}
 
 
 class ChromeTrace:
-    """Is given what the brain said, in its order."""
+    """Collects the effects of the state machine in order."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
             for row, name in ROWS.items()
         ]
-        self._round: tuple[int, int, float] | None = None  # number, ranks, since
-        self._hang: tuple[VerdictRow, float] | None = None  # that is not over, and since when
+        self._round: tuple[int, int, float] | None = None  # number, ranks, start
+        self._hang: tuple[VerdictRow, float] | None = None  # the current hang, and its start
         self._began: float | None = None
-        self._incidents: dict[int, tuple[float, IncidentRow]] = {}  # when noticed, as told last
+        self._incidents: dict[int, tuple[float, IncidentRow]] = {}  # detected at, latest record
 
     def took(self, now: float, effects: Iterable[events.JobEffect]) -> None:
-        """At this moment, seconds."""
+        """Add the effects at time `now` (seconds)."""
         self._began = now if self._began is None else self._began
         for effect in effects:
             if isinstance(effect, events.Filed):
@@ -55,7 +55,7 @@ class ChromeTrace:
                     self._round = (order.round.number, order.world_size, now)
 
     def write(self, path: Path, now: float) -> None:
-        """The whole of it. OSError."""
+        """Write the timeline. OSError."""
         self._over(now)
         self._hang_over(now)
         for noticed, row in self._incidents.values():
@@ -80,12 +80,12 @@ class ChromeTrace:
             self._hang = None
 
     def _filed(self, row: IncidentRow, now: float) -> None:
-        """A record is begun, and written anew with each thing that becomes known."""
+        """An incident was filed or updated."""
         if row.number not in self._incidents and len(self._incidents) >= MOST:
             return
         noticed, _ = self._incidents.get(row.number, (now - row.age, row))
         self._incidents[row.number] = (noticed, row)
-        if row.round == self._number:  # also where nobody is left who could be told to stop
+        if row.round == self._number:  # also when no node is left to be stopped
             self._over(noticed)
 
     def _incident(self, row: IncidentRow, noticed: float) -> None:

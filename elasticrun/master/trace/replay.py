@@ -1,12 +1,12 @@
-"""A trace once more: the real brain takes in what a master took in, and says what it decides.
+"""Replays a trace: feeds a master's recorded input to the real state machine and shows its
+decisions.
 
-`read` gives a trace as what it says, line by line; what is wrong with it in a sentence. The ring's
-two files are read as one. A file that begins in the midst of a master's life is only a beginning
-where the file before it is missing.
+`read` parses a trace line by line; an error is a sentence. It reads the ring's two files as one. A
+file that starts in the middle of a master's life is a start only if the file before it is missing.
 
-`replay` gives it to the brain, which is deterministic (time and nonces are arguments, and both are
-in the trace), so it must say what was recorded. Where it does not, the trace is of another version,
-or there is a defect; either way the place is shown.
+`replay` feeds it to the state machine. That is deterministic (time and nonces are arguments, and
+both are in the trace), so its output must equal the recorded one. If not, the trace is of another
+version, or there is a bug; in both cases the place is shown.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import typed
 
 MAX_LINE: Final = 64 * 1024 * 1024
-"""No line is longer: facts of 100,000 nodes have some 30 MB."""
+"""Maximum bytes of a line: facts of 100,000 nodes have some 30 MB."""
 
 CAUSE_WIDTH: Final = 38
-"""Columns for what happened; a longer one has a line of its own."""
+"""Columns for the event; a longer one gets its own line."""
 
 MOST_NAMED: Final = 4
-"""Nodes that a line lists when all are told the same kind of thing; of more it says how many."""
+"""Maximum number of nodes listed for orders of the same kind; beyond it only the number is
+shown."""
 
 MOST_DIFFERENCES: Final = 10
-"""Differences shown; after the first one the others follow from it."""
+"""Maximum number of differences shown; later ones usually follow from the first."""
 
 _ROUND_NAME: Final = re.compile(r" \(\d+/[0-9a-f?]+\)")  # behind its number
 
@@ -55,12 +56,12 @@ DIFFERS: Final = 1
 
 
 class NoTrace(Exception):
-    """The file is no trace of ours; the text is one sentence."""
+    """The file is not a trace of ours; the text is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceHead:
-    """A master begins, or the ring's next file does."""
+    """The head of a master's trace, or of the ring's next file."""
 
     version: str
     job_id: str
@@ -76,7 +77,7 @@ class TraceHead:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The brain took something in; what it said, in words, and what it raised, if it did."""
+    """One step of the state machine: its input, its output as text, and its exception, if any."""
 
     at: float
     event: events.JobEvent
@@ -97,7 +98,7 @@ Item = TraceHead | Step | Gap
 
 
 def read(path: Path) -> Iterator[Item]:
-    """What the trace at `path` (a file, or the folder of a record) says. NoTrace."""
+    """The items of the trace at `path` (a file, or the folder of a record). NoTrace."""
     if path.is_dir():
         path = path / FILE
     older = path.with_name(path.name + OLDER)
@@ -136,7 +137,7 @@ def _read_file(path: Path, file: BinaryIO, *, first: bool) -> Iterator[Item]:
 
 
 def _is_cut(file: BinaryIO) -> bool:
-    """Whether a master that found this line unfinished ended it: the next one is its head."""
+    """Whether a later master ended this unfinished line: then the next one is its head."""
     here = file.tell()
     following = file.readline(64)
     file.seek(here)
@@ -184,23 +185,23 @@ def _head(line: dict[str, Any]) -> TraceHead:
     )
 
 
-# ---------------------------------------------------------------- running again
+# ---------------------------------------------------------------- replay
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which lines are printed."""
+    """Which lines to print."""
 
-    node: str = ""  # only what concerns this one
-    since: float = 0.0  # seconds from the beginning of the trace
-    everything: bool = False  # events that nothing followed from, too
+    node: str = ""  # only lines about this node
+    since: float = 0.0  # seconds from the start of the trace
+    everything: bool = False  # also events without an effect
 
 
 def replay(
     path: Path, wanted: Wanted, out: Callable[[str], None], timeline: Path | None = None
 ) -> int:
-    """Print what is decided in the trace at `path`, a line each; SAME or DIFFERS. NoTrace. Rounds
-    and incidents are written to `timeline`."""
+    """Print the decisions in the trace at `path`, one per line; returns SAME or DIFFERS. NoTrace.
+    Rounds and incidents are written to `timeline`."""
     player = _Player(wanted, out)
     for item in read(path):
         match item:
@@ -229,10 +230,10 @@ class _Player:
         self._uncounted = False
         self._timeline = ChromeTrace()
 
-    # ------------------------------------------------------------ what the trace says
+    # ------------------------------------------------------------ items of the trace
 
     def head(self, head: TraceHead) -> None:
-        """Begin a brain as that master did, unless this is only the ring's next file."""
+        """Start a state machine as that master did, unless this is only the ring's next file."""
         if head.midst and self._brain is not None and head.term == self._term:
             return
         if self._origin is None or head.at < self._now:  # another boot has another clock
@@ -253,7 +254,7 @@ class _Player:
             self._brain.step(_as_it_was(stream, facts), head.at)
 
     def step(self, step: Step) -> None:
-        """Give the brain an event, print what it says, and compare."""
+        """Process an event, print the output, and compare it."""
         assert self._brain is not None
         self._now = step.at
         self._steps += 1
@@ -264,7 +265,7 @@ class _Player:
         effects: list[events.JobEffect] = []
         try:
             effects = self._brain.step(step.event, step.at)
-        except Exception as fault:  # as it did then
+        except Exception as fault:  # as recorded
             raised = f"{type(fault).__name__}: {fault}"
         self._timeline.took(step.at, effects)
         self._show(step, effects, raised)
@@ -273,12 +274,12 @@ class _Player:
             self._nodes.pop(step.event.session, None)
 
     def gap(self, gap: Gap) -> None:
-        """Something is missing."""
+        """Handle missing data."""
         self._out(f"-- {gap.why}")
         self._exact = self._exact and gap.cut
 
     def end(self, timeline: Path | None) -> int:
-        """The last lines, and the timeline if one is wanted."""
+        """Print the last lines, and write the timeline if requested."""
         if timeline is not None:
             try:
                 self._timeline.write(timeline, self._now)
@@ -318,7 +319,7 @@ class _Player:
             self._out(stamp + cause)
             stamp, cause = " " * len(stamp), ""
         for line in lines:
-            # The number of a round says enough for people; its whole name is compared.
+            # People need only the number of a round; the comparison uses its whole name.
             self._out(f"{stamp}{cause:<{CAUSE_WIDTH}}  {_ROUND_NAME.sub('', line)}")
             stamp, cause = " " * len(stamp), ""
 
@@ -411,7 +412,7 @@ class _Player:
 
 
 def _kind(effect: events.JobEffect) -> type:
-    """What is told in one line belongs together."""
+    """Adjacent effects of the same kind are grouped."""
     return type(effect.order) if isinstance(effect, events.Tell) else type(effect)
 
 
@@ -429,7 +430,7 @@ def _heading(head: TraceHead) -> Iterator[str]:
 
 
 def _as_it_was(stream: events.Attached, facts: Facts | None) -> events.Attached:
-    """A stream that stood when the ring turned, as its node would attach to a successor."""
+    """A stream that was open when the ring turned, as if its node attached to a new master."""
     last = None if facts is None else facts.round
     seats = () if last is None else last.seats
     seat = next((seat for seat in seats if seat.node == stream.hello.node), None)

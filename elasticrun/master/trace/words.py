@@ -1,7 +1,7 @@
-"""How the trace writes down what the master's brain takes in and says: events so that they can be
-read again exactly, effects in words that tell any two of them apart.
+"""The text format of the trace: events as JSON that can be read back exactly, effects as unique
+lines.
 
-Pure functions; the file is `writer.py`, who reads it is `replay.py`.
+Pure functions; `writer.py` writes the file and `replay.py` reads it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import plain, typed
 
 TRACE_VERSION: Final = 3
-"""Raised with every change of the lines or of the facts in them."""
+"""Incremented with every change of the lines or of the facts in them."""
 
 MAX_EVENT: Final = 16 * 1024 * 1024
-"""Bytes of an event that was packed."""
+"""Maximum bytes of an unpacked event."""
 
 MOST_NAMED: Final = 8
-"""Sessions that an effect in words lists; of more it says how many."""
+"""Maximum number of sessions listed in an effect's line; beyond it only the number is shown."""
 
 _EVENTS: Final[dict[str, type]] = {kind.__name__: kind for kind in typing.get_args(JobEvent)}
 _REPORTS: Final[dict[str, type]] = {kind.__name__: kind for kind in typing.get_args(m.Report)}
@@ -50,8 +50,8 @@ _REPORTS: Final[dict[str, type]] = {kind.__name__: kind for kind in typing.get_a
 
 
 def event_to_plain(event: JobEvent) -> dict[str, Any]:
-    """An event as JSON takes it: {"Heard": {"session": 3, "report": {"Stopped": {...}}}}. What a
-    node answers to a look is packed: the same words for each rank, every few seconds."""
+    """An event as JSON values: {"Heard": {"session": 3, "report": {"Stopped": {...}}}}. Samples of
+    the ranks are compressed, because they repeat the same text for each rank every few seconds."""
     body = plain(event)
     if isinstance(event, Heard):
         body["report"] = {type(event.report).__name__: body["report"]}
@@ -63,7 +63,7 @@ def event_to_plain(event: JobEvent) -> dict[str, Any]:
 
 
 def event_from_plain(value: Any) -> JobEvent:
-    """The event that was written; ValueError if it is none."""
+    """The event; ValueError if the value is not one."""
     if isinstance(value, dict) and value.keys() == {"packed"}:
         value = _unpacked(value["packed"])
     kind, body = _tagged(value, _EVENTS)
@@ -99,7 +99,7 @@ def _tagged(value: Any, kinds: dict[str, type]) -> tuple[type, Any]:
 
 
 def effect_in_words(effect: JobEffect) -> str:
-    """One line; equal for equal effects only, but for the ages in facts."""
+    """One line; equal only for equal effects, except for ages in facts."""
     match effect:
         case Tell():
             sessions = listed(effect.sessions, MOST_NAMED, ",")
@@ -124,7 +124,7 @@ def effect_in_words(effect: JobEffect) -> str:
 
 
 def incident_in_words(incident: IncidentRow) -> str:
-    """A record as one line, without its times."""
+    """An incident as one line, without its times."""
     state = "over" if incident.over else "open"
     return f"incident {incident.number} ({state}), {incident.cause}: {incident.sentence}"
 
@@ -159,12 +159,12 @@ _FORMS: Final[dict[type, str]] = {
     m.LastLines: "LastLines {0.round.number}: rank {0.rank}",
     m.CommitCheckpoint: "CommitCheckpoint {0.attempt}",
 }
-"""Messages that are told in one way whatever they hold."""
+"""Messages with a fixed format."""
 
 
 def in_words(message: m.Report | m.Order) -> str:
-    """An order as one line, with the whole name of its round; a report, with the number. Of what
-    says nothing that is of use, its name."""
+    """A message as one line: an order with the full name of its round, a report with its number. A
+    message without useful content is only its name."""
     if form := _FORMS.get(type(message)):
         return form.format(message)
     match message:
@@ -241,7 +241,7 @@ def _holding(one: m.Holding) -> str:
 
 
 def listed(items: Sequence[object], most: int, between: str = ", ") -> str:
-    """The first ones by name, and how many more there are."""
+    """The first items, and the number of the others."""
     named, more = between.join(map(str, items[:most])), len(items) - most
     return f"{named} and {more} more" if more > 0 else named
 
@@ -251,7 +251,7 @@ def _numbers(ranks: tuple[int, ...]) -> str:
 
 
 def facts_in_words(facts: Facts) -> str:
-    """What the next master would believe, in short."""
+    """The facts that the next master would load, in short."""
     words = ["no round", f"restarts {facts.restarts.count}"]
     if (last := facts.round) is not None:
         over = " (over)" if last.over else ""

@@ -1,16 +1,17 @@
-"""The trace: everything that the brain took in and said, for `elasticrun replay` and bug reports.
+"""Writes the trace: all input and output of the state machine, for `elasticrun replay` and bug
+reports.
 
-JSON lines in a ring of two files, `trace` and before it `trace.1`. Nothing depends on it: a thread
-writes, its queue is bounded, and what does not fit is counted and the count is written. No session
-that has not proved itself comes here, and no secret is in any event.
+The format is JSON lines in a ring of two files, `trace` and the older `trace.1`. Nothing depends on
+it: a thread writes, its queue is bounded, and dropped events are counted in the trace. It contains
+no unauthenticated session and no secret.
 
-    {"trace": 3, "version": ..., "job": ..., "term": ..., "spec": ..., "facts": ...}   a master's
+    {"trace": 3, "version": ..., "job": ..., "term": ..., "spec": ..., "facts": ...}   a head
     {"t": 12.5, "e": {"Heard": ...}, "mint": ["0badcafe"], "do": ["info: ...", "tell 1: ..."]}
-    {"beats": [[12.6, 1, 3], [12.7, 2, 3]]}                  time, session, number of the beat
-    {"dropped": 17}                                          so many events are missing here
+    {"beats": [[12.6, 1, 3], [12.7, 2, 3]]}                  time, session, number of the heartbeat
+    {"dropped": 17}                                          number of events missing here
 
-A file that begins in the midst of a master's life says so ("midst": true) and carries the newest
-facts and every stream that stood: a replay begins there as a successor of that master would.
+A file that starts in the middle of a master's life says so ("midst": true), and contains the newest
+facts and every open stream: a replay starts there as a successor of that master would.
 """
 
 from __future__ import annotations
@@ -37,31 +38,32 @@ from elasticrun.wire.types import mint_nonce, plain
 
 FILE: Final = "trace"
 OLDER: Final = ".1"
-"""Added to the name of the ring's file in use: the one before it."""
+"""Suffix of the older file of the ring."""
 
 RING_BYTES: Final = 64 * 1024 * 1024
-"""Both files together; less where the disk is small, see SHARE."""
+"""Maximum bytes of both files together; less on a small disk, see SHARE."""
 
 SHARE: Final = 16
-"""No more than this part of what is free where the trace begins: it may be in memory."""
+"""The ring uses at most this fraction (1/16) of the free space at its start: the folder may be in
+memory."""
 
 LEAST: Final = 256 * 1024
-"""A smaller ring is none."""
+"""With less space there is no trace."""
 
 MAX_QUEUED: Final = 20_000
-"""Steps that wait for the disk; beyond it they are dropped and counted."""
+"""Maximum number of queued steps; further ones are dropped and counted."""
 
 BEATS_PER_LINE: Final = 512
 BEATS_WAIT: Final = 1.0
-"""Beats are handed to the thread with the next step that is none, or so many, or so long after the
-first of them: they are most of what happens."""
+"""Heartbeats are batched, because they are most of the events: a batch goes to the thread with the
+next other step, at this size, or this many seconds after its first heartbeat."""
 
 logger = logging.getLogger("elasticrun")
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What a master begins with; the head of its part of the trace."""
+    """The initial state of a master; the head of its part of the trace."""
 
     job_id: str
     term: int
@@ -82,7 +84,8 @@ _Beats = list[tuple[float, int, int]]
 
 
 class TraceWriter:
-    """Writes down what the brain took in and said; also mints its nonces, which are part of it."""
+    """Records the state machine's input and output; also creates its nonces, which are part of the
+    input."""
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class TraceWriter:
         mint: Callable[[], str] = mint_nonce,
         now: float | None = None,
     ) -> None:
-        """`now`: by the loop's clock, if that is another one than this host's."""
+        """`now`: the loop's time, if its clock is not this host's."""
         self._life = life
         self._mint = mint
         self._minted: list[str] = []
@@ -107,13 +110,13 @@ class TraceWriter:
     # ------------------------------------------------------------ the loop's side
 
     def mint(self) -> str:
-        """A nonce for the brain."""
+        """Create a nonce for the state machine."""
         nonce = self._mint()
         self._minted.append(nonce)
         return nonce
 
     def took(self, event: JobEvent, now: float, effects: list[JobEffect]) -> None:
-        """The brain took this in and said that; never blocks."""
+        """Record an event and its effects; never blocks."""
         if not effects and isinstance(event, Heard) and isinstance(event.report, Beat):
             self._beats.append((now, event.session, event.report.number))
             if len(self._beats) >= BEATS_PER_LINE or now - self._beats[0][0] >= BEATS_WAIT:
@@ -122,12 +125,12 @@ class TraceWriter:
         self._hand_over(_Step(event, now, self._nonces(), tuple(effects)))
 
     def raised(self, event: JobEvent, now: float, fault: Exception) -> None:
-        """The brain could not take this in."""
+        """Record an event that the state machine failed on."""
         what = f"{type(fault).__name__}: {fault}"
         self._hand_over(_Step(event, now, self._nonces(), (), what))
 
     def close(self, limit: float) -> None:
-        """Write what is queued, `limit` seconds at most, and end."""
+        """Write what is queued, `limit` seconds at most, and stop."""
         self._hand_over(None)
         self._queue.put(None)
         self._ended.wait(limit)
@@ -137,7 +140,7 @@ class TraceWriter:
         return minted
 
     def _hand_over(self, step: _Step | None) -> None:
-        """In the order in which they were: beats that were held back, then the step."""
+        """Queue in order: first the batched heartbeats, then the step."""
         beats, self._beats = self._beats, []
         if self._queue.qsize() >= MAX_QUEUED:
             self._dropped += len(beats) + (step is not None)
@@ -160,7 +163,7 @@ class TraceWriter:
                 if self._queue.empty():
                     self._ring.flush()
             self._ring.close()
-        except Exception as wrong:  # whatever it is, the job does not depend on it
+        except Exception as wrong:  # the job does not depend on it
             logger.warning("the trace of this job ends here: %s", wrong)
             self._ring.abandon()
             while self._queue.get() is not None:
@@ -170,7 +173,7 @@ class TraceWriter:
 
 
 class _Ring:
-    """The two files; belongs to the thread. OSError when the disk will not have them."""
+    """The two files; used by the thread only. OSError if the disk fails."""
 
     def __init__(self, folder: Path, life: Life, most: int, began: float) -> None:
         self._path = folder / FILE
@@ -186,7 +189,7 @@ class _Ring:
         self._midst = False
 
     def begin(self) -> None:
-        """Go on behind what masters before this one have written."""
+        """Append to what earlier masters have written."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         room = os.statvfs(self._path.parent)
         self._most = min(self._most, room.f_bavail * room.f_frsize // SHARE)
@@ -194,11 +197,11 @@ class _Ring:
             raise OSError(f"there is no room for it in {self._path.parent}")
         self._open()
         if os.fstat(self._file.fileno()).st_size:
-            self._put("")  # a master that was killed may have left half a line
+            self._put("")  # a killed master may have left an unfinished line
         self._head(self._began)
 
     def write(self, item: _Step | _Beats | int) -> None:
-        """One line; and the next file, when this one is full."""
+        """Write one line; switch to the next file when this one is full."""
         if isinstance(item, int):
             self._put(json.dumps({"dropped": item}))
         elif isinstance(item, list):
@@ -216,7 +219,7 @@ class _Ring:
         self._file.close()
 
     def abandon(self) -> None:
-        """Close after a failure; what is buffered is lost."""
+        """Close after a failure; buffered data is lost."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
