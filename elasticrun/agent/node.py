@@ -1,5 +1,4 @@
-"""One node of a job: its identity, its parts, the effects of its state machine, and a clean
-shutdown.
+"""One node of a job: its identity, its parts, the effects of its state machine, its shutdown.
 
 The identity is determined before the first connection, because a name server or a disk may be slow.
 """

@@ -1,5 +1,4 @@
-"""Gets a fork server from a warm process: in milliseconds, instead of the time that importing torch
-takes.
+"""Gets a fork server from a warm process: in milliseconds, because torch is already imported.
 
 A warm process (`forkserver.warm`) has torch imported and forks fork servers for launchers of the
 same user. Its socket is in the user's folder, to which only the user has access. The socket's name

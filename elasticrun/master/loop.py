@@ -1,5 +1,4 @@
-"""The master's event loop: one queue of events, one state machine, and the execution of its
-effects.
+"""The master's event loop: one queue of events, one state machine, its effects.
 
 Also the mailboxes of outgoing orders, and the counters for status and metrics.
 

@@ -1,5 +1,4 @@
-"""The gRPC service of the master: a handler per stream that authenticates, decodes, checks and
-enqueues.
+"""The master's gRPC service: a handler per stream that authenticates, decodes and enqueues.
 
 It also limits unauthenticated streams, the rate of reports, and the requests of readers. Nothing of
 a stream reaches the state machine or the trace before its peer has proved the job's token

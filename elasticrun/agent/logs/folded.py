@@ -1,5 +1,4 @@
-"""A console on which lines of several ranks are folded; it sits between the tails and the
-terminal."""
+"""A console on which lines of several ranks are folded, between the tails and the terminal."""
 
 from __future__ import annotations
 

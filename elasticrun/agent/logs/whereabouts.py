@@ -1,5 +1,4 @@
-"""Records where the log files of this user's jobs are, for `elasticrun logs`: one small file per
-agent run.
+"""Records the paths of log files for `elasticrun logs`: one small file per agent run.
 
 The file is in `logs/` of the user's folder on this host. A job with --run-dir has another one in
 `agents/` of its run folder, which other hosts may see too. No job needs these files to run."""

@@ -1,5 +1,4 @@
-"""The rendezvous by endpoint: the master's address, and whether this agent starts it (decision
-021).
+"""The rendezvous by endpoint: who starts the master, and at which address (decision 021).
 
 standalone  this agent starts it on loopback, on a free port
 elastic     the agent that can bind the address that the endpoint's name resolves to starts it; if

@@ -1,5 +1,4 @@
-"""Which addresses are this host's, and where the job's master belongs, as far as this host can
-tell.
+"""Finds this host's addresses and, as far as this host can tell, the place of the job's master.
 
 standalone  on loopback, on a free port
 elastic     on the host that can bind the address that the endpoint's name resolves to

@@ -1,5 +1,4 @@
-"""The inventory of this node's snapshots: what it holds, what can be removed, and the reports to
-the master.
+"""The inventory of this node's snapshots: content, removal, and reports to the master.
 
 It is read from the segments themselves: a message over a socket may be lost with its rank, a commit
 cannot. Each report contains the whole inventory, and reports are rate-limited.

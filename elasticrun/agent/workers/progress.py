@@ -1,5 +1,4 @@
-"""Reads the steps that local ranks report, and combines them into small periodic reports for the
-master.
+"""Combines the steps that local ranks report into small periodic reports for the master.
 
 Each round has its own socket, so leftover processes of an earlier round reach nobody. There is no
 timer for steps: arriving datagrams trigger a report when one is due. A report that cannot be sent

@@ -1,5 +1,4 @@
-"""The local ranks: turns the state machine's effects into orders to the spawner, and reports into
-events.
+"""The local ranks: turns effects into orders to the spawner, and its reports into events.
 
 A rank gets the launcher's own environment, which the spawner inherited, overlaid with torchrun's
 variables (names in `wire.env`). One start of the ranks is active at a time. Blocking work (log

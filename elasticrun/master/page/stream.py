@@ -1,5 +1,4 @@
-"""The data of the page in browsers: the job's picture as JSON, and its changes as server-sent
-events.
+"""The page's data: the job's picture as JSON, and its changes as server-sent events.
 
 However many visitors there are, a picture is built and encoded once a second at most, and the ranks
 are sampled every LOOK_EVERY seconds. Without visitors no work is done.

@@ -1,5 +1,4 @@
-"""A trace as a timeline for chrome://tracing and Perfetto: rounds, incidents with their phases,
-hangs."""
+"""A trace as a timeline for chrome://tracing and Perfetto: rounds, incidents, hangs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Replays a trace: feeds a master's recorded input to the real state machine and shows its
-decisions.
+"""Replays a trace: feeds a master's recorded input to the real state machine.
 
 `read` parses a trace line by line; an error is a sentence. It reads the ring's two files as one. A
 file that starts in the middle of a master's life is a start only if the file before it is missing.

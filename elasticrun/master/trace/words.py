@@ -1,5 +1,4 @@
-"""The text format of the trace: events as JSON that can be read back exactly, effects as unique
-lines.
+"""The text format of the trace: events as JSON that reads back exactly, effects as lines.
 
 Pure functions; `writer.py` writes the file and `replay.py` reads it.
 """

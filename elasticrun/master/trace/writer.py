@@ -1,5 +1,4 @@
-"""Writes the trace: all input and output of the state machine, for `elasticrun replay` and bug
-reports.
+"""Writes the trace: all input and output of the state machine, for `elasticrun replay`.
 
 The format is JSON lines in a ring of two files, `trace` and the older `trace.1`. Nothing depends on
 it: a thread writes, its queue is bounded, and dropped events are counted in the trace. It contains
