@@ -228,9 +228,9 @@ def commit(
     if wrong := _of_another_job(folder, newer, order):
         raise PersistError(f"step {step} was not committed: {wrong}")
     if newer and newer[-1] > step:
-        folder.remark(
-            f"checkpoints of later steps than {step} stand in {folder.url}, up to step "
-            f"{newer[-1]}: a start that restores goes on from those"
+        folder.remark(  # without `step`: the folder shows one sentence once
+            f"{folder.url} has checkpoints of later steps, up to step {newer[-1]}: "
+            "a job that restores continues from those"
         )
     if stop():
         raise PersistError("the attempt was given up before its marker was written")

@@ -72,11 +72,14 @@ def test_a_step_below_what_stands_there_is_kept_and_said(folder: Folder) -> None
     """A script that restores nothing begins in the folder of another run."""
     saved(folder, 3000, 4000, 5000)
     saved(folder, 100)
-    (said,) = folder.take_remarks()
-    assert "later steps than 100" in said
-    assert "up to step 5000" in said
-    assert retention.sweep(folder, keep_last=3, keep_every=0, in_use=(100,)).removed == ()
-    assert folder.committed() == [100, 3000, 4000, 5000]
+    assert folder.take_remarks() == [
+        f"{folder.url} has checkpoints of later steps, up to step 5000: "
+        "a job that restores continues from those"
+    ]
+    saved(folder, 200)
+    assert folder.take_remarks() == []  # once, and not at each checkpoint
+    assert retention.sweep(folder, keep_last=3, keep_every=0, in_use=(100, 200)).removed == ()
+    assert folder.committed() == [100, 200, 3000, 4000, 5000]
 
 
 def test_without_its_marker_it_is_no_timeline(tmp_path: Path) -> None:
@@ -176,7 +179,7 @@ def test_nothing_older_replaces_what_another_job_has_written_since(folder: Folde
     with pytest.raises(parts.PersistError, match="step 7"):
         write_one(6, term=3, base=5)
     write_one(5, term=3)  # a script that never restores is told, as before
-    assert "checkpoints of later steps than 5 stand" in folder.take_remarks()[-1]
+    assert "has checkpoints of later steps, up to step 7" in folder.take_remarks()[-1]
 
 
 def test_a_step_that_was_asked_for_leaves_what_another_job_has_written(folder: Folder) -> None:
